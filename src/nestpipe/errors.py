@@ -1,0 +1,23 @@
+"""Errors meant for people: one sentence that says what, which value, and what to do."""
+
+
+class NestpipeError(Exception):
+    """The root of every error that a user can cause; the command line prints it and exits."""
+
+    exit_status = 2
+
+
+class ConfigError(NestpipeError):
+    """A config or hardware file, or an option, holds a value that cannot be used."""
+
+
+class PlanError(NestpipeError):
+    """A plan was asked for by a name or with a setting that does not exist."""
+
+
+class ParseError(NestpipeError):
+    """A schedule or trace file does not read as one."""
+
+
+class ScheduleError(NestpipeError):
+    """A schedule that the checker refuses: it could change the result of training or hang."""

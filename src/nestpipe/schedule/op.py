@@ -1,0 +1,119 @@
+"""The nouns of a schedule: a `Kind` of work, the `Lane` it runs on, and one `Op` of it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+
+from nestpipe.errors import ParseError
+
+
+class Lane(StrEnum):
+    """A resource that does one thing at a time, in the order of the schedule."""
+
+    LOADER = "loader"
+    COPY = "copy"
+    HOST = "host"
+    NET = "net"
+    COMPUTE = "compute"
+
+
+class Kind(StrEnum):
+    """What an op does; the order is that of one batch's life."""
+
+    PREFETCH = "prefetch"
+    """Read, decode, cluster into micro-batches, pin."""
+    COPY = "copy"
+    """The batch to the device."""
+    DEDUP = "dedup"
+    """The requester's unique keys, bucketed by owner."""
+    COUNTS = "counts"
+    """All2All of how many keys each owner will get; agrees on the end of the data."""
+    KEYS = "keys"
+    """All2All of the keys."""
+    UNION = "union"
+    """The owner's working set of the batch, and what it shares with the batch before."""
+    RETRIEVE = "retrieve"
+    """Rows with their optimizer state from host memory into the idle device buffer."""
+    SYNC = "sync"
+    """Shared rows, state too, from the active to the idle buffer; then the buffers swap."""
+    SWAP = "swap"
+    """The buffers swap and nothing is refreshed: only a stale plan has it."""
+    ROWS = "rows"
+    """The owner sends a micro-batch's rows to the workers that asked."""
+    DENSE = "dense"
+    """Forward and backward of one micro-batch."""
+    GRADS = "grads"
+    """Row gradients back to the owner, accumulated."""
+    REDUCE = "reduce"
+    """Dense gradients summed over all workers."""
+    UPDATE = "update"
+    """One optimizer application per row and per dense parameter."""
+    MIRROR = "mirror"
+    """Replicas of a row in other groups of workers are merged (2D parallelism)."""
+    WRITEBACK = "writeback"
+    """Updated rows that leave device memory go to host memory."""
+
+
+LANE_OF = {
+    Kind.PREFETCH: Lane.LOADER,
+    Kind.COPY: Lane.COPY,
+    Kind.DEDUP: Lane.COMPUTE,
+    Kind.COUNTS: Lane.NET,
+    Kind.KEYS: Lane.NET,
+    Kind.UNION: Lane.COMPUTE,
+    Kind.RETRIEVE: Lane.HOST,
+    Kind.SYNC: Lane.COMPUTE,
+    Kind.SWAP: Lane.COMPUTE,
+    Kind.ROWS: Lane.NET,
+    Kind.DENSE: Lane.COMPUTE,
+    Kind.GRADS: Lane.NET,
+    Kind.REDUCE: Lane.NET,
+    Kind.UPDATE: Lane.COMPUTE,
+    Kind.MIRROR: Lane.NET,
+    Kind.WRITEBACK: Lane.HOST,
+}
+
+MICRO_KINDS = frozenset({Kind.ROWS, Kind.DENSE, Kind.GRADS})
+"""Kinds that come once per micro-batch; every other comes once per batch."""
+
+_KIND_OF_WORD = {kind.value: kind for kind in Kind}
+_OP_TEXT = re.compile(r"([a-z]+) (\d+)(?:\.(\d+))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One unit of work on one lane, e.g. `dense 7.1`: batch 7, micro-batch 1."""
+
+    kind: Kind
+    batch: int
+    micro: int | None = None
+
+    @property
+    def lane(self) -> Lane:
+        return LANE_OF[self.kind]
+
+    @property
+    def collective(self) -> bool:
+        """Whether every worker of a group must take part."""
+        return self.lane is Lane.NET
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.batch}" + ("" if self.micro is None else f".{self.micro}")
+
+    @classmethod
+    def parse(cls, text: str) -> Op:
+        """Read what `str(op)` wrote."""
+        match = _OP_TEXT.fullmatch(text.strip())
+        if match is None:
+            raise ParseError(f"{text.strip()!r} is not an op; write it like `update 3` or `rows 3.0`")
+        word, batch, micro = match.groups()
+        kind = _KIND_OF_WORD.get(word)
+        if kind is None:
+            known = ", ".join(Kind)
+            raise ParseError(f"unknown kind of op {word!r} in {text.strip()!r}; the kinds are {known}")
+        if (micro is not None) != (kind in MICRO_KINDS):
+            want = f"{kind} 3.0" if kind in MICRO_KINDS else f"{kind} 3"
+            raise ParseError(f"{text.strip()!r} does not fit its kind; write it like `{want}`")
+        return cls(kind, int(batch), None if micro is None else int(micro))
