@@ -1,0 +1,1 @@
+"""The command line: `nestpipe draw`, `nestpipe simulate` and their kin."""

@@ -16,6 +16,7 @@ class Lane(StrEnum):
     COPY = "copy"
     HOST = "host"
     NET = "net"
+    ROUTE = "route"
     COMPUTE = "compute"
 
 
@@ -59,10 +60,10 @@ class Kind(StrEnum):
 LANE_OF = {
     Kind.PREFETCH: Lane.LOADER,
     Kind.COPY: Lane.COPY,
-    Kind.DEDUP: Lane.COMPUTE,
+    Kind.DEDUP: Lane.ROUTE,
     Kind.COUNTS: Lane.NET,
     Kind.KEYS: Lane.NET,
-    Kind.UNION: Lane.COMPUTE,
+    Kind.UNION: Lane.ROUTE,
     Kind.RETRIEVE: Lane.HOST,
     Kind.SYNC: Lane.COMPUTE,
     Kind.SWAP: Lane.COMPUTE,
@@ -107,12 +108,16 @@ class Op:
         """Read what `str(op)` wrote."""
         match = _OP_TEXT.fullmatch(text.strip())
         if match is None:
-            raise ParseError(f"{text.strip()!r} is not an op; write it like `update 3` or `rows 3.0`")
+            raise ParseError(
+                f"{text.strip()!r} is not an op; write it like `update 3` or `rows 3.0`"
+            )
         word, batch, micro = match.groups()
         kind = _KIND_OF_WORD.get(word)
         if kind is None:
             known = ", ".join(Kind)
-            raise ParseError(f"unknown kind of op {word!r} in {text.strip()!r}; the kinds are {known}")
+            raise ParseError(
+                f"unknown kind of op {word!r} in {text.strip()!r}; the kinds are {known}"
+            )
         if (micro is not None) != (kind in MICRO_KINDS):
             want = f"{kind} 3.0" if kind in MICRO_KINDS else f"{kind} 3"
             raise ParseError(f"{text.strip()!r} does not fit its kind; write it like `{want}`")

@@ -1,0 +1,1 @@
+"""Replays schedules on thousands of workers with a cost model."""

@@ -1,5 +1,34 @@
 """Spans and traces, and every way to look at them; knows nothing of schedules or torch."""
 
+from nestpipe.trace.chrome import read_chrome, to_chrome, write_chrome
+from nestpipe.trace.exposure import (
+    IDLE,
+    USEFUL,
+    Exposure,
+    ShortTraceError,
+    exposure,
+    lane_busy,
+    steady_interval,
+)
+from nestpipe.trace.grid import grid
 from nestpipe.trace.span import LANES, Fact, Span, Trace
+from nestpipe.trace.svg import svg
 
-__all__ = ["LANES", "Fact", "Span", "Trace"]
+__all__ = [
+    "IDLE",
+    "LANES",
+    "USEFUL",
+    "Exposure",
+    "Fact",
+    "ShortTraceError",
+    "Span",
+    "Trace",
+    "exposure",
+    "grid",
+    "lane_busy",
+    "read_chrome",
+    "steady_interval",
+    "svg",
+    "to_chrome",
+    "write_chrome",
+]

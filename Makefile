@@ -1,0 +1,52 @@
+# Every target sets up what it needs in .venv; all it asks of the machine is Python >= 3.11,
+# make and a C++ compiler. torch is not needed yet, so it is not installed.
+
+PYTHON ?= python3
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/ready
+NESTPIPE := $(BIN)/nestpipe
+PICTURE := out/scaling.svg
+
+# One variable per act of the demo, so that each can be read, copied and run alone.
+DRAW_NESTED := draw nested --batches 3 --micros 2
+SIMULATE_PAPER := simulate paper
+SIMULATE_SCALING := simulate --plan nested --micros 8 --workers 1,8,64,512,1536,4096 --svg $(PICTURE)
+
+.PHONY: demo test check docs clean
+
+demo: $(READY)
+	@mkdir -p $(dir $(PICTURE))
+	@printf '\n== The nested plan: three batches of two micro-batches ==\n\n'
+	$(NESTPIPE) $(DRAW_NESTED)
+	@printf '\n== The runs of the paper, simulated ==\n\n'
+	$(NESTPIPE) $(SIMULATE_PAPER)
+	@printf '\n== The nested plan from 1 to 4096 workers ==\n\n'
+	$(NESTPIPE) $(SIMULATE_SCALING)
+	@printf '\nThe picture of scaling is in $(PICTURE).\n'
+
+test: check
+	$(BIN)/pytest -q -n 2
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright
+
+docs: $(READY)
+	$(BIN)/python tools/make_docs.py
+
+# To change the interpreter of an existing .venv, run `make clean` first.
+$(READY): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "nestpipe needs Python 3.11 or newer and '$(PYTHON)' is not one; name one with make PYTHON=python3.12" >&2; \
+	  exit 1; }
+	@echo "Setting up $(VENV) with nestpipe and its development tools; this takes about a minute."
+	@$(PYTHON) -m venv --clear $(VENV)
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --editable '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) out build dist .pytest_cache .ruff_cache .hypothesis
+	find src tests -name __pycache__ -type d -exec rm -rf {} +

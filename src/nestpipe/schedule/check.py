@@ -1,0 +1,277 @@
+"""The checker: proves from the edges alone that a schedule trains exactly and cannot hang.
+
+It holds for every order that the edges allow, whatever the lanes do. Plans repeat themselves with a
+period of one batch and their edges reach back `lookahead + 1` batches at most, so a finite
+schedule of a few batches more than that stands for the endless stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+from nestpipe.errors import ScheduleError
+from nestpipe.schedule.effects import (
+    CARRIES,
+    CONTENT_OF,
+    STATE,
+    WRITTEN_AT_START,
+    Cell,
+    effects,
+    reference_position,
+)
+from nestpipe.schedule.nominal import nominal_trace
+from nestpipe.schedule.op import Kind, Op
+from nestpipe.schedule.order import HappensBefore, happens_before
+from nestpipe.schedule.schedule import Retrieval, Schedule, Shape
+from nestpipe.schedule.wellformed import malformations
+from nestpipe.trace.grid import grid
+
+K = Kind
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """Why a schedule is refused: one sentence, and the edge that would mend it."""
+
+    rule: str
+    sentence: str
+    ops: tuple[Op, ...]
+    missing: tuple[Op, Op] | None = None
+    """(before, after): the edge to add; None where no single edge helps."""
+
+
+def check(
+    schedule: Schedule,
+    *,
+    stale: str | None = None,
+    carries: Mapping[Kind, frozenset[str]] = CARRIES,
+) -> None:
+    """Refuse a schedule that could change results or hang, with a sentence and the marked grid.
+
+    A stale plan passes only when the caller names it: `check(schedule, stale="stale_prefetch")`.
+    """
+    for violation in violations(schedule, stale=stale, carries=carries):
+        marks = {str(op) for op in violation.ops}
+        picture = grid(nominal_trace(schedule), marks=marks)
+        raise ScheduleError(f"{violation.sentence}\n\n{picture}")
+
+
+def violations(
+    schedule: Schedule,
+    *,
+    stale: str | None = None,
+    carries: Mapping[Kind, frozenset[str]] = CARRIES,
+) -> Iterator[Violation]:
+    """Every reason to refuse the schedule; none means that it is exact and cannot hang."""
+    broken = False
+    for sentence, ops in malformations(schedule):
+        broken = True
+        yield Violation("order", sentence, ops)
+    if broken:
+        return
+    order = happens_before(schedule)
+    shape = schedule.shape
+    allow_stale = shape.stale and stale == shape.plan
+    yield from _one_network_order(schedule, order)
+    yield from _bounded_lookahead(schedule, order)
+    yield from _safe_memory(schedule, order)
+    yield from _stored_rows_land_in_order(schedule, order)
+    if allow_stale:
+        yield from _staleness_is_certain(schedule, order)
+    else:
+        yield from _fresh_rows(schedule, order)
+    yield from _state_travels(schedule, carries)
+
+
+def _one_network_order(schedule: Schedule, order: HappensBefore) -> Iterator[Violation]:
+    collectives = [op for op in schedule.ops if op.collective]
+    for first, second in pairwise(collectives):
+        if not order(first, second):
+            yield Violation(
+                "one network order",
+                f"`{first}` and `{second}` have no fixed order on the network, so ranks can start "
+                f"them in different orders and hang; make `{second}` wait for `{first}`",
+                (first, second),
+                (first, second),
+            )
+
+
+def _bounded_lookahead(schedule: Schedule, order: HappensBefore) -> Iterator[Violation]:
+    shape = schedule.shape
+    for batch in range(shape.lookahead, schedule.batches):
+        retire, prefetch = Op(shape.retire, batch - shape.lookahead), Op(K.PREFETCH, batch)
+        if not order(retire, prefetch):
+            yield Violation(
+                "bounded look-ahead",
+                f"`{prefetch}` can start while {shape.lookahead} batches are in flight, which is "
+                f"all the look-ahead there is; make `{prefetch}` wait for `{retire}`",
+                (prefetch, retire),
+                (retire, prefetch),
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Access:
+    op: Op
+    reads: bool
+    writes: bool
+
+
+def _accesses(schedule: Schedule) -> dict[Cell, list[_Access]]:
+    """Who touches each cell, in the order of the serial reference."""
+    shape = schedule.shape
+    touched: dict[Cell, list[_Access]] = {}
+    last = schedule.batches - 1
+    for op in sorted(schedule.ops, key=lambda op: reference_position(op, shape)):
+        does = effects(op, shape)
+        reads = does.reads
+        if op.kind is K.WRITEBACK and op.batch == last:
+            # After the last batch every row leaves; there are no later keys to compare with.
+            reads = tuple(c for c in reads if c[0] != "owned" or c[1] == last % shape.slots)
+        for cell in dict.fromkeys((*reads, *does.writes)):
+            access = _Access(op, cell in reads, cell in does.writes)
+            touched.setdefault(cell, []).append(access)
+    return touched
+
+
+def _safe_memory(schedule: Schedule, order: HappensBefore) -> Iterator[Violation]:
+    """Ops that share memory keep the serial order: written before read, read before reused."""
+    for cell, accesses in _accesses(schedule).items():
+        writer: Op | None = None
+        readers: list[Op] = []
+        for access in accesses:
+            if access.reads:
+                if writer is not None and not order(writer, access.op):
+                    yield _read_too_early(access.op, writer, cell, schedule.shape)
+                if writer is None and cell[0] not in WRITTEN_AT_START:
+                    yield _never_written(access.op, cell)
+            if access.writes:
+                for reader in readers:
+                    if not order(reader, access.op):
+                        yield _reused_too_early(access.op, reader, cell)
+                if writer is not None and not access.reads and not order(writer, access.op):
+                    yield _reused_too_early(access.op, writer, cell)
+                writer, readers = access.op, []
+            else:
+                readers.append(access.op)
+
+
+def _read_too_early(reader: Op, writer: Op, cell: Cell, shape: Shape) -> Violation:
+    content = CONTENT_OF[cell[0]]
+    sentence = (
+        f"`{reader}` can read the {content} before `{writer}` has written it; "
+        f"make `{reader}` wait for `{writer}`"
+    )
+    rule = "data before use"
+    if cell[0] == "buffer" and writer.batch < reader.batch:
+        rule = "freshness"
+        first_use = Op(K.ROWS, reader.batch, 0)
+        sentence = (
+            f"`{first_use}` can read rows that `{writer}` has not written; "
+            f"make `{reader}` wait for `{writer}`"
+        )
+    return Violation(rule, sentence, (reader, writer), (writer, reader))
+
+
+def _never_written(reader: Op, cell: Cell) -> Violation:
+    sentence = (
+        f"`{reader}` reads the {CONTENT_OF[cell[0]]}, which no earlier op writes; add that op"
+    )
+    return Violation("data before use", sentence, (reader,))
+
+
+def _reused_too_early(writer: Op, user: Op, cell: Cell) -> Violation:
+    content = CONTENT_OF[cell[0]]
+    rule, why = "safe buffer reuse", f"overwrite the {content} that `{user}` still needs"
+    if cell[0] in ("row_sum", "dense_sum"):
+        rule, why = (
+            "fixed summation order",
+            f"change the {content} before `{user}` has had its turn",
+        )
+    elif writer.kind is K.UPDATE and cell[0] in ("buffer", "weights"):
+        rule = "frozen window"
+        why = f"change the {content} while `{user}` of the same window still reads them"
+    sentence = f"`{writer}` can {why}; make `{writer}` wait for `{user}`"
+    return Violation(rule, sentence, (writer, user), (user, writer))
+
+
+def _stored_rows_land_in_order(schedule: Schedule, order: HappensBefore) -> Iterator[Violation]:
+    """Two write-backs that can hold the same row must not pass each other."""
+    # With `new`, a row that leaves after batch t is not in batch t+1, so neighbours never meet.
+    nearest = 1 if schedule.shape.retrieval is Retrieval.WHOLE else 2
+    for late in range(schedule.batches):
+        for early in range(late - nearest + 1):
+            first, second = Op(K.WRITEBACK, early), Op(K.WRITEBACK, late)
+            if not order(first, second):
+                yield Violation(
+                    "freshness",
+                    f"`{first}` can overwrite in host memory what `{second}` has stored; "
+                    f"make `{second}` wait for `{first}`",
+                    (first, second),
+                    (first, second),
+                )
+
+
+def _fresh_rows(schedule: Schedule, order: HappensBefore) -> Iterator[Violation]:
+    """What a batch reads from host memory, nobody is still about to write there."""
+    refreshed = schedule.shape.handover is K.SYNC
+    for batch in range(1, schedule.batches):
+        retrieve = Op(K.RETRIEVE, batch)
+        # `sync` brings the rows of the batch just before; all older ones come from host memory.
+        newest_stored = batch - 2 if refreshed else batch - 1
+        for earlier in range(newest_stored, -1, -1):
+            writeback = Op(K.WRITEBACK, earlier)
+            if not order(writeback, retrieve):
+                yield _stale(schedule.shape, batch, earlier)
+                break
+
+
+def _stale(shape: Shape, batch: int, earlier: int) -> Violation:
+    retrieve, writeback = Op(K.RETRIEVE, batch), Op(K.WRITEBACK, earlier)
+    first_use = Op(K.ROWS, batch, 0)
+    sentence = (
+        f"`{first_use}` can read rows that `{Op(K.UPDATE, earlier)}` has not written, because "
+        f"`{writeback}` may store them too late; make `{retrieve}` wait for `{writeback}`"
+    )
+    if shape.stale:
+        sentence = (
+            f"plan {shape.plan} is stale: `{first_use}` can read rows that "
+            f"`{Op(K.UPDATE, earlier)}` has not written; make `{retrieve}` wait for `{writeback}`, "
+            f"or ask for the stale plan by its name"
+        )
+    return Violation("freshness", sentence, (first_use, retrieve), (writeback, retrieve))
+
+
+def _staleness_is_certain(schedule: Schedule, order: HappensBefore) -> Iterator[Violation]:
+    """A stale plan misses the same updates on every run: reads and stores have a fixed order."""
+    for batch in range(1, schedule.batches):
+        retrieve = Op(K.RETRIEVE, batch)
+        for earlier in range(batch):
+            writeback = Op(K.WRITEBACK, earlier)
+            if not order(writeback, retrieve) and not order(retrieve, writeback):
+                lands_first = earlier <= batch - schedule.shape.buffers
+                first, second = (writeback, retrieve) if lands_first else (retrieve, writeback)
+                yield Violation(
+                    "freshness",
+                    f"whether `{retrieve}` sees what `{writeback}` stores is left to chance; "
+                    f"make `{second}` wait for `{first}`",
+                    (first, second),
+                    (first, second),
+                )
+
+
+def _state_travels(
+    schedule: Schedule, carries: Mapping[Kind, frozenset[str]]
+) -> Iterator[Violation]:
+    movers = [op for op in schedule.ops if op.batch == min(1, schedule.batches - 1)]
+    for op in movers:
+        if op.kind in CARRIES and STATE not in carries.get(op.kind, frozenset()):
+            reader, writer = Op(K.UPDATE, op.batch), Op(K.UPDATE, max(op.batch - 1, 0))
+            yield Violation(
+                "freshness",
+                f"`{reader}` can use optimizer state that `{writer}` has not written, because "
+                f"`{op}` moves rows without it; let `{op.kind}` carry the state with the row",
+                (op, reader),
+            )

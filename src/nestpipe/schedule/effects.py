@@ -1,0 +1,117 @@
+"""What each op reads and writes: the memory behind the edges.
+
+The checker derives from this table which ops must not pass each other; it never looks at how a plan
+came by its edges. A `Cell` is one piece of memory of one rank; cells with a number are used in turn
+(`("buffer", t % 2)`). Host memory is not a cell: which of its rows an op touches depends on
+the keys, so `check` has rules of its own for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from nestpipe.schedule.op import Kind, Op
+from nestpipe.schedule.schedule import Retrieval, Shape
+
+K = Kind
+Cell = tuple[str, int]
+
+WEIGHT, STATE = "weight", "state"
+CARRIES: Mapping[Kind, frozenset[str]] = {
+    K.RETRIEVE: frozenset({WEIGHT, STATE}),
+    K.SYNC: frozenset({WEIGHT, STATE}),
+    K.WRITEBACK: frozenset({WEIGHT, STATE}),
+}
+"""Which parts of a row the ops that move rows take along: optimizer state travels with the row."""
+
+CONTENT_OF = {
+    "queue": "samples on the host",
+    "batch": "samples on the device",
+    "wanted": "unique keys",
+    "sizes": "key counts",
+    "asked": "requested keys",
+    "owned": "working set",
+    "buffer": "rows in the device buffer",
+    "active": "choice of the active buffer",
+    "received": "received rows",
+    "sent": "row gradients to send",
+    "row_sum": "summed row gradients",
+    "dense_sum": "summed dense gradients",
+    "weights": "dense weights",
+}
+"""How a cell is called in a sentence."""
+
+WRITTEN_AT_START = frozenset({"row_sum", "dense_sum", "weights", "active"})
+"""Cells that hold something valid before the first op."""
+
+
+@dataclass(frozen=True, slots=True)
+class Effects:
+    """The cells that an op reads and those that it writes."""
+
+    reads: tuple[Cell, ...] = ()
+    writes: tuple[Cell, ...] = ()
+
+
+def effects(op: Op, shape: Shape) -> Effects:
+    """What one op reads and writes."""
+    t, m = op.batch, op.micro or 0
+    slot, place = t % shape.slots, m % shape.receive
+    queue = ("queue", t % shape.lookahead)
+    batch, wanted, sizes = ("batch", slot), ("wanted", slot), ("sizes", slot)
+    asked, owned = ("asked", slot), ("owned", slot)
+    owned_before, owned_next = ("owned", (t - 1) % shape.slots), ("owned", (t + 1) % shape.slots)
+    buffer, other_buffer = ("buffer", t % shape.buffers), ("buffer", (t - 1) % shape.buffers)
+    received, sent = ("received", place), ("sent", place)
+    row_sum, dense_sum, weights = ("row_sum", 0), ("dense_sum", 0), ("weights", 0)
+    active: tuple[Cell, ...] = (("active", 0),) if shape.handover is not K.RETRIEVE else ()
+    compares = shape.handover is K.SYNC and t > 0
+    match op.kind:
+        case K.PREFETCH:
+            return Effects(writes=(queue,))
+        case K.COPY:
+            return Effects(reads=(queue,), writes=(batch,))
+        case K.DEDUP:
+            return Effects(reads=(batch,), writes=(wanted,))
+        case K.COUNTS:
+            return Effects(reads=(wanted,), writes=(sizes,))
+        case K.KEYS:
+            return Effects(reads=(wanted, sizes), writes=(asked,))
+        case K.UNION:
+            return Effects(reads=(asked, owned_before) if compares else (asked,), writes=(owned,))
+        case K.RETRIEVE:
+            return Effects(reads=(owned,), writes=(buffer,))
+        case K.SYNC:
+            reads = (owned, other_buffer) if compares else (owned,)
+            return Effects(reads=reads, writes=(buffer, *active))
+        case K.SWAP:
+            return Effects(writes=active)
+        case K.ROWS:
+            return Effects(reads=(wanted, asked, buffer, *active), writes=(received,))
+        case K.DENSE:
+            return Effects(reads=(batch, received, weights, dense_sum), writes=(sent, dense_sum))
+        case K.GRADS:
+            return Effects(reads=(sent, asked, row_sum), writes=(row_sum,))
+        case K.REDUCE:
+            return Effects(reads=(dense_sum,), writes=(dense_sum,))
+        case K.UPDATE:
+            reads = (owned, buffer, row_sum, dense_sum, *active)
+            return Effects(reads=reads, writes=(buffer, weights, row_sum, dense_sum))
+        case K.MIRROR:
+            return Effects(reads=(owned, buffer), writes=(buffer,))
+        case K.WRITEBACK:
+            leaving = (owned_next,) if shape.retrieval is Retrieval.NEW else ()
+            return Effects(reads=(owned, buffer, *leaving))
+
+
+_STAGE = {kind: i for i, kind in enumerate(Kind)}
+_STAGE[K.DENSE] = _STAGE[K.GRADS] = _STAGE[K.ROWS]
+
+
+def reference_position(op: Op, shape: Shape) -> tuple[float, ...]:
+    """Where the op stands in the serial order that every exact plan must be equal to."""
+    if op.kind is K.WRITEBACK and shape.retrieval is Retrieval.NEW:
+        return (op.batch + 1, _STAGE[K.UNION] + 0.5)
+    inside = list(Kind).index(op.kind)
+    return (op.batch, _STAGE[op.kind], op.micro or 0, inside)

@@ -1,0 +1,113 @@
+"""A schedule: which ops run, in which order each lane takes them, and what each waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from nestpipe.schedule.op import Kind, Op
+
+
+class Retrieval(StrEnum):
+    """Which rows `retrieve` reads and `writeback` writes."""
+
+    WHOLE = "whole"
+    """The batch's whole working set, as in the paper."""
+    NEW = "new"
+    """Only rows that the active buffer does not hold are read, only rows that leave are written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """What a schedule promises to stay within; every op's memory follows from it."""
+
+    plan: str
+    """The name of the plan that made it."""
+    micros: int
+    """Micro-batches in one frozen window."""
+    retrieval: Retrieval
+    """Which rows travel between host memory and the device buffers."""
+    lookahead: int
+    """Batches in flight at most, from their `prefetch` to the end of their `retire` op."""
+    slots: int
+    """Places on the device for a batch's samples and key lists, used in turn."""
+    buffers: int
+    """Device buffers for rows with their state, used in turn."""
+    receive: int
+    """Places for the rows and row gradients of a micro-batch, used in turn."""
+    mirror_every: int = 0
+    """Replicas are merged after every so many batches; 0: there are no replicas."""
+    stale: bool = False
+    """Whether batches may train on rows that miss the update of the batch before."""
+
+    @property
+    def retire(self) -> Kind:
+        """The op after which a batch counts as done.
+
+        With `new`, a batch's write-back needs the keys of the batch after it, so the batch itself
+        ends with its update.
+        """
+        return Kind.WRITEBACK if self.retrieval is Retrieval.WHOLE else Kind.UPDATE
+
+    @property
+    def handover(self) -> Kind:
+        """The op after which a batch's rows may be sent out."""
+        if self.stale:
+            return Kind.SWAP
+        return Kind.SYNC if self.buffers > 1 else Kind.RETRIEVE
+
+    def has_mirror(self, batch: int) -> bool:
+        return self.mirror_every > 0 and (batch + 1) % self.mirror_every == 0
+
+    def last_write(self, batch: int) -> Op:
+        """The op that leaves the batch's rows in their final state."""
+        return Op(Kind.MIRROR if self.has_mirror(batch) else Kind.UPDATE, batch)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One op and the ops it waits for."""
+
+    op: Op
+    after: tuple[Op, ...] = ()
+
+    def __str__(self) -> str:
+        if not self.after:
+            return str(self.op)
+        return f"{self.op} after {', '.join(map(str, self.after))}"
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """A finite schedule: `batches` batches within the bounds of `shape`.
+
+    Iterating gives the steps in issue order: each lane takes its ops in that order.
+    """
+
+    shape: Shape
+    batches: int
+    steps: tuple[Step, ...]
+
+    def __iter__(self) -> Iterator[Step]:
+        return iter(self.steps)
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    @property
+    def ops(self) -> tuple[Op, ...]:
+        return tuple(step.op for step in self.steps)
+
+    @property
+    def edges(self) -> tuple[tuple[Op, Op], ...]:
+        """Every edge as (before, after)."""
+        return tuple((before, step.op) for step in self.steps for before in step.after)
+
+    def without_edge(self, before: Op, after: Op) -> Schedule:
+        """The same schedule where `after` no longer waits for `before`."""
+        steps = tuple(
+            Step(s.op, tuple(b for b in s.after if b != before)) if s.op == after else s
+            for s in self.steps
+        )
+        return Schedule(self.shape, self.batches, steps)

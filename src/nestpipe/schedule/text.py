@@ -1,0 +1,141 @@
+"""The text form of a schedule, which parses back to an equal value.
+
+    schedule nested
+    batches 2
+    micros 1
+    ...
+    prefetch 0
+    copy 0 after prefetch 0
+
+Blank lines and whatever follows a `#` are ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+from nestpipe.errors import ParseError
+from nestpipe.schedule.op import Op
+from nestpipe.schedule.schedule import Retrieval, Schedule, Shape, Step
+
+_T = TypeVar("_T")
+_EXAMPLE_OF = {
+    "schedule": "nested",
+    "batches": "3",
+    "micros": "2",
+    "retrieval": "whole",
+    "lookahead": "5",
+    "slots": "5",
+    "buffers": "2",
+    "receive": "2",
+    "mirror_every": "0",
+    "stale": "no",
+}
+"""Every fact at the head of a schedule, with a value it may have."""
+
+
+def to_text(schedule: Schedule) -> str:
+    """The schedule as text: a line per fact, then a line per step in issue order."""
+    shape = schedule.shape
+    facts = {
+        "schedule": shape.plan,
+        "batches": schedule.batches,
+        "micros": shape.micros,
+        "retrieval": shape.retrieval,
+        "lookahead": shape.lookahead,
+        "slots": shape.slots,
+        "buffers": shape.buffers,
+        "receive": shape.receive,
+        "mirror_every": shape.mirror_every,
+        "stale": "yes" if shape.stale else "no",
+    }
+    head = [f"{name} {value}" for name, value in facts.items()]
+    return "\n".join([*head, "", *map(str, schedule), ""])
+
+
+def from_text(text: str) -> Schedule:
+    """Read what `to_text` wrote; says which line is wrong and what belongs there."""
+    facts: dict[str, str] = {}
+    steps: list[Step] = []
+    lines = _meaningful_lines(text)
+    for number, line in lines:
+        word, _, rest = line.partition(" ")
+        if word in _EXAMPLE_OF:
+            if steps:
+                raise ParseError(f"line {number}: {line!r} is a fact; put it above the first op")
+            if word in facts:
+                raise ParseError(f"line {number}: {word!r} is given twice; keep one of them")
+            facts[word] = rest.strip()
+        else:
+            steps.append(_step(number, line))
+    return _schedule(facts, steps)
+
+
+def _meaningful_lines(text: str) -> Iterator[tuple[int, str]]:
+    for number, raw in enumerate(text.splitlines(), start=1):
+        line = raw.partition("#")[0].strip()
+        if line:
+            yield number, line
+
+
+def _step(number: int, line: str) -> Step:
+    op_text, _, after_text = line.partition(" after ")
+    try:
+        after = tuple(Op.parse(part) for part in after_text.split(",")) if after_text else ()
+        return Step(Op.parse(op_text), after)
+    except ParseError as error:
+        raise ParseError(f"line {number}: {error}") from None
+
+
+def _schedule(facts: dict[str, str], steps: list[Step]) -> Schedule:
+    if not steps:
+        raise ParseError("the schedule has no op; add lines like `prefetch 0`")
+    shape = Shape(
+        plan=_read(facts, "schedule", _name),
+        micros=_read(facts, "micros", _at_least(1)),
+        retrieval=_read(facts, "retrieval", Retrieval),
+        lookahead=_read(facts, "lookahead", _at_least(1)),
+        slots=_read(facts, "slots", _at_least(1)),
+        buffers=_read(facts, "buffers", _at_least(1)),
+        receive=_read(facts, "receive", _at_least(1)),
+        mirror_every=_read(facts, "mirror_every", _at_least(0)),
+        stale=_read(facts, "stale", _yes),
+    )
+    batches = _read(facts, "batches", _at_least(1))
+    for name, count in (("batches", batches), ("micros", shape.micros)):
+        if count > len(steps):
+            raise ParseError(f"{count} {name} cannot fit into {len(steps)} ops; mend that line")
+    return Schedule(shape, batches, tuple(steps))
+
+
+def _read(facts: dict[str, str], name: str, read: Callable[[str], _T]) -> _T:
+    example = f"{name} {_EXAMPLE_OF[name]}"
+    if name not in facts:
+        raise ParseError(f"the schedule does not say its {name!r}; add a line like `{example}`")
+    try:
+        return read(facts[name])
+    except ValueError:
+        raise ParseError(f"{name!r} cannot be {facts[name]!r}; write it like `{example}`") from None
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    def read(text: str) -> int:
+        value = int(text)
+        if value < least:
+            raise ValueError
+        return value
+
+    return read
+
+
+def _name(text: str) -> str:
+    if not text.isidentifier():
+        raise ValueError
+    return text
+
+
+def _yes(text: str) -> bool:
+    if text not in ("yes", "no"):
+        raise ValueError
+    return text == "yes"

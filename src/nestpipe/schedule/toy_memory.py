@@ -1,0 +1,308 @@
+"""The toy world of the interpreter: a few ranks, a table of integers, and what each op does to it.
+
+Nothing here checks anything. Memory is what it is on a device: places are used in turn, reading a
+place that nobody filled gives garbage, and sums depend on the order of their terms, as floats do.
+So an op that runs too early or too late leaves another table behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from nestpipe.schedule.effects import CARRIES, STATE
+from nestpipe.schedule.op import Kind, Op
+from nestpipe.schedule.schedule import Retrieval, Shape
+
+K = Kind
+PRIME = 2_147_483_647
+GARBAGE = 999_983
+Row = tuple[int, int]
+"""Weight and optimizer state."""
+GARBAGE_ROW: Row = (GARBAGE, GARBAGE)
+MicroKeys = tuple[tuple[int, ...], ...]
+"""The keys of each micro-batch of one batch on one rank."""
+
+
+def first_value(key: int) -> Row:
+    """A row's value before any update: a function of its key alone."""
+    return (key * 7919 + 17) % PRIME, 1
+
+
+@dataclass(slots=True)
+class Rank:
+    """Everything that one rank holds."""
+
+    number: int
+    group: tuple[int, ...]
+    """The ranks that a table is sharded over, this one included."""
+    replicas: tuple[int, ...]
+    """The ranks that hold the same shard, this one included."""
+    data: tuple[MicroKeys, ...]
+    queue: list[MicroKeys]
+    batch: list[MicroKeys]
+    wanted: list[dict[int, MicroKeys]]
+    sizes: list[dict[int, int]]
+    asked: list[dict[int, MicroKeys]]
+    owned: list[frozenset[int]]
+    shared: list[frozenset[int]]
+    buffers: list[dict[int, Row]]
+    received: list[dict[int, int]]
+    sent: list[dict[int, int]]
+    active: int = 0
+    row_sum: dict[int, int] = field(default_factory=dict[int, int])
+    dense_sum: int = 0
+    weights: int = 5
+    updates: int = 0
+    stored: dict[int, Row] = field(default_factory=dict[int, Row])
+    """Host memory."""
+
+    def owner(self, key: int) -> int:
+        return self.group[key * 2_654_435_761 % len(self.group)]
+
+
+@dataclass(slots=True)
+class World:
+    """All ranks, and what they agree on."""
+
+    shape: Shape
+    batches: int
+    ranks: list[Rank]
+    carries: Mapping[Kind, frozenset[str]] = field(default_factory=lambda: CARRIES)
+
+    def moved(self, kind: Kind, row: Row) -> Row:
+        """A row as it arrives after being moved by an op of that kind."""
+        return row if STATE in self.carries[kind] else (row[0], 1)
+
+
+def new_world(
+    shape: Shape,
+    data: Sequence[Sequence[MicroKeys]],
+    groups: int,
+    carries: Mapping[Kind, frozenset[str]],
+) -> World:
+    """Ranks with empty memory; `data[rank][batch][micro]` are keys."""
+    shards = len(data) // groups
+    anything = frozenset(k for batches in data for micros in batches for ks in micros for k in ks)
+    ranks = [
+        Rank(
+            number=r,
+            group=tuple(range(r // shards * shards, (r // shards + 1) * shards)),
+            replicas=tuple(range(r % shards, len(data), shards)),
+            data=tuple(data[r]),
+            queue=[()] * shape.lookahead,
+            batch=[()] * shape.slots,
+            wanted=[{} for _ in range(shape.slots)],
+            sizes=[{} for _ in range(shape.slots)],
+            asked=[{} for _ in range(shape.slots)],
+            owned=[anything] * shape.slots,
+            shared=[anything] * shape.slots,
+            buffers=[{} for _ in range(shape.buffers)],
+            received=[{} for _ in range(shape.receive)],
+            sent=[{} for _ in range(shape.receive)],
+        )
+        for r in range(len(data))
+    ]
+    return World(shape, len(data[0]), ranks, carries)
+
+
+def _prefetch(world: World, rank: Rank, t: int) -> None:
+    rank.queue[t % world.shape.lookahead] = rank.data[t]
+
+
+def _copy(world: World, rank: Rank, t: int) -> None:
+    rank.batch[t % world.shape.slots] = rank.queue[t % world.shape.lookahead]
+
+
+def _dedup(world: World, rank: Rank, t: int) -> None:
+    slot = t % world.shape.slots
+    rank.wanted[slot] = {
+        owner: tuple(
+            tuple(sorted({key for key in keys if rank.owner(key) == owner}))
+            for keys in rank.batch[slot]
+        )
+        for owner in rank.group
+    }
+
+
+def _union(world: World, rank: Rank, t: int) -> None:
+    slots = world.shape.slots
+    keys = frozenset(k for micros in rank.asked[t % slots].values() for ks in micros for k in ks)
+    rank.owned[t % slots] = keys
+    if world.shape.handover is K.SYNC:
+        before = rank.owned[(t - 1) % slots] if t > 0 else frozenset[int]()
+        rank.shared[t % slots] = keys & before
+
+
+def _retrieve(world: World, rank: Rank, t: int) -> None:
+    slot = t % world.shape.slots
+    keys = rank.owned[slot]
+    if world.shape.retrieval is Retrieval.NEW:
+        keys = keys - rank.shared[slot]
+    rank.buffers[t % world.shape.buffers] = {
+        key: world.moved(K.RETRIEVE, rank.stored.get(key, first_value(key))) for key in keys
+    }
+
+
+def _sync(world: World, rank: Rank, t: int) -> None:
+    idle, active = rank.buffers[t % 2], rank.buffers[(t - 1) % 2]
+    for key in rank.shared[t % world.shape.slots]:
+        idle[key] = world.moved(K.SYNC, active.get(key, GARBAGE_ROW))
+    rank.active = t % 2
+
+
+def _swap(world: World, rank: Rank, t: int) -> None:
+    rank.active = t % 2
+
+
+def _dense(world: World, rank: Rank, t: int, m: int) -> None:
+    place = m % world.shape.receive
+    micros = rank.batch[t % world.shape.slots]
+    keys = micros[m] if m < len(micros) else ()
+    gradients: dict[int, int] = {}
+    for sample, key in enumerate(keys):
+        row = rank.received[place].get(key, GARBAGE)
+        gradient = (row * 31 + rank.weights * 7 + sample + 1) % PRIME
+        gradients[key] = (gradients.get(key, 0) * 13 + gradient) % PRIME
+        rank.dense_sum = (rank.dense_sum * 11 + gradient * row + 1) % PRIME
+    rank.dense_sum = (rank.dense_sum * 3 + m + 1) % PRIME
+    rank.sent[place] = gradients
+
+
+def _update(world: World, rank: Rank, t: int) -> None:
+    rows = rank.buffers[rank.active]
+    for key in rank.owned[t % world.shape.slots]:
+        weight, state = rows.get(key, GARBAGE_ROW)
+        gradient = rank.row_sum.get(key, GARBAGE)
+        state = (state + gradient * gradient + 1) % PRIME
+        rows[key] = ((weight * 3 - gradient * state) % PRIME, state)
+    rank.weights = (rank.weights * 5 - rank.dense_sum) % PRIME
+    rank.row_sum, rank.dense_sum = {}, 0
+    rank.updates += 1
+
+
+def _writeback(world: World, rank: Rank, t: int) -> None:
+    slots = world.shape.slots
+    keys = rank.owned[t % slots]
+    if world.shape.retrieval is Retrieval.NEW and t + 1 < world.batches:
+        keys = keys - rank.owned[(t + 1) % slots]
+    rows = rank.buffers[t % world.shape.buffers]
+    for key in keys:
+        rank.stored[key] = world.moved(K.WRITEBACK, rows.get(key, GARBAGE_ROW))
+
+
+def _counts(world: World, members: list[Rank], t: int) -> None:
+    slot = t % world.shape.slots
+    for rank in members:
+        rank.sizes[slot] = {
+            peer.number: sum(map(len, peer.wanted[slot].get(rank.number, ()))) for peer in members
+        }
+
+
+def _keys(world: World, members: list[Rank], t: int) -> None:
+    slot = t % world.shape.slots
+    for rank in members:
+        rank.asked[slot] = {
+            peer.number: _cut(peer.wanted[slot].get(rank.number, ()), rank.sizes[slot], peer.number)
+            for peer in members
+        }
+
+
+def _cut(micros: MicroKeys, sizes: dict[int, int], peer: int) -> MicroKeys:
+    """What fits into the room that the counts asked for."""
+    room = sizes.get(peer, 0)
+    kept: list[tuple[int, ...]] = []
+    for keys in micros:
+        kept.append(keys[: max(room, 0)])
+        room -= len(keys)
+    return tuple(kept)
+
+
+def _asked_of(rank: Rank, slot: int, peer: int, m: int) -> tuple[int, ...]:
+    micros = rank.asked[slot].get(peer, ())
+    return micros[m] if m < len(micros) else ()
+
+
+def _rows(world: World, members: list[Rank], t: int, m: int) -> None:
+    slot, place = t % world.shape.slots, m % world.shape.receive
+    arriving: dict[int, dict[int, int]] = {rank.number: {} for rank in members}
+    for owner in members:
+        rows = owner.buffers[owner.active]
+        for peer in members:
+            for key in _asked_of(owner, slot, peer.number, m):
+                arriving[peer.number][key] = rows.get(key, GARBAGE_ROW)[0]
+    for rank in members:
+        rank.received[place] = arriving[rank.number]
+
+
+def _grads(world: World, members: list[Rank], t: int, m: int) -> None:
+    slot, place = t % world.shape.slots, m % world.shape.receive
+    for owner in members:
+        for peer in members:
+            for key in _asked_of(owner, slot, peer.number, m):
+                gradient = peer.sent[place].get(key, GARBAGE)
+                owner.row_sum[key] = (owner.row_sum.get(key, 0) * 17 + gradient) % PRIME
+
+
+def _reduce(world: World, members: list[Rank], t: int) -> None:
+    total = 0
+    for rank in members:
+        total = (total * 19 + rank.dense_sum) % PRIME
+    for rank in members:
+        rank.dense_sum = total
+
+
+def _mirror(world: World, members: list[Rank], t: int) -> None:
+    slot, buffer = t % world.shape.slots, t % world.shape.buffers
+    for key in frozenset[int]().union(*(rank.owned[slot] for rank in members)):
+        holders = [rank for rank in members if key in rank.owned[slot]]
+        rows = [rank.buffers[buffer].get(key, GARBAGE_ROW) for rank in holders]
+        merged = (sum(w for w, _ in rows) % PRIME, sum(s for _, s in rows) % PRIME)
+        for rank in holders:
+            rank.buffers[buffer][key] = merged
+
+
+LOCAL_WORK: dict[Kind, Callable[[World, Rank, int], None]] = {
+    K.PREFETCH: _prefetch,
+    K.COPY: _copy,
+    K.DEDUP: _dedup,
+    K.UNION: _union,
+    K.RETRIEVE: _retrieve,
+    K.SYNC: _sync,
+    K.SWAP: _swap,
+    K.UPDATE: _update,
+    K.WRITEBACK: _writeback,
+}
+COLLECTIVE_WORK: dict[Kind, Callable[[World, list[Rank], int], None]] = {
+    K.COUNTS: _counts,
+    K.KEYS: _keys,
+    K.REDUCE: _reduce,
+    K.MIRROR: _mirror,
+}
+MICRO_COLLECTIVE_WORK: dict[Kind, Callable[[World, list[Rank], int, int], None]] = {
+    K.ROWS: _rows,
+    K.GRADS: _grads,
+}
+
+
+def do_local(world: World, rank: Rank, op: Op) -> None:
+    """Let one rank do an op that concerns only itself."""
+    if op.kind is K.DENSE:
+        _dense(world, rank, op.batch, op.micro or 0)
+    else:
+        LOCAL_WORK[op.kind](world, rank, op.batch)
+
+
+def do_collective(world: World, members: list[Rank], op: Op) -> None:
+    """Let ranks that have all arrived do a collective together."""
+    if op.micro is not None:
+        MICRO_COLLECTIVE_WORK[op.kind](world, members, op.batch, op.micro)
+    else:
+        COLLECTIVE_WORK[op.kind](world, members, op.batch)
+
+
+def members_of(world: World, rank: Rank, op: Op) -> tuple[int, ...]:
+    """The ranks that must meet in a collective that this rank has reached."""
+    if op.kind is K.REDUCE:
+        return tuple(range(len(world.ranks)))
+    return rank.replicas if op.kind is K.MIRROR else rank.group

@@ -1,0 +1,128 @@
+"""The data dependencies of every op: the table of the design, as functions.
+
+Each function lists all ops whose result or memory the op needs, also where the order of a lane or
+of the network already implies the edge: the checker must see it with the lanes removed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from nestpipe.schedule.op import Kind, Op
+from nestpipe.schedule.schedule import Retrieval, Shape
+
+K = Kind
+
+
+def waits(op: Op, shape: Shape) -> Iterator[Op]:
+    """The ops that `op` waits for; some may lie before the first batch or after the last."""
+    return _WAITS_OF[op.kind](op, shape)
+
+
+def _prefetch(op: Op, shape: Shape) -> Iterator[Op]:
+    yield Op(shape.retire, op.batch - shape.lookahead)
+
+
+def _copy(op: Op, shape: Shape) -> Iterator[Op]:
+    yield Op(K.PREFETCH, op.batch)
+
+
+def _dedup(op: Op, shape: Shape) -> Iterator[Op]:
+    yield Op(K.COPY, op.batch)
+
+
+def _counts(op: Op, shape: Shape) -> Iterator[Op]:
+    yield Op(K.DEDUP, op.batch)
+
+
+def _keys(op: Op, shape: Shape) -> Iterator[Op]:
+    yield Op(K.COUNTS, op.batch)
+
+
+def _union(op: Op, shape: Shape) -> Iterator[Op]:
+    yield Op(K.KEYS, op.batch)
+    if shape.handover is K.SYNC:
+        yield Op(K.UNION, op.batch - 1)
+    if shape.retrieval is Retrieval.NEW:
+        # Write-back still reads the working set of the slot's last batch after that batch retired.
+        yield Op(K.WRITEBACK, op.batch - shape.slots)
+
+
+def _retrieve(op: Op, shape: Shape) -> Iterator[Op]:
+    yield Op(K.UNION, op.batch)
+    yield Op(K.WRITEBACK, op.batch - shape.buffers)
+    if shape.handover is K.SYNC and op.batch > 1:
+        # The refresh of the batch before reads the very buffer that this op fills.
+        yield Op(K.SYNC, op.batch - 1)
+
+
+def _handover(op: Op, shape: Shape) -> Iterator[Op]:
+    yield Op(K.RETRIEVE, op.batch)
+    yield shape.last_write(op.batch - 1)
+
+
+def _rows(op: Op, shape: Shape) -> Iterator[Op]:
+    assert op.micro is not None
+    yield Op(shape.handover, op.batch)
+    if op.micro >= shape.receive:
+        yield Op(K.DENSE, op.batch, op.micro - shape.receive)
+
+
+def _dense(op: Op, shape: Shape) -> Iterator[Op]:
+    assert op.micro is not None
+    yield Op(K.ROWS, op.batch, op.micro)
+    if op.micro > 0:
+        # Dense gradients are summed in the order of the micro-batches.
+        yield Op(K.DENSE, op.batch, op.micro - 1)
+    if op.micro >= shape.receive:
+        yield Op(K.GRADS, op.batch, op.micro - shape.receive)
+
+
+def _grads(op: Op, shape: Shape) -> Iterator[Op]:
+    yield Op(K.DENSE, op.batch, op.micro)
+
+
+def _reduce(op: Op, shape: Shape) -> Iterator[Op]:
+    yield Op(K.DENSE, op.batch, shape.micros - 1)
+
+
+def _update(op: Op, shape: Shape) -> Iterator[Op]:
+    for micro in range(shape.micros):
+        yield Op(K.GRADS, op.batch, micro)
+    yield Op(K.REDUCE, op.batch)
+
+
+def _mirror(op: Op, shape: Shape) -> Iterator[Op]:
+    yield Op(K.UPDATE, op.batch)
+
+
+def _writeback(op: Op, shape: Shape) -> Iterator[Op]:
+    yield shape.last_write(op.batch)
+    if shape.retrieval is Retrieval.NEW:
+        yield Op(K.UNION, op.batch + 1)
+    elif shape.buffers > 1:
+        # Both batches may have changed the same row: the later value must land last.
+        yield Op(K.WRITEBACK, op.batch - 1)
+    if shape.stale:
+        # One step stale on every run, not by luck: the next batch reads before this one writes.
+        yield Op(K.RETRIEVE, op.batch + 1)
+
+
+_WAITS_OF: dict[Kind, Callable[[Op, Shape], Iterator[Op]]] = {
+    K.PREFETCH: _prefetch,
+    K.COPY: _copy,
+    K.DEDUP: _dedup,
+    K.COUNTS: _counts,
+    K.KEYS: _keys,
+    K.UNION: _union,
+    K.RETRIEVE: _retrieve,
+    K.SYNC: _handover,
+    K.SWAP: _handover,
+    K.ROWS: _rows,
+    K.DENSE: _dense,
+    K.GRADS: _grads,
+    K.REDUCE: _reduce,
+    K.UPDATE: _update,
+    K.MIRROR: _mirror,
+    K.WRITEBACK: _writeback,
+}
