@@ -1,0 +1,134 @@
+"""What each op costs on one worker, from its sizes and the hardware.
+
+Shapes of the formulas: bytes over bandwidth, plus a fixed cost per message, times contention.
+No formula knows of plans: how much of a cost is exposed is for the replay to find out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import log2
+
+from nestpipe.schedule.op import Kind
+from nestpipe.schedule.schedule import Retrieval, Shape
+from nestpipe.sim.cluster import Cluster, Network, shards_of
+
+K = Kind
+KEY_BYTES = 8
+Costs = Mapping[Kind, float]
+"""Milliseconds of one op of each kind; per micro-batch where the kind comes per micro-batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How many workers, and into how many groups with a copy of the tables each they are split."""
+
+    workers: int
+    groups: int = 1
+
+    @property
+    def shards(self) -> int:
+        return shards_of(self.workers, self.groups)
+
+
+def costs(cluster: Cluster, shape: Shape, scale: Scale) -> Costs:
+    """Milliseconds of one op of each kind."""
+    return {
+        **_host_costs(cluster, shape, scale),
+        **_network_costs(cluster, shape, scale),
+        **_device_costs(cluster, shape),
+    }
+
+
+def _host_costs(cluster: Cluster, shape: Shape, scale: Scale) -> dict[Kind, float]:
+    host, work = cluster.host, cluster.workload
+    busy = 1 + host.contention_per_worker * scale.workers
+    moved = 1 - work.shared_share if shape.retrieval is Retrieval.NEW else 1.0
+    row_bytes = work.owned_rows * work.stored_row_bytes * moved
+    return {
+        K.PREFETCH: busy * 1000 * work.samples / host.samples_per_s,
+        K.COPY: busy * _transfer_ms(work.samples * work.sample_kb * 1024, host.pcie_gb_per_s),
+        K.RETRIEVE: busy * _transfer_ms(row_bytes, host.gather_gb_per_s),
+        K.WRITEBACK: busy * _transfer_ms(row_bytes, host.scatter_gb_per_s),
+    }
+
+
+def _network_costs(cluster: Cluster, shape: Shape, scale: Scale) -> dict[Kind, float]:
+    network, work = cluster.network, cluster.workload
+    growth = (1 + work.split_growth) ** log2(shape.micros)
+    exchanged = work.unique_keys * work.row_bytes * growth / shape.micros
+    rows = all_to_all_ms(network, exchanged, scale)
+    setup = network.setup_us_per_peer * (effective_peers(network, scale) - 1) / 1000
+    touched = work.owned_rows * work.stored_row_bytes
+    return {
+        K.COUNTS: all_to_all_ms(network, 0, scale) + setup,
+        K.KEYS: all_to_all_ms(network, work.unique_keys * KEY_BYTES, scale),
+        K.ROWS: rows,
+        K.GRADS: rows,
+        K.REDUCE: _all_reduce_ms(network, work.dense_mb * 1e6, scale.workers),
+        K.MIRROR: _all_reduce_ms(network, touched, scale.groups),
+    }
+
+
+def _device_costs(cluster: Cluster, shape: Shape) -> dict[Kind, float]:
+    compute, work = cluster.compute, cluster.workload
+    shared = work.owned_rows * work.shared_share
+    refresh = _transfer_ms(2 * shared * work.stored_row_bytes, compute.memory_gb_per_s)
+    dense = work.samples * work.gflop_per_sample / compute.tflops / shape.micros
+    return {
+        K.DEDUP: work.keys / compute.mkeys_per_s / 1000,
+        K.UNION: work.unique_keys / compute.mkeys_per_s / 1000,
+        K.SYNC: compute.swap_ms + refresh,
+        K.SWAP: compute.swap_ms,
+        K.DENSE: dense,
+        K.UPDATE: _transfer_ms(
+            2 * work.owned_rows * work.stored_row_bytes, compute.memory_gb_per_s
+        ),
+    }
+
+
+def effective_peers(network: Network, scale: Scale) -> float:
+    """Peers that contend for the network: those of the group, and partly everybody else."""
+    relief = network.group_relief
+    return relief * scale.shards + (1 - relief) * scale.workers
+
+
+def contention(network: Network, scale: Scale) -> float:
+    """How many times slower the network between nodes gets."""
+    peers = effective_peers(network, scale)
+    return 1 + sum(c * peers ** (i + 1) for i, c in enumerate(network.contention))
+
+
+def all_to_all_ms(network: Network, num_bytes: float, scale: Scale) -> float:
+    """An All2All in which each worker of a group receives so many bytes in all."""
+    shards = scale.shards
+    if shards == 1:
+        return 0.0
+    inside = min(shards, network.workers_per_node)
+    far = num_bytes * (shards - inside) / shards
+    near = num_bytes * (inside - 1) / shards
+    return (
+        message_ms(network, shards)
+        + _transfer_ms(far, network.gb_per_s) * contention(network, scale)
+        + _transfer_ms(near, network.node_gb_per_s)
+    )
+
+
+def message_ms(network: Network, members: int) -> float:
+    """The fixed cost of one collective."""
+    return (network.message_us + network.message_us_per_peer * (members - 1)) / 1000
+
+
+def _all_reduce_ms(network: Network, num_bytes: float, members: int) -> float:
+    """A ring: twice the bytes pass each worker, less its own share."""
+    if members == 1:
+        return 0.0
+    near = members <= network.workers_per_node
+    speed = network.node_gb_per_s if near else network.gb_per_s
+    share = (members - 1) / members
+    return message_ms(network, members) + _transfer_ms(2 * num_bytes * share, speed)
+
+
+def _transfer_ms(num_bytes: float, gb_per_s: float) -> float:
+    return num_bytes / gb_per_s / 1e6
