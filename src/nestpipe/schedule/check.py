@@ -8,7 +8,7 @@ schedule of a few batches more than that stands for the endless stream.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from nestpipe.errors import ScheduleError
@@ -26,7 +26,7 @@ from nestpipe.schedule.op import Kind, Op
 from nestpipe.schedule.order import HappensBefore, happens_before
 from nestpipe.schedule.schedule import Retrieval, Schedule, Shape
 from nestpipe.schedule.wellformed import malformations
-from nestpipe.trace.grid import grid
+from nestpipe.trace import Trace, grid
 
 K = Kind
 
@@ -54,8 +54,17 @@ def check(
     """
     for violation in violations(schedule, stale=stale, carries=carries):
         marks = {str(op) for op in violation.ops}
-        picture = grid(nominal_trace(schedule), marks=marks)
+        picture = grid(_around(nominal_trace(schedule), marks), marks=marks)
         raise ScheduleError(f"{violation.sentence}\n\n{picture}")
+
+
+def _around(trace: Trace, marks: set[str]) -> Trace:
+    """What happens shortly before and after the marked ops; all of a trace without them."""
+    marked = [span for span in trace.spans if span.name in marks]
+    if not marked:
+        return trace
+    start, end = min(s.start for s in marked) - 12, max(s.end for s in marked) + 12
+    return replace(trace, spans=tuple(s for s in trace.spans if s.end > start and s.start < end))
 
 
 def violations(

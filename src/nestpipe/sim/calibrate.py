@@ -1,18 +1,20 @@
 """From published figures to a `Cluster`: few knobs, each solved from a named figure.
 
-Calibrated on TorchRec (compute, lookup at two scales), UniEmb (All2All at three scales, the cost of
-a hand-over) and 2D-SP (how much a smaller group helps). Nothing is taken from NestPipe but the bound
-on the refresh: its steps, and those of the ablations, are predictions.
+Calibrated on TorchRec (compute, lookup at two scales), UniEmb (All2All at three scales, the cost
+of a hand-over) and 2D-SP (how much a smaller group helps). Nothing is taken from NestPipe but the
+bound on the refresh: its steps, and those of the ablations, are predictions.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 
 from nestpipe.schedule.op import Kind
 from nestpipe.schedule.plans import PlanOptions, plan
+from nestpipe.schedule.schedule import Shape
 from nestpipe.sim import published as paper
 from nestpipe.sim.cluster import Cluster, Compute, Host, Network, Workload
 from nestpipe.sim.costs import Scale, all_to_all_ms, costs, message_ms
@@ -164,11 +166,13 @@ def _dense_work(cluster: Cluster) -> Workload:
     return replace(cluster.workload, gflop_per_sample=gflop)
 
 
-def _serial_shape():
+def _serial_shape() -> Shape:
     return plan("serial", PlanOptions()).shape
 
 
-def _solve_falling(function, target: float, low: float = 0.0, high: float = 1.0) -> float:
+def _solve_falling(
+    function: Callable[[float], float], target: float, low: float = 0.0, high: float = 1.0
+) -> float:
     """Where a falling function meets the target, by halving."""
     for _ in range(100):
         middle = (low + high) / 2

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field
+from typing import cast
 
 from nestpipe.config import fraction, not_negative, positive
 from nestpipe.errors import ConfigError
@@ -184,12 +185,10 @@ def shards_of(workers: int, groups: int) -> int:
 def to_toml(cluster: Cluster) -> str:
     """The cluster as a hardware file that reads back."""
     lines: list[str] = []
-    for section in fields(cluster):
-        lines.append(f"[{section.name}]")
-        part = getattr(cluster, section.name)
-        for entry in fields(part):
-            value = getattr(part, entry.name)
-            shown = list(value) if isinstance(value, tuple) else value
-            lines.append(f"{entry.name} = {shown}")
+    sections = cast("dict[str, dict[str, float | tuple[float, ...]]]", asdict(cluster))
+    for section, entries in sections.items():
+        lines.append(f"[{section}]")
+        for name, value in entries.items():
+            lines.append(f"{name} = {list(value) if isinstance(value, tuple) else value}")
         lines.append("")
     return "\n".join(lines)

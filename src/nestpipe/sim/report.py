@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from nestpipe.schedule.op import LANE_OF, Kind, Lane
+from nestpipe.schedule.op import Kind
 from nestpipe.schedule.plans import Plan
 from nestpipe.sim.cluster import Cluster
 from nestpipe.sim.costs import Costs, Scale, costs
@@ -114,8 +114,3 @@ def figures(trace: Trace, *, samples: float, rank: int = 0) -> Figures:
 
 def _count_micros(spans: tuple[Span, ...]) -> int:
     return 1 + max((span.micro for span in spans if span.micro is not None), default=0)
-
-
-def lane_of_kind(kind: str) -> Lane:
-    """The lane on which ops of that kind run."""
-    return LANE_OF[Kind(kind)]
