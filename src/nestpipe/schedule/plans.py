@@ -20,6 +20,10 @@ LOOKUP_STAGES = 4
 """Stages before forward and backward: prefetch, copy, route, retrieve."""
 
 
+MOST_MICROS = 1024
+"""More than any batch could be cut into with profit."""
+
+
 @dataclass(frozen=True, slots=True)
 class Slot:
     """An op of a tick: its kind, how many batches ahead of the open window, its micro-batch."""
@@ -93,8 +97,8 @@ class PlanOptions:
     """Merge replicas after every so many batches (2D parallelism); 0: no replicas."""
 
     def __post_init__(self) -> None:
-        if self.micros < 1:
-            raise PlanError(f"micro-batches cannot be {self.micros}; use 1 or more")
+        if not 1 <= self.micros <= MOST_MICROS:
+            raise PlanError(f"micro-batches cannot be {self.micros}; use 1 to {MOST_MICROS}")
         if not 1 <= self.stages <= LOOKUP_STAGES:
             raise PlanError(f"lookup stages cannot be {self.stages}; use 1 to {LOOKUP_STAGES}")
         if self.mirror_every < 0:
@@ -187,7 +191,7 @@ def _plan(
         lookahead=lookahead,
         slots=lookahead if whole else lookahead + 1,
         buffers=1 if whole and ahead.retrieve == 0 else 2,
-        receive=1 if window is _taking_turns else 2,
+        receive=1 if window is _taking_turns else _lead(options.micros) + 1,
         mirror_every=options.mirror_every,
         stale=stale,
     )
@@ -240,19 +244,29 @@ def _taking_turns(micros: int, route: list[Slot], route_is_ready: bool) -> list[
     return order
 
 
+def _lead(micros: int) -> int:
+    """How many micro-batches rows run ahead: enough to sit out a long key exchange.
+
+    One is enough for few micro-batches; with many, each hides only a little, so that the exchange
+    of keys, which does not get shorter, would hold up the rows behind it.
+    """
+    return max(1, -(-micros // 6))
+
+
 def _overlapped(micros: int, route: list[Slot], route_is_ready: bool) -> list[Slot]:
-    """Rows run one micro-batch ahead of dense, gradients one behind.
+    """Rows run some micro-batches ahead of dense, gradients one behind.
 
     Routing of a later batch goes where the network has most room: the first dense op has no
     gradients beside it yet. Its keys follow one micro-batch after their counts, so that the
     issuing thread does not wait for the counts.
     """
-    order = [Slot(K.ROWS, 0, 0)]
+    lead = _lead(micros)
+    order = [Slot(K.ROWS, 0, micro) for micro in range(min(lead, micros))]
     counts_at = 0 if route_is_ready else micros - 1
     keys_at = min(counts_at + 1, micros - 1)
     for micro in range(micros):
-        if micro + 1 < micros:
-            order.append(Slot(K.ROWS, 0, micro + 1))
+        if micro + lead < micros:
+            order.append(Slot(K.ROWS, 0, micro + lead))
         if micro == counts_at:
             order += route[:2]
         if micro == keys_at:

@@ -1,0 +1,82 @@
+"""The program `nestpipe`: its commands, and how their errors reach a person."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from typing import Annotated, cast
+
+import typer
+
+from nestpipe import __version__
+from nestpipe.cli.check import check
+from nestpipe.cli.draw import draw
+from nestpipe.cli.simulate import simulate_app
+from nestpipe.errors import NestpipeError
+
+app = typer.Typer(
+    help="Exact, nested pipelining for recommendation models with very large tables.",
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+app.command()(draw)
+app.command()(check)
+app.add_typer(simulate_app, name="simulate")
+
+# typer carries or imports click, depending on its version; its public child leads to both.
+_UsageError = cast("type[Exception]", typer.BadParameter.__mro__[1])
+
+
+@app.callback(invoke_without_command=True)
+def _top(  # pyright: ignore[reportUnusedFunction]
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    if version:
+        typer.echo(f"nestpipe {__version__}")
+    elif context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line; exit 0 done, 1 a check failed, 2 wrong input, 3 the run failed."""
+    sys.exit(_run(arguments))
+
+
+def _run(arguments: list[str] | None) -> int:
+    try:
+        status = app(arguments, prog_name="nestpipe", standalone_mode=False)
+        sys.stdout.flush()
+        return status if isinstance(status, int) else 0
+    except NestpipeError as error:
+        _say(str(error))
+        return error.exit_status
+    except _UsageError as error:
+        _say(_sentence(error))
+        return 2
+    except (KeyboardInterrupt, typer.Abort):
+        _say("stopped")
+        return 130
+    except BrokenPipeError:
+        # Whoever read our output (`| head`) has gone; what is left must go nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception:  # noqa: BLE001 - the last place that can still say how the run failed
+        traceback.print_exc()
+        _say("this is a defect of nestpipe, not of your input; please report it with the above")
+        return 3
+
+
+def _sentence(error: Exception) -> str:
+    message: str = getattr(error, "format_message", error.__str__)()
+    return " ".join(message.split()).rstrip(".") + "; see --help"
+
+
+def _say(sentence: str) -> None:
+    sys.stderr.write(f"error: {sentence}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""Options that several commands share, and how their values are read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from nestpipe.errors import ConfigError, ParseError
+from nestpipe.schedule import PLANS, PlanOptions, Retrieval, Schedule, from_text, plan
+
+MOST_BATCHES = 1000
+
+Micros = Annotated[int, typer.Option("--micros", help="Micro-batches per batch.")]
+Batches = Annotated[int, typer.Option("--batches", help="Batches.")]
+RetrievalForm = Annotated[
+    Retrieval,
+    typer.Option("--retrieval", help="Rows fetched per batch: the whole working set, or new ones."),
+]
+Stages = Annotated[
+    int, typer.Option("--stages", help="Batches over which lookup is spread, 1 to 4.")
+]
+MirrorEvery = Annotated[
+    int,
+    typer.Option("--mirror-every", help="Merge replicas every so many batches; 0: no replicas."),
+]
+JsonFile = Annotated[
+    str | None, typer.Option("--json", metavar="FILE", help="Write the figures; - for stdout.")
+]
+
+
+def plan_options(micros: int, retrieval: Retrieval, stages: int, mirror_every: int) -> PlanOptions:
+    """The choices about a plan that the command line offers."""
+    return PlanOptions(micros=micros, retrieval=retrieval, stages=stages, mirror_every=mirror_every)
+
+
+def read_text(path: Path) -> str:
+    """The text of a file that the user named."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"there is no file {str(path)!r}; check the path") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{str(path)!r} is a folder; name a file in it") from None
+    except UnicodeDecodeError:
+        raise ParseError(f"{str(path)!r} is not a text file; give one in UTF-8") from None
+    except OSError as error:
+        raise ConfigError(f"cannot read {str(path)!r}: {error.strerror}; check it") from None
+
+
+def schedule_from(source: str, options: PlanOptions, batches: int) -> Schedule:
+    """The schedule of a plan by its name, or that of a schedule file by its path."""
+    if source in PLANS or not looks_like_path(source):
+        if batches > MOST_BATCHES:
+            raise ConfigError(f"{batches} batches are too many to look at; use 1 to {MOST_BATCHES}")
+        return plan(source, options).schedule(batches)
+    try:
+        return from_text(read_text(Path(source)))
+    except ParseError as error:
+        raise ParseError(f"{source}: {error}") from None
+
+
+def looks_like_path(source: str) -> bool:
+    """Whether a word means a file rather than a plan."""
+    return Path(source).exists() or "." in source or "/" in source

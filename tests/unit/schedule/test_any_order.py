@@ -1,0 +1,194 @@
+"""Any order that the edges allow ends where the serial plan ends."""
+
+import random
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+
+from nestpipe.schedule import PLANS, Interpreter, Outcome, PlanOptions, Retrieval, ToyData, plan
+
+BATCHES = 8
+SEEDS = 300
+EXACT = [name for name in PLANS if name != "stale_prefetch"]
+EVERY = [
+    pytest.param(name, retrieval, id=f"{name}-{retrieval}")
+    for name in EXACT
+    for retrieval in Retrieval
+]
+every_exact_plan = pytest.mark.parametrize(("name", "retrieval"), EVERY)
+MakeData = Callable[[int], ToyData]
+
+
+def interpreter(name: str, options: PlanOptions) -> Interpreter:
+    return Interpreter(plan(name, options).schedule(BATCHES))
+
+
+def random_data(micros: int, *, ranks: int = 3, groups: int = 1) -> MakeData:
+    """Fresh data for every seed; about a third of all keys are in each batch."""
+
+    @cache
+    def data(seed: int) -> ToyData:
+        return ToyData.random(
+            seed,
+            ranks=ranks,
+            batches=BATCHES,
+            micros=micros,
+            groups=groups,
+            vocabulary=4 + 8 * micros,
+        )
+
+    return data
+
+
+def seeds_that_end_elsewhere(
+    run: Interpreter, reference: Interpreter, data: MakeData, seeds: int
+) -> dict[int, str]:
+    """Seeds whose random order does not end where the reference ends, and what happened."""
+    elsewhere: dict[int, str] = {}
+    for seed in range(seeds):
+        expected = reference.run_in_issue_order(data(seed))
+        assert expected.table is not None, expected.trouble
+        found = run.run_at_random(data(seed), seed)
+        if found != expected:
+            elsewhere[seed] = found.trouble or "another table"
+    return elsewhere
+
+
+@every_exact_plan
+@pytest.mark.parametrize("micros", [1, 2, 4, 8])
+def test_any_legal_order_matches_serial(name: str, retrieval: Retrieval, micros: int) -> None:
+    run = interpreter(name, PlanOptions(micros=micros, retrieval=retrieval))
+    serial = interpreter("serial", PlanOptions(micros=micros))
+    assert seeds_that_end_elsewhere(run, serial, random_data(micros), SEEDS) == {}
+
+
+@every_exact_plan
+@pytest.mark.parametrize("stages", [1, 2, 3])
+def test_any_legal_order_of_fewer_stages_matches_serial(
+    name: str, retrieval: Retrieval, stages: int
+) -> None:
+    run = interpreter(name, PlanOptions(micros=2, retrieval=retrieval, stages=stages))
+    serial = interpreter("serial", PlanOptions(micros=2))
+    assert seeds_that_end_elsewhere(run, serial, random_data(2), 100) == {}
+
+
+@every_exact_plan
+@pytest.mark.parametrize("mirror_every", [1, 2, 3])
+def test_any_legal_order_matches_serial_on_groups_with_replicas(
+    name: str, retrieval: Retrieval, mirror_every: int
+) -> None:
+    options = PlanOptions(micros=2, retrieval=retrieval, mirror_every=mirror_every)
+    serial = interpreter("serial", PlanOptions(micros=2, mirror_every=mirror_every))
+    data = random_data(2, ranks=4, groups=2)
+    assert seeds_that_end_elsewhere(interpreter(name, options), serial, data, 100) == {}
+
+
+def uneven(seed: int) -> ToyData:
+    """Ranks run out of data at different times, and some micro-batches are empty before that."""
+    rng = random.Random(seed)
+
+    def micro(batch: int, last: int) -> tuple[int, ...]:
+        count = 0 if batch >= last else rng.randrange(4)
+        return tuple(rng.randrange(9) for _ in range(count))
+
+    def rank() -> tuple[tuple[tuple[int, ...], ...], ...]:
+        last = rng.randrange(BATCHES + 1)
+        return tuple(tuple(micro(batch, last) for _ in range(2)) for batch in range(BATCHES))
+
+    return ToyData(tuple(rank() for _ in range(3)))
+
+
+def sharing_no_key(seed: int) -> ToyData:
+    """No key is in two batches."""
+    rng = random.Random(seed)
+    return ToyData(
+        tuple(
+            tuple(
+                tuple(tuple(rng.randrange(8 * b, 8 * b + 8) for _ in range(3)) for _ in range(2))
+                for b in range(BATCHES)
+            )
+            for _ in range(3)
+        )
+    )
+
+
+def sharing_all_keys(seed: int) -> ToyData:
+    """Every rank asks for every key in every batch."""
+    rng = random.Random(seed)
+
+    def batch() -> tuple[tuple[int, ...], ...]:
+        keys = rng.sample(range(6), 6)
+        cut = rng.randrange(7)
+        return tuple(keys[:cut]), tuple(keys[cut:])
+
+    return ToyData(tuple(tuple(batch() for _ in range(BATCHES)) for _ in range(3)))
+
+
+@every_exact_plan
+@pytest.mark.parametrize("data", [uneven, sharing_no_key, sharing_all_keys])
+def test_any_legal_order_matches_serial_on_awkward_data(
+    name: str, retrieval: Retrieval, data: MakeData
+) -> None:
+    run = interpreter(name, PlanOptions(micros=2, retrieval=retrieval))
+    serial = interpreter("serial", PlanOptions(micros=2))
+    assert seeds_that_end_elsewhere(run, serial, data, 100) == {}
+
+
+@every_exact_plan
+def test_ranks_without_any_data_still_end(name: str, retrieval: Retrieval) -> None:
+    run = interpreter(name, PlanOptions(micros=2, retrieval=retrieval))
+    serial = interpreter("serial", PlanOptions(micros=2))
+    nothing = ToyData(((((), ()),) * BATCHES,) * 3)
+    assert seeds_that_end_elsewhere(run, serial, lambda seed: nothing, 20) == {}
+
+
+@pytest.mark.parametrize("micros", [1, 2, 4, 8])
+def test_any_legal_order_of_the_stale_plan_ends_where_its_own_issue_order_ends(
+    micros: int,
+) -> None:
+    stale = interpreter("stale_prefetch", PlanOptions(micros=micros))
+    assert seeds_that_end_elsewhere(stale, stale, random_data(micros), SEEDS) == {}
+
+
+@pytest.mark.parametrize("micros", [1, 2, 4, 8])
+def test_the_stale_plan_ends_elsewhere_than_serial(micros: int) -> None:
+    stale = interpreter("stale_prefetch", PlanOptions(micros=micros))
+    serial = interpreter("serial", PlanOptions(micros=micros))
+    elsewhere = seeds_that_end_elsewhere(stale, serial, random_data(micros), 100)
+    assert set(elsewhere.values()) == {"another table"}
+    assert len(elsewhere) >= 99
+
+
+def test_the_stale_plan_is_exact_where_no_batch_shares_a_key() -> None:
+    stale = interpreter("stale_prefetch", PlanOptions(micros=2))
+    serial = interpreter("serial", PlanOptions(micros=2))
+    assert seeds_that_end_elsewhere(stale, serial, sharing_no_key, 50) == {}
+
+
+def test_random_orders_are_different_orders() -> None:
+    run = interpreter("nested", PlanOptions(micros=2))
+    data = random_data(2)(0)
+
+    def order(seed: int) -> tuple[tuple[int, int], ...]:
+        taken: list[tuple[int, int]] = []
+        rng = random.Random(seed)
+
+        def choose(runnable: list[tuple[int, int]]) -> int:
+            pick = rng.randrange(len(runnable))
+            taken.append(runnable[pick])
+            return pick
+
+        run.run(data, choose)
+        return tuple(taken)
+
+    assert len({order(seed) for seed in range(50)}) == 50
+
+
+def test_the_same_seed_gives_the_same_run() -> None:
+    run = interpreter("nested", PlanOptions(micros=2))
+
+    def once() -> list[Outcome]:
+        return [run.run_at_random(random_data(2)(seed), seed) for seed in range(4)]
+
+    assert once() == once()

@@ -1,0 +1,274 @@
+"""Every edge of every plan is either implied by the others, or training breaks without it.
+
+An edge is implied when the happens-before relation is the same without it; the checker must then
+still accept the schedule. Every other edge is necessary: without it the checker must refuse, and a
+run of the interpreter must show why (another table, a deadlock, or an overrun of the look-ahead).
+"""
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from nestpipe.schedule import (
+    PLANS,
+    Interpreter,
+    Op,
+    Outcome,
+    PlanOptions,
+    Retrieval,
+    Schedule,
+    Step,
+    ToyData,
+    happens_before,
+    plan,
+    redundant_edges,
+    to_text,
+    violations,
+)
+
+BATCHES = 8
+"""Enough for every place that is used in turn to be used twice."""
+MOST_RUNS = 200
+"""A necessary edge is shown by the first run in most cases; some deadlocks need a ring of ranks."""
+Refuses = Callable[[Schedule], bool]
+Golden = Callable[[str, str], None]
+
+
+def refuses(schedule: Schedule) -> bool:
+    return next(violations(schedule, stale="stale_prefetch"), None) is not None
+
+
+@dataclass(frozen=True)
+class Case:
+    """A plan whose edges are removed one by one."""
+
+    name: str
+    options: PlanOptions
+
+    def __str__(self) -> str:
+        o = self.options
+        facts = [self.name, str(o.retrieval), f"micros {o.micros}", f"stages {o.stages}"]
+        return ", ".join([*facts, f"mirror every {o.mirror_every}"] if o.mirror_every else facts)
+
+    @property
+    def schedule(self) -> Schedule:
+        return plan(self.name, self.options).schedule(BATCHES)
+
+    def data(self, seed: int) -> ToyData:
+        """About a third of all keys are in each batch, so neighbours share some and not all."""
+        groups = 2 if self.options.mirror_every else 1
+        micros = self.options.micros
+        return ToyData.random(
+            seed,
+            ranks=2 * groups,
+            batches=BATCHES,
+            micros=micros,
+            groups=groups,
+            vocabulary=8 * micros,
+        )
+
+
+def cases() -> Iterator[Case]:
+    for name in PLANS:
+        for retrieval in Retrieval:
+            if (name, retrieval) == ("stale_prefetch", Retrieval.NEW):
+                continue
+            for micros in (8, 4, 2, 1):
+                yield Case(name, PlanOptions(micros=micros, retrieval=retrieval))
+            yield Case(name, PlanOptions(micros=2, retrieval=retrieval, mirror_every=2))
+            if name not in ("serial", "frozen_window"):  # their lookup has one stage in any case
+                for stages in (1, 2, 3):
+                    yield Case(name, PlanOptions(micros=2, retrieval=retrieval, stages=stages))
+
+
+CASES = list(cases())
+
+
+class Mutations:
+    """Removes each edge of a case in turn and collects what is wrong with the verdicts."""
+
+    def __init__(self, case: Case, refuses: Refuses, most_runs: int = MOST_RUNS) -> None:
+        self.case = case
+        self.refuses = refuses
+        self.most_runs = most_runs
+        self.schedule = case.schedule
+        self.order = happens_before(self.schedule)
+        self.reference = Interpreter(self.schedule)
+        self.expected: dict[int, Outcome] = {}
+        self.implied: set[tuple[Op, Op]] = set()
+        self.troubles: Counter[str] = Counter()
+        self.runs = 0
+        self.faults: list[str] = []
+        if refuses(self.schedule):
+            self.faults.append(f"{case}: the checker refuses the plan itself")
+        for before, after in self.schedule.edges:
+            self._remove(before, after)
+
+    def _remove(self, before: Op, after: Op) -> None:
+        mutant = self.schedule.without_edge(before, after)
+        refused = self.refuses(mutant)
+        gone = f"{self.case}: `{after}` no longer waits for `{before}`"
+        if happens_before(mutant) == self.order:
+            self.implied.add((before, after))
+            if refused:
+                self.faults.append(f"{gone}, which changes nothing, and the checker refuses it")
+            return
+        trouble = self._first_trouble(mutant, before, after)
+        if trouble:
+            self.troubles[trouble] += 1
+        else:
+            self.faults.append(f"{gone}, and {self.most_runs} runs end as before")
+        if not refused:
+            self.faults.append(f"{gone}, and the checker accepts it")
+
+    def _first_trouble(self, mutant: Schedule, before: Op, after: Op) -> str:
+        """What goes wrong in runs that hold `before` back; empty when nothing does."""
+        interpreter = Interpreter(mutant)
+        for seed in range(self.most_runs):
+            self.runs += 1
+            data = self.case.data(seed)
+            if seed not in self.expected:
+                self.expected[seed] = self.reference.run_in_issue_order(data)
+            found = interpreter.run_against(data, before, after, seed)
+            if found != self.expected[seed]:
+                return found.trouble.split(":")[0] or "another table"
+        return ""
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_edge_is_implied_or_necessary(case: Case) -> None:
+    mutations = Mutations(case, refuses)
+    assert not mutations.faults, "\n".join(["", *mutations.faults])
+    # Not vacuous: both sorts of edge are there, and each sort of trouble was seen.
+    assert mutations.implied
+    assert set(mutations.troubles) == {"another table", "deadlock", "overrun"}
+    assert mutations.troubles.total() + len(mutations.implied) == len(mutations.schedule.edges)
+    assert mutations.implied == redundant_edges(mutations.schedule)
+
+
+def test_every_implied_edge_is_in_the_golden_list(golden: Golden) -> None:
+    golden("redundant_edges.txt", report_of_implied_edges())
+
+
+def report_of_implied_edges() -> str:
+    lines = [
+        "# Edges that other edges imply. They stay in the schedules: each says what an op needs,",
+        "# and it must hold where the edges that imply it (mostly the network order) are changed.",
+        "# `3 of 8`: implied in three of eight batches; at both ends of a run it can be otherwise.",
+    ]
+    for case in sorted(CASES, key=lambda case: list(PLANS).index(case.name)):
+        schedule = case.schedule
+        implied = redundant_edges(schedule)
+        counts = f"{len(schedule.edges)} edges, {len(schedule.edges) - len(implied)} necessary"
+        lines += ["", f"{case}: {counts}, {len(implied)} implied"]
+        # More micro-batches repeat the edges of two, and fewer stages those of four.
+        if case.options.micros == 2 and case.options.stages == 4:
+            total = Counter(template(*edge) for edge in schedule.edges)
+            found = Counter(template(*edge) for edge in schedule.edges if edge in implied)
+            lines += [f"  {text}: {n} of {total[text]}" for text, n in found.items()]
+    return "\n".join([*lines, ""])
+
+
+def template(before: Op, after: Op) -> str:
+    """The edge of any batch t, e.g. `retrieve t after writeback t-2`."""
+    away = before.batch - after.batch
+    micro = "" if before.micro is None else f".{before.micro}"
+    own = "" if after.micro is None else f".{after.micro}"
+    return f"{after.kind} t{own} after {before.kind} t{f'{away:+d}' if away else ''}{micro}"
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_schedule_without_edges_is_refused(case: Case) -> None:
+    steps = tuple(Step(step.op) for step in case.schedule)
+    assert refuses(Schedule(case.schedule.shape, BATCHES, steps))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_dropping_every_implied_edge_changes_nothing(case: Case) -> None:
+    """Not only one by one: all together they add nothing to the order."""
+    schedule = case.schedule
+    implied = redundant_edges(schedule)
+    steps = (Step(s.op, tuple(b for b in s.after if (b, s.op) not in implied)) for s in schedule)
+    reduced = Schedule(schedule.shape, BATCHES, tuple(steps))
+    assert happens_before(reduced) == happens_before(schedule)
+    assert not refuses(reduced)
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.options.micros == 2], ids=str)
+def test_what_the_checker_accepts_runs_as_before_and_what_it_refuses_does_not(case: Case) -> None:
+    """Removes several edges at once: an implied edge can be the one that saves the day."""
+    rng = random.Random(0)
+    schedule = case.schedule
+    edges = schedule.edges
+    implied = sorted(redundant_edges(schedule), key=str)
+    accepted = 0
+    faults: list[str] = []
+    for seed in range(60):
+        gone = rng.sample(implied, rng.randrange(1, 5)) + rng.sample(edges, seed % 2)
+        mutant = schedule
+        for edge in gone:
+            mutant = mutant.without_edge(*edge)
+        data = case.data(seed)
+        expected = Interpreter(schedule).run_in_issue_order(data)
+        remedy = next((v.missing for v in violations(mutant, stale=case.name)), None)
+        run = Interpreter(mutant)
+        if remedy is None:
+            accepted += 1
+            if any(run.run_at_random(data, n) != expected for n in range(5)):
+                faults.append(f"accepted, but runs differ: {described(gone)}")
+        elif not any(differs(run, schedule, case, remedy, n) for n in range(MOST_RUNS)):
+            faults.append(f"refused, but no run differs: {described(gone)}")
+    assert not faults, "\n".join(["", *faults])
+    assert 0 < accepted < 60
+
+
+def differs(
+    run: Interpreter, schedule: Schedule, case: Case, remedy: tuple[Op, Op], seed: int
+) -> bool:
+    data = case.data(seed)
+    expected = Interpreter(schedule).run_in_issue_order(data)
+    return run.run_against(data, *remedy, seed) != expected
+
+
+def described(edges: list[tuple[Op, Op]]) -> str:
+    return "; ".join(f"`{after}` no longer waits for `{before}`" for before, after in edges)
+
+
+SMALL = Case("nested", PlanOptions(micros=1))
+
+
+def test_a_checker_that_refuses_nothing_would_be_found_out() -> None:
+    mutations = Mutations(SMALL, lambda schedule: False, most_runs=20)
+    necessary = len(mutations.schedule.edges) - len(mutations.implied)
+    assert len(mutations.faults) == necessary > 0
+    assert all(fault.endswith("the checker accepts it") for fault in mutations.faults)
+
+
+def test_a_checker_that_refuses_everything_would_be_found_out() -> None:
+    mutations = Mutations(SMALL, lambda schedule: True, most_runs=20)
+    own, *others = mutations.faults
+    assert own.endswith("the checker refuses the plan itself")
+    assert len(others) == len(mutations.implied) > 0
+    assert all(fault.endswith("the checker refuses it") for fault in others)
+
+
+def test_a_checker_with_one_blind_spot_would_be_found_out() -> None:
+    """As if it did not know that rows must be refreshed in batch 3."""
+    blind = SMALL.schedule.without_edge(Op.parse("update 2"), Op.parse("sync 3"))
+
+    def refuses_all_but_one(schedule: Schedule) -> bool:
+        return to_text(schedule) != to_text(blind) and refuses(schedule)
+
+    assert Mutations(SMALL, refuses_all_but_one, most_runs=20).faults == [
+        f"{SMALL}: `sync 3` no longer waits for `update 2`, and the checker accepts it"
+    ]
+
+
+def test_an_interpreter_that_notices_nothing_would_be_found_out() -> None:
+    mutations = Mutations(SMALL, refuses, most_runs=0)
+    necessary = len(mutations.schedule.edges) - len(mutations.implied)
+    assert len(mutations.faults) == necessary > 0
+    assert all(fault.endswith("0 runs end as before") for fault in mutations.faults)

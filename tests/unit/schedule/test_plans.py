@@ -1,0 +1,242 @@
+from collections import deque
+from collections.abc import Callable, Iterator
+from itertools import islice, pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nestpipe.errors import PlanError
+from nestpipe.schedule import (
+    PLANS,
+    Kind,
+    Op,
+    Plan,
+    PlanOptions,
+    Retrieval,
+    Schedule,
+    Step,
+    nominal_trace,
+    plan,
+    to_text,
+    violations,
+)
+
+EVERY = [
+    pytest.param(name, retrieval, id=f"{name}-{retrieval}")
+    for name in PLANS
+    for retrieval in Retrieval
+    if (name, retrieval) != ("stale_prefetch", Retrieval.NEW)
+]
+every_plan = pytest.mark.parametrize(("name", "retrieval"), EVERY)
+Golden = Callable[[str, str], None]
+
+
+@st.composite
+def any_plan(draw: st.DrawFn) -> Plan:
+    name, retrieval = draw(st.sampled_from([case.values for case in EVERY]))
+    assert isinstance(name, str)
+    assert isinstance(retrieval, Retrieval)
+    options = PlanOptions(
+        micros=draw(st.integers(1, 4)),
+        retrieval=retrieval,
+        stages=draw(st.integers(1, 4)),
+        mirror_every=draw(st.integers(0, 3)),
+    )
+    return plan(name, options)
+
+
+@every_plan
+def test_a_plan_equals_its_golden_schedule(name: str, retrieval: Retrieval, golden: Golden) -> None:
+    schedule = plan(name, PlanOptions(micros=2, retrieval=retrieval)).schedule(3)
+    golden(f"{name}_{retrieval}.txt", to_text(schedule))
+
+
+def test_nested_with_a_mirror_equals_its_golden_schedule(golden: Golden) -> None:
+    schedule = plan("nested", PlanOptions(micros=2, mirror_every=2)).schedule(3)
+    golden("nested_whole_mirror.txt", to_text(schedule))
+
+
+@every_plan
+def test_no_op_is_issued_before_one_it_waits_for(name: str, retrieval: Retrieval) -> None:
+    options = PlanOptions(micros=3, retrieval=retrieval, mirror_every=2)
+    issued: set[Op] = set()
+    for step in plan(name, options).schedule(7):
+        assert issued.issuperset(step.after)
+        assert len(set(step.after)) == len(step.after)
+        assert step.op not in issued
+        issued.add(step.op)
+
+
+@given(any_plan())
+def test_each_kind_is_issued_in_the_order_of_batches_and_micro_batches(plan: Plan) -> None:
+    schedule = plan.schedule(6)
+    for kind in Kind:
+        turns = [(op.batch, op.micro or 0) for op in schedule.ops if op.kind is kind]
+        assert turns == sorted(turns)
+
+
+@given(any_plan())
+def test_every_collective_waits_for_the_collective_before_it(plan: Plan) -> None:
+    collectives = [step for step in plan.schedule(6) if step.op.collective]
+    for before, step in pairwise(collectives):
+        assert before.op in step.after
+
+
+@pytest.mark.parametrize("mirror_every", [0, 1, 2])
+@pytest.mark.parametrize("micros", [1, 2, 3])
+@pytest.mark.parametrize("retrieval", Retrieval)
+def test_serial_overlaps_nothing(retrieval: Retrieval, micros: int, mirror_every: int) -> None:
+    options = PlanOptions(micros=micros, retrieval=retrieval, mirror_every=mirror_every)
+    trace = nominal_trace(plan("serial", options).schedule(5))
+    in_time = sorted(trace.spans, key=lambda span: (span.start, span.end))
+    together = [(a.name, b.name) for a, b in pairwise(in_time) if b.start < a.end]
+    assert together == []
+
+
+@pytest.mark.parametrize("name", [name for name in PLANS if name != "serial"])
+def test_every_other_plan_overlaps_something(name: str) -> None:
+    trace = nominal_trace(plan(name, PlanOptions(micros=2)).schedule(5))
+    in_time = sorted(trace.spans, key=lambda span: (span.start, span.end))
+    assert any(b.start < a.end for a, b in pairwise(in_time))
+
+
+@given(any_plan(), st.integers(1, 9), st.integers(1, 9))
+def test_a_longer_schedule_lists_the_ops_of_a_shorter_one_in_the_same_order(
+    plan: Plan, batches: int, more: int
+) -> None:
+    longer = plan.schedule(batches + more).ops
+    assert tuple(op for op in longer if op.batch < batches) == plan.schedule(batches).ops
+
+
+def stream_to(plan: Plan, end: int, told_after: Op, delay: int = 0) -> list[Step]:
+    """The stream whose end is told so many steps after `told_after` was issued."""
+    steps: list[Step] = []
+    countdown: int | None = None
+
+    def batches() -> int | None:
+        return end if countdown == 0 else None
+
+    for step in plan.stream(batches):
+        steps.append(step)
+        if countdown is None and step.op == told_after:
+            countdown = delay
+        elif countdown:
+            countdown -= 1
+    return steps
+
+
+def without_extras(plan: Plan, end: int, steps: list[Step]) -> Schedule:
+    """The steps of batches before `end`; who waited for a dropped op waits for what it awaited."""
+    awaited: dict[Op, tuple[Op, ...]] = {}
+    kept: list[Step] = []
+    for step in steps:
+        seen_through = (b if b.batch < end else awaited[b] for b in step.after)
+        after = [op for ops in seen_through for op in (ops if isinstance(ops, tuple) else (ops,))]
+        step = Step(step.op, tuple(dict.fromkeys(after)))
+        if step.op.batch < end:
+            kept.append(step)
+        else:
+            awaited[step.op] = step.after
+    return Schedule(plan.shape, end, tuple(kept))
+
+
+ISSUED_EARLY = {Kind.PREFETCH, Kind.COPY, Kind.DEDUP, Kind.COUNTS}
+
+
+@given(any_plan(), st.integers(1, 7))
+def test_an_end_learnt_from_the_counts_costs_only_early_ops(plan: Plan, end: int) -> None:
+    steps = stream_to(plan, end, Op(Kind.COUNTS, end))
+    assert [s.op for s in steps if s.op.batch < end] == list(plan.schedule(end).ops)
+    assert {s.op.kind for s in steps if s.op.batch >= end} <= ISSUED_EARLY
+
+
+@given(any_plan(), st.integers(1, 7), st.integers(0, 30))
+def test_an_end_learnt_late_leaves_an_exact_schedule(plan: Plan, end: int, delay: int) -> None:
+    steps = stream_to(plan, end, Op(Kind.COUNTS, end), delay)
+    kept = without_extras(plan, end, steps)
+    assert kept.ops == plan.schedule(end).ops
+    assert [v.sentence for v in violations(kept, stale="stale_prefetch")] == []
+
+
+@given(any_plan(), st.integers(1, 7), st.integers(0, 30))
+def test_an_end_learnt_late_leaves_one_network_order(plan: Plan, end: int, delay: int) -> None:
+    steps = stream_to(plan, end, Op(Kind.COUNTS, end), delay)
+    collectives = [step for step in steps if step.op.collective]
+    assert [str(b) for a, b in pairwise(collectives) if a.op not in b.after] == []
+
+
+@given(any_plan(), st.integers(1, 7), st.integers(0, 30))
+def test_an_end_learnt_late_leaves_no_edge_to_an_op_that_never_ran(
+    plan: Plan, end: int, delay: int
+) -> None:
+    issued: set[Op] = set()
+    for step in stream_to(plan, end, Op(Kind.COUNTS, end), delay):
+        assert issued.issuperset(step.after)
+        issued.add(step.op)
+
+
+def test_a_stream_whose_end_is_never_told_has_no_end() -> None:
+    assert len(list(islice(plan("nested").stream(), 10_000))) == 10_000
+
+
+def first_batches(plan: Plan, batches: int) -> Iterator[Step]:
+    for step in plan.stream():
+        if step.op == Op(Kind.UPDATE, batches):
+            return
+        yield step
+
+
+@every_plan
+@pytest.mark.parametrize("stages", [1, 4])
+def test_no_edge_of_a_long_stream_reaches_far_back(
+    name: str, retrieval: Retrieval, stages: int
+) -> None:
+    options = PlanOptions(micros=2, retrieval=retrieval, stages=stages, mirror_every=3)
+    endless = plan(name, options)
+    steps = list(first_batches(endless, 200))
+    reach = max(step.op.batch - b.batch for step in steps for b in step.after)
+    assert reach <= endless.shape.lookahead + 1
+
+
+@every_plan
+@pytest.mark.parametrize("stages", [1, 4])
+def test_a_reader_of_a_long_stream_remembers_only_recent_ops(
+    name: str, retrieval: Retrieval, stages: int
+) -> None:
+    options = PlanOptions(micros=2, retrieval=retrieval, stages=stages, mirror_every=3)
+    endless = plan(name, options)
+    ticks = endless.shape.lookahead + 2
+    recent: deque[Op] = deque(maxlen=ticks * len(endless.tick))
+    for step in first_batches(endless, 200):
+        assert set(recent).issuperset(step.after)
+        recent.append(step.op)
+
+
+@pytest.mark.parametrize(
+    ("ask", "sentence"),
+    [
+        (lambda: PlanOptions(micros=0), "micro-batches cannot be 0; use 1 or more"),
+        (lambda: PlanOptions(micros=-2), "micro-batches cannot be -2; use 1 or more"),
+        (lambda: PlanOptions(stages=0), "lookup stages cannot be 0; use 1 to 4"),
+        (lambda: PlanOptions(stages=5), "lookup stages cannot be 5; use 1 to 4"),
+        (lambda: PlanOptions(mirror_every=-1), "mirror interval cannot be -1; use 0 or more"),
+        (lambda: plan("nested").schedule(0), "cannot plan 0 batches; ask for at least 1"),
+        (
+            lambda: plan("nestled"),
+            "unknown plan 'nestled'; the plans are serial, sparse_dist, stale_prefetch, "
+            "dual_buffer, frozen_window, nested",
+        ),
+        (
+            lambda: plan("stale_prefetch", PlanOptions(retrieval=Retrieval.NEW)),
+            "stale_prefetch cannot retrieve only new rows, because it never refreshes the others; "
+            "use --retrieval whole",
+        ),
+    ],
+)
+def test_what_no_plan_can_do_is_refused_with_a_remedy(
+    ask: Callable[[], object], sentence: str
+) -> None:
+    with pytest.raises(PlanError) as caught:
+        ask()
+    assert str(caught.value) == sentence

@@ -1,0 +1,209 @@
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nestpipe.errors import ParseError
+from nestpipe.schedule import (
+    PLANS,
+    Kind,
+    PlanOptions,
+    Retrieval,
+    Schedule,
+    check,
+    from_text,
+    plan,
+    to_text,
+)
+
+TINY = to_text(plan("nested", PlanOptions()).schedule(1))
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> Schedule:
+    name = draw(st.sampled_from(list(PLANS)))
+    whole_only = name == "stale_prefetch"
+    options = PlanOptions(
+        micros=draw(st.integers(1, 8)),
+        retrieval=Retrieval.WHOLE if whole_only else draw(st.sampled_from(Retrieval)),
+        stages=draw(st.integers(1, 4)),
+        mirror_every=draw(st.integers(0, 3)),
+    )
+    return plan(name, options).schedule(draw(st.integers(1, 9)))
+
+
+def parse_error_of(text: str) -> str:
+    with pytest.raises(ParseError) as caught:
+        from_text(text)
+    sentence = str(caught.value)
+    assert len(sentence.splitlines()) == 1
+    return sentence
+
+
+def line_of(text: str, start: str) -> int:
+    return next(n for n, line in enumerate(text.splitlines(), 1) if line.startswith(start))
+
+
+def replaced(old: str, new: str) -> str:
+    assert TINY.count(old) == 1, f"{old!r} is not exactly once in the text"
+    return TINY.replace(old, new)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_plan_reads_back_as_it_was_written(name: str) -> None:
+    schedule = plan(name).schedule(3)
+    assert from_text(to_text(schedule)) == schedule
+
+
+@given(schedules())
+def test_every_schedule_reads_back_as_it_was_written(schedule: Schedule) -> None:
+    text = to_text(schedule)
+    again = from_text(text)
+    assert again == schedule
+    assert to_text(again) == text
+
+
+@given(schedules())
+@settings(max_examples=30)
+def test_a_schedule_that_was_read_back_passes_the_checker(schedule: Schedule) -> None:
+    check(from_text(to_text(schedule)), stale="stale_prefetch")
+
+
+def test_comments_blank_lines_and_indentation_are_ignored() -> None:
+    lines = [f"   {line}   # says so" for line in TINY.splitlines()]
+    assert from_text("# a comment\n\n" + "\n\n".join(lines)) == from_text(TINY)
+
+
+def test_an_unknown_kind_is_named_with_its_line_and_the_known_kinds() -> None:
+    number = line_of(TINY, "union 0")
+    assert parse_error_of(replaced("union 0 after", "onion 0 after")) == (
+        f"line {number}: unknown kind of op 'onion' in 'onion 0'; "
+        f"the kinds are {', '.join(Kind)}"
+    )
+
+
+def test_a_missing_micro_batch_is_named_with_its_line() -> None:
+    number = line_of(TINY, "rows 0.0")
+    assert parse_error_of(replaced("rows 0.0 after", "rows 0 after")) == (
+        f"line {number}: 'rows 0' does not fit its kind; write it like `rows 3.0`"
+    )
+
+
+def test_a_micro_batch_on_a_batch_op_is_named_with_its_line() -> None:
+    number = line_of(TINY, "update 0")
+    assert parse_error_of(replaced("update 0 after", "update 0.0 after")) == (
+        f"line {number}: 'update 0.0' does not fit its kind; write it like `update 3`"
+    )
+
+
+@pytest.mark.parametrize("edge", ["after", "after prefetch 0,", "after prefetch", "before copy 0"])
+def test_a_broken_edge_is_named_with_its_line(edge: str) -> None:
+    number = line_of(TINY, "copy 0")
+    sentence = parse_error_of(replaced("copy 0 after prefetch 0\n", f"copy 0 {edge}\n"))
+    assert re.fullmatch(
+        rf"line {number}: '.*' is not an op; write it like `update 3` or `rows 3.0`", sentence
+    )
+
+
+def test_a_fact_given_twice_is_refused() -> None:
+    assert parse_error_of("micros 1\n" + TINY) == (
+        f"line {line_of(TINY, 'micros') + 1}: 'micros' is given twice; keep one of them"
+    )
+
+
+def test_a_fact_after_the_first_op_is_refused() -> None:
+    number = len(TINY.splitlines()) + 1
+    assert parse_error_of(TINY + "micros 1\n") == (
+        f"line {number}: 'micros 1' is a fact; put it above the first op"
+    )
+
+
+@pytest.mark.parametrize(
+    ("fact", "example"),
+    [
+        ("schedule", "schedule nested"),
+        ("batches", "batches 3"),
+        ("micros", "micros 2"),
+        ("retrieval", "retrieval whole"),
+        ("lookahead", "lookahead 5"),
+        ("slots", "slots 5"),
+        ("buffers", "buffers 2"),
+        ("receive", "receive 2"),
+        ("mirror_every", "mirror_every 0"),
+        ("stale", "stale no"),
+    ],
+)
+def test_a_missing_fact_is_named_with_a_line_to_add(fact: str, example: str) -> None:
+    rest = [line for line in TINY.splitlines() if line.split(" ")[0] != fact]
+    assert parse_error_of("\n".join(rest)) == (
+        f"the schedule does not say its {fact!r}; add a line like `{example}`"
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "broken", "sentence"),
+    [
+        ("micros 1", "micros 0", "'micros' cannot be '0'; write it like `micros 2`"),
+        ("micros 1", "micros one", "'micros' cannot be 'one'; write it like `micros 2`"),
+        ("micros 1", "micros", "'micros' cannot be ''; write it like `micros 2`"),
+        ("batches 1", "batches -3", "'batches' cannot be '-3'; write it like `batches 3`"),
+        ("slots 5", "slots 2.5", "'slots' cannot be '2.5'; write it like `slots 5`"),
+        ("buffers 2", "buffers 0", "'buffers' cannot be '0'; write it like `buffers 2`"),
+        ("mirror_every 0", "mirror_every -1", "'mirror_every' cannot be '-1'"),
+        ("retrieval whole", "retrieval half", "'retrieval' cannot be 'half'"),
+        ("stale no", "stale maybe", "'stale' cannot be 'maybe'; write it like `stale no`"),
+        ("schedule nested", "schedule my plan", "'schedule' cannot be 'my plan'"),
+    ],
+)
+def test_a_fact_with_a_bad_value_is_named_with_a_good_one(
+    line: str, broken: str, sentence: str
+) -> None:
+    found = parse_error_of(replaced(line, broken))
+    assert found.startswith(sentence)
+    assert "; write it like `" in found
+
+
+def test_a_billion_batches_in_a_few_lines_are_refused_at_once() -> None:
+    count = len(from_text(TINY))
+    assert parse_error_of(replaced("batches 1", f"batches {10**9}")) == (
+        f"1000000000 batches cannot fit into {count} ops; mend that line"
+    )
+    assert parse_error_of(replaced("micros 1", f"micros {10**9}")) == (
+        f"1000000000 micros cannot fit into {count} ops; mend that line"
+    )
+
+
+@pytest.mark.parametrize("text", ["", "\n\n", "# nothing\n", "micros 2\n"])
+def test_a_text_without_ops_is_refused(text: str) -> None:
+    assert parse_error_of(text) == "the schedule has no op; add lines like `prefetch 0`"
+
+
+@given(st.text())
+def test_garbage_is_never_more_than_a_parse_error(text: str) -> None:
+    parse_error_of(text)
+
+
+def test_a_number_too_long_to_read_is_named_with_its_line() -> None:
+    long = "1" * 5000
+    number = line_of(TINY, "prefetch 0")
+    sentence = parse_error_of(replaced("prefetch 0\ncopy", f"prefetch {long}\ncopy"))
+    assert sentence.startswith(f"line {number}: ")
+    assert parse_error_of(replaced("micros 1", f"micros {long}")).startswith("'micros' cannot be")
+
+
+@given(st.binary())
+def test_bytes_read_as_text_are_never_more_than_a_parse_error(data: bytes) -> None:
+    parse_error_of(data.decode("latin-1"))
+
+
+@given(st.data())
+def test_a_damaged_schedule_is_a_schedule_or_a_parse_error(data: st.DataObject) -> None:
+    first, last = sorted(data.draw(st.tuples(*[st.integers(0, len(TINY))] * 2)))
+    damaged = TINY[:first] + data.draw(st.text(max_size=12)) + TINY[last:]
+    try:
+        schedule = from_text(damaged)
+    except ParseError as error:
+        assert len(str(error).splitlines()) == 1
+    else:
+        assert from_text(to_text(schedule)) == schedule
