@@ -1,8 +1,8 @@
-"""The plans: each says in which order one tick of the pipeline issues its ops.
+"""The plans: each chooses what runs ahead between batches and what overlaps inside one.
 
-A plan is a value. Its `tick` lists ops relative to the batch whose window is open: with `ahead` 1,
-`retrieve` is that of the next batch. What each op waits for is the same table for all plans
-(`waits`), plus one chain through every collective, so that all ranks start them in one order.
+A plan is a value: the bounds it keeps, and the order of one tick (`ticks`). What each op waits for is
+the same table for all plans (`waits`), plus one chain through every collective, so that all ranks
+start them in one order.
 """
 
 from __future__ import annotations
@@ -13,6 +13,18 @@ from dataclasses import dataclass
 from nestpipe.errors import PlanError
 from nestpipe.schedule.op import Kind, Op
 from nestpipe.schedule.schedule import Retrieval, Schedule, Shape, Step
+from nestpipe.schedule.ticks import (
+    Ahead,
+    Slot,
+    Tick,
+    Window,
+    lookup_ahead,
+    lookup_first,
+    overlapped,
+    routing_ahead,
+    rows_lead,
+    taking_turns,
+)
 from nestpipe.schedule.waits import waits
 
 K = Kind
@@ -22,15 +34,6 @@ LOOKUP_STAGES = 4
 
 MOST_MICROS = 1024
 """More than any batch could be cut into with profit."""
-
-
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """An op of a tick: its kind, how many batches ahead of the open window, its micro-batch."""
-
-    kind: Kind
-    ahead: int
-    micro: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,14 +110,14 @@ class PlanOptions:
 
 def serial(options: PlanOptions) -> Plan:
     """Nothing overlaps: the reference for every other plan."""
-    return _plan("serial", options, _Ahead(), _taking_turns)
+    return _plan("serial", options, Ahead(), lookup_first, taking_turns)
 
 
 def sparse_dist(options: PlanOptions) -> Plan:
     """Copy and key routing run ahead; retrieval, rows and gradients stay exposed."""
     depth = min(options.stages, LOOKUP_STAGES - 1)
-    ahead = _Ahead(prefetch=depth, copy=min(depth, 2), route=1)
-    return _plan("sparse_dist", options, ahead, _taking_turns)
+    ahead = Ahead(prefetch=depth, copy=min(depth, 2), route=1)
+    return _plan("sparse_dist", options, ahead, routing_ahead, taking_turns)
 
 
 def stale_prefetch(options: PlanOptions) -> Plan:
@@ -124,22 +127,23 @@ def stale_prefetch(options: PlanOptions) -> Plan:
             "stale_prefetch cannot retrieve only new rows, because it never refreshes the others; "
             "use --retrieval whole"
         )
-    return _plan("stale_prefetch", options, _full_depth(options), _taking_turns, stale=True)
+    ahead = _full_depth(options)
+    return _plan("stale_prefetch", options, ahead, lookup_ahead, taking_turns, stale=True)
 
 
 def dual_buffer(options: PlanOptions) -> Plan:
     """Look up batch t+1 while batch t computes, then refresh the rows that both use."""
-    return _plan("dual_buffer", options, _full_depth(options), _taking_turns)
+    return _plan("dual_buffer", options, _full_depth(options), lookup_ahead, taking_turns)
 
 
 def frozen_window(options: PlanOptions) -> Plan:
     """Exchange rows and gradients of one micro-batch under the dense compute of another."""
-    return _plan("frozen_window", options, _Ahead(), _overlapped)
+    return _plan("frozen_window", options, Ahead(), lookup_first, overlapped)
 
 
 def nested(options: PlanOptions) -> Plan:
     """Look up batch t+1 while the frozen window of batch t overlaps exchange and compute."""
-    return _plan("nested", options, _full_depth(options), _overlapped)
+    return _plan("nested", options, _full_depth(options), lookup_ahead, overlapped)
 
 
 PLANS: dict[str, Callable[[PlanOptions], Plan]] = {
@@ -159,28 +163,13 @@ def plan(name: str, options: PlanOptions | None = None) -> Plan:
     return PLANS[name](options or PlanOptions())
 
 
-@dataclass(frozen=True, slots=True)
-class _Ahead:
-    """How many batches ahead of the open window each stage of the lookup works."""
-
-    prefetch: int = 0
-    copy: int = 0
-    route: int = 0
-    retrieve: int = 0
-
-
-def _full_depth(options: PlanOptions) -> _Ahead:
+def _full_depth(options: PlanOptions) -> Ahead:
     depth = options.stages
-    return _Ahead(prefetch=depth, copy=min(depth, 3), route=min(depth, 2), retrieve=1)
+    return Ahead(prefetch=depth, copy=min(depth, 3), route=min(depth, 2), retrieve=1)
 
 
 def _plan(
-    name: str,
-    options: PlanOptions,
-    ahead: _Ahead,
-    window: Callable[[int, list[Slot], bool], list[Slot]],
-    *,
-    stale: bool = False,
+    name: str, options: PlanOptions, ahead: Ahead, tick: Tick, window: Window, stale: bool = False
 ) -> Plan:
     whole = options.retrieval is Retrieval.WHOLE
     lookahead = ahead.prefetch + 1
@@ -191,86 +180,8 @@ def _plan(
         lookahead=lookahead,
         slots=lookahead if whole else lookahead + 1,
         buffers=1 if whole and ahead.retrieve == 0 else 2,
-        receive=1 if window is _taking_turns else _lead(options.micros) + 1,
+        receive=1 if window is taking_turns else rows_lead(options.micros) + 1,
         mirror_every=options.mirror_every,
         stale=stale,
     )
-    return Plan(shape, tuple(_tick(shape, ahead, window)))
-
-
-def _tick(
-    shape: Shape, ahead: _Ahead, window: Callable[[int, list[Slot], bool], list[Slot]]
-) -> Iterator[Slot]:
-    """Everything that happens while one window is open, in issue order."""
-    prefetch = [Slot(K.PREFETCH, ahead.prefetch), Slot(K.COPY, ahead.copy)]
-    route = [Slot(kind, ahead.route) for kind in (K.DEDUP, K.COUNTS, K.KEYS, K.UNION)]
-    retrieve = Slot(K.RETRIEVE, ahead.retrieve)
-    handover = [Slot(shape.handover, 0)] if shape.handover is not K.RETRIEVE else []
-    flush = [Slot(K.WRITEBACK, -1)]
-    if ahead.route == 0:
-        lookup_first = [*prefetch, *route, *flush, retrieve, *handover]
-        # With `whole` the write-back ends its own batch, so that nothing at all overlaps.
-        if shape.retrieval is Retrieval.WHOLE:
-            lookup_first = [*prefetch, *route, retrieve]
-        yield from lookup_first
-        yield from window(shape.micros, [], True)
-    elif ahead.retrieve == 0:
-        yield from [*flush, retrieve, *handover, *prefetch]
-        yield from window(shape.micros, route, ahead.copy > ahead.route)
-    else:
-        yield from [*handover, *flush, *prefetch]
-        if ahead.route > ahead.retrieve:
-            yield retrieve
-        yield from window(shape.micros, route, ahead.copy > ahead.route)
-        if ahead.route == ahead.retrieve:
-            yield retrieve
-    yield Slot(K.REDUCE, 0)
-    yield Slot(K.UPDATE, 0)
-    yield Slot(K.MIRROR, 0)
-    if ahead.route == 0 and shape.retrieval is Retrieval.WHOLE:
-        yield Slot(K.WRITEBACK, 0)
-
-
-def _taking_turns(micros: int, route: list[Slot], route_is_ready: bool) -> list[Slot]:
-    """Rows, dense, gradients of one micro-batch after the other; routing under a dense op."""
-    order: list[Slot] = []
-    host_micro = 0 if route_is_ready else micros - 1
-    for micro in range(micros):
-        order.append(Slot(K.ROWS, 0, micro))
-        if micro == host_micro:
-            order += route
-        order.append(Slot(K.DENSE, 0, micro))
-        order.append(Slot(K.GRADS, 0, micro))
-    return order
-
-
-def _lead(micros: int) -> int:
-    """How many micro-batches rows run ahead: enough to sit out a long key exchange.
-
-    One is enough for few micro-batches; with many, each hides only a little, so that the exchange
-    of keys, which does not get shorter, would hold up the rows behind it.
-    """
-    return max(1, -(-micros // 6))
-
-
-def _overlapped(micros: int, route: list[Slot], route_is_ready: bool) -> list[Slot]:
-    """Rows run some micro-batches ahead of dense, gradients one behind.
-
-    Routing of a later batch goes where the network has most room: the first dense op has no
-    gradients beside it yet. Its keys follow one micro-batch after their counts, so that the
-    issuing thread does not wait for the counts.
-    """
-    lead = _lead(micros)
-    order = [Slot(K.ROWS, 0, micro) for micro in range(min(lead, micros))]
-    counts_at = 0 if route_is_ready else micros - 1
-    keys_at = min(counts_at + 1, micros - 1)
-    for micro in range(micros):
-        if micro + lead < micros:
-            order.append(Slot(K.ROWS, 0, micro + lead))
-        if micro == counts_at:
-            order += route[:2]
-        if micro == keys_at:
-            order += route[2:]
-        order.append(Slot(K.DENSE, 0, micro))
-        order.append(Slot(K.GRADS, 0, micro))
-    return order
+    return Plan(shape, tuple(tick(shape, ahead, window)))

@@ -8,7 +8,7 @@ from html import escape
 from nestpipe.sim.scaling import Point
 
 WIDTH, HEIGHT = 960, 420
-LEFT, RIGHT, TOP, BOTTOM = 72, 72, 84, 64
+LEFT, RIGHT, TOP, BOTTOM = 72, 72, 104, 64
 INK, FAINT, RULE, PAPER = "#1d2733", "#64707d", "#dde3ea", "#fcfdfe"
 PARTS = (
     ("compute", "compute_ms", "#4477aa"),
@@ -23,7 +23,8 @@ _STYLE = f"""
 .nc .t{{font-size:18px;font-weight:600;fill:{INK}}}
 .nc .m{{text-anchor:middle}}
 .nc .e{{text-anchor:end}}
-.nc .v{{text-anchor:middle;font-weight:600;fill:{LINE}}}
+.nc .v{{text-anchor:middle;font-weight:600;fill:{LINE};paint-order:stroke;stroke:{PAPER};
+stroke-width:4px}}
 """
 
 
@@ -80,8 +81,8 @@ def _axes(top_ms: float) -> list[str]:
         )
     middle, bottom = (LEFT + WIDTH - RIGHT) / 2, HEIGHT - 16
     parts.append(f'<text class="m" x="{middle}" y="{bottom}">workers</text>')
-    parts.append(f'<text x="{LEFT - 48}" y="{TOP - 12}">step, ms</text>')
-    parts.append(f'<text class="e" x="{WIDTH - 24}" y="{TOP - 12}">scaling efficiency</text>')
+    parts.append(f'<text x="{LEFT - 48}" y="{TOP - 20}">step, ms</text>')
+    parts.append(f'<text class="e" x="{WIDTH - 24}" y="{TOP - 20}">scaling efficiency</text>')
     return parts
 
 

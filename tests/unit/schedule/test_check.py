@@ -418,7 +418,7 @@ def test_a_deadlock_is_drawn_too() -> None:
 
 def test_a_missing_op_leaves_the_rest_to_be_drawn() -> None:
     steps = [s for s in nested() if str(s.op) != "writeback 2"]
-    with pytest.raises(ScheduleError, match="^`writeback 2` is missing") as caught:
+    with pytest.raises(ScheduleError, match=r"^`writeback 2` is missing") as caught:
         check(with_steps(nested(), steps))
     assert "writeback 1" in str(caught.value) or "w1" in str(caught.value)
 

@@ -216,8 +216,8 @@ def test_a_reader_of_a_long_stream_remembers_only_recent_ops(
 @pytest.mark.parametrize(
     ("ask", "sentence"),
     [
-        (lambda: PlanOptions(micros=0), "micro-batches cannot be 0; use 1 or more"),
-        (lambda: PlanOptions(micros=-2), "micro-batches cannot be -2; use 1 or more"),
+        (lambda: PlanOptions(micros=0), "micro-batches cannot be 0; use 1 to 1024"),
+        (lambda: PlanOptions(micros=1025), "micro-batches cannot be 1025; use 1 to 1024"),
         (lambda: PlanOptions(stages=0), "lookup stages cannot be 0; use 1 to 4"),
         (lambda: PlanOptions(stages=5), "lookup stages cannot be 5; use 1 to 4"),
         (lambda: PlanOptions(mirror_every=-1), "mirror interval cannot be -1; use 0 or more"),
@@ -233,6 +233,7 @@ def test_a_reader_of_a_long_stream_remembers_only_recent_ops(
             "use --retrieval whole",
         ),
     ],
+    ids=lambda value: value.split(";")[0] if isinstance(value, str) else "",
 )
 def test_what_no_plan_can_do_is_refused_with_a_remedy(
     ask: Callable[[], object], sentence: str

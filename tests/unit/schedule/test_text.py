@@ -78,8 +78,7 @@ def test_comments_blank_lines_and_indentation_are_ignored() -> None:
 def test_an_unknown_kind_is_named_with_its_line_and_the_known_kinds() -> None:
     number = line_of(TINY, "union 0")
     assert parse_error_of(replaced("union 0 after", "onion 0 after")) == (
-        f"line {number}: unknown kind of op 'onion' in 'onion 0'; "
-        f"the kinds are {', '.join(Kind)}"
+        f"line {number}: unknown kind of op 'onion' in 'onion 0'; the kinds are {', '.join(Kind)}"
     )
 
 
@@ -201,9 +200,11 @@ def test_bytes_read_as_text_are_never_more_than_a_parse_error(data: bytes) -> No
 def test_a_damaged_schedule_is_a_schedule_or_a_parse_error(data: st.DataObject) -> None:
     first, last = sorted(data.draw(st.tuples(*[st.integers(0, len(TINY))] * 2)))
     damaged = TINY[:first] + data.draw(st.text(max_size=12)) + TINY[last:]
+    said = ""
     try:
         schedule = from_text(damaged)
     except ParseError as error:
-        assert len(str(error).splitlines()) == 1
+        said = str(error)
     else:
         assert from_text(to_text(schedule)) == schedule
+    assert len(said.splitlines()) <= 1

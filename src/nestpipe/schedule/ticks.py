@@ -1,0 +1,126 @@
+"""The building blocks of plans: what one tick of the pipeline issues, and in which order.
+
+A tick is everything that happens while one window is open. Its slots name ops relative to the
+batch of that window: with `ahead` 1, `retrieve` is that of the next batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from nestpipe.schedule.op import Kind
+from nestpipe.schedule.schedule import Retrieval, Shape
+
+K = Kind
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """An op of a tick: its kind, how many batches ahead of the open window, its micro-batch."""
+
+    kind: Kind
+    ahead: int
+    micro: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """How many batches ahead of the open window each stage of the lookup works."""
+
+    prefetch: int = 0
+    copy: int = 0
+    route: int = 0
+    retrieve: int = 0
+
+    @property
+    def samples(self) -> list[Slot]:
+        return [Slot(K.PREFETCH, self.prefetch), Slot(K.COPY, self.copy)]
+
+    @property
+    def routing(self) -> list[Slot]:
+        return [Slot(kind, self.route) for kind in (K.DEDUP, K.COUNTS, K.KEYS, K.UNION)]
+
+    @property
+    def routing_is_ready(self) -> bool:
+        """Whether the samples to route were copied in an earlier tick."""
+        return self.copy > self.route
+
+
+Window = Callable[[int, list[Slot], bool], list[Slot]]
+"""The micro-batches of a window in issue order, with the routing of a later batch among them."""
+Tick = Callable[[Shape, Ahead, Window], list[Slot]]
+"""All of a tick in issue order."""
+
+FLUSH = Slot(K.WRITEBACK, -1)
+END = [Slot(K.REDUCE, 0), Slot(K.UPDATE, 0), Slot(K.MIRROR, 0)]
+
+
+def lookup_first(shape: Shape, ahead: Ahead, window: Window) -> list[Slot]:
+    """The whole lookup of a batch, then its window: no stage runs ahead."""
+    lookup = [*ahead.samples, *ahead.routing]
+    body = window(shape.micros, [], True)
+    if shape.retrieval is Retrieval.WHOLE:
+        # The write-back ends its own batch, so that nothing at all overlaps.
+        return [*lookup, Slot(K.RETRIEVE, 0), *body, *END, Slot(K.WRITEBACK, 0)]
+    return [*lookup, FLUSH, Slot(K.RETRIEVE, 0), Slot(K.SYNC, 0), *body, *END]
+
+
+def routing_ahead(shape: Shape, ahead: Ahead, window: Window) -> list[Slot]:
+    """Samples and keys of later batches travel under the window; rows are fetched before it."""
+    handover = [Slot(K.SYNC, 0)] if shape.handover is K.SYNC else []
+    body = window(shape.micros, ahead.routing, ahead.routing_is_ready)
+    return [FLUSH, Slot(K.RETRIEVE, 0), *handover, *ahead.samples, *body, *END]
+
+
+def lookup_ahead(shape: Shape, ahead: Ahead, window: Window) -> list[Slot]:
+    """The whole lookup of later batches runs under the window, retrieval one batch ahead."""
+    retrieve = Slot(K.RETRIEVE, ahead.retrieve)
+    body = window(shape.micros, ahead.routing, ahead.routing_is_ready)
+    body = [retrieve, *body] if ahead.route > ahead.retrieve else [*body, retrieve]
+    return [Slot(shape.handover, 0), FLUSH, *ahead.samples, *body, *END]
+
+
+def taking_turns(micros: int, routing: list[Slot], routing_is_ready: bool) -> list[Slot]:
+    """Rows, dense, gradients of one micro-batch after the other; routing under a dense op."""
+    order: list[Slot] = []
+    routing_at = 0 if routing_is_ready else micros - 1
+    for micro in range(micros):
+        order.append(Slot(K.ROWS, 0, micro))
+        if micro == routing_at:
+            order += routing
+        order.append(Slot(K.DENSE, 0, micro))
+        order.append(Slot(K.GRADS, 0, micro))
+    return order
+
+
+def overlapped(micros: int, routing: list[Slot], routing_is_ready: bool) -> list[Slot]:
+    """Rows run some micro-batches ahead of dense, gradients one behind.
+
+    Routing of a later batch goes where the network has most room: the first dense op has no
+    gradients beside it yet. Its keys follow one micro-batch after their counts, so that the
+    issuing thread does not wait for the counts.
+    """
+    lead = rows_lead(micros)
+    order = [Slot(K.ROWS, 0, micro) for micro in range(min(lead, micros))]
+    counts_at = 0 if routing_is_ready else micros - 1
+    keys_at = min(counts_at + 1, micros - 1)
+    for micro in range(micros):
+        if micro + lead < micros:
+            order.append(Slot(K.ROWS, 0, micro + lead))
+        if micro == counts_at:
+            order += routing[:2]
+        if micro == keys_at:
+            order += routing[2:]
+        order.append(Slot(K.DENSE, 0, micro))
+        order.append(Slot(K.GRADS, 0, micro))
+    return order
+
+
+def rows_lead(micros: int) -> int:
+    """How many micro-batches rows run ahead: enough to sit out a long key exchange.
+
+    One is enough for few micro-batches; with many, each hides only a little, so that the exchange
+    of keys, which does not get shorter, would hold up the rows behind it.
+    """
+    return max(1, -(-micros // 6))

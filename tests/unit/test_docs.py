@@ -1,0 +1,73 @@
+"""The documents say what the program does: their code runs, their generated parts are current."""
+
+import importlib.util
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from nestpipe.cli.app import main
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
+
+
+def blocks(language: str):
+    return [
+        pytest.param(match[2], id=f"{page.name}:{page.read_text()[: match.start()].count(chr(10))}")
+        for page in PAGES
+        for match in BLOCK.finditer(page.read_text())
+        if match[1] == language
+    ]
+
+
+@pytest.mark.parametrize("code", blocks("python"))
+def test_python_in_the_docs_runs(code, capsys):
+    exec(compile(code, "docs", "exec"), {})
+    printed = capsys.readouterr().out
+    for promised in re.findall(r"^# (`.*)$", code, re.MULTILINE):
+        assert promised in printed
+
+
+@pytest.mark.parametrize("code", blocks("bash"))
+def test_commands_in_the_docs_run(code, capsys):
+    for line in code.strip().splitlines():
+        program, *arguments = shlex.split(line, comments=True)
+        assert program == "nestpipe"
+        with pytest.raises(SystemExit) as stop:
+            main(arguments)
+        assert stop.value.code == 0, line
+        assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_between_pages_lead_somewhere(page):
+    for target in LINK.findall(page.read_text()):
+        assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_generated_pages_are_current():
+    spec = importlib.util.spec_from_file_location("make_docs", ROOT / "tools" / "make_docs.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["make_docs"] = module
+    spec.loader.exec_module(module)
+    for name, text in module.generated().items():
+        current = (ROOT / "docs" / name).read_text()
+        assert current == text, f"docs/{name} is out of date; run `make docs`"
+
+
+def test_the_readme_table_is_what_the_simulator_says():
+    from nestpipe.sim import paper_rows
+
+    readme = (ROOT / "README.md").read_text()
+    for row in paper_rows((1536,)):
+        step, speedup = f"{row.step_ms:,.0f}", f"{row.speedup:.2f}x"
+        assert re.search(
+            rf"\| {step} \|.*\| {speedup} \|.*\| {row.scaling_efficiency:.1f} % \|", readme
+        )
