@@ -110,7 +110,7 @@ def _one_network_order(schedule: Schedule, order: HappensBefore) -> Iterator[Vio
 def _bounded_lookahead(schedule: Schedule, order: HappensBefore) -> Iterator[Violation]:
     shape = schedule.shape
     for batch in range(shape.lookahead, schedule.batches):
-        retire, prefetch = Op(shape.retire, batch - shape.lookahead), Op(K.PREFETCH, batch)
+        retire, prefetch = shape.retire(batch - shape.lookahead), Op(K.PREFETCH, batch)
         if not order(retire, prefetch):
             yield Violation(
                 "bounded look-ahead",

@@ -1,8 +1,8 @@
 """The plans: each chooses what runs ahead between batches and what overlaps inside one.
 
-A plan is a value: the bounds it keeps, and the order of one tick (`ticks`). What each op waits for is
-the same table for all plans (`waits`), plus one chain through every collective, so that all ranks
-start them in one order.
+A plan is a value: the bounds it keeps, and the order of one tick (`ticks`). What each op waits for
+is the same table for all plans (`waits`), plus one chain through every collective, so that all
+ranks start them in one order.
 """
 
 from __future__ import annotations
@@ -60,14 +60,16 @@ class Plan:
             for slot in self.tick:
                 op = Op(slot.kind, opened + slot.ahead, slot.micro)
                 end = batches()
-                if op.batch < 0 or (end is not None and op.batch >= end):
+                if not _exists(op, end):
                     continue
                 if op.kind is K.MIRROR and not self.shape.has_mirror(op.batch):
                     continue
-                chain = (last_net,) if op.collective and last_net is not None else ()
-                yield Step(op, _known((*waits(op, self.shape), *chain), end))
+                after = [b for b in waits(op, self.shape) if _exists(b, end)]
                 if op.collective:
+                    # Also where the end became known after it: it was issued, so it counts.
+                    after += [last_net] if last_net is not None else []
                     last_net = op
+                yield Step(op, tuple(dict.fromkeys(after)))
             opened += 1
             end = batches()
             if end is not None and opened >= end + drain:
@@ -80,10 +82,9 @@ class Plan:
         return Schedule(self.shape, batches, tuple(self.stream(lambda: batches)))
 
 
-def _known(ops: tuple[Op, ...], end: int | None) -> tuple[Op, ...]:
-    """Drop repeats, and ops that lie before the first batch or after the last."""
-    inside = (op for op in ops if op.batch >= 0 and (end is None or op.batch < end))
-    return tuple(dict.fromkeys(inside))
+def _exists(op: Op, end: int | None) -> bool:
+    """Whether the op lies between the first batch and the last."""
+    return op.batch >= 0 and (end is None or op.batch < end)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

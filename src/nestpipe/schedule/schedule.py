@@ -41,14 +41,15 @@ class Shape:
     stale: bool = False
     """Whether batches may train on rows that miss the update of the batch before."""
 
-    @property
-    def retire(self) -> Kind:
+    def retire(self, batch: int) -> Op:
         """The op after which a batch counts as done.
 
         With `new`, a batch's write-back needs the keys of the batch after it, so the batch itself
-        ends with its update.
+        ends when its rows are final.
         """
-        return Kind.WRITEBACK if self.retrieval is Retrieval.WHOLE else Kind.UPDATE
+        if self.retrieval is Retrieval.WHOLE:
+            return Op(Kind.WRITEBACK, batch)
+        return self.last_write(batch)
 
     @property
     def handover(self) -> Kind:

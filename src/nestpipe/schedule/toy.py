@@ -93,7 +93,7 @@ class Interpreter:
         shape = self.schedule.shape
         if op.kind is not Kind.PREFETCH:
             return None
-        return number.get(Op(shape.retire, op.batch - shape.lookahead))
+        return number.get(shape.retire(op.batch - shape.lookahead))
 
     def run(self, data: ToyData, choose: Choose) -> Outcome:
         """Run every op of every rank once, taking the next one as `choose` says."""

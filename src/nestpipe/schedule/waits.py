@@ -20,7 +20,7 @@ def waits(op: Op, shape: Shape) -> Iterator[Op]:
 
 
 def _prefetch(op: Op, shape: Shape) -> Iterator[Op]:
-    yield Op(shape.retire, op.batch - shape.lookahead)
+    yield shape.retire(op.batch - shape.lookahead)
 
 
 def _copy(op: Op, shape: Shape) -> Iterator[Op]:
