@@ -16,6 +16,7 @@ from nestpipe.schedule.effects import (
     CARRIES,
     CONTENT_OF,
     STATE,
+    SUMS,
     WRITTEN_AT_START,
     Cell,
     effects,
@@ -153,7 +154,7 @@ def _safe_memory(schedule: Schedule, order: HappensBefore) -> Iterator[Violation
         for access in accesses:
             if access.reads:
                 if writer is not None and not order(writer, access.op):
-                    yield _read_too_early(access.op, writer, cell, schedule.shape)
+                    yield _read_too_early(access.op, writer, cell)
                 if writer is None and cell[0] not in WRITTEN_AT_START:
                     yield _never_written(access.op, cell)
             if access.writes:
@@ -167,7 +168,9 @@ def _safe_memory(schedule: Schedule, order: HappensBefore) -> Iterator[Violation
                 readers.append(access.op)
 
 
-def _read_too_early(reader: Op, writer: Op, cell: Cell, shape: Shape) -> Violation:
+def _read_too_early(reader: Op, writer: Op, cell: Cell) -> Violation:
+    if cell[0] in SUMS and reader.kind is writer.kind:
+        return _out_of_turn(reader, writer, cell)
     content = CONTENT_OF[cell[0]]
     sentence = (
         f"`{reader}` can read the {content} before `{writer}` has written it; "
@@ -184,6 +187,14 @@ def _read_too_early(reader: Op, writer: Op, cell: Cell, shape: Shape) -> Violati
     return Violation(rule, sentence, (reader, writer), (writer, reader))
 
 
+def _out_of_turn(late: Op, early: Op, cell: Cell) -> Violation:
+    sentence = (
+        f"`{late}` can change the {CONTENT_OF[cell[0]]} before `{early}` has had its turn; "
+        f"make `{late}` wait for `{early}`"
+    )
+    return Violation("fixed summation order", sentence, (late, early), (early, late))
+
+
 def _never_written(reader: Op, cell: Cell) -> Violation:
     sentence = (
         f"`{reader}` reads the {CONTENT_OF[cell[0]]}, which no earlier op writes; add that op"
@@ -192,14 +203,11 @@ def _never_written(reader: Op, cell: Cell) -> Violation:
 
 
 def _reused_too_early(writer: Op, user: Op, cell: Cell) -> Violation:
+    if cell[0] in SUMS:
+        return _out_of_turn(writer, user, cell)
     content = CONTENT_OF[cell[0]]
     rule, why = "safe buffer reuse", f"overwrite the {content} that `{user}` still needs"
-    if cell[0] in ("row_sum", "dense_sum"):
-        rule, why = (
-            "fixed summation order",
-            f"change the {content} before `{user}` has had its turn",
-        )
-    elif writer.kind is K.UPDATE and cell[0] in ("buffer", "weights"):
+    if writer.kind is K.UPDATE and writer.batch == user.batch:
         rule = "frozen window"
         why = f"change the {content} while `{user}` of the same window still reads them"
     sentence = f"`{writer}` can {why}; make `{writer}` wait for `{user}`"

@@ -42,6 +42,9 @@ CONTENT_OF = {
 }
 """How a cell is called in a sentence."""
 
+SUMS = frozenset({"row_sum", "dense_sum"})
+"""Cells that several ops add to; the order of the terms is part of the result."""
+
 WRITTEN_AT_START = frozenset({"row_sum", "dense_sum", "weights", "active"})
 """Cells that hold something valid before the first op."""
 
