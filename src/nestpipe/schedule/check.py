@@ -115,8 +115,8 @@ def _bounded_lookahead(schedule: Schedule, order: HappensBefore) -> Iterator[Vio
         if not order(retire, prefetch):
             yield Violation(
                 "bounded look-ahead",
-                f"`{prefetch}` can start while {shape.lookahead} batches are in flight, which is "
-                f"all the look-ahead there is; make `{prefetch}` wait for `{retire}`",
+                f"`{prefetch}` can start while the look-ahead of {shape.lookahead} is used up; "
+                f"make `{prefetch}` wait for `{retire}`",
                 (prefetch, retire),
                 (retire, prefetch),
             )
@@ -173,7 +173,7 @@ def _read_too_early(reader: Op, writer: Op, cell: Cell) -> Violation:
         return _out_of_turn(reader, writer, cell)
     content = CONTENT_OF[cell[0]]
     sentence = (
-        f"`{reader}` can read the {content} before `{writer}` has written it; "
+        f"`{reader}` can read the {content} before `{writer}` has run; "
         f"make `{reader}` wait for `{writer}`"
     )
     rule = "data before use"
@@ -206,7 +206,7 @@ def _reused_too_early(writer: Op, user: Op, cell: Cell) -> Violation:
     if cell[0] in SUMS:
         return _out_of_turn(writer, user, cell)
     content = CONTENT_OF[cell[0]]
-    rule, why = "safe buffer reuse", f"overwrite the {content} that `{user}` still needs"
+    rule, why = "safe buffer reuse", f"overwrite the {content} before `{user}` is done with them"
     if writer.kind is K.UPDATE and writer.batch == user.batch:
         rule = "frozen window"
         why = f"change the {content} while `{user}` of the same window still reads them"

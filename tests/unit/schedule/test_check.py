@@ -236,8 +236,8 @@ def test_a_buffer_is_reused_only_after_its_last_reader() -> None:
     violation = found(
         nested().without_edge(*gone),
         "safe buffer reuse",
-        "`retrieve 2` can overwrite the rows in the device buffer that `sync 1` still needs; "
-        "make `retrieve 2` wait for `sync 1`",
+        "`retrieve 2` can overwrite the rows in the device buffer before `sync 1` is done "
+        "with them; make `retrieve 2` wait for `sync 1`",
     )
     assert violation.missing == gone
 
@@ -251,7 +251,7 @@ def test_a_place_for_received_rows_is_reused_only_after_its_dense_op() -> None:
     violation = found(
         broken,
         "safe buffer reuse",
-        "`rows 0.2` can overwrite the received rows that `dense 0.0` still needs; "
+        "`rows 0.2` can overwrite the received rows before `dense 0.0` is done with them; "
         "make `rows 0.2` wait for `dense 0.0`",
     )
     assert violation.missing == edge("dense 0.0", "rows 0.2")
@@ -262,7 +262,7 @@ def test_data_is_written_before_it_is_read() -> None:
     violation = found(
         nested().without_edge(*gone),
         "data before use",
-        "`union 1` can read the requested keys before `keys 1` has written it; "
+        "`union 1` can read the requested keys before `keys 1` has run; "
         "make `union 1` wait for `keys 1`",
     )
     assert violation.missing == gone
@@ -306,8 +306,8 @@ def test_no_more_batches_are_in_flight_than_the_look_ahead() -> None:
     violation = found(
         nested(batches=7).without_edge(*gone),
         "bounded look-ahead",
-        "`prefetch 5` can start while 5 batches are in flight, which is all the look-ahead there "
-        "is; make `prefetch 5` wait for `writeback 0`",
+        "`prefetch 5` can start while the look-ahead of 5 is used up; "
+        "make `prefetch 5` wait for `writeback 0`",
     )
     assert violation.missing == gone
 
