@@ -1,5 +1,31 @@
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
 from hypothesis import settings
 
 # No test judges wall-clock time, so a busy machine must not fail a property.
 settings.register_profile("nestpipe", deadline=None)
 settings.load_profile("nestpipe")
+
+GOLDEN = Path(__file__).parent / "golden"
+WRITE = "NESTPIPE_GOLDEN=write pytest tests -k golden"
+
+
+@pytest.fixture
+def golden() -> Callable[[str, str], None]:
+    """Compare a text with the golden file of that name, or write the file where that is asked."""
+
+    def compare(name: str, text: str) -> None:
+        file = GOLDEN / name
+        if os.environ.get("NESTPIPE_GOLDEN") == "write":
+            GOLDEN.mkdir(exist_ok=True)
+            file.write_text(text, encoding="utf-8")
+        assert file.exists(), f"tests/golden/{name} is missing; write it with\n  {WRITE}"
+        assert text.splitlines() == file.read_text(encoding="utf-8").splitlines(), (
+            f"tests/golden/{name} differs; if the change is meant, rewrite it with\n  {WRITE}\n"
+            "and read the diff"
+        )
+
+    return compare
