@@ -1,5 +1,5 @@
 # Every target sets up what it needs in .venv; all it asks of the machine is Python >= 3.11,
-# make and a C++ compiler. torch is not needed yet, so it is not installed.
+# make and a C++ compiler.
 
 PYTHON ?= python3
 
@@ -8,6 +8,9 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready
 NESTPIPE := $(BIN)/nestpipe
 PICTURE := out/scaling.svg
+# The release whose plain build runs without a GPU; with one, install the torch you need and
+# set TORCH to its name.
+TORCH ?= torch==2.13.0
 
 # One variable per act of the demo, so that each can be read, copied and run alone.
 DRAW_NESTED := draw nested --batches 3 --micros 2
@@ -42,9 +45,10 @@ $(READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 	  echo "nestpipe needs Python 3.11 or newer and '$(PYTHON)' is not one; name one with make PYTHON=python3.12" >&2; \
 	  exit 1; }
-	@echo "Setting up $(VENV) with nestpipe and its development tools; this takes about a minute."
+	@echo "Setting up $(VENV) with nestpipe and its development tools; this takes a minute or two."
 	@$(PYTHON) -m venv --clear $(VENV)
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check --editable '.[dev]'
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check '$(TORCH)'
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --editable '.[dev,train]'
 	@touch $@
 
 clean:

@@ -21,3 +21,23 @@ class ParseError(NestpipeError):
 
 class ScheduleError(NestpipeError):
     """A schedule that the checker refuses: it could change the result of training or hang."""
+
+
+class DataError(NestpipeError):
+    """A data set cannot be read as asked, or holds more broken rows than allowed."""
+
+
+class CapacityError(NestpipeError):
+    """A table would outgrow the rows or the memory that it may have."""
+
+    exit_status = 3
+
+
+class CheckpointError(NestpipeError):
+    """A checkpoint cannot be written, or does not fit what is to be loaded."""
+
+
+class RunError(NestpipeError):
+    """A run failed: a peer died, a collective timed out, the loss is not a number."""
+
+    exit_status = 3

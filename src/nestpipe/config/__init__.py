@@ -3,5 +3,6 @@
 from nestpipe.config.check import fraction, not_negative, positive
 from nestpipe.config.load import build, load
 from nestpipe.config.read import override, read
+from nestpipe.config.table import Table
 
-__all__ = ["build", "fraction", "load", "not_negative", "override", "positive", "read"]
+__all__ = ["Table", "build", "fraction", "load", "not_negative", "override", "positive", "read"]

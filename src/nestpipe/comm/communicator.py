@@ -1,0 +1,48 @@
+"""What the rest of NestPipe asks of a network, whoever provides it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Communicator(Protocol):
+    """Collectives among ranks; every rank calls the same ones in the same order."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def all_to_all(
+        self,
+        received: Tensor,
+        sent: Tensor,
+        received_splits: Sequence[int],
+        sent_splits: Sequence[int],
+    ) -> None:
+        """Exchange rows (first dimension): `sent_splits[r]` rows go to rank r, in rank order.
+
+        `received` is filled in rank order. On a GPU it is ready for the current stream, not for
+        the host.
+        """
+        ...
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Sum over all ranks, in place, the same bits on every rank."""
+        ...
+
+    def all_gather_values(self, value: object) -> list[object]:
+        """Small plain values (numbers, strings, lists, dicts) of every rank, in rank order."""
+        ...
+
+    def barrier(self) -> None:
+        """Return when every rank has come here."""
+        ...
+
+    def close(self) -> None:
+        """Leave the group; no collective may follow."""
+        ...

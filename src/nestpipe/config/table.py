@@ -1,0 +1,40 @@
+"""What a user says about an embedding table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from nestpipe.config.check import not_negative, positive
+from nestpipe.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Table:
+    """A table of rows that appear on first use; its keys are any 64-bit integers."""
+
+    name: str
+    """How rows and checkpoints refer to it."""
+    dim: int
+    """Width of a row."""
+    features: tuple[str, ...] = ()
+    """Features of `sparse_keys` that look rows up here; by default the one of the same name."""
+    pooling: Literal["none", "sum"] = "none"
+    """`none`: a row per key; `sum`: per sample the sum of its rows."""
+    init_std: float = 0.01
+    """Spread of a new row's values, drawn from a normal distribution."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """How weights are stored; sums, gradients and optimizer state are float32."""
+    max_rows: int = 0
+    """Rows of the table over all workers at most; 0: as many as memory holds."""
+
+    def __post_init__(self) -> None:
+        if not self.name.isidentifier():
+            raise ConfigError(f"a table cannot be called {self.name!r}; use letters, digits and _")
+        positive("dim", self.dim)
+        not_negative("init_std", self.init_std)
+        not_negative("max_rows", self.max_rows)
+
+    @property
+    def feature_names(self) -> tuple[str, ...]:
+        return self.features or (self.name,)
