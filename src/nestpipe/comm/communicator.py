@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from torch import Tensor
 
 
+class Doing(Protocol):
+    """Names the collectives inside: `with comm.doing("rows 3.1"): ...`."""
+
+    def __call__(self, what: str) -> AbstractContextManager[None]: ...
+
+
 class Communicator(Protocol):
-    """Collectives among ranks; every rank calls the same ones in the same order."""
+    """Collectives among ranks; every rank calls the same ones in the same order.
+
+    They are called from one thread at a time. When a peer is lost, or does not come within the
+    timeout, a collective raises `RunError` with the name that `doing` gave it; none may follow.
+    """
 
     @property
     def rank(self) -> int: ...
 
     @property
     def size(self) -> int: ...
+
+    @property
+    def doing(self) -> Doing: ...
 
     def all_to_all(
         self,
@@ -36,7 +50,10 @@ class Communicator(Protocol):
         ...
 
     def all_gather_values(self, value: object) -> list[object]:
-        """Small plain values (numbers, strings, lists, dicts) of every rank, in rank order."""
+        """Small plain values (numbers, strings, lists, dicts) of every rank, in rank order.
+
+        They travel as JSON: tuples come back as lists, the keys of dicts as strings.
+        """
         ...
 
     def barrier(self) -> None:

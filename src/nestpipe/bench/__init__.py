@@ -1,0 +1,1 @@
+"""Measured comparisons: our trainer beside a peer, in the same processes and the same run."""

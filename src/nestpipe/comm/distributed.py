@@ -1,0 +1,161 @@
+"""Collectives of torch.distributed: Gloo among CPUs, NCCL among GPUs.
+
+Gloo's all_reduce sums each part of the tensor on one rank and hands the result around, so every rank
+gets the same bits; with three ranks or more the order of the terms is not that of the ranks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
+
+from nestpipe.comm.doing import Doing
+from nestpipe.comm.loss import LostPeers, explain_sigterm
+from nestpipe.comm.payload import as_bytes, check_exchange, decode, encode, row_bytes
+from nestpipe.errors import RunError
+
+DEFAULT_TIMEOUT_S = 300.0
+"""Longer than a peer may be busy between two collectives, a checkpoint included."""
+ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def connect(
+    backend: str | None = None, timeout_s: float = DEFAULT_TIMEOUT_S
+) -> DistributedCommunicator:
+    """Join the group that torchrun's environment describes.
+
+    Without a backend it is NCCL where there is a GPU and Gloo elsewhere. SIGTERM, which the
+    launcher sends to all ranks once one has died, ends the process with a line that says where it
+    was, unless the program handles that signal itself.
+    """
+    missing = [name for name in ENVIRONMENT if name not in os.environ]
+    if missing:
+        raise RunError(
+            f"{', '.join(missing)} not set in the environment; start the ranks with torchrun or "
+            "with --ranks"
+        )
+    backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    device = _device(backend)
+    timeout = timedelta(seconds=timeout_s)
+    try:
+        store, rank, size = next(rendezvous("env://", timeout=timeout))
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore("group", store),
+            rank=rank,
+            world_size=size,
+            timeout=timeout,
+            device_id=device if device.type == "cuda" else None,
+        )
+    except RuntimeError as error:
+        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise RunError(
+            f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} could not meet its peers at "
+            f"{place} within {timeout_s:g} s: {error}"
+        ) from error
+    lost = LostPeers(dist.PrefixStore("lost", store), rank, size, timeout_s)
+    comm = DistributedCommunicator(rank, size, device, lost)
+    explain_sigterm(comm.whereabouts)
+    return comm
+
+
+def _device(backend: str) -> torch.device:
+    if backend != "nccl":
+        return torch.device("cpu")
+    local = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
+    device = torch.device("cuda", local % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+class DistributedCommunicator:
+    """One rank of a process group; made by `connect`.
+
+    With NCCL a collective returns before it has run, and a peer that is lost then is noticed by
+    NCCL's own watchdog, which ends the process after the timeout.
+    """
+
+    def __init__(self, rank: int, size: int, device: torch.device, lost: LostPeers) -> None:
+        self.rank = rank
+        self.size = size
+        self.device = device
+        self.doing = Doing()
+        self._lost = lost
+        self._inside: str | None = None
+        self._last = "any collective"
+        self._broken: str | None = None
+
+    def all_to_all(
+        self,
+        received: Tensor,
+        sent: Tensor,
+        received_splits: Sequence[int],
+        sent_splits: Sequence[int],
+    ) -> None:
+        check_exchange(received, sent, received_splits, sent_splits, self.size)
+        row = row_bytes(sent)
+        with self._collective("all_to_all"):
+            dist.all_to_all_single(
+                as_bytes(received),
+                as_bytes(sent.contiguous()),
+                [rows * row for rows in received_splits],
+                [rows * row for rows in sent_splits],
+            )
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        assert tensor.is_contiguous(), "all_reduce works in place on contiguous memory"
+        with self._collective("all_reduce"):
+            dist.all_reduce(tensor.detach())
+
+    def all_gather_values(self, value: object) -> list[object]:
+        data = encode(value)
+        with self._collective("all_gather_values"):
+            sizes = self._gather(torch.tensor([len(data)])).tolist()
+            padded = data.ljust(max(sizes))
+            parts = self._gather(torch.frombuffer(bytearray(padded), dtype=torch.uint8))
+        texts = [bytes(part.tolist()) for part in parts.view(self.size, -1)]
+        return [decode(text[:size]) for text, size in zip(texts, sizes, strict=True)]
+
+    def barrier(self) -> None:
+        with self._collective("barrier"):
+            dist.barrier()
+
+    def close(self) -> None:
+        """Leave the group, also after a failure: an open group can abort the process at its end."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def whereabouts(self) -> str:
+        """Which collective this rank is in, or was in last."""
+        where = f"in {self._inside}" if self._inside else f"after {self._last}"
+        return f"rank {self.rank} {where}"
+
+    def _gather(self, part: Tensor) -> Tensor:
+        part = part.to(self.device)
+        parts = part.new_empty(self.size * len(part))
+        dist.all_gather_into_tensor(parts, part)
+        return parts.cpu()
+
+    @contextmanager
+    def _collective(self, collective: str) -> Iterator[None]:
+        """Turn what the backend says about lost peers and timeouts into one sentence."""
+        call = self.doing.name(collective)
+        if self._broken is not None:
+            raise RunError(f"rank {self.rank} cannot start {call} after it failed: {self._broken}")
+        self._inside = self._last = call
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            self._broken = self._lost.explain(call, error)
+            raise RunError(self._broken) from error
+        finally:
+            self._inside = None

@@ -1,0 +1,46 @@
+"""A group of one rank: the same calls, nobody to wait for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from nestpipe.comm.doing import Doing
+from nestpipe.comm.payload import check_exchange, decode, encode
+
+
+class LocalCommunicator:
+    """Collectives of a rank that is alone."""
+
+    rank = 0
+    size = 1
+
+    def __init__(self) -> None:
+        self.doing = Doing()
+
+    def all_to_all(
+        self,
+        received: Tensor,
+        sent: Tensor,
+        received_splits: Sequence[int],
+        sent_splits: Sequence[int],
+    ) -> None:
+        """A copy."""
+        check_exchange(received, sent, received_splits, sent_splits, self.size)
+        assert list(received_splits) == list(sent_splits), (
+            f"{sent_splits[0]} rows sent, {received_splits[0]} expected"
+        )
+        received.detach().copy_(sent.detach())
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """The sum over one rank: nothing changes."""
+
+    def all_gather_values(self, value: object) -> list[object]:
+        return [decode(encode(value))]
+
+    def barrier(self) -> None:
+        """Everyone is here."""
+
+    def close(self) -> None:
+        """Nothing to leave."""

@@ -1,0 +1,1 @@
+"""Tables that grow, sharded over ranks: stores, routing, exchange, row optimizers."""

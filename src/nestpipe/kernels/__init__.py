@@ -1,0 +1,1 @@
+"""Fast inner loops, native and on the GPU, each with a plain twin."""

@@ -1,0 +1,101 @@
+// A row in memory (weights as float32 or bfloat16, then float32 state) and as it travels (float32).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__SSE2__)
+#include <immintrin.h>
+#endif
+
+namespace nestpipe {
+
+// Round to nearest, ties to even; nan stays nan.
+inline uint16_t to_bfloat16(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  const uint32_t rounded = bits + 0x7fff + ((bits >> 16) & 1);
+  const bool nan = (bits & 0x7fffffff) > 0x7f800000;
+  return static_cast<uint16_t>((nan ? bits | 0x400000 : rounded) >> 16);
+}
+
+inline float from_bfloat16(uint16_t value) {
+  const uint32_t bits = static_cast<uint32_t>(value) << 16;
+  float wide;
+  std::memcpy(&wide, &bits, sizeof wide);
+  return wide;
+}
+
+// Copies whole cache lines past the caches: what is written will not be read soon, and the old
+// content of the lines need not be fetched. Both `to` and `bytes` are multiples of 64.
+inline void stream_lines(void* to, const void* from, size_t bytes) {
+#if defined(__AVX512F__)
+  for (size_t i = 0; i < bytes; i += 64) {
+    const __m512i line = _mm512_loadu_si512(static_cast<const char*>(from) + i);
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(static_cast<char*>(to) + i), line);
+  }
+#elif defined(__SSE2__)
+  for (size_t i = 0; i < bytes; i += 16) {
+    const auto* source = reinterpret_cast<const __m128i*>(static_cast<const char*>(from) + i);
+    const __m128i part = _mm_loadu_si128(source);
+    _mm_stream_si128(reinterpret_cast<__m128i*>(static_cast<char*>(to) + i), part);
+  }
+#else
+  std::memcpy(to, from, bytes);
+#endif
+}
+
+// After stream_lines and before another thread may read what it wrote.
+inline void end_stream() {
+#if defined(__SSE2__)
+  _mm_sfence();
+#endif
+}
+
+inline bool whole_lines(const void* memory, size_t bytes) {
+  return (reinterpret_cast<uintptr_t>(memory) | bytes) % 64 == 0;
+}
+
+template <int kWrite>
+inline void prefetch_lines(const void* memory, size_t bytes) {
+  const char* line = static_cast<const char*>(memory);
+  for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch(line + i, kWrite);
+}
+
+struct RowForm {
+  int64_t dim;
+  int64_t state_dim;
+  bool bfloat16;
+
+  size_t width() const { return static_cast<size_t>(dim + state_dim); }
+  // State is float32 and starts at a multiple of four bytes.
+  size_t weight_bytes() const {
+    return bfloat16 ? static_cast<size_t>(dim + dim % 2) * 2 : static_cast<size_t>(dim) * 4;
+  }
+  size_t bytes() const { return weight_bytes() + static_cast<size_t>(state_dim) * 4; }
+  // From one row to the next.
+  size_t stride() const { return (bytes() + 15) / 16 * 16; }
+
+  void load(float* out, const std::byte* row, bool stream) const {
+    if (!bfloat16) {
+      stream ? stream_lines(out, row, bytes()) : void(std::memcpy(out, row, bytes()));
+      return;
+    }
+    const auto* weights = reinterpret_cast<const uint16_t*>(row);
+    for (int64_t i = 0; i < dim; ++i) out[i] = from_bfloat16(weights[i]);
+    std::memcpy(out + dim, row + weight_bytes(), static_cast<size_t>(state_dim) * 4);
+  }
+
+  void save(std::byte* row, const float* in, bool stream) const {
+    if (!bfloat16) {
+      stream ? stream_lines(row, in, bytes()) : void(std::memcpy(row, in, bytes()));
+      return;
+    }
+    auto* weights = reinterpret_cast<uint16_t*>(row);
+    for (int64_t i = 0; i < dim; ++i) weights[i] = to_bfloat16(in[i]);
+    std::memcpy(row + weight_bytes(), in + dim, static_cast<size_t>(state_dim) * 4);
+  }
+};
+
+}  // namespace nestpipe

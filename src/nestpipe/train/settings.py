@@ -1,0 +1,80 @@
+"""How to train: the settings of a run, besides its data and its model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from nestpipe.config import positive
+from nestpipe.errors import ConfigError
+from nestpipe.schedule import PLANS, Plan, PlanOptions, Retrieval, plan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineSettings:
+    """The schedule of a run; it changes how fast training is, never what comes out."""
+
+    plan: str = "serial"
+    """How ops overlap: one of the plans of `nestpipe draw`."""
+    micro_batches: int = 1
+    """Slices of one batch inside a frozen window; 1 turns the inner pipeline off."""
+    retrieval: Literal["whole", "new"] = "whole"
+    """Rows fetched per batch: the whole working set, or only what the device does not hold."""
+
+    def __post_init__(self) -> None:
+        if self.plan not in PLANS:
+            raise ConfigError(f"plan is {self.plan!r}; use one of {', '.join(PLANS)}")
+        positive("micro_batches", self.micro_batches)
+
+    def make_plan(self) -> Plan:
+        options = PlanOptions(micros=self.micro_batches, retrieval=Retrieval(self.retrieval))
+        return plan(self.plan, options)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowSettings:
+    """The optimizer of table rows."""
+
+    optimizer: Literal["sgd", "adagrad", "rowwise_adagrad", "adam"] = "rowwise_adagrad"
+    lr: float = 0.05
+    """Learning rate."""
+    eps: float = 1e-8
+    """Added to the root of AdaGrad's and Adam's second moment."""
+
+    def __post_init__(self) -> None:
+        positive("lr", self.lr)
+        positive("eps", self.eps)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DenseSettings:
+    """The optimizer of everything that is not a row."""
+
+    optimizer: Literal["sgd", "adagrad", "adam"] = "adam"
+    lr: float = 1e-3
+    """Learning rate."""
+
+    def __post_init__(self) -> None:
+        positive("lr", self.lr)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainSettings:
+    """Everything about a run that is not its data or its model."""
+
+    batch: int = 512
+    """Samples of a global batch, over all ranks."""
+    seed: int = 0
+    """Same seed, same data, same ranks, same micro-batches: the same bits."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where rows and dense weights are computed; `auto`: a GPU if there is one."""
+    native: bool = True
+    """Keep rows in the native host store; off: in its plain twin, slow and readable."""
+    store_threads: int = 0
+    """Threads of the host store; 0: as many as torch uses."""
+    pipeline: PipelineSettings = field(default_factory=PipelineSettings)
+    rows: RowSettings = field(default_factory=RowSettings)
+    dense: DenseSettings = field(default_factory=DenseSettings)
+
+    def __post_init__(self) -> None:
+        positive("batch", self.batch)

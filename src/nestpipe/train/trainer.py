@@ -1,0 +1,222 @@
+"""`Trainer`: a model, its tables and a communicator, ready to train, evaluate and save."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from nestpipe.comm import Communicator, LocalCommunicator
+from nestpipe.config import Table
+from nestpipe.data import Source
+from nestpipe.embedding.groups import group_tables
+from nestpipe.embedding.native_store import open_store
+from nestpipe.embedding.optimizers import row_optimizer
+from nestpipe.embedding.requests import owner_of
+from nestpipe.embedding.tables import ShardedTables
+from nestpipe.errors import ConfigError
+from nestpipe.models.protocol import RecModel
+from nestpipe.runtime import InlineLanes, run
+from nestpipe.schedule import Plan, check
+from nestpipe.train.checkpoint import RunState, load_checkpoint, save_checkpoint
+from nestpipe.train.settings import DenseSettings, TrainSettings
+from nestpipe.train.work import StepReport, TrainingWork
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a trainer has come."""
+
+    step: int = 0
+    """Batches trained, ever."""
+    epoch: int = 0
+    position: int = 0
+    """Global batches of the epoch that were trained."""
+
+
+class Trainer:
+    """One rank's trainer; every rank makes one and calls the same methods."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tables: Sequence[Table],
+        settings: TrainSettings | None = None,
+        comm: Communicator | None = None,
+    ) -> None:
+        self.settings = settings or TrainSettings()
+        self.comm = comm or LocalCommunicator()
+        self.device = choose_device(self.settings.device)
+        self.model = _checked(model).to(self.device)
+        self.plan = self.settings.pipeline.make_plan()
+        check(self.plan.schedule(2 * self.plan.shape.lookahead + 3), stale=self.plan.name)
+        rows = self.settings.rows
+        self.row_optimizer = row_optimizer(rows.optimizer, rows.lr, rows.eps)
+        self.dense_optimizer = _dense_optimizer(self.model, self.settings.dense)
+        self.groups = group_tables(tables)
+        self.stores = [
+            open_store(
+                group.layout(self.row_optimizer, seed=self.settings.seed, ranks=self.comm.size),
+                native=self.settings.native,
+                threads=self.settings.store_threads or None,
+            )
+            for group in self.groups
+        ]
+        self.progress = Progress()
+
+    def make_tables(self, plan: Plan) -> ShardedTables:
+        """The tables as ops of that plan see them."""
+        return ShardedTables(
+            self.groups, self.stores, self.row_optimizer, self.comm, plan.shape, self.device
+        )
+
+    def fit(
+        self,
+        source: Source,
+        *,
+        steps: int | None = None,
+        epochs: int = 1,
+        on_step: Callable[[StepReport], None] = lambda report: None,
+    ) -> Progress:
+        """Train until so many epochs are done, or so many more steps; returns how far it came.
+
+        Goes on where the trainer stands, also in the middle of an epoch after a checkpoint.
+        """
+        self.model.train()
+        left = steps
+        while self.progress.epoch < epochs and left != 0:
+            before = self.progress.step
+            epoch_ended = self._fit_epoch(source, left, on_step)
+            trained = self.progress.step - before
+            left = None if left is None else left - trained
+            if epoch_ended:
+                if trained == 0 and self.progress.position == 0:
+                    raise ConfigError("the data has no samples; check its path and its filters")
+                self.progress = replace(self.progress, epoch=self.progress.epoch + 1, position=0)
+        return self.progress
+
+    def _fit_epoch(
+        self, source: Source, most: int | None, on_step: Callable[[StepReport], None]
+    ) -> bool:
+        """Train on what is left of the epoch, at most so many steps; whether it ended."""
+        batches = source.batches(
+            global_batch=self.settings.batch,
+            rank=self.comm.rank,
+            ranks=self.comm.size,
+            seed=self.settings.seed,
+            epoch=self.progress.epoch,
+            start=self.progress.position,
+        )
+        work = TrainingWork(
+            model=self.model,
+            tables=self.make_tables(self.plan),
+            dense_optimizer=self.dense_optimizer,
+            batches=iter(batches),
+            empty=source.empty(),
+            comm=self.comm,
+            device=self.device,
+            first_step=self.progress.step,
+            on_step=on_step,
+        )
+
+        def known_end() -> int | None:
+            ends = [end for end in (work.end, most) if end is not None]
+            return min(ends) if ends else None
+
+        run(self.plan, work.functions(), InlineLanes(), batches=known_end)
+        trained = known_end()
+        assert trained is not None, "a run ends only when its end is known"
+        self.progress = replace(
+            self.progress,
+            step=self.progress.step + trained,
+            position=self.progress.position + trained,
+        )
+        return work.end is not None
+
+    def save(self, folder: Path | str) -> Path:
+        """Write a checkpoint below the folder; all ranks take part."""
+        state = RunState(
+            self.progress.step,
+            self.progress.epoch,
+            self.progress.position,
+            self.row_optimizer.name,
+        )
+        return save_checkpoint(
+            Path(folder),
+            state,
+            self.model,
+            self.dense_optimizer,
+            self.groups,
+            self.stores,
+            self.comm,
+        )
+
+    def load(self, checkpoint: Path | str) -> None:
+        """Go on from a checkpoint, whatever number of ranks wrote it."""
+        state = load_checkpoint(
+            Path(checkpoint),
+            self.model,
+            self.dense_optimizer,
+            self.groups,
+            self.stores,
+            self.comm,
+            self.row_optimizer.name,
+        )
+        self.progress = Progress(state.step, state.epoch, state.position)
+
+    def rows_of(self, table: str, keys: Tensor) -> Tensor:
+        """Weights of some rows, the same on every rank; for looking, not for training."""
+        for group, store in zip(self.groups, self.stores, strict=True):
+            for number, declared in enumerate(group.tables):
+                if declared.name == table:
+                    counts = [0] * len(group.tables)
+                    counts[number] = len(keys)
+                    rows = torch.empty(len(keys), store.layout.width)
+                    store.gather(keys.contiguous(), counts, rows)
+                    mine = owner_of(keys, number, self.comm.size) == self.comm.rank
+                    weights = torch.where(mine[:, None], rows[:, : group.dim], 0.0).contiguous()
+                    weights = weights.to(self.device)
+                    self.comm.all_reduce(weights)
+                    return weights.cpu()
+        raise ConfigError(f"there is no table {table!r}; the tables are {self.table_names}")
+
+    @property
+    def table_names(self) -> list[str]:
+        return [table.name for group in self.groups for table in group.tables]
+
+    def close(self) -> None:
+        """Give the rows' memory back."""
+        for store in self.stores:
+            store.close()
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of that name; `auto` takes a GPU if there is one."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device is 'cuda' but torch finds no GPU; use 'cpu' or 'auto'")
+    return torch.device(name)
+
+
+def _checked(model: nn.Module) -> nn.Module:
+    if not isinstance(model, RecModel):
+        raise ConfigError(
+            f"{type(model).__name__} is not a model for NestPipe; give it the methods "
+            "`sparse_keys(batch)` and `dense(rows, batch)`"
+        )
+    return model
+
+
+def _dense_optimizer(model: nn.Module, settings: DenseSettings) -> torch.optim.Optimizer:
+    kinds = {
+        "sgd": torch.optim.SGD,
+        "adagrad": torch.optim.Adagrad,
+        "adam": torch.optim.Adam,
+    }
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    # An optimizer without parameters is refused by torch; a model may well have none.
+    return kinds[settings.optimizer](parameters or [nn.Parameter(torch.zeros(0))], lr=settings.lr)
