@@ -3,7 +3,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import settings
+
+# Tests run side by side; threads of one torch op that wait for a core cost far more than they save.
+torch.set_num_threads(1)
 
 # No test judges wall-clock time, so a busy machine must not fail a property.
 settings.register_profile("nestpipe", deadline=None)

@@ -12,7 +12,8 @@ import pytest
 import nestpipe
 
 LAYER = {
-    "cli": 5,
+    "cli": 6,
+    "bench": 5,
     **dict.fromkeys(["train", "serve"], 4),
     **dict.fromkeys(["sim", "runtime", "data", "embedding", "models"], 3),
     **dict.fromkeys(["schedule", "batch", "comm", "kernels"], 2),

@@ -1,3 +1,4 @@
+# pyright: reportMissingImports=false
 """TorchRec on CPU ranks, on the same case; an optional peer (`make bench-deps`)."""
 
 from __future__ import annotations

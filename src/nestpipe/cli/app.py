@@ -11,6 +11,7 @@ import typer
 
 from nestpipe import __version__
 from nestpipe.cli.check import check
+from nestpipe.cli.data import data_app
 from nestpipe.cli.draw import draw
 from nestpipe.cli.simulate import simulate_app
 from nestpipe.errors import NestpipeError
@@ -24,6 +25,7 @@ app = typer.Typer(
 app.command()(draw)
 app.command()(check)
 app.add_typer(simulate_app, name="simulate")
+app.add_typer(data_app, name="data")
 
 # typer carries or imports click, depending on its version; its public child leads to both.
 _UsageError = cast("type[Exception]", typer.BadParameter.__mro__[1])

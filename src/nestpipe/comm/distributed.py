@@ -1,12 +1,13 @@
 """Collectives of torch.distributed: Gloo among CPUs, NCCL among GPUs.
 
-Gloo's all_reduce sums each part of the tensor on one rank and hands the result around, so every rank
-gets the same bits; with three ranks or more the order of the terms is not that of the ranks.
+Gloo's all_reduce sums each part of the tensor on one rank and hands the result around, so every
+rank gets the same bits; with three ranks or more the terms are not in the order of the ranks.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -14,6 +15,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from nestpipe.comm.doing import Doing
@@ -23,15 +25,19 @@ from nestpipe.errors import RunError
 
 DEFAULT_TIMEOUT_S = 300.0
 """Longer than a peer may be busy between two collectives, a checkpoint included."""
+CULPRIT_FIRST_S = 1.0
+"""A survivor ends this much later, so that the launcher sees and reports who failed first."""
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def connect(
-    backend: str | None = None, timeout_s: float = DEFAULT_TIMEOUT_S
+    backend: str | None = None,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    meet_s: float = DEFAULT_TIMEOUT_S,
 ) -> DistributedCommunicator:
     """Join the group that torchrun's environment describes.
 
-    Without a backend it is NCCL where there is a GPU and Gloo elsewhere. SIGTERM, which the
+    Ranks may start up to `meet_s` apart; afterwards each collective has `timeout_s`. Without a backend it is NCCL where there is a GPU and Gloo elsewhere. SIGTERM, which the
     launcher sends to all ranks once one has died, ends the process with a line that says where it
     was, unless the program handles that signal itself.
     """
@@ -43,27 +49,33 @@ def connect(
         )
     backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
     device = _device(backend)
-    timeout = timedelta(seconds=timeout_s)
     try:
-        store, rank, size = next(rendezvous("env://", timeout=timeout))
+        store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=meet_s)))
+        _meet(PrefixStore("here", store), rank, size, timedelta(seconds=meet_s))
         dist.init_process_group(
             backend,
-            store=dist.PrefixStore("group", store),
+            store=PrefixStore("group", store),
             rank=rank,
             world_size=size,
-            timeout=timeout,
+            timeout=timedelta(seconds=timeout_s),
             device_id=device if device.type == "cuda" else None,
         )
     except RuntimeError as error:
         place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise RunError(
             f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} could not meet its peers at "
-            f"{place} within {timeout_s:g} s: {error}"
+            f"{place} within {meet_s:g} s: {error}"
         ) from error
-    lost = LostPeers(dist.PrefixStore("lost", store), rank, size, timeout_s)
+    lost = LostPeers(PrefixStore("lost", store), rank, size, timeout_s)
     comm = DistributedCommunicator(rank, size, device, lost)
     explain_sigterm(comm.whereabouts)
     return comm
+
+
+def _meet(store: Store, rank: int, size: int, timeout: timedelta) -> None:
+    """Wait for ranks that start late, here rather than inside a collective."""
+    store.set(str(rank), "")
+    store.wait([str(r) for r in range(size)], timeout)
 
 
 def _device(backend: str) -> torch.device:
@@ -117,10 +129,10 @@ class DistributedCommunicator:
     def all_gather_values(self, value: object) -> list[object]:
         data = encode(value)
         with self._collective("all_gather_values"):
-            sizes = self._gather(torch.tensor([len(data)])).tolist()
+            sizes = [int(size) for size in self._gather(torch.tensor([len(data)]))]
             padded = data.ljust(max(sizes))
             parts = self._gather(torch.frombuffer(bytearray(padded), dtype=torch.uint8))
-        texts = [bytes(part.tolist()) for part in parts.view(self.size, -1)]
+        texts = [bytes(part.tolist()) for part in parts]
         return [decode(text[:size]) for text, size in zip(texts, sizes, strict=True)]
 
     def barrier(self) -> None:
@@ -133,15 +145,18 @@ class DistributedCommunicator:
             dist.destroy_process_group()
 
     def whereabouts(self) -> str:
-        """Which collective this rank is in, or was in last."""
-        where = f"in {self._inside}" if self._inside else f"after {self._last}"
+        """Which collective this rank is in, was in last, or failed in."""
+        if self._broken is not None:
+            return self._broken
+        where = f"was in {self._inside}" if self._inside else f"had left {self._last}"
         return f"rank {self.rank} {where}"
 
-    def _gather(self, part: Tensor) -> Tensor:
+    def _gather(self, part: Tensor) -> list[Tensor]:
+        """The parts of all ranks, of equal size, on the host."""
         part = part.to(self.device)
-        parts = part.new_empty(self.size * len(part))
-        dist.all_gather_into_tensor(parts, part)
-        return parts.cpu()
+        parts = [torch.empty_like(part) for _ in range(self.size)]
+        dist.all_gather(parts, part)
+        return [part.cpu() for part in parts]
 
     @contextmanager
     def _collective(self, collective: str) -> Iterator[None]:
@@ -156,6 +171,7 @@ class DistributedCommunicator:
             raise
         except RuntimeError as error:
             self._broken = self._lost.explain(call, error)
+            time.sleep(CULPRIT_FIRST_S)
             raise RunError(self._broken) from error
         finally:
             self._inside = None

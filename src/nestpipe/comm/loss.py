@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
 from types import FrameType
 
-import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 GRACE_S = 2.0
 """How long survivors wait for each other's reports."""
@@ -22,7 +21,7 @@ class LostPeers:
     A backend says that a connection closed or a time ran out, not whose rank that was.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout_s: float) -> None:
+    def __init__(self, store: Store, rank: int, size: int, timeout_s: float) -> None:
         self._store = store
         self._rank = rank
         self._size = size
@@ -76,9 +75,8 @@ def explain_sigterm(whereabouts: Callable[[], str]) -> None:
     """
 
     def stop(signum: int, frame: FrameType | None) -> None:
-        sys.stdout.flush()
-        print(f"{whereabouts()} was told to stop, as when a peer has failed", file=sys.stderr)
-        sys.stderr.flush()
+        # Not print: the signal may have come in the middle of one.
+        os.write(2, f"{whereabouts()}; told to stop, as when a peer has failed\n".encode())
         os._exit(128 + signum)
 
     untouched = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

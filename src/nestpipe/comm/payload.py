@@ -23,14 +23,12 @@ def check_exchange(
     ):
         assert len(splits) == size, f"{name}_splits has {len(splits)} parts for {size} ranks"
         assert min(splits) >= 0, f"{name}_splits has a negative part: {list(splits)}"
-        assert tensor.dim() > 0 and sum(splits) == len(tensor), (
+        assert sum(splits) == len(tensor), (
             f"{name} has shape {tuple(tensor.shape)}, its splits ask for {sum(splits)} rows"
         )
     assert received.is_contiguous(), "received must be contiguous: it is filled in place"
-    assert received.dtype == sent.dtype and received.shape[1:] == sent.shape[1:], (
-        f"rows of {tuple(sent.shape[1:])} {sent.dtype} cannot arrive as "
-        f"{tuple(received.shape[1:])} {received.dtype}"
-    )
+    ways = [(tuple(tensor.shape[1:]), tensor.dtype) for tensor in (sent, received)]
+    assert ways[0] == ways[1], f"rows leave as {ways[0]} and cannot arrive as {ways[1]}"
 
 
 def row_bytes(tensor: Tensor) -> int:

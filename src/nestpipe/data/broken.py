@@ -14,11 +14,18 @@ class RowError(ValueError):
 class Broken:
     """The broken rows of one pass over the data."""
 
-    def __init__(self, limit: int = 0) -> None:
+    def __init__(self, limit: int = 0, setting: str = "data.max_broken") -> None:
         self.limit = limit
+        self.setting = setting
         self.count = 0
         self.first: list[str] = []
         """Where and why, for the first few."""
+
+    def copy(self) -> Broken:
+        """The same rows, to be counted on from here."""
+        twin = Broken(self.limit, self.setting)
+        twin.count, twin.first = self.count, list(self.first)
+        return twin
 
     def add(self, where: str, reason: str) -> None:
         """Count a broken row, or refuse it: one sentence that names it."""
@@ -30,10 +37,10 @@ class Broken:
         if self.limit == 0:
             raise DataError(
                 f"{where} is broken: {reason}; correct it, or let broken rows be skipped "
-                "with data.max_broken"
+                f"with {self.setting}"
             )
         raise DataError(
-            f"there are more broken rows than data.max_broken = {self.limit}, the first at "
+            f"there are more broken rows than {self.setting} = {self.limit}, the first at "
             f"{', '.join(self.first)}; correct them or raise the limit"
         )
 

@@ -46,7 +46,7 @@ def draw(key: int, numbers: NDArray[np.integer]) -> U64:
 
 def uniform(bits: U64) -> NDArray[np.float64]:
     """64 bits as a number from 0 up to but not 1."""
-    return (bits >> np.uint64(11)) * 2.0**-53
+    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def text_key(text: str) -> int:

@@ -5,7 +5,7 @@ Row groups come in an order that the seed decides. Only the columns that are use
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,17 +42,13 @@ def open_parquet(config: DataConfig, split: Split) -> Stream:
     path, every = split_path(config, split)
     files = find_files(path, PATTERNS, "Parquet files")
     layout = choose(open_file(files[0]).schema_arrow, config.parquet, files[0])
-    chunks = [
-        chunk
-        for file in files
-        for chunk in _chunks(file, layout, lambda row: keeps(row, split, every), split, every)
-    ]
+    chunks = [chunk for file in files for chunk in _chunks(file, layout, split, every)]
     return Stream(
         layout.columns,
         chunks,
         window=config.shuffle_window,
         shuffle=config.shuffle and split == "train",
-        max_broken=config.max_broken,
+        broken=Broken(config.max_broken),
         name=f"the {split} split of {path}",
     )
 
@@ -151,13 +147,7 @@ def _single(schema: pa.Schema, names: Sequence[str]) -> Iterator[str]:
             yield name
 
 
-def _chunks(
-    path: Path,
-    layout: Layout,
-    keep: Callable[[np.ndarray], np.ndarray],
-    split: Split,
-    every: int,
-) -> Iterator[Chunk]:
+def _chunks(path: Path, layout: Layout, split: Split, every: int) -> Iterator[Chunk]:
     file = open_file(path)
     check(file.schema_arrow, layout, path)
     begin = 0
@@ -169,7 +159,7 @@ def _chunks(
             for piece in row_group(path, group, layout.names):
                 numbers = np.arange(row, row + piece.num_rows)
                 row += piece.num_rows
-                kept = keep(numbers)
+                kept = keeps(numbers, split, every)
                 if not kept.all():
                     piece, numbers = piece.filter(pa.array(kept)), numbers[kept]
                 yield to_batch(piece, layout, numbers, path, broken)
@@ -179,9 +169,7 @@ def _chunks(
         begin += size
 
 
-def to_batch(
-    piece: Any, layout: Layout, rows: np.ndarray, path: Path, broken: Broken
-) -> Batch:
+def to_batch(piece: Any, layout: Layout, rows: np.ndarray, path: Path, broken: Broken) -> Batch:
     """Arrow columns as a batch, without the rows that are broken."""
     good = _good(piece, layout, rows, path, broken)
     if not good.all():
@@ -199,9 +187,7 @@ def to_batch(
     return Batch(piece.num_rows, dense, sparse)
 
 
-def _good(
-    piece: Any, layout: Layout, rows: np.ndarray, path: Path, broken: Broken
-) -> np.ndarray:
+def _good(piece: Any, layout: Layout, rows: np.ndarray, path: Path, broken: Broken) -> np.ndarray:
     """Which rows can be used; the others are told with their number in the file, from 1."""
     good = np.ones(piece.num_rows, dtype=bool)
     reasons: dict[int, str] = {}

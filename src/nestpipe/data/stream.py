@@ -32,7 +32,10 @@ class Chunk:
 
 
 class Stream:
-    """A source over chunks. The order is set by the seed, the epoch and the window's size."""
+    """A source over chunks. The order is set by the seed, the epoch and the window's size.
+
+    `broken` says how many broken rows are too many, and which there were before the first pass.
+    """
 
     def __init__(
         self,
@@ -41,16 +44,16 @@ class Stream:
         *,
         window: int,
         shuffle: bool = True,
-        max_broken: int = 0,
+        broken: Broken | None = None,
         name: str = "the data set",
     ) -> None:
         self._columns = tuple(columns)
         self._chunks = tuple(chunks)
         self._window = window
         self._shuffle = shuffle
-        self._max_broken = max_broken
         self._name = name
-        self._broken = Broken(max_broken)
+        self._opened = broken or Broken()
+        self._broken = self._opened
         self._counts: dict[int, int | None] = {}
 
     @property
@@ -132,7 +135,7 @@ class Stream:
 
     def _pieces(self, key: int, drop: int) -> Iterator[Batch]:
         """The chunks' samples without the first `drop`; chunks wholly before are not read."""
-        broken = self._broken = Broken(self._max_broken)
+        broken = self._broken = self._opened.copy()
         found = False
         for chunk in self._order(len(self._chunks), key).tolist():
             count = self._count(chunk) if drop else None
@@ -154,7 +157,7 @@ class Stream:
         return torch.from_numpy(Permutation(size, key)(numbers) if self._shuffle else numbers)
 
     def _count(self, chunk: int) -> int | None:
-        if self._max_broken:
+        if self._opened.limit:
             return None  # how many rows will be skipped is not known before reading them
         if chunk not in self._counts:
             self._counts[chunk] = self._chunks[chunk].count()

@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import TypeVar
 
 import pyarrow as pa
 import pyarrow.csv as pa_csv
@@ -72,7 +72,9 @@ def rows(
 ) -> Iterator[T]:
     """What `parse` makes of the file, block by block; rows it refuses are told to `broken`."""
     for first, block in _blocks(path, form.first_line, progress):
-        yield from _salvage(block, first, parse, lambda line, why: broken.add(f"{path}:{line}", why))
+        yield from _salvage(
+            block, first, parse, lambda line, why: broken.add(f"{path}:{line}", why)
+        )
 
 
 def table(block: bytes, form: Format) -> pa.Table:
@@ -151,12 +153,12 @@ def _blocks(path: Path, first: int, progress: Progress | None) -> Iterator[tuple
                 return
 
 
-def _bytes(path: Path) -> IO[bytes]:
+def _bytes(path: Path) -> io.BufferedIOBase:
     return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")
 
 
-def _unzipped(path: Path, raw: IO[bytes]) -> IO[bytes]:
-    return gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw  # pyright: ignore[reportReturnType]
+def _unzipped(path: Path, raw: io.BufferedIOBase) -> io.BufferedIOBase:
+    return gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
 
 
 def _unreadable(path: Path, line: int, error: Exception) -> DataError:

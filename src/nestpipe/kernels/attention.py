@@ -1,6 +1,7 @@
 """HSTU's pointwise attention over jagged sequences, in plain PyTorch.
 
-    out_i = u_i * LayerNorm(sum over j that i sees of SiLU(scale * q_i . k_j + bias_ij) / norm * v_j)
+    attended_i = sum over the j that i sees of SiLU(scale * q_i . k_j + bias_ij) / norm * v_j
+    out_i = LayerNorm(attended_i) * u_i
 
 A sample's result is a function of that sample alone: `norm` is a constant of the model (never the
 longest of the batch), and padding is out of everyone's sight. Alone or in any batch, results differ
@@ -64,13 +65,15 @@ def hstu_attention(
     mask: Mask = CAUSAL,
     bias: RelativeBias = NO_BIAS,
     query_offsets_B: Tensor | None = None,
+    longest: int | None = None,
 ) -> Tensor:
     """The weighted sum of values that each query sees, (T, H, V), before the gate.
 
     `offsets_B` (B + 1) says where each sample's rows start and end. With `query_offsets_B` the
     queries are only the last rows of each sample, and the keys and values before them a cache.
+    `longest` is the length of the longest sample; without it the host waits for the device to say.
     """
-    keys = Padding.of(offsets_B, k_THA.shape[0])
+    keys = Padding.of(offsets_B, k_THA.shape[0], longest)
     queries = keys
     if query_offsets_B is not None:
         queries = Padding.of(query_offsets_B, q_THA.shape[0])
@@ -100,10 +103,11 @@ class Padding:
     """The place of each row among the B * L padded ones."""
 
     @classmethod
-    def of(cls, offsets_B: Tensor, total: int) -> Padding:
-        """`total` is the number of rows, which the host knows without asking the device."""
+    def of(cls, offsets_B: Tensor, total: int, longest: int | None = None) -> Padding:
+        """For `total` rows; where `longest` is not given, the device is asked for it."""
         lengths_B = offsets_B[1:] - offsets_B[:-1]
-        longest = int(lengths_B.max()) if total else 0
+        if longest is None:
+            longest = int(lengths_B.max()) if total else 0
         sample_T = torch.repeat_interleave(lengths_B, output_size=total)
         row_T = torch.arange(total, device=offsets_B.device) - offsets_B[sample_T]
         return cls(lengths_B, longest, sample_T * longest + row_T)
@@ -111,7 +115,7 @@ class Padding:
     def pad(self, x_T: Tensor) -> Tensor:
         """(T, ...) to (B, L, ...), with zeros after the end of each sample."""
         padded = x_T.new_zeros(len(self.lengths_B) * self.longest, *x_T.shape[1:])
-        padded = padded.index_copy(0, self.slots_T, x_T)
+        padded.index_copy_(0, self.slots_T, x_T)
         return padded.view(len(self.lengths_B), self.longest, *x_T.shape[1:])
 
     def unpad(self, x_BL: Tensor) -> Tensor:
@@ -143,8 +147,8 @@ class _Pairs:
             key_position_BL = torch.minimum(key_row_1L, history_B1)
             query_position_BL = torch.minimum(query_row_BL, history_B1)
         distance_BLL = query_position_BL[:, :, None] - key_position_BL[:, None, :]
-        # A row of padding has no row of its sample after it, and shares no position with one
-        # before it, except a candidate's: it is visible to itself at most.
+        # Padding needs no mask of its own: it lies after every row of its sample, at no earlier
+        # position than the last of them.
         itself_BLL = query_row_BL[:, :, None] == key_row_1L[:, None, :]
         return cls(query_row_BL, distance_BLL, (distance_BLL > 0) | itself_BLL, keys)
 
@@ -177,7 +181,7 @@ def _look_up(table_HP: Tensor, index_BLL: Tensor) -> Tensor:
 
 
 class _PickColumns(torch.autograd.Function):
-    """`table_HP[:, index_N]`, with a backward that adds in a fixed order: torch's own does not."""
+    """`table_HP[:, index_N]`, with a backward that adds in a fixed order, and quickly."""
 
     @staticmethod
     def forward(ctx: Any, table_HP: Tensor, index_N: Tensor) -> Tensor:

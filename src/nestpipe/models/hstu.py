@@ -6,11 +6,11 @@ and go on from there. They hold by construction:
 1. Sums are divided by `max_len`, a constant of the config, never by a length of the batch.
 2. No row looks right: `Mask` shows a row only earlier positions and itself. Candidates see no other
    candidate, and `prefix` refuses them, so their keys and values never get into a cache.
-3. Positions count from the oldest row; appending to a history moves none. A prefix carries its length.
+3. Positions count from the oldest row; appending to a history moves none.
 4. No row's input depends on when it is asked for: the only use of time is the difference between
    two rows' own times. A candidate's own time may be that of the request; no cached row sees it.
-5. A history grows at its newer end only: nothing here drops old rows. Whoever cuts histories to a window
-   must key prefixes by where the window starts (`Prefix` cannot know it).
+5. A history grows at its newer end only: nothing here drops old rows. Whoever cuts histories to a
+   window must keep where the window starts in the key of a prefix: a `Prefix` cannot know it.
 """
 
 from __future__ import annotations
@@ -102,23 +102,22 @@ class Hstu(nn.Module):
     def prefix(self, rows_TD: Tensor, tokens: Tokens, prefix: Prefix | None = None) -> Prefix:
         """Keys and values of these rows, and of the prefix they follow, for later calls."""
         assert tokens.num_targets_B is None, "a candidate's keys and values must not be kept"
-        view = _View.of(tokens, rows_TD.shape[0], prefix)
-        made = self._encode(rows_TD, tokens, prefix)[1]
-        keys, values = (tuple(side) for side in zip(*made, strict=True))
-        return Prefix(view.offsets_B.diff(), keys, values, view.times_T)
+        return self._encode(rows_TD, tokens, prefix)[1]
 
     def _encode(
         self, rows_TD: Tensor, tokens: Tokens, prefix: Prefix | None
-    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+    ) -> tuple[Tensor, Prefix]:
         view = _View.of(tokens, rows_TD.shape[0], prefix)
         positions_TD = self.positions(view.positions_T.clamp(max=self.config.max_len))
         x_TD = rows_TD * math.sqrt(self.config.dim) + positions_TD
-        made: list[tuple[Tensor, Tensor]] = []
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
         for number, block in enumerate(self.blocks):
             past = (prefix.keys[number], prefix.values[number]) if prefix else None
-            x_TD, keys_values = block(x_TD, view, past)
-            made.append(keys_values)
-        return x_TD, made
+            x_TD, k_THA, v_THV = block(x_TD, view, past)
+            keys.append(k_THA)
+            values.append(v_THV)
+        return x_TD, Prefix(view.lengths_B, tuple(keys), tuple(values), view.times_T)
 
 
 class HstuBlock(nn.Module):
@@ -138,8 +137,8 @@ class HstuBlock(nn.Module):
 
     def forward(
         self, x_TD: Tensor, view: _View, past: tuple[Tensor, Tensor] | None
-    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """The block's output, and the keys and values of all rows that it could see."""
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The block's output, and the keys and values of all rows, those of the past included."""
         u_THV, v_THV, q_THA, k_THA = self._project(x_TD)
         if past is not None:
             assert view.join is not None
@@ -148,14 +147,16 @@ class HstuBlock(nn.Module):
             q_THA,
             k_THA,
             v_THV,
-            view.offsets_B,
+            offsets_of(view.lengths_B),
             norm=self.config.max_len,
             scale=self.config.attention_dim**-0.5,
             mask=view.mask,
             bias=RelativeBias(self.position_HP, self.time_HQ, view.times_T),
             query_offsets_B=view.query_offsets_B,
+            longest=view.longest,
         )
-        return x_TD + self.out(norm_gate(attended_THV, u_THV).flatten(1)), (k_THA, v_THV)
+        gated_TD = self.out(norm_gate(attended_THV, u_THV).flatten(1))
+        return x_TD + gated_TD, k_THA, v_THV
 
     def _project(self, x_TD: Tensor) -> tuple[Tensor, ...]:
         """Gate, values, queries and keys of every row."""
@@ -172,8 +173,10 @@ class _View:
 
     positions_T: Tensor
     """Of the new rows."""
-    offsets_B: Tensor
-    """(B + 1,) of keys and values, a prefix's included."""
+    lengths_B: Tensor
+    """Keys and values of each sample, a prefix's included."""
+    longest: int
+    """The largest of them, asked of the device once for all blocks."""
     query_offsets_B: Tensor | None
     """(B + 1,) of the new rows, where they follow a prefix."""
     mask: Mask
@@ -192,10 +195,16 @@ class _View:
         sample_T = torch.repeat_interleave(new_B, output_size=total)
         positions_T = torch.minimum(positions_T, history_B[sample_T])
         if prefix is None:
-            return cls(positions_T, offsets_of(new_B), None, mask, times_T, None)
+            longest = _largest(new_B)
+            return cls(positions_T, new_B, longest, None, mask, times_T, None)
         join = Join.of(prefix.lengths_B, prefix.keys[0].shape[0], new_B, total)
-        if times_T is not None and prefix.times_T is not None:
+        if times_T is not None:
+            assert prefix.times_T is not None, "the prefix was made without times"
             times_T = join.rows(prefix.times_T, times_T)
         positions_T = positions_T + prefix.lengths_B[sample_T]
-        offsets_B = offsets_of(join.lengths_B)
-        return cls(positions_T, offsets_B, offsets_of(new_B), mask, times_T, join)
+        longest, query_offsets_B = _largest(join.lengths_B), offsets_of(new_B)
+        return cls(positions_T, join.lengths_B, longest, query_offsets_B, mask, times_T, join)
+
+
+def _largest(lengths_B: Tensor) -> int:
+    return int(lengths_B.max()) if len(lengths_B) else 0

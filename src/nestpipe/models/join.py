@@ -38,7 +38,7 @@ class Join:
 
     def rows(self, first: Tensor, second: Tensor) -> Tensor:
         both = torch.cat([first, second])
-        return torch.empty_like(both).index_copy(0, self.places_T, both)
+        return torch.empty_like(both).index_copy_(0, self.places_T, both)
 
 
 def offsets_of(lengths_B: Tensor) -> Tensor:

@@ -13,13 +13,13 @@ from nestpipe.comm import Communicator, LocalCommunicator
 from nestpipe.config import Table
 from nestpipe.data import Source
 from nestpipe.embedding.groups import group_tables
-from nestpipe.embedding.native_store import open_store
+from nestpipe.embedding.open_store import open_store
 from nestpipe.embedding.optimizers import row_optimizer
 from nestpipe.embedding.requests import owner_of
 from nestpipe.embedding.tables import ShardedTables
 from nestpipe.errors import ConfigError
 from nestpipe.models.protocol import RecModel
-from nestpipe.runtime import InlineLanes, run
+from nestpipe.runtime import End, InlineLanes, name_collectives, run
 from nestpipe.schedule import Plan, check
 from nestpipe.train.checkpoint import RunState, load_checkpoint, save_checkpoint
 from nestpipe.train.settings import DenseSettings, TrainSettings
@@ -51,6 +51,7 @@ class Trainer:
         self.comm = comm or LocalCommunicator()
         self.device = choose_device(self.settings.device)
         self.model = _checked(model).to(self.device)
+        _share_first_weights(self.model, self.comm)
         self.plan = self.settings.pipeline.make_plan()
         check(self.plan.schedule(2 * self.plan.shape.lookahead + 3), stale=self.plan.name)
         rows = self.settings.rows
@@ -120,21 +121,18 @@ class Trainer:
             device=self.device,
             first_step=self.progress.step,
             on_step=on_step,
+            end=End(most),
         )
-
-        def known_end() -> int | None:
-            ends = [end for end in (work.end, most) if end is not None]
-            return min(ends) if ends else None
-
-        run(self.plan, work.functions(), InlineLanes(), batches=known_end)
-        trained = known_end()
+        functions = name_collectives(work.functions(), self.comm.doing)
+        run(self.plan, functions, InlineLanes(), batches=work.end)
+        trained = work.end()
         assert trained is not None, "a run ends only when its end is known"
         self.progress = replace(
             self.progress,
             step=self.progress.step + trained,
             position=self.progress.position + trained,
         )
-        return work.end is not None
+        return work.data_ended
 
     def save(self, folder: Path | str) -> Path:
         """Write a checkpoint below the folder; all ranks take part."""
@@ -209,6 +207,15 @@ def _checked(model: nn.Module) -> nn.Module:
             "`sparse_keys(batch)` and `dense(rows, batch)`"
         )
     return model
+
+
+def _share_first_weights(model: nn.Module, comm: Communicator) -> None:
+    """Every rank starts with the dense weights of rank 0, whatever its own random state was."""
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            if comm.rank != 0:
+                tensor.zero_()
+            comm.all_reduce(tensor)
 
 
 def _dense_optimizer(model: nn.Module, settings: DenseSettings) -> torch.optim.Optimizer:

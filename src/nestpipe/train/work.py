@@ -18,6 +18,7 @@ from nestpipe.comm.communicator import Communicator
 from nestpipe.embedding.tables import ShardedTables
 from nestpipe.errors import RunError
 from nestpipe.models.protocol import RecModel
+from nestpipe.runtime import End
 from nestpipe.schedule.op import Kind, Op
 
 K = Kind
@@ -66,8 +67,10 @@ class TrainingWork:
     first_step: int = 0
     """Batches that were trained before this run (a checkpoint's)."""
     on_step: Callable[[StepReport], None] = lambda report: None
-    end: int | None = None
-    """The first batch that no rank has samples for, once that is known."""
+    end: End = field(default_factory=End)
+    """Where the run ends: at a number of batches, or where no rank has samples left."""
+    data_ended: bool = False
+    """Whether it was the data that ended."""
     flights: dict[int, _InFlight] = field(default_factory=dict[int, _InFlight])
     written: int = 0
 
@@ -115,8 +118,9 @@ class TrainingWork:
         flight = self.flights[op.batch]
         mine = sum(micro.size for micro in flight.micros)
         flight.samples = self.tables.counts(op.batch, mine)
-        if flight.samples == 0 and (self.end is None or op.batch < self.end):
-            self.end = op.batch
+        if flight.samples == 0:
+            self.data_ended = True
+            self.end.found_at(op.batch)
 
     def retrieve(self, op: Op) -> None:
         self.flights[op.batch].read = self.tables.retrieve(op.batch)

@@ -17,9 +17,10 @@ constexpr int64_t kTurn = 256;   // keys between two looks at the gate: bounds a
 #endif
 constexpr int64_t kAhead = NESTPIPE_AHEAD;  // keys between one step and the next
 // Larger results do not fit the caches anyway, so they are written past them.
-constexpr size_t kStreamFrom = size_t{4} << 20;
-
-enum class Found : uint8_t { kStored, kFresh, kLater };
+#ifndef NESTPIPE_STREAM
+#define NESTPIPE_STREAM 4
+#endif
+constexpr size_t kStreamFrom = size_t{NESTPIPE_STREAM} << 20;
 
 struct Job {
   Store& store;
@@ -32,7 +33,9 @@ struct Job {
 
 class Range {
  public:
-  explicit Range(Job& job) : job_(job), store_(job.store), reader_(job.store.gate) {}
+  explicit Range(Job& job) : job_(job), store_(job.store), reader_(job.store.gate) {
+    later_.reserve(kTurn);  // nothing may throw inside a turn
+  }
   ~Range() {
     if (job_.stream) end_stream();
     job_.fresh += fresh_;
@@ -67,14 +70,14 @@ class Range {
         __builtin_prefetch(buckets[i]);
       }
       if (const int64_t j = i - kAhead; j >= 0 && j < count) {
-        rows[j] = shards[j]->find(keys[j], buckets[j]);
+        rows[j] = buckets[j] == nullptr ? nullptr : shards[j]->find(keys[j], buckets[j]);
         if (rows[j] != nullptr) prefetch_lines<0>(rows[j], store_.form.bytes());
       }
       if (const int64_t j = i - 2 * kAhead; j >= 0) {
-        if (rows[j] != nullptr) {
-          store_.form.load(out(begin + j), rows[j], job_.stream);
+        if (buckets[j] == nullptr) {
+          later_.push_back(begin + j);
         } else {
-          miss(table, begin + j, *shards[j]);
+          finish(table, begin + j, rows[j]);
         }
       }
     }
@@ -82,21 +85,9 @@ class Range {
     for (const int64_t i : later_) wait_and_read(table, i);
   }
 
-  // Null where the shard is empty, or where a writer has it; `miss` tells them apart.
+  // Null where a writer has the shard. One that comes after this look waits for the turn's end.
   static const Bucket* bucket_of(const Shard& shard, uint64_t hash) {
-    if (shard.written.load(std::memory_order_seq_cst) || shard.buckets == nullptr) return nullptr;
-    return shard.home(hash);
-  }
-
-  void miss(const Table& table, int64_t i, const Shard& shard) {
-    // A writer that came after our look at the flag waits for the end of this turn; then reading
-    // the key once more is only a waste of time.
-    if (shard.written.load(std::memory_order_seq_cst)) {
-      later_.push_back(i);
-    } else {
-      ++fresh_;
-      store_.first_row(table, job_.keys[i], out(i));
-    }
+    return shard.written.load(std::memory_order_seq_cst) ? nullptr : shard.home(hash);
   }
 
   void wait_and_read(const Table& table, int64_t i) {
@@ -108,17 +99,19 @@ class Range {
       std::this_thread::yield();
       reader_.begin_turn();
     }
-    const Bucket* bucket = shard.buckets == nullptr ? nullptr : shard.home(hash);
-    if (const std::byte* row = shard.find(job_.keys[i], bucket)) {
-      store_.form.load(out(i), row, job_.stream);
-    } else {
-      ++fresh_;
-      store_.first_row(table, job_.keys[i], out(i));
-    }
+    finish(table, i, shard.find(job_.keys[i], shard.home(hash)));
     reader_.end_turn();
   }
 
-  float* out(int64_t i) const { return job_.out + static_cast<size_t>(i) * store_.form.width(); }
+  void finish(const Table& table, int64_t i, const std::byte* row) {
+    float* out = job_.out + static_cast<size_t>(i) * store_.form.width();
+    if (row != nullptr) {
+      store_.form.load(out, row, job_.stream);
+    } else {
+      ++fresh_;
+      store_.first_row(table, job_.keys[i], out);
+    }
+  }
 
   Job& job_;
   Store& store_;

@@ -36,8 +36,11 @@ struct alignas(64) Bucket {
 };
 static_assert(sizeof(Bucket) == 64);
 
+// What a shard without rows points to: a search ends here without a special case.
+inline Bucket no_rows{};
+
 struct Shard {
-  Bucket* buckets = nullptr;
+  Bucket* buckets = &no_rows;
   uint64_t num_buckets = 0;
   uint64_t num_rows = 0;
   // True while one thread may change this shard and its rows; see gate.h.
@@ -49,9 +52,8 @@ struct Shard {
     return buckets + static_cast<uint64_t>(wide >> 64);
   }
 
-  // The row of a key, or null. `bucket` is home(hash); null where the shard is empty.
+  // The row of a key, or null. `bucket` is home(hash).
   std::byte* find(int64_t key, const Bucket* bucket) const {
-    if (bucket == nullptr) return nullptr;
     while (true) {
       for (int i = 0; i < kPlaces; ++i) {
         if (bucket->rows[i] == nullptr) return nullptr;
@@ -87,7 +89,7 @@ struct Shard {
         place(old[b].keys[i], old[b].rows[i]);
       }
     }
-    if (old != nullptr) arena.give(old, num_old * sizeof(Bucket));
+    if (num_old > 0) arena.give(old, num_old * sizeof(Bucket));
   }
 
  private:

@@ -33,11 +33,11 @@ inline double normal_of(uint64_t bits) {
   return p * x;
 }
 
-inline void first_weights(uint64_t seed, int64_t key, double std, int64_t dim, float* out) {
+inline void first_weights(uint64_t seed, int64_t key, double spread, int64_t dim, float* out) {
   const uint64_t start = mix(mix(seed + kStep) ^ static_cast<uint64_t>(key));
   for (int64_t i = 0; i < dim; ++i) {
     const uint64_t bits = mix(start + static_cast<uint64_t>(i + 1) * kStep);
-    out[i] = static_cast<float>(normal_of(bits) * std);
+    out[i] = static_cast<float>(normal_of(bits) * spread);
   }
 }
 

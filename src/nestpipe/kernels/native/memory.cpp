@@ -42,8 +42,7 @@ size_t read_number(const char* path, const char* field) {
 
 // What a container may still take, by control groups version 2 or 1.
 size_t left_in_container() {
-  const char* root = "/sys/fs/cgroup/memory.max";
-  size_t limit = read_number(root, "");
+  size_t limit = read_number("/sys/fs/cgroup/memory.max", "");
   size_t used = read_number("/sys/fs/cgroup/memory.current", "");
   size_t files = read_number("/sys/fs/cgroup/memory.stat", "inactive_file ");
   if (limit == kUnknown) {

@@ -1,5 +1,6 @@
 #include "store.h"
 
+#include <algorithm>
 #include <exception>
 #include <new>
 
@@ -32,7 +33,7 @@ Store::Store(const Shape& shape, int64_t num_threads)
 }
 
 void Store::first_row(const Table& table, int64_t key, float* out) const {
-  first_weights(table.seed, key, table.std, form.dim, out);
+  first_weights(table.seed, key, table.spread, form.dim, out);
   if (form.bfloat16) {
     for (int64_t i = 0; i < form.dim; ++i) out[i] = from_bfloat16(to_bfloat16(out[i]));
   }

@@ -23,8 +23,8 @@ struct Chunk {
 
 class Table {
  public:
-  Table(uint64_t seed, double std, uint64_t max_rows, size_t stride)
-      : seed(seed), std(std), max_rows(max_rows), shards(new Shard[kShards]), stride_(stride) {}
+  Table(uint64_t seed, double spread, uint64_t max_rows, size_t stride)
+      : seed(seed), spread(spread), max_rows(max_rows), shards(new Shard[kShards]), stride_(stride) {}
   Table(const Table&) = delete;
   Table& operator=(const Table&) = delete;
 
@@ -33,7 +33,7 @@ class Table {
   }
 
   const uint64_t seed;
-  const double std;
+  const double spread;  // standard deviation of first weights
   const uint64_t max_rows;  // 0: no limit
   const std::unique_ptr<Shard[]> shards;
   uint64_t num_rows = 0;

@@ -58,7 +58,7 @@ class Threads {
     std::atomic<int64_t> next{0};
     int64_t helpers = 0;  // guarded by mutex_
     std::atomic<bool> failed{false};
-    std::exception_ptr failure;
+    std::exception_ptr failure{};
 
     void work_on() {
       for (int64_t task = next++; task < tasks; task = next++) {

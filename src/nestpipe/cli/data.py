@@ -1,0 +1,146 @@
+"""`nestpipe data`: what a data set holds, and made-up data sets as files."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+from rich.table import Table as RichTable
+
+from nestpipe.cli.options import JsonFile
+from nestpipe.cli.output import STDOUT, console, progress_bar, write_json
+from nestpipe.errors import ConfigError
+
+if TYPE_CHECKING:
+    from nestpipe.data.describe import Description, Table
+    from nestpipe.data.facts import Facts
+
+MB = 1 << 20
+
+data_app = typer.Typer(
+    help="Look at data sets, and write made-up ones.", rich_markup_mode=None, no_args_is_help=True
+)
+
+
+@data_app.command()
+def describe(
+    path: Annotated[Path, typer.Argument(help="A file or a folder.")],
+    kind: Annotated[
+        Literal["auto", "parquet", "movielens", "kuairand", "criteo"],
+        typer.Option(help="The format; auto goes by the files' names."),
+    ] = "auto",
+    max_broken: Annotated[
+        int, typer.Option(min=0, help="Broken rows to count before giving up.")
+    ] = 1000,
+    json: JsonFile = None,
+) -> None:
+    """Say what a path holds: format, rows, columns, ranges, times and broken rows.
+
+    Example: nestpipe data describe ml-1m/ratings.dat
+
+    Example: nestpipe data describe kuairand-pure --json facts.json
+    """
+    with _extra_needed():
+        from nestpipe.data.describe import describe as read
+        from nestpipe.data.describe import detect, find_tables
+        from nestpipe.data.text import total_bytes
+    chosen = detect(path) if kind == "auto" else kind
+    tables = find_tables(path, chosen)
+    size = total_bytes([file for table in tables for file in table.files])
+    with progress_bar("reading (MB)", size // MB + 1) as advance:
+        done = 0
+
+        def more(count: int) -> None:
+            nonlocal done
+            for _ in range((done + count) // MB - done // MB):
+                advance()
+            done += count
+
+        found = read(path, chosen, tables, max_broken, more)
+    if json is not None:
+        write_json(json, found.as_json())
+    if json != STDOUT:
+        _print(found)
+
+
+@data_app.command()
+def synth(
+    folder: Annotated[Path, typer.Argument(help="Where the Parquet files go.")],
+    samples: Annotated[int, typer.Option(help="Samples to write.")],
+    kind: Annotated[
+        Literal["ctr", "sequence"],
+        typer.Option(help="Features with a click, or users' sequences of items."),
+    ] = "ctr",
+    seed: Annotated[int, typer.Option(help="Which made-up world.")] = 0,
+    files: Annotated[int, typer.Option(help="Files to spread the samples over.")] = 1,
+    force: Annotated[bool, typer.Option("--force", help="Replace an earlier data set.")] = False,
+    json: JsonFile = None,
+) -> None:
+    """Write a made-up data set with something to learn in it, as Parquet.
+
+    Example: nestpipe data synth out/clicks --samples 1000000 --files 4
+
+    Example: nestpipe data synth out/users --samples 50000 --kind sequence --seed 7
+    """
+    with _extra_needed():
+        from nestpipe.data import SyntheticConfig
+        from nestpipe.data.write import num_pieces, write
+    world = SyntheticConfig(flavour=kind, samples=samples, seed=seed)
+    if not 1 <= files <= samples:
+        raise ConfigError(f"{samples} samples cannot fill {files} files; use 1 to {samples}")
+    with progress_bar("writing", num_pieces(samples, files)) as advance:
+        written = write(folder, world, files=files, force=force, progress=advance)
+    if json is not None:
+        write_json(json, {"files": [str(file) for file in written], "samples": samples})
+    if json != STDOUT:
+        size = sum(file.stat().st_size for file in written) / MB
+        console().print(f"wrote {samples:,} samples to {folder}: {files} files, {size:,.1f} MB")
+
+
+@contextmanager
+def _extra_needed() -> Generator[None]:
+    """Say in one sentence what to install where torch or pyarrow is missing."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"this needs {error.name}, which is not installed; run pip install 'nestpipe[train]'"
+        ) from None
+
+
+def _print(found: Description) -> None:
+    terminal = console()
+    for table in found.tables:
+        terminal.print(_rich(table, found.kind))
+        if table.times is not None:
+            terminal.print(f"Times: {table.times[0]} to {table.times[1]}")
+    said = str(found.broken)
+    terminal.print(f"{said[0].upper()}{said[1:]}.", markup=False)
+
+
+def _rich(table: Table, kind: str) -> RichTable:
+    more = "" if len(table.files) == 1 else f" in {len(table.files)} files"
+    rich = RichTable(title=f"{kind}: {table.name}, {table.rows:,} rows{more}", title_justify="left")
+    for name in ("column", "type"):
+        rich.add_column(name, overflow="fold")
+    for name in ("min", "max", "distinct", "empty"):
+        rich.add_column(name, justify="right", overflow="ellipsis", max_width=20)
+    for facts in table.columns.values():
+        rich.add_row(facts.name, facts.type, *_cells(facts))
+    return rich
+
+
+def _cells(facts: Facts) -> list[str]:
+    distinct = f"{facts.distinct.count:,}"
+    if not facts.distinct.exact:
+        distinct = f"about {distinct}"
+    return [_short(facts.least), _short(facts.most), distinct, f"{facts.empty:,}"]
+
+
+def _short(value: object) -> str:
+    if value is None:
+        return ""
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

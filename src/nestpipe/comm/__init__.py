@@ -1,0 +1,18 @@
+"""The network: one contract, `Communicator`, for one rank, for threads and for processes."""
+
+from nestpipe.comm.communicator import Communicator
+from nestpipe.comm.distributed import DEFAULT_TIMEOUT_S, DistributedCommunicator, connect
+from nestpipe.comm.launch import launch
+from nestpipe.comm.local import LocalCommunicator
+from nestpipe.comm.threads import run_ranks, thread_communicators
+
+__all__ = [
+    "DEFAULT_TIMEOUT_S",
+    "Communicator",
+    "DistributedCommunicator",
+    "LocalCommunicator",
+    "connect",
+    "launch",
+    "run_ranks",
+    "thread_communicators",
+]

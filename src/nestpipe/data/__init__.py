@@ -1,0 +1,34 @@
+"""Where samples come from: files of several formats, or a made-up world that needs none."""
+
+from nestpipe.data.broken import Broken
+from nestpipe.data.config import (
+    CriteoConfig,
+    DataConfig,
+    KuaiRandConfig,
+    MovieLensConfig,
+    ParquetConfig,
+    Split,
+    SyntheticConfig,
+)
+from nestpipe.data.open import open_source
+from nestpipe.data.source import DENSE, HISTORY, LABEL, MISSING, TARGET, Column, Source, concat
+
+__all__ = [
+    "DENSE",
+    "HISTORY",
+    "LABEL",
+    "MISSING",
+    "TARGET",
+    "Broken",
+    "Column",
+    "CriteoConfig",
+    "DataConfig",
+    "KuaiRandConfig",
+    "MovieLensConfig",
+    "ParquetConfig",
+    "Source",
+    "Split",
+    "SyntheticConfig",
+    "concat",
+    "open_source",
+]

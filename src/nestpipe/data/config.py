@@ -1,0 +1,191 @@
+"""What a user says about data: the section `[data]` of a config."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from nestpipe.config import fraction, not_negative, positive
+from nestpipe.errors import ConfigError
+
+Kind = Literal["synthetic", "parquet", "movielens", "kuairand", "criteo"]
+Split = Literal["train", "validation", "test"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SyntheticConfig:
+    """`[data.synthetic]`: a made-up world; sample i is a function of (seed, i) alone."""
+
+    flavour: Literal["ctr", "sequence"] = "ctr"
+    """`ctr`: features and a click; `sequence`: the items a user chose one after the other."""
+    samples: int = 100_000
+    """Samples of the train split."""
+    test_samples: int = 20_000
+    """Samples of the validation split, and as many of the test split; none is in two splits."""
+    seed: int = 0
+    """Which world; the order of samples has its own seed."""
+    exponent: float = 1.05
+    """How uneven keys are: the r-th most frequent appears about r ** -exponent as often."""
+    num_tables: int = 26
+    """ctr: categorical features, c0, c1, ..."""
+    num_keys: int = 100_000
+    """ctr: different keys of each."""
+    keys_per_sample: tuple[int, ...] = (1, 1)
+    """ctr: fewest and most keys of each feature in one sample."""
+    num_dense: int = 13
+    """ctr: dense features, d0, d1, ..."""
+    signal: float = 2.0
+    """ctr: spread of the hidden model's logit; at 0 there is nothing to learn."""
+    num_items: int = 10_000
+    """sequence: different items."""
+    num_communities: int = 50
+    """sequence: clusters of items with like tastes."""
+    min_len: int = 10
+    """sequence: fewest items of a user, the one to predict included."""
+    max_len: int = 50
+    """sequence: most items of a user, the one to predict included."""
+    coherence: float = 0.8
+    """sequence: how often an item comes from the user's present community."""
+    drift: float = 0.02
+    """sequence: how often, per item, a user moves to another community."""
+
+    def __post_init__(self) -> None:
+        for name in ("samples", "test_samples", "num_tables", "num_keys"):
+            positive(name, getattr(self, name))
+        for name in ("seed", "num_dense", "signal", "exponent"):
+            not_negative(name, getattr(self, name))
+        positive("num_communities", self.num_communities)
+        fraction("coherence", self.coherence)
+        fraction("drift", self.drift)
+        keys = self.keys_per_sample
+        if len(keys) != 2 or not 0 <= keys[0] <= keys[1] or keys[1] < 1:
+            raise ConfigError(
+                f"keys_per_sample is {list(keys)}; give the fewest and the most, such as [1, 4]"
+            )
+        if not 2 <= self.min_len <= self.max_len:
+            raise ConfigError(
+                f"min_len is {self.min_len} and max_len {self.max_len}; "
+                "give at least 2, and no more than max_len"
+            )
+        if self.num_items < self.num_communities:
+            raise ConfigError(
+                f"num_items is {self.num_items}; give at least one for each of the "
+                f"{self.num_communities} communities"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParquetConfig:
+    """`[data.parquet]`: which column is what; with neither sparse nor dense, the types decide."""
+
+    sparse: tuple[str, ...] = ()
+    """Columns of keys: whole numbers, strings (hashed), or lists of either."""
+    dense: tuple[str, ...] = ()
+    """Columns of numbers."""
+    labels: tuple[str, ...] = ()
+    """Columns of labels; by default `label` where there is one."""
+    ignore: tuple[str, ...] = ()
+    """Columns that the types would choose and that are not wanted."""
+
+    def __post_init__(self) -> None:
+        seen: set[str] = set()
+        for name in (*self.sparse, *self.dense, *self.labels):
+            if name in seen:
+                raise ConfigError(f"column {name} is named twice; give it one use")
+            seen.add(name)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MovieLensConfig:
+    """`[data.movielens]`: ratings as rows to rank, or as each user's sequence."""
+
+    use: Literal["ratings", "sequences"] = "sequences"
+    """`ratings`: is this rating high? `sequences`: which film comes next?"""
+    max_len: int = 200
+    """sequences: the latest so many items of a user are kept."""
+    liked_from: float = 4.0
+    """ratings: from here on a rating is a 1."""
+    test_fraction: float = 0.1
+    """ratings: the latest part is for test, as much before it for validation."""
+
+    def __post_init__(self) -> None:
+        if self.max_len < 2:
+            raise ConfigError(f"max_len is {self.max_len}; give 2 or more items")
+        if not 0 < self.test_fraction < 0.5:
+            raise ConfigError(f"test_fraction is {self.test_fraction}; give less than 0.5")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KuaiRandConfig:
+    """`[data.kuairand]`: watch events joined with what is known of user and video."""
+
+    label: Literal["long_view", "is_click", "is_like", "is_follow", "is_comment", "is_forward"] = (
+        "long_view"
+    )
+    """What is predicted."""
+    train_days: tuple[int, ...] = (20220425, 20220430)
+    """First and last day, yyyymmdd."""
+    validation_days: tuple[int, ...] = ()
+    """First and last day; by default there is no validation split."""
+    test_days: tuple[int, ...] = (20220501, 20220508)
+    """First and last day."""
+    history_len: int = 0
+    """Adds what the user watched before the log began, at most so many videos; 0: nothing."""
+
+    def __post_init__(self) -> None:
+        for name in ("train_days", "validation_days", "test_days"):
+            days: tuple[int, ...] = getattr(self, name)
+            if days and (len(days) != 2 or not 19000101 <= days[0] <= days[1] <= 99991231):
+                raise ConfigError(
+                    f"{name} is {list(days)}; give the first and last day as yyyymmdd, "
+                    "such as [20220501, 20220508]"
+                )
+        not_negative("history_len", self.history_len)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CriteoConfig:
+    """`[data.criteo]`: tab-separated click logs."""
+
+    log_dense: bool = True
+    """Take log(1 + x) of the 13 counts, negatives as 0; false: as they are."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    """`[data]`: where samples come from; only the section of the chosen kind is used."""
+
+    kind: Kind = "synthetic"
+    """What the files are; `synthetic` needs none."""
+    path: str = ""
+    """A file or a folder."""
+    validation_path: str = ""
+    """parquet and criteo: the files of the validation split."""
+    test_path: str = ""
+    """parquet and criteo: the files of the test split."""
+    test_every: int = 0
+    """parquet and criteo, instead of those paths: of so many neighbouring rows of a file the last
+    is for test, the one before for validation, the rest for training."""
+    shuffle: bool = True
+    """Shuffle the train split; others always keep the order of the files."""
+    shuffle_window: int = 65_536
+    """Samples held and shuffled at a time where the data is read in passing."""
+    max_broken: int = 0
+    """Broken rows to skip in one pass before the data is refused."""
+    synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
+    parquet: ParquetConfig = field(default_factory=ParquetConfig)
+    movielens: MovieLensConfig = field(default_factory=MovieLensConfig)
+    kuairand: KuaiRandConfig = field(default_factory=KuaiRandConfig)
+    criteo: CriteoConfig = field(default_factory=CriteoConfig)
+
+    def __post_init__(self) -> None:
+        if self.kind != "synthetic" and not self.path:
+            raise ConfigError(f"path is missing; say where the {self.kind} files are")
+        if self.kind == "synthetic" and self.path:
+            raise ConfigError(f"path is {self.path!r} but kind is 'synthetic'; say what it holds")
+        positive("shuffle_window", self.shuffle_window)
+        not_negative("max_broken", self.max_broken)
+        if self.test_every and self.test_every < 3:
+            raise ConfigError(f"test_every is {self.test_every}; give 3 or more rows, or 0")
+        if self.test_every and (self.test_path or self.validation_path):
+            raise ConfigError("test_every and test_path both say what to test on; give one")

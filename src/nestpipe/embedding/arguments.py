@@ -1,0 +1,60 @@
+"""What both stores ask of their arguments; a wrong one is a defect of the caller."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from nestpipe.embedding.store import StoreLayout
+
+# Shapes: K keys, W width of a row as it travels
+
+MOST_KEYS = 2**32 - 1
+MASK = 2**64 - 1
+
+
+def check_layout(layout: StoreLayout) -> None:
+    """Refuse a layout that contradicts itself."""
+    tables = layout.num_tables
+    limits = layout.max_rows
+    if len(layout.init_stds) != tables or len(limits) not in (0, tables):
+        raise ValueError(f"{tables} seeds, {len(layout.init_stds)} stds, {len(limits)} limits")
+    if layout.dim < 1 or layout.state_dim < 0 or any(limit < 0 for limit in limits):
+        raise ValueError(f"a store cannot have the layout {layout}")
+    if layout.dtype not in ("float32", "bfloat16"):
+        raise ValueError(f"dtype is {layout.dtype!r}; use 'float32' or 'bfloat16'")
+
+
+def check_rows(layout: StoreLayout, keys_K: Tensor, counts: Sequence[int], rows_KW: Tensor) -> None:
+    """Refuse keys, counts and rows that do not belong together."""
+    _check_tensor("keys", keys_K, torch.int64, (keys_K.numel(),))
+    _check_tensor("rows", rows_KW, torch.float32, (keys_K.numel(), layout.width))
+    if len(counts) != layout.num_tables or any(count < 0 for count in counts):
+        raise ValueError(f"counts are {list(counts)}; give one, 0 or more, for each table")
+    if sum(counts) != keys_K.numel():
+        raise ValueError(f"counts add up to {sum(counts)}, but there are {keys_K.numel()} keys")
+    if keys_K.numel() > MOST_KEYS:
+        raise ValueError(f"{keys_K.numel()} keys at once; pass at most {MOST_KEYS}")
+
+
+def repeated(table: int, key: int) -> ValueError:
+    """The error for a key that came twice."""
+    return ValueError(f"key {key} of table {table} comes twice; keys of a scatter must not repeat")
+
+
+def too_many_rows(table: int, asked: int, limit: int) -> str:
+    """The sentence for a table that would outgrow its limit."""
+    return (
+        f"table {table} would have {asked:,} rows here and may have {limit:,}; "
+        "raise its max_rows, or spread it over more workers"
+    )
+
+
+def _check_tensor(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise ValueError(f"{name} must be contiguous and on the CPU, not on {tensor.device}")
+    if tensor.dtype != dtype or tuple(tensor.shape) != shape:
+        given = f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+        raise ValueError(f"{name} must be {dtype} of shape {shape}, not {given}")

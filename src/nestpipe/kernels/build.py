@@ -1,0 +1,150 @@
+"""Compile the native sources into one shared library, once per machine and version.
+
+The name of the library carries a hash of everything that went into it, so a library that exists
+is never stale. `python -m nestpipe.kernels.build` builds it ahead of the first use.
+"""
+
+# pyright: strict
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from nestpipe.errors import ConfigError
+
+SOURCES = Path(__file__).parent / "native"
+# No contraction and no fast math: numpy, which does one rounding per operation, must agree.
+FLAGS = (
+    *("-std=c++17", "-O3", "-march=native", "-fno-fast-math", "-ffp-contract=off"),
+    *("-fvisibility=hidden", "-fPIC", "-shared", "-pthread"),
+)
+COMPILERS = ("g++", "c++", "clang++")
+TWIN = "or set NESTPIPE_NATIVE=0 to use the slow plain twin"
+
+
+def build() -> Path:
+    """The library, compiled now where this machine has none of these sources yet."""
+    compiler = find_compiler()
+    target = cache_folder() / f"libnestpipe-{build_key(compiler)}.so"
+    if target.exists():
+        return target
+    with _locked(target.with_suffix(".lock")):
+        if not target.exists():
+            _compile(compiler, target)
+    return target
+
+
+def find_compiler() -> list[str]:
+    """The command of a C++ compiler: `$CXX` where it is set, else the first that is installed."""
+    asked = shlex.split(os.environ.get("CXX", ""))
+    if asked and shutil.which(asked[0]) is None:
+        raise ConfigError(f"there is no compiler {asked[0]!r}; correct or unset CXX, {TWIN}")
+    if asked:
+        return asked
+    for name in COMPILERS:
+        if found := shutil.which(name):
+            return [found]
+    raise ConfigError(
+        "there is no C++ compiler for the native store; "
+        f"install g++ 12 or newer (or name one in CXX), {TWIN}"
+    )
+
+
+def cache_folder() -> Path:
+    """Where libraries are kept: NESTPIPE_CACHE, or `nestpipe` in the user's cache folder."""
+    if own := os.environ.get("NESTPIPE_CACHE"):
+        return Path(own)
+    shared = os.environ.get("XDG_CACHE_HOME")
+    return (Path(shared) if shared else Path.home() / ".cache") / "nestpipe"
+
+
+def build_key(compiler: list[str]) -> str:
+    """A hash of the sources, the flags, the compiler and the processor."""
+    digest = hashlib.sha256()
+    for part in (*FLAGS, *compiler, _version_of(compiler), _processor()):
+        digest.update(part.encode() + b"\0")
+    for source in source_files():
+        digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def source_files() -> list[Path]:
+    """Headers and sources, in a fixed order."""
+    return sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")])
+
+
+def _version_of(compiler: list[str]) -> str:
+    result = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=False)
+    return result.stdout
+
+
+def _processor() -> str:
+    """What -march=native depends on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    wanted = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU part")
+    return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold a file lock: of several ranks that start at once, one compiles and the others wait."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("w")
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write to {str(path.parent)!r}: {error.strerror}; "
+            f"name another folder in NESTPIPE_CACHE, {TWIN}"
+        ) from None
+    with file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _compile(compiler: list[str], target: Path) -> None:
+    sys.stderr.write(f"compiling the native store with {Path(compiler[0]).name}\n")
+    sources = [str(path) for path in source_files() if path.suffix == ".cpp"]
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        made = Path(folder) / target.name
+        command = [*compiler, *FLAGS, "-o", str(made), *sources]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        if result.returncode != 0:
+            raise ConfigError(
+                f"{compiler[0]} cannot compile the native store ({_first_error(result.stderr)}); "
+                f"use g++ 12 or newer (name it in CXX), {TWIN}"
+            )
+        made.replace(target)
+
+
+def _first_error(text: str) -> str:
+    lines = text.strip().splitlines() or ["it said nothing"]
+    return next((line for line in lines if "error" in line), lines[-1])
+
+
+def main() -> None:
+    """Build the library and say where it is."""
+    began = time.monotonic()
+    path = build()
+    sys.stdout.write(f"{path} ({time.monotonic() - began:.1f} s)\n")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except ConfigError as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(error.exit_status)

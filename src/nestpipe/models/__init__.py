@@ -1,0 +1,26 @@
+"""Models in two halves: which keys they want, and what they do with the rows."""
+
+from nestpipe.models.dlrm import Dlrm, DlrmConfig
+from nestpipe.models.hstu import Hstu, HstuConfig, Prefix, Tokens
+from nestpipe.models.metrics import Auc, LogLoss, TargetRank, ranks_of_targets
+from nestpipe.models.protocol import Loss, RecModel
+from nestpipe.models.ranker import HstuRanker
+from nestpipe.models.retriever import HstuRetriever, SampledSoftmaxConfig
+
+__all__ = [
+    "Auc",
+    "Dlrm",
+    "DlrmConfig",
+    "Hstu",
+    "HstuConfig",
+    "HstuRanker",
+    "HstuRetriever",
+    "LogLoss",
+    "Loss",
+    "Prefix",
+    "RecModel",
+    "SampledSoftmaxConfig",
+    "TargetRank",
+    "Tokens",
+    "ranks_of_targets",
+]

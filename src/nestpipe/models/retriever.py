@@ -1,0 +1,142 @@
+"""`HstuRetriever`: which item comes next, at every position of a history."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from nestpipe.batch import Batch
+from nestpipe.config import Table, positive
+from nestpipe.jagged import Jagged
+from nestpipe.kernels.attention import Padding
+from nestpipe.models.hstu import Hstu, HstuConfig, Tokens
+from nestpipe.models.negatives import ItemSampler
+from nestpipe.models.protocol import Loss
+
+# Shapes: B samples, T rows of all samples together, L positions that predict (padded), M negatives
+# of a sample, N items to score, D width
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampledSoftmaxConfig:
+    """How the next item is told from others."""
+
+    num_items: int
+    """Items are keys from 1 to this; negatives are drawn among them."""
+    negatives: int = 128
+    """Drawn per sample and shared by all its positions."""
+    sampling: Literal["uniform", "log_uniform"] = "uniform"
+    """`log_uniform`: small keys more often, for catalogues sorted by popularity; corrected for."""
+    normalise: bool = True
+    """Compare directions only: vectors and rows are scaled to length 1."""
+    temperature: float = 0.05
+    """What scores are divided by; use 1 where `normalise` is off."""
+    seed: int = 0
+    """Of the negatives."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_items", "negatives", "temperature"):
+            positive(name, getattr(self, name))
+
+
+class HstuRetriever(nn.Module):
+    """Next-item prediction by sampled softmax; its weight is the number of predicted items.
+
+    Reads `sparse["history"]`, oldest item first, keys from 1 to `num_items`; each item but the
+    first is predicted from those before it. `dense["sample_id"]` (B,) int64 names a sample:
+    negatives are a function of (seed, sample_id), and of `dense["step"]` (B,) int64 where the batch
+    has that column, so that another pass over the data can draw others. With time buckets also
+    `sparse["times"]`, a whole number for each item.
+    """
+
+    def __init__(self, config: HstuConfig, softmax: SampledSoftmaxConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.softmax = softmax
+        self.sampler = ItemSampler(softmax.num_items, softmax.sampling, softmax.seed)
+        self.encoder = Hstu(config)
+
+    def tables(self) -> list[Table]:
+        """One table, of items."""
+        return [Table(name="items", dim=self.config.dim, features=("history", "negatives"))]
+
+    def sparse_keys(self, batch: Batch) -> Mapping[str, Jagged]:
+        negatives_BM = self.negatives(batch)
+        lengths_B = torch.full_like(negatives_BM[:, 0], self.softmax.negatives)
+        return {
+            "history": batch.sparse["history"],
+            "negatives": Jagged(negatives_BM.flatten(), lengths_B),
+        }
+
+    def query_keys(self, batch: Batch) -> Mapping[str, Jagged]:
+        """The keys that `encode` wants: no negatives."""
+        return {"history": batch.sparse["history"]}
+
+    def negatives(self, batch: Batch) -> Tensor:
+        """(B, M) the negatives of each sample."""
+        ids = [batch.dense[name] for name in ("sample_id", "step") if name in batch.dense]
+        return self.sampler.draw(ids, self.softmax.negatives)
+
+    def dense(self, rows: Mapping[str, Tensor], batch: Batch) -> Loss:
+        history = batch.sparse["history"]
+        padding = Padding.of(history.offsets, len(history.values))
+        next_BLD = padding.pad(self._direction(rows["history"]))[:, 1:]
+        vectors_BLD = padding.pad(self._vectors(rows, batch))[:, :-1]
+        negatives_BMD = self._direction(rows["negatives"])
+        negatives_BMD = negatives_BMD.view(batch.size, self.softmax.negatives, self.config.dim)
+        positive_BL = (vectors_BLD * next_BLD).sum(2)
+        negative_BLM = torch.bmm(vectors_BLD, negatives_BMD.transpose(1, 2))
+        loss_BL = self._loss(
+            positive_BL, negative_BLM, padding.pad(history.values)[:, 1:], self.negatives(batch)
+        )
+        rows_L = torch.arange(1, padding.longest or 1, device=loss_BL.device)
+        counted_BL = rows_L[None] < padding.lengths_B[:, None]
+        total = torch.where(counted_BL, loss_BL, 0).sum()
+        return Loss(total, float(counted_BL.sum()))
+
+    def encode(self, rows: Mapping[str, Tensor], batch: Batch) -> Tensor:
+        """(B, D) what follows the last item of each history; zeros where there is no item."""
+        history = batch.sparse["history"]
+        vectors_TD = self._vectors(rows, batch)
+        nothing_1D = vectors_TD.new_zeros(1, self.config.dim)
+        last_B = torch.where(history.lengths > 0, history.offsets[1:] - 1, len(vectors_TD))
+        return torch.cat([vectors_TD, nothing_1D]).index_select(0, last_B)
+
+    def score(self, vectors_BD: Tensor, items_ND: Tensor) -> Tensor:
+        """(B, N) how well each item, given by its row, follows; higher is better."""
+        return vectors_BD @ self._direction(items_ND).T / self.softmax.temperature
+
+    def _vectors(self, rows: Mapping[str, Tensor], batch: Batch) -> Tensor:
+        """(T, D) at each item, the direction in which the next one is expected."""
+        times_T = batch.sparse["times"].values if self.config.time_buckets else None
+        tokens = Tokens(batch.sparse["history"].lengths, times_T=times_T)
+        return self._direction(self.encoder(rows["history"], tokens))
+
+    def _direction(self, x_TD: Tensor) -> Tensor:
+        return functional.normalize(x_TD, dim=1) if self.softmax.normalise else x_TD
+
+    def _loss(
+        self,
+        positive_BL: Tensor,
+        negative_BLM: Tensor,
+        next_BL: Tensor,
+        negatives_BM: Tensor,
+    ) -> Tensor:
+        """(B, L) minus the log-probability of the next item, among itself and the negatives.
+
+        A negative that is the next item itself does not count. Scores are lowered by how often
+        an item is drawn, so that items drawn often are not pushed down for that.
+        """
+        temperature = self.softmax.temperature
+        right_BL = positive_BL / temperature - self.sampler.log_chance(next_BL).to(positive_BL)
+        chance_BM = self.sampler.log_chance(negatives_BM).to(positive_BL)
+        wrong_BLM = negative_BLM / temperature - chance_BM[:, None]
+        is_next_BLM = next_BL[:, :, None] == negatives_BM[:, None]
+        wrong_BLM = wrong_BLM.masked_fill(is_next_BLM, float("-inf"))
+        scores = torch.cat([right_BL[:, :, None], wrong_BLM], dim=2)
+        return torch.logsumexp(scores, dim=2) - right_BL

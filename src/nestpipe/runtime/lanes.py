@@ -1,0 +1,66 @@
+"""What a run asks of lanes: take an op, run it after others, say when it is done.
+
+A lane may be a thread, a CUDA stream, or the caller itself. Whoever it is, ops start in the order
+in which they are submitted to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Protocol, Self
+
+from nestpipe.schedule import Kind, Lane, Op
+
+Act = Callable[[Op], None]
+"""Does one op."""
+Work = Mapping[Kind, Act]
+"""What each kind of op does; handed to a run by whoever knows."""
+
+
+class Event(Protocol):
+    """The end of one op.
+
+    Lanes of one set understand each other's events: a thread waits for one on the host, a stream
+    lets its device wait.
+    """
+
+    def wait(self) -> None:
+        """Block the calling thread until the op has ended, was skipped or has failed."""
+        ...
+
+
+class LaneQueue(Protocol):
+    """One lane, as the issuing loop sees it."""
+
+    def submit(self, act: Act, op: Op, after: Sequence[Event]) -> Event:
+        """Run `act(op)` after all that was submitted before and after the events.
+
+        Raises the first failure of any lane, once there is one.
+        """
+        ...
+
+
+class Lanes(Protocol):
+    """All lanes of a rank, open between `__enter__` and `__exit__`.
+
+    Leaving waits for everything submitted and raises the first failure; leaving by an exception
+    skips what has not started. No thread outlives it.
+    """
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+        /,
+    ) -> None: ...
+
+    def __getitem__(self, lane: Lane, /) -> LaneQueue: ...
+
+
+def name_failure(error: BaseException, op: Op) -> None:
+    """Say in the traceback which op it was."""
+    error.add_note(f"in `{op}` on lane {op.lane}")

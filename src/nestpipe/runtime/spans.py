@@ -1,0 +1,68 @@
+"""A run's clock: one `Span` per op, the last batches of them kept."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from typing import Protocol
+
+from nestpipe.runtime.kept import LastBatches
+from nestpipe.runtime.lanes import Act
+from nestpipe.schedule import Op
+from nestpipe.trace import Span, Trace
+from nestpipe.trace.span import Fact
+
+KEEP_BATCHES = 64
+
+
+class Spans(Protocol):
+    """Times the ops of one run on one rank."""
+
+    def begin(self) -> None:
+        """Forget everything; times count from now."""
+        ...
+
+    def timed(self, act: Act) -> Act:
+        """The same act, recorded; may run on any lane."""
+        ...
+
+    def trace(self, facts: Mapping[str, Fact]) -> Trace:
+        """What was recorded so far."""
+        ...
+
+
+class HostSpans:
+    """Times by the host's clock: right where an op has ended when its act returns."""
+
+    def __init__(self, rank: int = 0, *, keep_batches: int = KEEP_BATCHES) -> None:
+        self._rank = rank
+        self._kept = LastBatches[Span](keep_batches)
+        self._start = time.perf_counter()
+
+    def begin(self) -> None:
+        self._kept.clear()
+        self._start = time.perf_counter()
+
+    def timed(self, act: Act) -> Act:
+        def recorded(op: Op) -> None:
+            start = self._now()
+            act(op)
+            self._kept.add(op.batch, span_of(op, self._rank, start, self._now()))
+
+        return recorded
+
+    def trace(self, facts: Mapping[str, Fact]) -> Trace:
+        return trace_of(self._kept.all(), facts)
+
+    def _now(self) -> float:
+        return (time.perf_counter() - self._start) * 1e3
+
+
+def span_of(op: Op, rank: int, start: float, end: float) -> Span:
+    """What an op leaves in the trace."""
+    return Span(op.kind, op.lane, op.batch, op.micro, rank, start, end)
+
+
+def trace_of(spans: Iterable[Span], facts: Mapping[str, Fact]) -> Trace:
+    """A trace in the order of time."""
+    return Trace(tuple(sorted(spans, key=lambda span: (span.start, span.end))), dict(facts))

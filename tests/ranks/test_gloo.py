@@ -1,0 +1,90 @@
+"""Real process groups: collectives of Gloo, and what is left of a run when a rank is lost."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).with_name("rank_program.py")
+LAUNCH = """
+import sys
+from nestpipe.comm import launch
+sys.exit(launch(int(sys.argv[1]), [sys.executable, *sys.argv[2:]]))
+"""
+START_S = 60.0
+"""Enough for processes to import torch on a busy machine."""
+
+
+def run_program(ranks: int, scenario: str) -> subprocess.CompletedProcess[str]:
+    """`nestpipe.comm.launch` in a process of its own; what the ranks print is shown on failure."""
+    command = [sys.executable, "-c", LAUNCH, str(ranks), str(PROGRAM), scenario]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=START_S, check=False)
+    print(done.stdout, done.stderr, sep="\n")
+    return done
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_collectives_of_processes(ranks: int):
+    done = run_program(ranks, "collectives")
+    assert done.returncode == 0
+    assert done.stdout == "rank 0 has seen all\n", "only rank 0 prints"
+    assert not done.stderr
+
+
+def test_a_killed_rank_is_named_by_the_others():
+    done = run_program(4, "one_is_killed_beside_threads")
+    assert done.returncode == 137, "128 + SIGKILL"
+    for rank in range(3):
+        assert f"rank {rank} waited in vain for its peers in `rows 3.1` (all_to_all)" in done.stderr
+    assert "no sign of rank 3" in done.stderr
+
+
+def test_a_mistake_of_one_rank_is_shown_once_and_decides_the_status():
+    done = run_program(2, "one_raises")
+    assert done.returncode == 1
+    assert done.stderr.count("ValueError: a rank's own mistake") == 1
+    assert "rank 0 waited in vain for its peers in `rows 3.1`" in done.stderr
+
+
+@pytest.mark.parametrize("scenario", ["one_is_killed", "one_stays_away"])
+def test_survivors_without_a_launcher_exit_by_themselves(scenario: str):
+    """As on several machines, where the launcher of another one cannot stop them."""
+    port = free_port()
+    ranks = [start_rank(rank, 3, port, scenario) for rank in range(3)]
+    try:
+        for rank in ranks[:2]:
+            _, said = rank.communicate(timeout=START_S)
+            print(said)
+            assert rank.returncode == 3
+            assert "in `rows 3.1` (all_to_all), at most 4 s" in said
+            assert "no sign of rank 2" in said
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+
+
+def free_port() -> int:
+    with socket.socket() as any_socket:
+        any_socket.bind(("127.0.0.1", 0))
+        return any_socket.getsockname()[1]
+
+
+def start_rank(rank: int, size: int, port: int, scenario: str) -> subprocess.Popen[str]:
+    environment = {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+    }
+    return subprocess.Popen(
+        [sys.executable, str(PROGRAM), scenario],
+        env={**os.environ, **environment},
+        stderr=subprocess.PIPE,
+        text=True,
+    )

@@ -1,0 +1,226 @@
+"""Each format: what becomes of its columns, its splits and its gaps."""
+
+import csv
+import math
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from nestpipe.data import (
+    MISSING,
+    CriteoConfig,
+    DataConfig,
+    KuaiRandConfig,
+    MovieLensConfig,
+    ParquetConfig,
+    open_source,
+)
+from nestpipe.data.held_out import keeps, num_kept
+from nestpipe.data.mixing import text_key
+from nestpipe.errors import ConfigError, DataError
+
+KUAIRAND = Path(__file__).resolve().parents[4] / "shared" / "data" / "kuairand-pure"
+
+
+def everything(config, split="train"):
+    """All samples of a split in the order of the files, as one batch."""
+    options = {"rank": 0, "ranks": 1, "seed": 0}
+    source = open_source(config, split)
+    (batch,) = source.batches(global_batch=10**6, **options)
+    return batch
+
+
+def test_a_string_has_the_same_key_for_good():
+    assert text_key("full_active") == -5135212668805310137
+    assert text_key("") == text_key("")
+    assert text_key("ä") != text_key("a")
+
+
+def test_parquet_columns_by_config(make):
+    batch = everything(make("parquet", shuffle=False))
+    assert batch.dense["dense"].shape == (48, 2)
+    assert batch.dense["dense"][0, 1] == 0  # a null
+    assert batch.sparse["word"].to_lists()[:4] == [
+        [text_key("w0")],
+        [text_key("w1")],
+        [MISSING],
+        [text_key("w3")],
+    ]
+    assert batch.sparse["tags"].to_lists()[:4] == [[], [0], [0, 1], []]
+    assert batch.dense["label"][:4].tolist() == [0, 1, 0, 1]
+
+
+def test_parquet_columns_by_type(tmp_path):
+    rows = pa.table(
+        {
+            "a": pa.array([1, 2], type=pa.uint64()),
+            "b": pa.array([[1], None]),
+            "c": pa.array(["x", "x"]).dictionary_encode(),
+            "d": pa.array([0.5, 1.5]),
+            "when": pa.array([1, 2], type=pa.timestamp("s")),
+            "noise": pa.array([1, 2]),
+            "fixed": pa.array([[1, 2], [3, 4]], type=pa.list_(pa.int32(), 2)),
+        }
+    )
+    pq.write_table(rows, tmp_path / "a.parquet")
+    config = DataConfig(
+        kind="parquet", path=str(tmp_path), shuffle=False, parquet=ParquetConfig(ignore=("noise",))
+    )
+    batch = everything(config)
+    assert {name: keys.to_lists() for name, keys in batch.sparse.items()} == {
+        "a": [[1], [2]],
+        "b": [[1], []],
+        "c": [[text_key("x")]] * 2,
+        "fixed": [[1, 2], [3, 4]],
+    }
+    assert batch.dense["dense"].tolist() == [[0.5], [1.5]]
+    assert "label" not in batch.dense
+
+
+def test_several_labels_keep_their_names(make):
+    config = make("parquet")
+    two = ParquetConfig(sparse=("user",), labels=("label", "n"))
+    config = DataConfig(kind="parquet", path=config.path, parquet=two, max_broken=9)
+    assert {"label", "n"} <= everything(config).dense.keys()
+
+
+@pytest.mark.parametrize(
+    ("columns", "sentence"),
+    [
+        ({"sparse": ("usr",)}, "0.parquet has no column usr"),
+        ({"sparse": ("x",)}, "column x of .* is double, which cannot be keys"),
+        ({"dense": ("word",)}, "column word of .* is string, which cannot be a number per row"),
+    ],
+)
+def test_a_column_that_does_not_fit_is_named(make, columns, sentence):
+    path = make("parquet").path
+    with pytest.raises(DataError, match=sentence):
+        open_source(DataConfig(kind="parquet", path=path, parquet=ParquetConfig(**columns)))
+
+
+def test_rows_held_out_are_in_one_split_each(make, lists):
+    parts = [everything(make("parquet held out"), split) for split in _SPLITS]
+    assert [part.size for part in parts] == [30, 9, 9]
+    rows = [str(row) for part in parts for row in lists(part)]
+    assert len(set(rows)) == 48
+
+
+_SPLITS = ("train", "validation", "test")
+
+
+@pytest.mark.parametrize("every", [0, 3, 7])
+def test_held_out_rows_are_counted_without_reading(every):
+    import numpy as np
+
+    for split in _SPLITS:
+        for begin in range(10):
+            for end in range(begin, 25):
+                kept = keeps(np.arange(begin, end), split, every).sum()
+                assert num_kept(begin, end, split, every) == kept
+
+
+def test_other_paths_can_be_the_test_split(make, tmp_path):
+    config = make("criteo")
+    day = str(tmp_path / "day_1.tsv")
+    assert everything(DataConfig(kind="criteo", path=config.path, test_path=day), "test").size == 25
+    with pytest.raises(ConfigError, match=r"there is no validation split; set data\.validation_"):
+        open_source(config, "validation")
+
+
+def test_ratings_are_split_by_time(make, tmp_path):
+    config = make("movielens ratings", shuffle=False)
+    lines = (tmp_path / "ratings.dat").read_text().splitlines()
+    rows = [tuple(map(int, line.split("::"))) for line in lines]
+    rows.sort(key=lambda row: row[3])
+    parts = [everything(config, split) for split in _SPLITS]
+    users = sum((part.sparse["user"].values.tolist() for part in parts), [])
+    labels = sum((part.dense["label"].tolist() for part in parts), [])
+    assert users == [row[0] for row in rows]
+    assert labels == [float(row[2] >= 4) for row in rows]
+    assert parts[1].size == parts[2].size == round(len(rows) * 0.1)
+
+
+def test_the_last_item_is_for_test_and_the_one_before_to_validate(tmp_path):
+    (tmp_path / "ratings.dat").write_text(
+        "1::50::5::9\n1::10::5::1\n1::30::1::3\n1::20::5::2\n1::40::5::3\n"
+        "2::10::5::1\n2::20::5::2\n3::30::5::1\n3::20::5::3\n3::10::5::2\n"
+    )
+    config = DataConfig(kind="movielens", path=str(tmp_path), movielens=MovieLensConfig(max_len=3))
+    train, validation, test = (everything(config, split) for split in _SPLITS)
+    assert train.sparse["history"].to_lists() == [[10, 20, 30]]
+    assert validation.sparse["history"].to_lists() == [[10, 20, 30], [30]]
+    assert validation.dense["target"].tolist() == [40, 10]
+    assert test.sparse["history"].to_lists() == [[20, 30, 40], [30, 10]]
+    assert test.dense["target"].tolist() == [50, 20]
+
+
+def test_both_forms_of_movielens_read_the_same(tmp_path, make, lists):
+    dat = everything(make("movielens ratings"))
+    text = (tmp_path / "ratings.dat").read_text().replace("::", ",")
+    file = tmp_path / "ratings.csv"
+    file.write_text("userId,movieId,rating,timestamp\r\n" + text.replace("\n", "\r\n"))
+    csv_config = DataConfig(
+        kind="movielens", path=str(file), movielens=MovieLensConfig(use="ratings")
+    )
+    assert lists(everything(csv_config)) == lists(dat)
+
+
+def test_both_forms_of_kuairand_read_the_same(tmp_path, lists, write_kuairand):
+    found = []
+    for form in ("csv", "parquet"):
+        (tmp_path / form).mkdir()
+        write_kuairand(tmp_path / form, form)
+        found.append(everything(DataConfig(kind="kuairand", path=str(tmp_path / form)), "test"))
+    assert lists(found[0]) == lists(found[1])
+
+
+def test_a_kuairand_sample_has_what_was_known_beforehand(make):
+    batch = everything(make("kuairand parquet", shuffle=False))
+    user, video = (batch.sparse[name].values for name in ("user_id", "video_id"))
+    known = {name: keys.to_lists() for name, keys in batch.sparse.items()}
+    for i in range(batch.size):
+        who, what = int(user[i]), int(video[i])
+        assert known["author_id"][i] == [100 + what]
+        assert known["tag"][i] == [[12, 39], [2], [], [7], [8]][what]
+        assert known["onehot_feat4"][i] == [MISSING if who in (1, 5) else 1]
+        assert known["history"][i] == (list(range(who))[-3:] if who < 4 else [])
+        assert batch.dense["dense"][i, 0] == pytest.approx(math.log1p(i))
+        assert batch.dense["dense"][i, 1] == pytest.approx(math.log1p(10 * who if who < 5 else 0))
+
+
+def test_kuairand_history_needs_its_file(make):
+    path = make("kuairand csv").path
+    with pytest.raises(DataError, match=r"there are no files user_history\*"):
+        open_source(DataConfig(kind="kuairand", path=path, kuairand=KuaiRandConfig(history_len=5)))
+
+
+@pytest.mark.skipif(not KUAIRAND.exists(), reason="no KuaiRand data beside this repository")
+def test_the_real_kuairand_has_the_published_rows():
+    for split, size, rate in (("train", 94_784, 0.307), ("test", 133_545, 0.313)):
+        config = DataConfig(kind="kuairand", path=str(KUAIRAND))
+        source = open_source(config, split)
+        assert source.num_samples == size
+        assert "show_cnt" not in str(source.columns)
+        parts = list(source.batches(global_batch=100_000, rank=1, ranks=2, seed=0))
+        assert [part.size for part in parts] == ([47_392] if split == "train" else [50_000, 16_772])
+        assert float(parts[0].dense["label"].mean()) == pytest.approx(rate, abs=0.01)
+        assert parts[0].dense["dense"].isfinite().all()
+
+
+def test_criteo_categories_are_their_numbers_and_gaps_have_a_key(make, tmp_path):
+    config = make("criteo", shuffle=False)
+    batch = everything(config)
+    raw = DataConfig(
+        kind="criteo", path=config.path, shuffle=False, criteo=CriteoConfig(log_dense=False)
+    )
+    counts = everything(raw).dense["dense"]
+    with (tmp_path / "day_0.tsv").open() as file:
+        rows = list(csv.reader(file, delimiter="\t"))
+    for i, row in enumerate(rows):
+        assert counts[i].tolist() == [int(cell or 0) for cell in row[1:14]]
+        for j, cell in enumerate(row[14:]):
+            key = int(cell, 16) if cell else MISSING
+            assert batch.sparse[f"C{j + 1}"].values[i] == key
+    assert batch.dense["dense"].allclose(counts.clamp(min=0).log1p())

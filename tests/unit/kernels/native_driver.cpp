@@ -1,0 +1,123 @@
+// Random work on a store from several threads at once, for the sanitizers.
+//
+// Each writer owns keys that no other writer touches and stores rows whose numbers are all the
+// same, so that a torn row shows even where no sanitizer looks. Readers read everybody's keys.
+#include <atomic>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "abi.h"
+
+namespace {
+
+constexpr int64_t kTables = 3;
+constexpr int64_t kWriters = 2;
+constexpr int64_t kReaders = 2;
+constexpr int64_t kBatches = 40;
+constexpr int64_t kKeys = 3000;
+
+struct World {
+  nestpipe::Store* store;
+  int64_t width;
+  std::atomic<bool> stop{false};
+};
+
+void require(bool holds, const char* what) {
+  if (holds) return;
+  std::fprintf(stderr, "%s\n", what);
+  std::exit(1);
+}
+
+// Distinct keys of each table, of writer `writer` only; both signs.
+std::vector<int64_t> draw(std::mt19937_64& random, int64_t writer, std::vector<int64_t>& counts) {
+  std::vector<int64_t> keys;
+  for (int64_t t = 0; t < kTables; ++t) {
+    counts[static_cast<size_t>(t)] = 0;
+    for (int64_t k = -kKeys; k < kKeys; ++k) {
+      if (random() % 8 != 0) continue;
+      keys.push_back(k * kWriters + writer);
+      ++counts[static_cast<size_t>(t)];
+    }
+  }
+  return keys;
+}
+
+void write(World& world, int64_t writer) {
+  std::mt19937_64 random(static_cast<uint64_t>(writer));
+  std::vector<int64_t> counts(kTables);
+  for (int64_t b = 1; b <= kBatches; ++b) {
+    const auto keys = draw(random, writer, counts);
+    const std::vector<float> rows(keys.size() * static_cast<size_t>(world.width), float(b));
+    nestpipe::Report report{};
+    const int status = nestpipe_store_scatter(world.store, keys.data(), counts.data(), rows.data(),
+                                              &report);
+    require(status == nestpipe::kOk, "scatter failed");
+  }
+}
+
+void read(World& world, uint64_t seed) {
+  std::mt19937_64 random(seed);
+  std::vector<int64_t> counts(kTables);
+  while (!world.stop) {
+    const auto keys = draw(random, static_cast<int64_t>(random() % kWriters), counts);
+    const auto width = static_cast<size_t>(world.width);
+    std::vector<float> rows(keys.size() * width);
+    int64_t fresh = 0;
+    require(nestpipe_store_gather(world.store, keys.data(), counts.data(), rows.data(), &fresh) == 0,
+            "gather failed");
+    for (size_t i = 0; i < keys.size(); ++i) {
+      const float* row = &rows[i * width];
+      if (row[width - 1] == -1.0f) continue;  // state of a row that was never stored
+      for (size_t j = 0; j < width; ++j) require(row[j] == row[0], "a torn row");
+    }
+  }
+}
+
+void refuse(World& world) {
+  std::vector<int64_t> counts(kTables, 0);
+  counts[0] = 2;
+  const int64_t keys[] = {7, 7};
+  const std::vector<float> rows(2 * static_cast<size_t>(world.width));
+  nestpipe::Report report{};
+  require(nestpipe_store_scatter(world.store, keys, counts.data(), rows.data(), &report) ==
+              nestpipe::kRepeatedKey,
+          "a repeated key was taken");
+  require(report.table == 0 && report.key == 7, "the wrong key was named");
+}
+
+void run(int64_t dim, int64_t state_dim, int64_t bfloat16) {
+  const uint64_t seeds[kTables] = {1, 2, 3};
+  const double stds[kTables] = {0.01, 0.1, 1.0};
+  const int64_t limits[kTables] = {0, 0, 1 << 20};
+  const nestpipe::Shape shape{kTables, dim, state_dim, bfloat16, -1.0f, seeds, stds, limits};
+  World world{nestpipe_store_open(&shape, 2), dim + state_dim};
+  require(world.store != nullptr, "no store");
+  std::vector<std::thread> readers;
+  std::vector<std::thread> writers;
+  for (int64_t r = 0; r < kReaders; ++r) readers.emplace_back([&world, r] { read(world, 100 + r); });
+  for (int64_t w = 0; w < kWriters; ++w) writers.emplace_back([&world, w] { write(world, w); });
+  for (auto& writer : writers) writer.join();
+  world.stop = true;
+  for (auto& reader : readers) reader.join();
+  refuse(world);
+  const int64_t rows = nestpipe_store_num_rows(world.store, 0);
+  require(rows > kKeys, "rows are missing");
+  std::vector<int64_t> keys(static_cast<size_t>(rows));
+  require(nestpipe_store_keys(world.store, 0, keys.data(), rows) == rows, "keys are missing");
+  require(nestpipe_store_num_bytes(world.store) > rows * dim, "bytes are missing");
+  nestpipe_store_close(world.store);
+}
+
+}  // namespace
+
+int main() {
+  run(32, 0, 0);   // whole lines
+  run(5, 2, 1);    // odd, bfloat16
+  run(7, 1, 0);
+  std::puts("done");
+  return 0;
+}

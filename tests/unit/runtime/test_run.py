@@ -1,0 +1,238 @@
+"""The loop itself: order, bounds, failures and times, with work that does nothing."""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+
+from nestpipe.comm import LocalCommunicator
+from nestpipe.runtime import (
+    Act,
+    End,
+    Event,
+    HostSpans,
+    InlineLanes,
+    Lanes,
+    ThreadLanes,
+    Work,
+    inject_delays,
+    name_collectives,
+    run,
+)
+from nestpipe.schedule import PLANS, Kind, Lane, Op, Plan, PlanOptions, Retrieval, plan
+from nestpipe.schedule.wellformed import ops_of_batch
+
+NESTED = plan("nested", PlanOptions(micros=2))
+EVERY = [
+    plan(name, PlanOptions(micros=2, retrieval=retrieval))
+    for name in PLANS
+    for retrieval in Retrieval
+    if (name, retrieval) != ("stale_prefetch", Retrieval.NEW)
+]
+every_plan = pytest.mark.parametrize(
+    "chosen", EVERY, ids=lambda p: f"{p.name}-{p.shape.retrieval.value}"
+)
+both_lanes = pytest.mark.parametrize("lanes", [InlineLanes, ThreadLanes])
+
+
+def idle(**acts: Act) -> Work:
+    """Work that does nothing, but for the kinds that are named."""
+    return {kind: acts.get(kind.value, lambda op: None) for kind in Kind}
+
+
+@dataclass
+class Watch:
+    """Notes when each op starts and ends, on top of other work."""
+
+    events: list[tuple[str, Op]] = field(default_factory=list)
+
+    def over(self, work: Work) -> Work:
+        def watched(act: Act) -> Act:
+            def call(op: Op) -> None:
+                self.events.append(("start", op))
+                act(op)
+                self.events.append(("end", op))
+
+            return call
+
+        return {kind: watched(act) for kind, act in work.items()}
+
+
+@every_plan
+@both_lanes
+def test_every_op_runs_once_after_what_it_waits_for(chosen: Plan, lanes: Callable[[], Lanes]):
+    schedule = chosen.schedule(7)
+    work = inject_delays(idle(), seed=1, max_ms=0.5)
+    trace = run(chosen, work, lanes(), batches=End(7), spans=HostSpans(rank=3))
+    spans = {span.name: span for span in trace.spans}
+    assert len(trace.spans) == len(schedule)
+    assert {str(op) for op in schedule.ops} == set(spans)
+    for before, after in schedule.edges:
+        assert spans[str(before)].end <= spans[str(after)].start, f"{before} -> {after}"
+    for lane in Lane:
+        order = [str(op) for op in schedule.ops if op.lane is lane]
+        assert [span.name for span in trace.spans if span.lane == lane] == order
+    assert {span.rank for span in trace.spans} == {3}
+    assert trace.facts["plan"] == chosen.name
+    assert trace.facts["retrieval"] == chosen.shape.retrieval.value
+
+
+@every_plan
+def test_batches_in_flight_stay_within_the_look_ahead(chosen: Plan):
+    watch = Watch()
+    slow = inject_delays(idle(), seed=2, max_ms=0.5)
+    run(chosen, watch.over(slow), ThreadLanes(), batches=End(12))
+    shape, flying, most = chosen.shape, 0, 0
+    for what, op in watch.events:
+        flying += (what, op.kind) == ("start", Kind.PREFETCH)
+        flying -= (what, op) == ("end", shape.retire(op.batch))
+        most = max(most, flying)
+    assert most <= shape.lookahead
+
+
+@dataclass
+class Issued:
+    """Lanes that also note the newest batch that was issued."""
+
+    inner: ThreadLanes
+    newest: int = -1
+
+    def __enter__(self):
+        self.inner.__enter__()
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self.inner.__exit__(*failure)  # pyright: ignore[reportArgumentType]
+
+    def __getitem__(self, lane: Lane):
+        self.lane = self.inner[lane]
+        return self
+
+    def submit(self, act: Act, op: Op, after: list[Event]) -> Event:
+        self.newest = max(self.newest, op.batch)
+        return self.lane.submit(act, op, after)
+
+
+@every_plan
+def test_the_issuing_loop_waits_for_a_stuck_lane(chosen: Plan):
+    stuck = threading.Event()
+    lanes = Issued(ThreadLanes())
+
+    def dense(op: Op) -> None:
+        if op.batch == 3:
+            stuck.wait()
+
+    runner = threading.Thread(
+        target=run, args=(chosen, idle(dense=dense), lanes), kwargs={"batches": End(40)}
+    )
+    runner.start()
+    time.sleep(0.1)
+    reached = lanes.newest
+    stuck.set()
+    runner.join()
+    assert reached <= 3 + chosen.shape.lookahead
+    assert lanes.newest == 39
+
+
+@pytest.mark.parametrize("kind", [Kind.PREFETCH, Kind.COPY, Kind.UNION, Kind.RETRIEVE, Kind.ROWS])
+@both_lanes
+def test_a_failure_on_any_lane_ends_the_run(kind: Kind, lanes: Callable[[], Lanes]):
+    ran: list[Op] = []
+
+    def fail(op: Op) -> None:
+        if op.batch == 2:
+            raise ValueError("broken")
+
+    work = {**idle(update=ran.append), kind: fail}
+    threads = threading.active_count()
+    with pytest.raises(ValueError, match="broken") as failure:
+        run(NESTED, work, lanes())
+    assert failure.value.__notes__[0].startswith(f"in `{kind} 2")
+    assert failure.traceback[-1].name == "fail"
+    assert Op(Kind.UPDATE, 2) not in ran
+    assert threading.active_count() == threads
+
+
+def test_a_failure_on_the_compute_lane_is_prompt_and_the_first_one_counts():
+    started = threading.Event()
+
+    def dense(op: Op) -> None:
+        started.set()
+        raise ValueError("first")
+
+    def copy(op: Op) -> None:
+        if op.batch == 1:
+            started.wait()
+            time.sleep(0.05)
+            raise KeyError("second")
+
+    with pytest.raises(ValueError, match="first"):
+        run(NESTED, idle(dense=dense, copy=copy), ThreadLanes())
+
+
+def test_pending_ops_are_skipped_after_a_failure():
+    ran: list[Op] = []
+
+    def fail(op: Op) -> None:
+        time.sleep(0.05)  # meanwhile the loop issues what waits for this op
+        raise RuntimeError("disk")
+
+    with pytest.raises(RuntimeError, match="disk"):
+        run(NESTED, idle(prefetch=fail, copy=ran.append, update=ran.append), ThreadLanes())
+    assert not ran
+
+
+def test_an_interrupt_stops_the_lanes_and_leaves_no_thread():
+    threads = threading.active_count()
+    seen: list[Op] = []
+
+    def ends() -> int | None:
+        if len(seen) > 20:
+            raise KeyboardInterrupt
+        return None
+
+    with pytest.raises(KeyboardInterrupt):
+        run(NESTED, idle(dense=seen.append), ThreadLanes(), batches=ends)
+    assert threading.active_count() == threads
+
+
+@both_lanes
+def test_only_the_last_batches_are_kept(lanes: Callable[[], Lanes]):
+    trace = run(
+        NESTED,
+        idle(),
+        lanes(),
+        batches=End(50),
+        spans=HostSpans(keep_batches=NESTED.shape.lookahead),
+    )
+    kept = range(50 - NESTED.shape.lookahead, 50)
+    wanted = {str(op) for batch in kept for op in ops_of_batch(batch, NESTED.shape)}
+    assert {span.name for span in trace.spans} == wanted
+
+
+def test_facts_of_the_caller_join_those_of_the_plan():
+    trace = run(NESTED, idle(), InlineLanes(), batches=End(1), facts={"workers": 4})
+    assert trace.facts == {"plan": "nested", "micros": 2, "retrieval": "whole", "workers": 4}
+
+
+def test_collectives_are_named_after_their_ops():
+    comm = LocalCommunicator()
+    names: list[str] = []
+
+    def note(op: Op) -> None:
+        names.append(comm.doing.what)
+
+    work = name_collectives(idle(rows=note, dense=note), comm.doing)
+    run(plan("serial"), work, InlineLanes(), batches=End(2))
+    assert names == ["rows 0.0", "", "rows 1.0", ""]
+
+
+def test_a_delay_belongs_to_its_op_whatever_runs_it():
+    def longest(lanes: Lanes) -> str:
+        delayed = inject_delays(idle(), seed=5, max_ms=40)
+        trace = run(plan("serial"), delayed, lanes, batches=End(1))
+        return max(trace.spans, key=lambda span: span.duration).name
+
+    assert longest(InlineLanes()) == longest(ThreadLanes())
