@@ -17,12 +17,12 @@ namespace {
 constexpr int64_t kTables = 3;
 constexpr int64_t kWriters = 2;
 constexpr int64_t kReaders = 2;
-constexpr int64_t kBatches = 40;
 constexpr int64_t kKeys = 3000;
 
 struct World {
   nestpipe::Store* store;
   int64_t width;
+  int64_t batches;
   std::atomic<bool> stop{false};
 };
 
@@ -49,7 +49,7 @@ std::vector<int64_t> draw(std::mt19937_64& random, int64_t writer, std::vector<i
 void write(World& world, int64_t writer) {
   std::mt19937_64 random(static_cast<uint64_t>(writer));
   std::vector<int64_t> counts(kTables);
-  for (int64_t b = 1; b <= kBatches; ++b) {
+  for (int64_t b = 1; b <= world.batches; ++b) {
     const auto keys = draw(random, writer, counts);
     const std::vector<float> rows(keys.size() * static_cast<size_t>(world.width), float(b));
     nestpipe::Report report{};
@@ -89,12 +89,12 @@ void refuse(World& world) {
   require(report.table == 0 && report.key == 7, "the wrong key was named");
 }
 
-void run(int64_t dim, int64_t state_dim, int64_t bfloat16) {
+void run(int64_t dim, int64_t state_dim, int64_t bfloat16, int64_t batches) {
   const uint64_t seeds[kTables] = {1, 2, 3};
   const double stds[kTables] = {0.01, 0.1, 1.0};
   const int64_t limits[kTables] = {0, 0, 1 << 20};
   const nestpipe::Shape shape{kTables, dim, state_dim, bfloat16, -1.0f, seeds, stds, limits};
-  World world{nestpipe_store_open(&shape, 2), dim + state_dim};
+  World world{nestpipe_store_open(&shape, 2), dim + state_dim, batches};
   require(world.store != nullptr, "no store");
   std::vector<std::thread> readers;
   std::vector<std::thread> writers;
@@ -115,9 +115,9 @@ void run(int64_t dim, int64_t state_dim, int64_t bfloat16) {
 }  // namespace
 
 int main() {
-  run(32, 0, 0);   // whole lines
-  run(5, 2, 1);    // odd, bfloat16
-  run(7, 1, 0);
+  run(511, 1, 0, 12);  // whole cache lines, enough of them to be written past the caches
+  run(5, 2, 1, 40);    // bfloat16, odd
+  run(7, 1, 0, 40);
   std::puts("done");
   return 0;
 }

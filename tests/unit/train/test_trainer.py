@@ -1,6 +1,7 @@
 """The trainer: the same result on any number of ranks, with any plan, after any restart."""
 
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 
 import pytest
 import torch
@@ -123,8 +124,11 @@ def outcome(trainer: Trainer) -> dict[str, Tensor]:
 def train(ranks=1, source=None, epochs=8, steps=None, load=None, save=None, **chosen):
     """Train on so many ranks (threads); all rows together, and the losses of every step."""
 
+    # Made here, not in the threads of the ranks, which share one random state.
+    model = Model()
+
     def one(comm) -> tuple[dict[str, Tensor], list[float]]:
-        trainer = Trainer(Model(), TABLES, settings(**chosen), comm)
+        trainer = Trainer(deepcopy(model), TABLES, settings(**chosen), comm)
         if load is not None:
             trainer.load(load)
         losses: list[float] = []
