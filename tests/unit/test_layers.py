@@ -47,7 +47,7 @@ def _complaints_of(path: Path, root: Path) -> Iterator[str]:
         place = f"{root.name}/{inside.as_posix()}:{found.line}"
         if reason := _reason(importer, found, root.name):
             yield f"{place} imports {found.module}, but {reason}"
-    if importer not in LAYER and importer != "__init__":
+    if importer not in LAYER and importer not in ("__init__", "__main__"):
         yield f"{root.name}/{inside.as_posix()} is in no layer; add {importer} to the table"
 
 

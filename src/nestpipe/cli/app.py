@@ -14,7 +14,8 @@ from nestpipe.cli.check import check
 from nestpipe.cli.data import data_app
 from nestpipe.cli.draw import draw
 from nestpipe.cli.simulate import simulate_app
-from nestpipe.errors import NestpipeError
+from nestpipe.cli.train import evaluate, train
+from nestpipe.errors import NestpipeError, RunError
 
 app = typer.Typer(
     help="Exact, nested pipelining for recommendation models with very large tables.",
@@ -22,6 +23,8 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+app.command()(train)
+app.command("eval")(evaluate)
 app.command()(draw)
 app.command()(check)
 app.add_typer(simulate_app, name="simulate")
@@ -53,7 +56,9 @@ def _run(arguments: list[str] | None) -> int:
         sys.stdout.flush()
         return status if isinstance(status, int) else 0
     except NestpipeError as error:
-        _say(str(error))
+        # What is wrong with the input is the same on every rank; a failed run is not.
+        if os.environ.get("RANK", "0") == "0" or isinstance(error, RunError):
+            _say(str(error))
         return error.exit_status
     except _UsageError as error:
         _say(_sentence(error))

@@ -37,9 +37,10 @@ def connect(
 ) -> DistributedCommunicator:
     """Join the group that torchrun's environment describes.
 
-    Ranks may start up to `meet_s` apart; afterwards each collective has `timeout_s`. Without a backend it is NCCL where there is a GPU and Gloo elsewhere. SIGTERM, which the
-    launcher sends to all ranks once one has died, ends the process with a line that says where it
-    was, unless the program handles that signal itself.
+    Ranks may start up to `meet_s` apart; afterwards each collective has `timeout_s`. Without a
+    backend it is NCCL where there is a GPU and Gloo elsewhere. SIGTERM, which the launcher sends to
+    all ranks once one has died, ends the process with a line that says where it was, unless the
+    program handles that signal itself.
     """
     missing = [name for name in ENVIRONMENT if name not in os.environ]
     if missing:

@@ -20,7 +20,7 @@ from nestpipe.batch import Batch
 from nestpipe.data.broken import Broken
 from nestpipe.jagged import Jagged
 
-DENSE = "dense"
+DENSE = "features"
 """Name of the column that holds all dense features, (size, features)."""
 LABEL = "label"
 HISTORY = "history"

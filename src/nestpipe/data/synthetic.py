@@ -184,7 +184,7 @@ def _sequences(world: SyntheticConfig, numbers_B: NDArray[np.int64], split: Spli
     spread = np.uint64(world.max_len - world.min_len + 1)
     lengths_B = (draw(mix(world.seed, 1), numbers_B) % spread).astype(np.int64) + world.min_len
     places_BL = (numbers_B[:, None] * longest + np.arange(longest)[None, :]).reshape(-1)
-    moves_BL = uniform(draw(mix(world.seed, 2), places_BL)).reshape(size, -1) < world.drift
+    moves_BL = uniform(draw(mix(world.seed, 2), places_BL)).reshape(size, longest) < world.drift
     since_BL = np.maximum.accumulate(np.where(moves_BL, np.arange(longest), 0), axis=1)
     number = np.uint64(world.num_communities)
     home_BL = draw(mix(world.seed, 3), (numbers_B[:, None] * longest + since_BL).reshape(-1))
@@ -196,7 +196,7 @@ def _sequences(world: SyntheticConfig, numbers_B: NDArray[np.int64], split: Spli
         world.num_items // world.num_communities,
         world.exponent,
     )
-    items_BL = (ranks_BL * world.num_communities + community_BL).reshape(size, -1)
+    items_BL = (ranks_BL * world.num_communities + community_BL).reshape(size, longest)
     held = 0 if split == "train" else 1
     kept_BL = np.arange(longest)[None, :] < (lengths_B - held)[:, None]
     history = Jagged(tensor(items_BL[kept_BL]), tensor(lengths_B - held))

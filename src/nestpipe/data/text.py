@@ -24,6 +24,8 @@ from nestpipe.errors import DataError
 
 BLOCK = 4 << 20
 LONGEST_LINE = 16 << 20
+_BLANK = b"\r\n "
+"""What a blank line is made of; a tab separates columns, which may be empty."""
 
 T = TypeVar("T")
 Parse = Callable[[bytes, int], T]
@@ -139,9 +141,10 @@ def _blocks(path: Path, first: int, progress: Progress | None) -> Iterator[tuple
             if progress is not None:
                 progress(raw.tell())
             block = rest + more
-            cut = block.rfind(b"\n") + 1 if more else len(block)
-            rest = block[cut:]
-            block = block[:cut] if more else block[:cut].rstrip()
+            # Blank lines wait for what follows: at the end of the file nothing does.
+            full = len(block[: block.rfind(b"\n") + 1 or None].rstrip(_BLANK))
+            cut = block.find(b"\n", full) + 1 if more else full
+            block, rest = block[:cut], block[cut:]
             if len(rest) > LONGEST_LINE:
                 raise DataError(f"{path}:{line} has no end; this is not a text file of rows")
             skip = min(max(0, first - line), _num_lines(block))

@@ -47,16 +47,6 @@ class InFlight:
     """[micro][group] (U, D) rows, leaves of the micro-batch's graph."""
 
 
-@dataclass(frozen=True, slots=True)
-class Traffic:
-    """What one batch moved on this rank."""
-
-    rows_read: int
-    rows_refreshed: int
-    rows_written: int
-    rows_sent: int
-
-
 class ShardedTables:
     """One rank's share of all tables, and the batches in flight."""
 
@@ -184,17 +174,14 @@ class ShardedTables:
                 counts = working.counts_where(mask_K)
             store.scatter(keys_K.cpu(), counts, rows_KW.cpu().contiguous())
             written += len(keys_K)
-        self._forget(batch)
+        # With two buffers a batch's keys serve the next union, and its rows the next refresh.
+        self.forget(batch - 1 if self.shape.buffers > 1 else batch)
         return written
 
-    def _forget(self, batch: int) -> None:
-        """A batch's key lists serve the next batch's union; its rows the next one's refresh."""
-        done = batch - 1
-        self.buffers.pop(done, None)
-        self.flights.pop(done, None)
-        if self.shape.buffers == 1:
-            self.buffers.pop(batch, None)
-            self.flights.pop(batch, None)
+    def forget(self, batch: int) -> None:
+        """Drop all that is known of a batch."""
+        self.buffers.pop(batch, None)
+        self.flights.pop(batch, None)
 
     # The window
 

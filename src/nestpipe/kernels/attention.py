@@ -176,12 +176,20 @@ class _Pairs:
 
 def _look_up(table_HP: Tensor, index_BLL: Tensor) -> Tensor:
     """(B, H, L, L): one column of the table for each pair."""
-    picked_HN = _PickColumns.apply(table_HP, index_BLL.flatten())
+    picked_HN = pick_columns(table_HP, index_BLL.flatten())
     return picked_HN.view(table_HP.shape[0], *index_BLL.shape).transpose(0, 1)
 
 
+def pick_columns(table_HP: Tensor, index_N: Tensor) -> Tensor:
+    """`table_HP[:, index_N]`, with a backward that adds in a fixed order.
+
+    That of `nn.Embedding` does not: on a GPU it gives other bits each time.
+    """
+    return _PickColumns.apply(table_HP, index_N)
+
+
 class _PickColumns(torch.autograd.Function):
-    """`table_HP[:, index_N]`, with a backward that adds in a fixed order, and quickly."""
+    """What `pick_columns` says."""
 
     @staticmethod
     def forward(ctx: Any, table_HP: Tensor, index_N: Tensor) -> Tensor:
@@ -194,7 +202,7 @@ class _PickColumns(torch.autograd.Function):
     def backward(ctx: Any, grad_HN: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         (index_N,) = ctx.saved_tensors
         sums_HP = grad_HN.new_zeros(grad_HN.shape[0], ctx.columns)
-        if not grad_HN.is_cuda:  # one thread per head, which adds pair after pair
+        if not grad_HN.is_cuda:  # one thread per row of the table, which adds in order
             return sums_HP.scatter_add_(1, index_N.expand_as(grad_HN), grad_HN), None
         step = max(1, _ONE_HOT_VALUES // ctx.columns)
         for start in range(0, index_N.shape[0], step):  # on a GPU by a product, without atomics

@@ -23,11 +23,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from nestpipe.config import not_negative, positive
-from nestpipe.kernels.attention import Mask, RelativeBias, hstu_attention, norm_gate
+from nestpipe.kernels.attention import (
+    Mask,
+    RelativeBias,
+    hstu_attention,
+    norm_gate,
+    pick_columns,
+)
 from nestpipe.models.join import Join, offsets_of, rows_within
 
 # Shapes: B samples, T rows of all samples together, D model width, H heads, A width of queries and
-# keys, V width of values, P and Q buckets of the biases
+# keys, V width of values, P and Q buckets of the biases, N positions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,8 +97,7 @@ class Hstu(nn.Module):
     def __init__(self, config: HstuConfig) -> None:
         super().__init__()
         self.config = config
-        self.positions = nn.Embedding(config.max_len + 1, config.dim)
-        nn.init.normal_(self.positions.weight, std=0.02)
+        self.position_DN = nn.Parameter(torch.randn(config.dim, config.max_len + 1) * 0.02)
         self.blocks = nn.ModuleList(HstuBlock(config) for _ in range(config.blocks))
 
     def forward(self, rows_TD: Tensor, tokens: Tokens, prefix: Prefix | None = None) -> Tensor:
@@ -108,8 +113,8 @@ class Hstu(nn.Module):
         self, rows_TD: Tensor, tokens: Tokens, prefix: Prefix | None
     ) -> tuple[Tensor, Prefix]:
         view = _View.of(tokens, rows_TD.shape[0], prefix)
-        positions_TD = self.positions(view.positions_T.clamp(max=self.config.max_len))
-        x_TD = rows_TD * math.sqrt(self.config.dim) + positions_TD
+        positions_T = view.positions_T.clamp(max=self.config.max_len)
+        x_TD = rows_TD * math.sqrt(self.config.dim) + pick_columns(self.position_DN, positions_T).T
         keys: list[Tensor] = []
         values: list[Tensor] = []
         for number, block in enumerate(self.blocks):

@@ -175,7 +175,9 @@ class TargetRank:
 
     @property
     def numbers(self) -> list[float]:
-        return [*self.cuts, *self.hits, *self.gains, self.reciprocal, self.count]
+        nothing = (0,) * len(self.cuts)
+        hits, gains = self.hits or nothing, self.gains or nothing
+        return [*self.cuts, *hits, *gains, self.reciprocal, self.count]
 
     @classmethod
     def of_numbers(cls, numbers: Sequence[float]) -> TargetRank:

@@ -12,7 +12,7 @@ from nestpipe.errors import RunError
 def test_without_an_environment_the_way_to_get_one_is_said(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setenv("WORLD_SIZE", "1")
-    with pytest.raises(RunError, match="RANK.* not set .* torchrun or with --ranks"):
+    with pytest.raises(RunError, match=r"RANK.* not set .* torchrun or with --ranks"):
         connect("gloo")
 
 

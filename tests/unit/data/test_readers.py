@@ -4,6 +4,7 @@ import csv
 import math
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -112,8 +113,6 @@ _SPLITS = ("train", "validation", "test")
 
 @pytest.mark.parametrize("every", [0, 3, 7])
 def test_held_out_rows_are_counted_without_reading(every):
-    import numpy as np
-
     for split in _SPLITS:
         for begin in range(10):
             for end in range(begin, 25):
@@ -135,8 +134,8 @@ def test_ratings_are_split_by_time(make, tmp_path):
     rows = [tuple(map(int, line.split("::"))) for line in lines]
     rows.sort(key=lambda row: row[3])
     parts = [everything(config, split) for split in _SPLITS]
-    users = sum((part.sparse["user"].values.tolist() for part in parts), [])
-    labels = sum((part.dense["label"].tolist() for part in parts), [])
+    users = [user for part in parts for user in part.sparse["user"].values.tolist()]
+    labels = [label for part in parts for label in part.dense["label"].tolist()]
     assert users == [row[0] for row in rows]
     assert labels == [float(row[2] >= 4) for row in rows]
     assert parts[1].size == parts[2].size == round(len(rows) * 0.1)

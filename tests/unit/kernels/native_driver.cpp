@@ -115,9 +115,9 @@ void run(int64_t dim, int64_t state_dim, int64_t bfloat16, int64_t batches) {
 }  // namespace
 
 int main() {
-  run(511, 1, 0, 12);  // whole cache lines, enough of them to be written past the caches
-  run(5, 2, 1, 40);    // bfloat16, odd
-  run(7, 1, 0, 40);
+  run(511, 1, 0, 6);  // whole cache lines, enough of them to be written past the caches
+  run(5, 2, 1, 20);   // bfloat16, odd
+  run(7, 1, 0, 20);
   std::puts("done");
   return 0;
 }

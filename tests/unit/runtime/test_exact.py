@@ -1,4 +1,4 @@
-"""Whatever the timing, a plan on threads leaves what `serial` leaves: the toy world, run for real."""
+"""Whatever the timing, a plan on threads leaves what `serial` leaves: a toy world, really run."""
 
 from __future__ import annotations
 

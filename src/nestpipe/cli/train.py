@@ -1,0 +1,208 @@
+"""`nestpipe train` and `nestpipe eval`: one rank of a run, or the start of all of them."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from nestpipe.cli.options import JsonFile
+from nestpipe.cli.output import LOG_EVERY_S, STDOUT, console, write_json
+from nestpipe.config import build, override, read
+from nestpipe.errors import ConfigError
+
+if TYPE_CHECKING:
+    from nestpipe.train.job import JobConfig
+    from nestpipe.train.loop import Outcome
+    from nestpipe.train.work import StepReport
+
+ConfigFile = Annotated[
+    Path | None, typer.Argument(metavar="[CONFIG]", help="TOML file; left out: generated data.")
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="SECTION.KEY=VALUE", help="Override the config; may be repeated."
+    ),
+]
+Ranks = Annotated[int, typer.Option(help="Rank processes to start on this machine.")]
+
+
+def train(
+    config: ConfigFile = None,
+    settings: Settings = None,
+    ranks: Ranks = 1,
+    resume: Annotated[
+        str | None,
+        typer.Option(metavar="PATH", help="Go on from a checkpoint, or the latest in it."),
+    ] = None,
+    json: JsonFile = None,
+) -> None:
+    """Train a model; without a config, a small one on generated data.
+
+    Example: nestpipe train --set run.epochs=2 --set pipeline.micro_batches=2 --ranks 2
+
+    Example: torchrun --nproc-per-node 2 -m nestpipe train config.toml
+    """
+    job_config = _job_config(config, settings)
+    if _starts_ranks(ranks):
+        raise typer.Exit(_launch(ranks))
+    _quieten()
+    from nestpipe.train.loop import communicator, prepare, total_steps, train_job
+
+    comm = communicator(job_config)
+    job = prepare(job_config, comm, resume)
+    total = total_steps(job)
+    with _progress(total, job.trainer.progress.step, comm.rank) as tell:
+        outcome = train_job(job, tell)
+    if comm.rank == 0:
+        _show(outcome, comm.size, json)
+    comm.close()
+
+
+def evaluate(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, or a folder of them.")],
+    config: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The config that it was trained with.")
+    ] = None,
+    settings: Settings = None,
+    ranks: Ranks = 1,
+    json: JsonFile = None,
+) -> None:
+    """Evaluate a checkpoint on the held-out split.
+
+    Example: nestpipe eval runs/demo --config demo.toml
+    """
+    job_config = _job_config(config, settings)
+    if _starts_ranks(ranks):
+        raise typer.Exit(_launch(ranks))
+    _quieten()
+    from nestpipe.train.evaluate import evaluate as measure
+    from nestpipe.train.loop import communicator, prepare
+
+    comm = communicator(job_config)
+    job = prepare(job_config, comm, str(checkpoint))
+    metrics = measure(job.trainer, job.held_out())
+    if comm.rank == 0:
+        if json is not None:
+            write_json(json, metrics)
+        if json != STDOUT:
+            console().print(_metrics_table("evaluation", metrics))
+    job.trainer.close()
+    comm.close()
+
+
+def _job_config(config: Path | None, settings: list[str] | None) -> JobConfig:
+    try:
+        from nestpipe.train.job import JobConfig
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"training needs {error.name}, which is not installed; pip install 'nestpipe[train]'"
+        ) from None
+    given = read(config) if config is not None else {}
+    return build(JobConfig, override(given, settings or []))
+
+
+def _starts_ranks(ranks: int) -> bool:
+    """Whether this process is the one that starts the ranks, not a rank itself."""
+    if ranks < 1:
+        raise ConfigError(f"cannot start {ranks} ranks; ask for at least 1")
+    return ranks > 1 and "RANK" not in os.environ
+
+
+def _launch(ranks: int) -> int:
+    from nestpipe.comm import launch
+
+    return launch(ranks, [sys.executable, "-m", "nestpipe", *sys.argv[1:]])
+
+
+def _quieten() -> None:
+    """Leave out what torch says of machines without a GPU."""
+    import warnings
+
+    warnings.filterwarnings("ignore", module="torch.*")
+
+
+@contextmanager
+def _progress(total: int | None, done: int, rank: int) -> Generator[Callable[[StepReport], None]]:
+    """A bar with loss, speed and time left on a terminal; now and then a line in a log."""
+    if rank != 0:
+        yield lambda report: None
+        return
+    if not sys.stderr.isatty():
+        yield _plain_lines(total)
+        return
+    columns = (
+        TextColumn("training"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]:.4f}"),
+        TextColumn("{task.fields[speed]:,.0f} samples/s"),
+        TimeRemainingColumn(),
+    )
+    start, samples = time.monotonic(), 0
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=total, completed=done, loss=float("nan"), speed=0.0)
+
+        def tell(report: StepReport) -> None:
+            nonlocal samples
+            samples += report.samples
+            speed = samples / (time.monotonic() - start)
+            bar.update(task, completed=report.step, loss=report.loss, speed=speed)
+
+        yield tell
+
+
+def _plain_lines(total: int | None) -> Callable[[StepReport], None]:
+    spoke = start = time.monotonic()
+    samples = 0
+
+    def tell(report: StepReport) -> None:
+        nonlocal spoke, samples
+        samples += report.samples
+        now = time.monotonic()
+        if now - spoke >= LOG_EVERY_S:
+            spoke = now
+            of = f" of {total}" if total else ""
+            speed = samples / (now - start)
+            sys.stderr.write(
+                f"step {report.step}{of}: loss {report.loss:.4f}, {speed:,.0f} samples/s\n"
+            )
+
+    return tell
+
+
+def _show(outcome: Outcome, ranks: int, json: str | None) -> None:
+    if json is not None:
+        value: dict[str, Any] = {
+            "steps": outcome.steps,
+            "ranks": ranks,
+            "loss": outcome.loss,
+            "samples_per_s": outcome.samples_per_s,
+            "metrics": outcome.metrics,
+            "checkpoint": outcome.checkpoint,
+        }
+        write_json(json, value)
+    if json == STDOUT:
+        return
+    ranked = "1 rank" if ranks == 1 else f"{ranks} ranks"
+    figures = {"train loss": outcome.loss, "samples/s": outcome.samples_per_s, **outcome.metrics}
+    console().print(_metrics_table(f"{outcome.steps} steps on {ranked}", figures))
+    if outcome.checkpoint:
+        console().print(f"checkpoint: {outcome.checkpoint}", markup=False)
+
+
+def _metrics_table(title: str, figures: dict[str, float]) -> Table:
+    table = Table(title=title, show_header=False)
+    for name, value in figures.items():
+        table.add_row(name, f"{value:,.0f}" if abs(value) >= 100 else f"{value:.4f}")
+    return table

@@ -1,0 +1,191 @@
+"""A job: what a config file says, and the source, model and trainer made from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import nn
+
+from nestpipe.comm import Communicator
+from nestpipe.config import Table, not_negative, positive
+from nestpipe.data import HISTORY, DataConfig, Source, Split, open_source
+from nestpipe.errors import ConfigError
+from nestpipe.models import Dlrm, DlrmConfig, HstuConfig, HstuRetriever, SampledSoftmaxConfig
+from nestpipe.train.settings import DenseSettings, PipelineSettings, RowSettings, TrainSettings
+from nestpipe.train.trainer import Trainer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """`[model]`: which model, and how large."""
+
+    kind: Literal["auto", "dlrm", "hstu"] = "auto"
+    """`auto`: hstu (next item) where the data has histories only, else dlrm (clicks)."""
+    dim: int = 32
+    """Width of a row."""
+    init_std: float = 0.02
+    """Spread of a new row's weights."""
+    bottom: tuple[int, ...] = (64, 32)
+    """dlrm: hidden layers on the dense features."""
+    top: tuple[int, ...] = (128, 64)
+    """dlrm: hidden layers on the dot products."""
+    blocks: int = 2
+    """hstu: blocks."""
+    heads: int = 2
+    """hstu: attention heads."""
+    attention_dim: int = 32
+    """hstu: width of a head's queries, keys and values."""
+    max_len: int = 200
+    """hstu: longest history that is expected."""
+    num_items: int = 0
+    """hstu: items are keys from 1 to this; 0: what the data says."""
+    negatives: int = 128
+    """hstu: items that each sample's next ones are told from."""
+    temperature: float = 0.05
+    """hstu: what scores are divided by."""
+
+    def __post_init__(self) -> None:
+        for name in ("dim", "blocks", "heads", "attention_dim", "max_len", "negatives"):
+            positive(name, getattr(self, name))
+        positive("temperature", self.temperature)
+        not_negative("num_items", self.num_items)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunConfig:
+    """`[run]`: how long, where, and what is written on the way."""
+
+    batch: int = 512
+    """Samples of a global batch, over all ranks."""
+    epochs: int = 1
+    """Passes over the data."""
+    steps: int = 0
+    """Stop after so many batches; 0: only after the epochs."""
+    seed: int = 0
+    """Same seed, same data, same ranks, same micro-batches: the same bits."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute; `auto`: a GPU if there is one."""
+    native: bool = True
+    """Keep rows in the native host store; off: in its plain twin, slow and readable."""
+    eval_every: int = 0
+    """Evaluate after every so many batches; 0: after each epoch."""
+    eval_split: Literal["validation", "test"] = "test"
+    """What to evaluate on."""
+    checkpoint: str = ""
+    """Folder for checkpoints; empty: none."""
+    checkpoint_every: int = 0
+    """Write one after every so many batches; 0: at the end."""
+    log: str = ""
+    """Folder for TensorBoard; empty: none."""
+
+    def __post_init__(self) -> None:
+        positive("batch", self.batch)
+        positive("epochs", self.epochs)
+        for name in ("steps", "eval_every", "checkpoint_every"):
+            not_negative(name, getattr(self, name))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobConfig:
+    """A whole config file; every key has a default that works without any file."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+    pipeline: PipelineSettings = field(default_factory=PipelineSettings)
+    rows: RowSettings = field(default_factory=RowSettings)
+    dense: DenseSettings = field(default_factory=DenseSettings)
+
+    def settings(self) -> TrainSettings:
+        run = self.run
+        return TrainSettings(
+            batch=run.batch,
+            seed=run.seed,
+            device=run.device,
+            native=run.native,
+            pipeline=self.pipeline,
+            rows=self.rows,
+            dense=self.dense,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A config brought to life on one rank."""
+
+    config: JobConfig
+    train: Source
+    trainer: Trainer
+
+    def held_out(self) -> Source:
+        """What to evaluate on."""
+        split: Split = self.config.run.eval_split
+        return open_source(self.config.data, split)
+
+
+def make_job(config: JobConfig, comm: Communicator) -> Job:
+    """Open the data, make the model that fits it, and a trainer for both."""
+    source = open_source(config.data, "train")
+    torch.manual_seed(config.run.seed)
+    model, tables = make_model(config, source)
+    return Job(config, source, Trainer(model, tables, config.settings(), comm))
+
+
+def make_model(config: JobConfig, source: Source) -> tuple[nn.Module, list[Table]]:
+    """The model that the config asks for, sized for the data."""
+    wanted = config.model
+    keys = [column.name for column in source.columns if column.kind == "keys"]
+    kind = wanted.kind
+    if kind == "auto":
+        kind = "hstu" if keys == [HISTORY] else "dlrm"
+    if kind == "hstu":
+        if HISTORY not in keys:
+            raise ConfigError("model.kind is 'hstu' but the data has no histories; use 'dlrm'")
+        return _hstu(config)
+    return _dlrm(wanted, source, keys)
+
+
+def _dlrm(wanted: ModelConfig, source: Source, keys: list[str]) -> tuple[nn.Module, list[Table]]:
+    fields = next((c.fields for c in source.columns if c.kind == "features"), ())
+    model = Dlrm(
+        DlrmConfig(
+            features=tuple(keys),
+            dense_features=len(fields),
+            dim=wanted.dim,
+            bottom=wanted.bottom,
+            top=wanted.top,
+        )
+    )
+    tables = [
+        Table(name=name, dim=wanted.dim, pooling="sum", init_std=wanted.init_std) for name in keys
+    ]
+    return model, tables
+
+
+def _hstu(config: JobConfig) -> tuple[nn.Module, list[Table]]:
+    wanted = config.model
+    num_items = wanted.num_items
+    if not num_items and config.data.kind == "synthetic":
+        num_items = config.data.synthetic.num_items
+    if not num_items:
+        raise ConfigError("model.num_items is 0; say how many items there are, keys from 1")
+    model = HstuRetriever(
+        HstuConfig(
+            blocks=wanted.blocks,
+            heads=wanted.heads,
+            dim=wanted.dim,
+            attention_dim=wanted.attention_dim,
+            value_dim=wanted.attention_dim,
+            max_len=wanted.max_len,
+        ),
+        SampledSoftmaxConfig(
+            num_items=num_items,
+            negatives=wanted.negatives,
+            temperature=wanted.temperature,
+            seed=config.run.seed,
+        ),
+    )
+    features = ("history", "negatives")
+    return model, [Table(name="items", dim=wanted.dim, features=features, init_std=wanted.init_std)]

@@ -1,0 +1,150 @@
+"""The loop of `nestpipe train` on one rank: training, evaluating, saving and telling."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nestpipe.comm import Communicator, LocalCommunicator, connect
+from nestpipe.train.checkpoint import latest_checkpoint
+from nestpipe.train.evaluate import evaluate
+from nestpipe.train.job import Job, JobConfig, make_job
+from nestpipe.train.trainer import choose_device
+from nestpipe.train.work import StepReport
+
+Tell = Callable[[StepReport], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a run came to."""
+
+    steps: int
+    loss: float
+    """Mean of the last tenth of the steps."""
+    samples_per_s: float
+    metrics: dict[str, float]
+    checkpoint: str | None
+
+
+def communicator(config: JobConfig) -> Communicator:
+    """The group that torchrun has started, or this process alone."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return LocalCommunicator()
+    cuda = choose_device(config.run.device).type == "cuda"
+    return connect("nccl" if cuda else "gloo")
+
+
+def prepare(config: JobConfig, comm: Communicator, checkpoint: str | None) -> Job:
+    """The job of a config; goes on from a checkpoint, or the latest of a folder, if given."""
+    job = make_job(config, comm)
+    if checkpoint is not None:
+        job.trainer.load(_checkpoint_of(checkpoint))
+    return job
+
+
+def train_job(job: Job, tell: Tell) -> Outcome:
+    """Train, evaluate and save as the config says; `tell` hears of every step on rank 0."""
+    config, comm = job.config, job.trainer.comm
+    losses: list[float] = []
+    samples, seconds = 0, 0.0
+
+    def on_step(report: StepReport) -> None:
+        nonlocal samples
+        losses.append(report.loss)
+        samples += report.samples
+        if comm.rank == 0:
+            tell(report)
+
+    metrics: dict[str, float] = {}
+    writer = _writer(config.run.log, comm.rank)
+    with writer or nullcontext():
+        while not _finished(job):
+            start = time.perf_counter()
+            job.trainer.fit(
+                job.train,
+                steps=_until_next_stop(job),
+                epochs=config.run.epochs,
+                on_step=_logged(on_step, writer),
+            )
+            seconds += time.perf_counter() - start
+            if _due(job, config.run.eval_every) or _finished(job):
+                metrics = evaluate(job.trainer, job.held_out())
+                _log_metrics(writer, metrics, job.trainer.progress.step)
+            if config.run.checkpoint and _due(job, config.run.checkpoint_every):
+                job.trainer.save(config.run.checkpoint)
+    saved = str(job.trainer.save(config.run.checkpoint)) if config.run.checkpoint else None
+    tail = losses[-max(1, len(losses) // 10) :]
+    outcome = Outcome(
+        job.trainer.progress.step,
+        sum(tail) / len(tail) if tail else float("nan"),
+        samples / seconds if seconds else 0.0,
+        metrics,
+        saved,
+    )
+    job.trainer.close()
+    return outcome
+
+
+def total_steps(job: Job) -> int | None:
+    """Batches that the whole run will have; None where the data does not tell its size."""
+    run, samples = job.config.run, job.train.num_samples
+    if samples is None:
+        return run.steps or None
+    every = run.epochs * -(-samples // run.batch)
+    return min(every, run.steps) if run.steps else every
+
+
+def _checkpoint_of(path: str) -> Path:
+    """A checkpoint, or the latest one of a folder of them."""
+    return latest_checkpoint(Path(path)) or Path(path)
+
+
+def _finished(job: Job) -> bool:
+    run, progress = job.config.run, job.trainer.progress
+    return progress.epoch >= run.epochs or 0 < run.steps <= progress.step
+
+
+def _until_next_stop(job: Job) -> int | None:
+    """Steps until something else than training is due."""
+    run, step = job.config.run, job.trainer.progress.step
+    stops = [every - step % every for every in (run.eval_every, run.checkpoint_every) if every]
+    if run.steps:
+        stops.append(run.steps - step)
+    return min(stops) if stops else None
+
+
+def _due(job: Job, every: int) -> bool:
+    return every > 0 and job.trainer.progress.step % every == 0
+
+
+def _writer(folder: str, rank: int) -> Any:
+    """A TensorBoard writer on rank 0."""
+    if not folder or rank != 0:
+        return None
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(folder)
+
+
+def _logged(on_step: Tell, writer: Any) -> Tell:
+    if writer is None:
+        return on_step
+
+    def both(report: StepReport) -> None:
+        writer.add_scalar("train/loss", report.loss, report.step)
+        writer.add_scalar("train/rows_read", report.rows_read, report.step)
+        on_step(report)
+
+    return both
+
+
+def _log_metrics(writer: Any, metrics: dict[str, float], step: int) -> None:
+    if writer is not None:
+        for name, value in metrics.items():
+            writer.add_scalar(f"eval/{name}", value, step)

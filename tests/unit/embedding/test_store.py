@@ -1,0 +1,500 @@
+"""The native host store and its plain twin agree bit for bit, and refuse what they must."""
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from nestpipe.embedding.first_rows import first_weights, round_to_bfloat16
+from nestpipe.embedding.native_store import NativeStore, default_threads
+from nestpipe.embedding.open_store import open_store
+from nestpipe.embedding.plain_store import PlainStore
+from nestpipe.embedding.store import StoreLayout
+from nestpipe.errors import CapacityError, ConfigError
+
+# Shapes: K keys, W width of a row as it travels
+
+EDGES = [0, -1, 1, 2**63 - 1, -(2**63), -(2**63) + 1, 2**32, -(2**32)]
+BOTH = pytest.mark.parametrize("native", [True, False], ids=["native", "plain"])
+
+
+def layout(dim: int = 4, state_dim: int = 1, tables: int = 1, **more) -> StoreLayout:
+    return StoreLayout(
+        table_seeds=tuple(range(7, 7 + tables)),
+        init_stds=(0.01,) * tables,
+        dim=dim,
+        state_dim=state_dim,
+        state_init=0.25,
+        **more,
+    )
+
+
+def twins(of: StoreLayout) -> tuple[NativeStore, PlainStore]:
+    return NativeStore(of, threads=2), PlainStore(of)
+
+
+def gather(store, keys: Tensor, counts: list[int]) -> tuple[Tensor, int]:
+    out_KW = torch.full((len(keys), store.layout.width), float("nan"))
+    num_new = store.gather(keys, counts, out_KW)
+    return out_KW, num_new
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(a.view(torch.int32), b.view(torch.int32))
+
+
+def contents(store, chunk: int = 65536) -> list[tuple[int, Tensor, Tensor]]:
+    return list(store.export(chunk))
+
+
+def assert_same_contents(a, b, chunk: int = 65536) -> None:
+    for (s, keys, rows), (t, other_keys, other_rows) in zip(
+        a.export(chunk), b.export(chunk), strict=True
+    ):
+        assert s == t
+        assert torch.equal(keys, other_keys)
+        assert same_bits(rows, other_rows)
+
+
+def batch_of(lists: list[list[int]]) -> tuple[Tensor, list[int]]:
+    flat = [key for keys in lists for key in keys]
+    return torch.tensor(flat, dtype=torch.int64), [len(keys) for keys in lists]
+
+
+def bits_as_rows(keys: int, width: int, seed: int) -> Tensor:
+    """Any bits at all: nan, infinities and denormals too."""
+    generator = np.random.default_rng(seed)
+    bits = generator.integers(0, 2**32, (keys, width), dtype=np.uint32)
+    return torch.from_numpy(bits.view(np.float32))
+
+
+some_keys = st.lists(
+    st.one_of(st.sampled_from(EDGES), st.integers(-40, 40), st.integers(-(2**63), 2**63 - 1)),
+    max_size=40,
+)
+steps = st.lists(
+    st.tuples(
+        st.sampled_from(["gather", "scatter", "move"]),
+        st.lists(some_keys, min_size=3, max_size=3),
+        st.integers(0, 2**32),
+    ),
+    max_size=8,
+)
+
+
+@given(
+    steps=steps,
+    dim=st.integers(1, 20),
+    state_dim=st.integers(0, 5),
+    dtype=st.sampled_from(["float32", "bfloat16"]),
+    chunk=st.integers(1, 50),
+)
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+def test_any_sequence_of_calls_leaves_the_twins_equal(steps, dim, state_dim, dtype, chunk):
+    native, plain = twins(layout(dim, state_dim, tables=3, dtype=dtype))
+    for call, lists, seed in steps:
+        keys, counts = batch_of(lists)
+        if call == "gather":
+            (rows, fresh), (other, other_fresh) = (gather(s, keys, counts) for s in (native, plain))
+            assert fresh == other_fresh
+            assert same_bits(rows, other)
+        elif call == "scatter":
+            keys, counts = batch_of([list(dict.fromkeys(part)) for part in lists])
+            rows = bits_as_rows(len(keys), native.layout.width, seed)
+            native.scatter(keys, counts, rows)
+            plain.scatter(keys, counts, rows)
+        else:
+            native = moved(native, chunk)
+        assert native.num_rows() == plain.num_rows()
+    assert_same_contents(native, plain, chunk)
+
+
+def moved(store: NativeStore, chunk: int) -> NativeStore:
+    """The same rows in a new store."""
+    fresh = NativeStore(store.layout, threads=1)
+    for table, keys, rows in store.export(chunk):
+        counts = [0] * store.layout.num_tables
+        counts[table] = len(keys)
+        fresh.scatter(keys, counts, rows)
+    store.close()
+    return fresh
+
+
+@pytest.mark.parametrize(
+    ("dim", "state_dim", "dtype"), [(16, 0, "float32"), (6, 1, "float32"), (5, 2, "bfloat16")]
+)
+def test_tables_grow_to_many_rows_and_stay_equal(dim, state_dim, dtype):
+    native, plain = twins(layout(dim, state_dim, tables=2, dtype=dtype))
+    generator = torch.Generator().manual_seed(3)
+    for step in range(4):
+        many = torch.randint(-(2**62), 2**62, (40_000,), generator=generator)
+        dense = torch.arange(-step * 3000, 6000)
+        keys, counts = torch.cat([many, dense]), [len(many), len(dense)]
+        rows = torch.randn(len(keys), native.layout.width, generator=generator)
+        native.scatter(keys, counts, rows)
+        plain.scatter(keys, counts, rows)
+    assert native.num_rows() == plain.num_rows() == [160_000, 15_000]
+    assert_same_contents(native, plain)
+
+
+def test_a_table_of_three_hundred_thousand_rows_returns_each_of_them():
+    store = NativeStore(layout(dim=3, state_dim=0), threads=2)
+    keys = torch.randperm(300_000, generator=torch.Generator().manual_seed(0)) * 2**20 - 2**37
+    rows = torch.stack([keys.float(), keys.float() + 1, keys.float() * 2], dim=1)
+    for part, part_rows in zip(keys.split(7001), rows.split(7001), strict=True):
+        store.scatter(part, [len(part)], part_rows)
+    read, num_new = gather(store, keys, [len(keys)])
+    assert num_new == 0
+    assert torch.equal(read, rows)
+    assert store.num_rows() == [300_000]
+    assert gather(store, keys + 1, [len(keys)])[1] == 300_000
+
+
+@BOTH
+def test_reading_inserts_nothing_and_counts_repeats(native):
+    store = open_store(layout(tables=2), native=native)
+    keys = torch.tensor([5, 5, 9, 5])
+    rows, num_new = gather(store, keys, [3, 1])
+    assert num_new == 4
+    assert torch.equal(rows[0], rows[1])
+    assert not torch.equal(rows[0], rows[3]), "tables with different seeds start differently"
+    assert store.num_rows() == [0, 0]
+    assert rows[:, 4].tolist() == [0.25] * 4
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_first_rows_depend_on_seed_and_key_alone(dtype):
+    of = layout(dim=9, dtype=dtype)
+    keys = torch.tensor([*EDGES, *range(100, 3000)])
+    whole, _ = gather(NativeStore(of, threads=1), keys, [len(keys)])
+    other = NativeStore(of, threads=3)
+    full = torch.arange(50_000) + 10_000
+    other.scatter(full, [len(full)], torch.zeros(len(full), of.width))
+    order = torch.randperm(len(keys), generator=torch.Generator().manual_seed(1))
+    parts = [gather(other, part, [len(part)])[0] for part in keys[order].split(97)]
+    assert same_bits(torch.cat(parts), whole[order])
+
+
+def test_a_first_row_that_is_stored_reads_the_same():
+    store = NativeStore(layout(dim=9, dtype="bfloat16"))
+    keys = torch.arange(1000)
+    first, _ = gather(store, keys, [1000])
+    store.scatter(keys, [1000], first)
+    again, num_new = gather(store, keys, [1000])
+    assert num_new == 0
+    assert same_bits(again, first)
+
+
+def test_first_rows_are_pinned_for_ever():
+    """A changed value would change every run and no longer fit old checkpoints."""
+    weights = first_weights(7, np.array([0, -1, 2**62]), 3, 1.0)
+    assert weights.tobytes().hex(" ", 4) == (
+        "9f7e9c3f 8760603f 191527bf 64c1c6be a72026c0 8603653f 3edd313f b31117bf 6c69143e"
+    )
+
+
+
+
+def test_first_weights_are_normal():
+    weights = first_weights(11, np.arange(40_000) - 20_000, 50, 1.0).astype(np.float64)
+    count = weights.size
+    assert abs(weights.mean()) < 4 / count**0.5
+    assert abs(weights.var() - 1) < 4 * (2 / count) ** 0.5
+    assert abs((weights**4).mean() - 3) < 4 * (96 / count) ** 0.5
+    for bound, share in [(1.0, 0.158655), (2.0, 0.022750), (3.0, 0.0013499)]:
+        assert abs((weights > bound).mean() / share - 1) < 0.06
+        assert abs((weights < -bound).mean() / share - 1) < 0.06
+    # Neighbours in a row, and rows of neighbouring keys, have nothing to do with each other.
+    assert abs((weights[:, 1:] * weights[:, :-1]).mean()) < 4 / count**0.5
+    assert abs((weights[1:] * weights[:-1]).mean()) < 4 / count**0.5
+
+
+def test_bfloat16_is_rounded_like_torch_does():
+    values = bits_as_rows(4096, 8, seed=5).nan_to_num()
+    ours = torch.from_numpy(round_to_bfloat16(values.numpy()))
+    assert same_bits(ours, values.bfloat16().float())
+
+
+@BOTH
+def test_a_full_table_refuses_and_nothing_changes(native):
+    store = open_store(layout(tables=2, max_rows=(0, 10)), native=native)
+    first = torch.arange(18)
+    store.scatter(first, [10, 8], torch.ones(18, 5))
+    before, size = contents(store), store.num_bytes()
+    keys = torch.tensor([100, 101, 0, 20, 21, 22])
+    with pytest.raises(CapacityError) as refused:
+        store.scatter(keys, [2, 4], torch.zeros(6, 5))
+    assert str(refused.value) == (
+        "table 1 would have 12 rows here and may have 10; "
+        "raise its max_rows, or spread it over more workers"
+    )
+    assert store.num_rows() == [10, 8]
+    for (_, keys_before, rows_before), (_, keys_now, rows_now) in zip(
+        before, contents(store), strict=True
+    ):
+        assert torch.equal(keys_before, keys_now)
+        assert torch.equal(rows_before, rows_now)
+    if not native:
+        assert store.num_bytes() == size
+    store.scatter(torch.tensor([0, 20, 21]), [0, 3], torch.zeros(3, 5))
+    assert store.num_rows() == [10, 10]
+    store.scatter(torch.tensor([0, 20]), [0, 2], torch.ones(2, 5))
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc for its own size")
+def test_memory_that_runs_out_is_an_error_and_rows_stay_whole():
+    result = run_python(OUT_OF_MEMORY)
+    assert result.returncode == 0, result.stderr
+    assert "host memory is full" in result.stdout
+
+
+OUT_OF_MEMORY = """
+import resource, torch
+from nestpipe.embedding.native_store import NativeStore
+from nestpipe.embedding.store import StoreLayout
+from nestpipe.errors import CapacityError
+
+layout = StoreLayout(table_seeds=(1,), init_stds=(0.0,), dim=64, state_dim=0)
+store = NativeStore(layout, threads=2)
+rows = torch.ones(20_000, 64)
+store.scatter(torch.arange(20_000), [20_000], rows)
+pages = int(open("/proc/self/statm").read().split()[0])
+limit = pages * resource.getpagesize() + (100 << 20)
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+for step in range(1, 100):
+    keys = torch.arange(20_000) + step * 20_000
+    try:
+        store.scatter(keys, [20_000], rows)
+    except CapacityError as error:
+        print(error)
+        break
+else:
+    raise AssertionError("the limit was never met")
+stored = step * 20_000
+assert step > 3
+assert store.num_rows() == [stored]
+out = torch.empty_like(rows)
+for done in range(step):
+    assert store.gather(torch.arange(20_000) + done * 20_000, [20_000], out) == 0
+    assert torch.equal(out, rows)
+assert store.gather(keys, [20_000], out) == 20_000
+"""
+
+
+def run_python(code: str):
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+
+
+@BOTH
+@pytest.mark.parametrize("keys", [[4, 4], [*range(500), 3], [-(2**63), 1, -(2**63)]])
+def test_a_repeated_key_is_refused_before_anything_is_stored(native, keys):
+    store = open_store(layout(tables=2), native=native)
+    batch = torch.tensor([1, *keys])
+    with pytest.raises(ValueError, match="table 1 comes twice"):
+        store.scatter(batch, [1, len(keys)], torch.zeros(len(batch), 5))
+    assert store.num_rows() == [0, 0]
+
+
+@BOTH
+def test_the_same_key_in_two_tables_is_two_rows(native):
+    store = open_store(layout(tables=2), native=native)
+    store.scatter(torch.tensor([3, 3]), [1, 1], torch.tensor([[1.0] * 5, [2.0] * 5]))
+    assert gather(store, torch.tensor([3, 3]), [1, 1])[0][:, 0].tolist() == [1.0, 2.0]
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("keys", "counts", "rows"),
+    [
+        (torch.zeros(2, dtype=torch.int32), [1, 1], torch.zeros(2, 5)),
+        (torch.zeros(2, dtype=torch.int64), [1, 1], torch.zeros(2, 4)),
+        (torch.zeros(2, dtype=torch.int64), [1, 1], torch.zeros(5, 2).t()),
+        (torch.zeros(2, dtype=torch.int64), [1, 1], torch.zeros(2, 5, dtype=torch.float64)),
+        (torch.zeros(4, dtype=torch.int64)[::2], [1, 1], torch.zeros(2, 5)),
+        (torch.zeros(2, dtype=torch.int64), [1, 2], torch.zeros(2, 5)),
+        (torch.zeros(2, dtype=torch.int64), [2], torch.zeros(2, 5)),
+        (torch.zeros(2, dtype=torch.int64), [3, -1], torch.zeros(2, 5)),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(native, keys, counts, rows):
+    store = open_store(layout(tables=2), native=native)
+    with pytest.raises(ValueError, match=r"must be|counts"):
+        store.scatter(keys, counts, rows)
+    with pytest.raises(ValueError, match=r"must be|counts"):
+        store.gather(keys, counts, rows)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"dtype": "float16"}, {"dim": 0}, {"max_rows": (1,)}, {"max_rows": (1, -1)}]
+)
+def test_a_layout_that_contradicts_itself_is_refused(wrong):
+    with pytest.raises(ValueError, match=r"dtype|layout|limits"):
+        NativeStore(layout(**{"tables": 2, **wrong}))
+
+
+@BOTH
+def test_nothing_to_do_is_fine(native):
+    store = open_store(layout(), native=native)
+    empty = torch.empty(0, dtype=torch.int64)
+    store.scatter(empty, [0], torch.empty(0, 5))
+    assert gather(store, empty, [0])[1] == 0
+    assert contents(store) == []
+
+
+def test_a_closed_store_says_so():
+    store = NativeStore(layout())
+    store.close()
+    store.close()
+    with pytest.raises(ValueError, match="closed"):
+        store.num_rows()
+
+
+def test_readers_and_writers_on_different_threads_see_whole_rows():
+    """Each writer has keys of its own; readers read all of them. Rows hold one number only."""
+    store = NativeStore(layout(dim=127, state_dim=1), threads=2)
+    writers, rounds, keys_each = 2, 12, 6000
+    failures: list[str] = []
+    stop = threading.Event()
+
+    def write(writer: int) -> None:
+        keys = torch.arange(keys_each) * writers + writer
+        for value in range(1, rounds + 1):
+            store.scatter(keys, [keys_each], torch.full((keys_each, 128), float(value)))
+
+    def read() -> None:
+        keys = torch.randperm(keys_each * writers)
+        while not stop.is_set():
+            rows, _ = gather(store, keys, [len(keys)])
+            stored = rows[rows[:, -1] != 0.25]
+            if not torch.equal(stored, stored[:, :1].expand_as(stored)):
+                failures.append("a torn row")
+
+    readers = [threading.Thread(target=read) for _ in range(2)]
+    writing = [threading.Thread(target=write, args=(w,)) for w in range(writers)]
+    for thread in [*readers, *writing]:
+        thread.start()
+    for thread in writing:
+        thread.join()
+    stop.set()
+    for thread in readers:
+        thread.join()
+    assert not failures
+    assert store.num_rows() == [keys_each * writers]
+
+
+def test_a_result_does_not_depend_on_the_number_of_threads():
+    stores = [NativeStore(layout(dim=64, state_dim=0), threads=threads) for threads in (1, 2, 5)]
+    keys = torch.randperm(60_000, generator=torch.Generator().manual_seed(2))
+    rows = torch.randn(60_000, 64, generator=torch.Generator().manual_seed(3))
+    read = []
+    for store in stores:
+        store.scatter(keys[:40_000], [40_000], rows[:40_000])
+        read.append(gather(store, keys, [60_000]))
+    for other, num_new in read:
+        assert num_new == 20_000
+        assert same_bits(other, read[0][0])
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc for its own size")
+def test_every_byte_is_counted():
+    """What the process maps while a table fills is what the store says it took.
+
+    Allowed apart from it: 1 MiB, for what the C library maps for itself.
+    """
+    result = run_python(COUNT_BYTES)
+    assert result.returncode == 0, result.stderr
+    told, mapped, rows = map(int, result.stdout.split())
+    assert abs(told - mapped) <= 1 << 20
+    # Rows of 64 bytes and about 16 / 0.53 bytes of index each; the last chunk and region have
+    # 32 MiB at most.
+    assert rows * 64 <= told <= rows * (64 + 64) + (64 << 20)
+
+
+COUNT_BYTES = """
+import resource, torch
+from nestpipe.embedding.native_store import NativeStore
+from nestpipe.embedding.store import StoreLayout
+
+def mapped():
+    return int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+
+store = NativeStore(
+    StoreLayout(table_seeds=(1,), init_stds=(0.0,), dim=16, state_dim=0), threads=2
+)
+rows, steps = torch.ones(50_000, 16), 30
+batches = [torch.arange(50_000) + step * 50_000 for step in range(steps)]
+store.scatter(batches[0], [50_000], rows)
+store.gather(batches[0], [50_000], rows)
+told, had = store.num_bytes(), mapped()
+for keys in batches[1:]:
+    store.scatter(keys, [50_000], rows)
+print(store.num_bytes() - told, mapped() - had, 50_000 * (steps - 1))
+"""
+
+
+def test_memory_comes_back_when_a_store_is_closed():
+    result = run_python(CLOSE)
+    assert result.returncode == 0, result.stderr
+
+
+CLOSE = COUNT_BYTES.replace("print(", "size = store.num_bytes()\nfull = mapped()\nprint(") + """
+store.close()
+assert full - mapped() >= size * 0.95, (full, mapped(), size)
+"""
+
+
+def test_the_environment_chooses_the_twin(monkeypatch):
+    monkeypatch.setenv("NESTPIPE_NATIVE", "0")
+    assert isinstance(open_store(layout()), PlainStore)
+    assert isinstance(open_store(layout(), native=True), NativeStore)
+    monkeypatch.setenv("NESTPIPE_NATIVE", "1")
+    assert isinstance(open_store(layout()), NativeStore)
+    monkeypatch.setenv("NESTPIPE_NATIVE", "yes")
+    with pytest.raises(ConfigError, match="NESTPIPE_NATIVE is 'yes'"):
+        open_store(layout())
+
+
+def test_ranks_on_one_machine_share_its_cores(monkeypatch):
+    cores = len(os.sched_getaffinity(0))
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert default_threads() == min(cores, 64)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(cores))
+    assert default_threads() == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork on this system")
+def test_a_forked_child_can_read():
+    result = run_python(FORK)
+    assert result.returncode == 0, result.stderr
+
+
+FORK = """
+import os, torch
+from nestpipe.embedding.native_store import NativeStore
+from nestpipe.embedding.store import StoreLayout
+
+layout = StoreLayout(table_seeds=(1,), init_stds=(0.0,), dim=16, state_dim=0)
+store = NativeStore(layout, threads=3)
+keys, rows = torch.arange(20_000), torch.ones(20_000, 16)
+store.scatter(keys, [20_000], rows)
+child = os.fork()
+out = torch.empty_like(rows)
+fresh = store.gather(keys, [20_000], out)
+store.close()
+same = fresh == 0 and bool((out == 1).all())
+if child == 0:
+    os._exit(0 if same else 1)
+_, status = os.waitpid(child, 0)
+assert same
+assert status == 0, status
+"""
