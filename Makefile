@@ -17,7 +17,7 @@ DRAW_NESTED := draw nested --batches 3 --micros 2
 SIMULATE_PAPER := simulate paper
 SIMULATE_SCALING := simulate --plan nested --micros 8 --workers 1,8,64,512,1536,4096 --svg $(PICTURE)
 
-.PHONY: demo test check docs clean
+.PHONY: demo test check docs bench-deps clean
 
 demo: $(READY)
 	@mkdir -p $(dir $(PICTURE))
@@ -39,6 +39,12 @@ check: $(READY)
 
 docs: $(READY)
 	$(BIN)/python tools/make_docs.py
+
+# TorchRec, as a peer for `nestpipe bench train`; without its own dependencies, which would fetch
+# a GPU build of torch.
+bench-deps: $(READY)
+	@$(BIN)/python -m pip install -qq --no-deps fbgemm-gpu-cpu==1.8.0 torchrec==1.8.0
+	@$(BIN)/python -m pip install -qq iopath pyre-extensions tensordict torchmetrics==1.0.3 tqdm psutil
 
 # To change the interpreter of an existing .venv, run `make clean` first.
 $(READY): pyproject.toml

@@ -61,7 +61,7 @@ _CATEGORIES = tuple(f"c{i}" for i in range(26))
 CASES = {
     case.name: case
     for case in (
-        Case("sequence", ("items",), 2_000_000, keys=50, batch=1024, pooled=False),
+        Case("sequence", ("item",), 2_000_000, keys=50, batch=1024, pooled=False),
         Case("dlrm1", _CATEGORIES, 200_000, keys=1, batch=2048, pooled=True, dense_features=13),
         Case("dlrm10", _CATEGORIES, 200_000, keys=10, batch=2048, pooled=True, dense_features=13),
     )

@@ -37,7 +37,7 @@ class SyntheticConfig:
     signal: float = 2.0
     """ctr: spread of the hidden model's logit; at 0 there is nothing to learn."""
     num_items: int = 10_000
-    """sequence: different items."""
+    """sequence: different items, 1, 2, ..."""
     num_communities: int = 50
     """sequence: clusters of items with like tastes."""
     min_len: int = 10

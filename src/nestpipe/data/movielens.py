@@ -137,7 +137,7 @@ def sequences(
     begin, length = begin[enough], length[enough]
     kept = np.minimum(length, config.max_len)
     history = _ranges(items, begin + length - kept, kept)
-    columns = [keys_column(HISTORY)]
+    columns = [keys_column(HISTORY, max_key=int(items.max(initial=0)))]
     if split == "train":
         return columns, Batch(len(kept), {}, {HISTORY: history})
     columns.append(Column(TARGET, "target", "int64"))

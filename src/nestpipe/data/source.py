@@ -8,7 +8,7 @@ ranks see the same global batches, and a run that resumes at batch g sees what i
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
@@ -42,6 +42,8 @@ class Column:
     """For `features`: what each of the tensor's columns is."""
     single: bool = False
     """For `keys`: every sample has exactly one."""
+    max_key: int | None = field(default=None, compare=False)
+    """For a `history`: the greatest key there is in any split, where that is known."""
 
     def empty(self) -> Tensor:
         shape = (0, len(self.fields)) if self.kind == "features" else (0,)
@@ -83,9 +85,9 @@ class Source(Protocol):
         ...
 
 
-def keys_column(name: str, single: bool = False) -> Column:
+def keys_column(name: str, single: bool = False, max_key: int | None = None) -> Column:
     """A column of 64-bit keys."""
-    return Column(name, "keys", "int64", single=single)
+    return Column(name, "keys", "int64", single=single, max_key=max_key)
 
 
 def features_column(fields: Sequence[str]) -> Column:

@@ -57,7 +57,7 @@ def columns(world: SyntheticConfig, split: Split = "train") -> tuple[Column, ...
     """What a batch of this world has."""
     if world.flavour == "sequence":
         target = () if split == "train" else (Column(TARGET, "target", "int64"),)
-        return (keys_column(HISTORY), *target)
+        return (keys_column(HISTORY, max_key=world.num_items), *target)
     keys = [
         keys_column(f"c{table}", single=world.keys_per_sample == (1, 1))
         for table in range(world.num_tables)
@@ -178,7 +178,7 @@ class _Hidden:
 def _sequences(world: SyntheticConfig, numbers_B: NDArray[np.int64], split: Split) -> Batch:
     """Users who mostly choose items of the community that they are in, and sometimes move on.
 
-    Item i belongs to community i modulo their number; low numbers are the popular ones.
+    Items count from 1; those of a community are that many apart, the popular ones first.
     """
     size, longest = len(numbers_B), world.max_len
     spread = np.uint64(world.max_len - world.min_len + 1)
@@ -196,7 +196,7 @@ def _sequences(world: SyntheticConfig, numbers_B: NDArray[np.int64], split: Spli
         world.num_items // world.num_communities,
         world.exponent,
     )
-    items_BL = (ranks_BL * world.num_communities + community_BL).reshape(size, longest)
+    items_BL = (ranks_BL * world.num_communities + community_BL + 1).reshape(size, longest)
     held = 0 if split == "train" else 1
     kept_BL = np.arange(longest)[None, :] < (lengths_B - held)[:, None]
     history = Jagged(tensor(items_BL[kept_BL]), tensor(lengths_B - held))

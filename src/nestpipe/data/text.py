@@ -105,8 +105,8 @@ def table(block: bytes, form: Format) -> pa.Table:
         raise RowError(_reason(str(error), form)) from None
     if found.num_rows != _num_lines(block):
         raise RowError("a quote or line end inside the row does not match")
-    for name in form.required:
-        if found[name].null_count:
+    for name in form.types:
+        if name in form.required and found[name].null_count:
             raise RowError(f"{name} is empty")
     return found.combine_chunks()
 
@@ -118,7 +118,7 @@ def _salvage(
         parsed = parse(block, first)
     except RowError as error:
         if _num_lines(block) == 1:
-            report(first, str(error))
+            report(first, str(error) if block.strip(_BLANK) else "it is blank")
             return
     else:
         yield parsed
@@ -141,9 +141,7 @@ def _blocks(path: Path, first: int, progress: Progress | None) -> Iterator[tuple
             if progress is not None:
                 progress(raw.tell())
             block = rest + more
-            # Blank lines wait for what follows: at the end of the file nothing does.
-            full = len(block[: block.rfind(b"\n") + 1 or None].rstrip(_BLANK))
-            cut = block.find(b"\n", full) + 1 if more else full
+            cut = _whole_lines(block) if more else len(block.rstrip(_BLANK))
             block, rest = block[:cut], block[cut:]
             if len(rest) > LONGEST_LINE:
                 raise DataError(f"{path}:{line} has no end; this is not a text file of rows")
@@ -154,6 +152,12 @@ def _blocks(path: Path, first: int, progress: Progress | None) -> Iterator[tuple
             line += _num_lines(block)
             if not more:
                 return
+
+
+def _whole_lines(block: bytes) -> int:
+    """Where the last line that is not blank ends; later blank ones wait for what follows them."""
+    full = len(block[: block.rfind(b"\n") + 1].rstrip(_BLANK))
+    return block.find(b"\n", full) + 1 if full else 0
 
 
 def _bytes(path: Path) -> io.BufferedIOBase:

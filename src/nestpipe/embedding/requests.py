@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -10,8 +10,10 @@ from torch import Tensor
 
 from nestpipe.embedding.groups import TableGroup
 from nestpipe.jagged import Jagged
+from nestpipe.kernels.rows import Bags, bags_of_targets, offsets_of
 
-# Shapes: T keys, U unique keys, R ranks, C tables of the group
+# Shapes: T keys of all features together, U unique keys, R ranks, C tables of the group,
+# O rows that the model sees: one per key, or one per sample where a feature is pooled
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +23,14 @@ class Request:
     keys_U: Tensor
     counts_RC: Tensor
     """How many keys of each table go to each owner, on the host."""
-    positions: Mapping[str, Tensor]
-    """For each feature, where each of its keys stands among the unique ones."""
-    lengths: Mapping[str, Tensor]
-    """For each pooled feature, how many keys each sample has."""
+    seen: Bags | None
+    """What the model sees, from unique rows; None where every bag is a single row ..."""
+    picked_T: Tensor
+    """... and then for each key the position of its row."""
+    back: Bags
+    """The gradient of each unique row, from those of what the model sees."""
+    sizes: Mapping[str, int]
+    """Rows that the model sees of each feature, in order."""
 
     @property
     def per_owner(self) -> list[int]:
@@ -35,39 +41,54 @@ def make_request(keys: Mapping[str, Jagged], group: TableGroup, ranks: int) -> R
     """Find the unique keys of a micro-batch and put them in the order in which they travel."""
     unique: list[Tensor] = []
     owners: list[Tensor] = []
-    found: list[tuple[Sequence[str], list[int], Tensor]] = []
+    inverses: list[Tensor] = []
     start = 0
-    for number, names in _features_by_table(group):
-        values = [keys[name].values for name in names]
+    for number in range(len(group.tables)):
+        values = [keys[f.name].values for f in group.features if f.table == number]
         unique_U, inverse_T = torch.unique(torch.cat(values), return_inverse=True)
         unique.append(unique_U)
         owners.append(owner_of(unique_U, number, ranks))
-        found.append((names, [len(v) for v in values], inverse_T + start))
+        inverses.append(inverse_T + start)
         start += len(unique_U)
     keys_U, owner_U = torch.cat(unique), torch.cat(owners)
-    table_U = torch.repeat_interleave(torch.tensor([len(u) for u in unique])).to(keys_U.device)
+    sizes = torch.tensor([len(u) for u in unique])
+    table_U = torch.repeat_interleave(sizes).to(keys_U.device)
     order_U = torch.argsort(owner_U, stable=True)
     place_U = torch.empty_like(order_U)
     place_U[order_U] = torch.arange(len(order_U), device=order_U.device)
     tables = len(group.tables)
     counts = torch.bincount(owner_U * tables + table_U, minlength=ranks * tables)
+    picked_T = place_U[torch.cat(inverses)]
+    seen, output_T = _what_is_seen(keys, group, picked_T)
     return Request(
         keys_U=keys_U[order_U],
         counts_RC=counts.reshape(ranks, tables).cpu(),
-        positions={
-            name: part
-            for names, sizes, inverse_T in found
-            for name, part in zip(names, torch.split(place_U[inverse_T], sizes), strict=True)
+        seen=seen,
+        picked_T=picked_T,
+        back=bags_of_targets(picked_T, len(keys_U), output_T),
+        sizes={
+            f.name: keys[f.name].num_samples if f.pooled else len(keys[f.name].values)
+            for f in group.features
         },
-        lengths={f.name: keys[f.name].lengths for f in group.features if f.pooled},
     )
 
 
-def _features_by_table(group: TableGroup) -> list[tuple[int, list[str]]]:
-    return [
-        (number, [f.name for f in group.features if f.table == number])
-        for number in range(len(group.tables))
-    ]
+def _what_is_seen(
+    keys: Mapping[str, Jagged], group: TableGroup, picked_T: Tensor
+) -> tuple[Bags | None, Tensor | None]:
+    """The rows of each row that the model sees, and for each key which one it belongs to."""
+    if not any(f.pooled for f in group.features):
+        return None, None
+    lengths_O = torch.cat(
+        [
+            keys[f.name].lengths if f.pooled else torch.ones_like(keys[f.name].values)
+            for f in group.features
+        ]
+    )
+    if len(lengths_O) == len(picked_T) and bool((lengths_O == 1).all()):
+        return None, None
+    output_T = torch.repeat_interleave(lengths_O, output_size=len(picked_T))
+    return Bags(picked_T, offsets_of(lengths_O)), output_T
 
 
 def owner_of(keys_U: Tensor, table: int, ranks: int) -> Tensor:

@@ -23,7 +23,6 @@ from nestpipe.embedding.store import RowStore
 from nestpipe.embedding.working_set import WorkingSet, make_working_set
 from nestpipe.errors import ConfigError
 from nestpipe.jagged import Jagged
-from nestpipe.kernels.rows import add_rows
 from nestpipe.schedule.schedule import Shape
 
 # Shapes: U unique rows of a micro-batch, K rows of a working set, D weights, W weights and state,
@@ -203,8 +202,8 @@ class ShardedTables:
         """The rows of every feature, as the model sees them."""
         flight = self.flights[batch]
         seen: dict[str, Tensor] = {}
-        for g, group in enumerate(self.groups):
-            seen.update(spread_rows(flight.received[micro][g], flight.requests[g][micro], group))
+        for g, of in enumerate(flight.requests):
+            seen.update(spread_rows(flight.received[micro][g], of[micro]))
         return seen
 
     def grads(self, batch: int, micro: int) -> None:
@@ -217,13 +216,13 @@ class ShardedTables:
         sent_splits = [of[micro].per_owner for of in flight.requests]
         received_splits = [working.serve_counts[micro] for working in flight.working]
         received = exchange(self.comm, sent, sent_splits, received_splits)
-        if not flight.sums:
-            flight.sums = [
-                torch.zeros(working.size, group.dim, device=self.device)
-                for group, working in zip(self.groups, flight.working, strict=True)
-            ]
-        for sums_KD, working, rows in zip(flight.sums, flight.working, received, strict=True):
-            add_rows(sums_KD, working.serve[micro], rows)
+        parts = [
+            working.gather_back[micro].sum(rows)
+            for working, rows in zip(flight.working, received, strict=True)
+        ]
+        for sums_KD, part_KD in zip(flight.sums, parts, strict=False):
+            sums_KD.add_(part_KD)
+        flight.sums = flight.sums or parts
 
     def update(self, batch: int, weight: float, step: int) -> None:
         """One optimizer application per row, on the gradient divided by the batch's weight."""

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nestpipe.kernels.rows import Bags, bags_of_targets
+
 # Shapes: A keys asked for by anyone, K unique keys of the owner, R ranks, M micro-batches, C tables
 
 
@@ -21,6 +23,8 @@ class WorkingSet:
     """For each micro-batch, the position of every row to send, by requester."""
     serve_counts: list[list[int]]
     """For each micro-batch, how many rows go to each requester."""
+    gather_back: list[Bags]
+    """For each micro-batch, the gradients of each row, by requester in rank order."""
     shared_K: Tensor
     """Positions whose rows the batch before had too ..."""
     shared_before: Tensor
@@ -65,6 +69,7 @@ def make_working_set(asked_A: Tensor, counts_RMC: Tensor, before: WorkingSet | N
         table_counts=table_counts,
         serve=serve,
         serve_counts=[per_micro[:, micro].tolist() for micro in range(micros)],
+        gather_back=[bags_of_targets(positions, len(keys_K)) for positions in serve],
         shared_K=shared_K,
         shared_before=shared_before,
     )

@@ -3,6 +3,7 @@
 import csv
 import gzip
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -57,7 +58,7 @@ def make(tmp_path):
     return lambda kind, **settings: make_config(kind, tmp_path, **settings)
 
 
-def make_config(kind: str, folder: Path, **settings) -> DataConfig:
+def make_config(kind: str, folder: Path, **settings: Any) -> DataConfig:
     settings = {"shuffle_window": 16, **settings}
     name, _, more = kind.partition(" ")
     if name == "synthetic":
@@ -66,11 +67,17 @@ def make_config(kind: str, folder: Path, **settings) -> DataConfig:
             "keys": {"keys_per_sample": (0, 3)},
             "sequence": {"flavour": "sequence", "min_len": 2, "max_len": 5},
         }[more]
-        small = {"samples": 45, "test_samples": 9, "num_tables": 3, "num_dense": 2, "num_keys": 9}
+        small: dict[str, Any] = {
+            "samples": 45,
+            "test_samples": 9,
+            "num_tables": 3,
+            "num_dense": 2,
+            "num_keys": 9,
+        }
         return DataConfig(synthetic=SyntheticConfig(**small | world), **settings)
     if name == "parquet":
         write_parquet(folder)
-        every = {"test_every": 5} if more else {}
+        every: dict[str, Any] = {"test_every": 5} if more else {}
         columns = ParquetConfig(sparse=("user", "word", "tags"), dense=("x", "n"))
         return DataConfig(kind="parquet", path=str(folder), parquet=columns, **every | settings)
     if name == "movielens":

@@ -6,14 +6,16 @@ from dataclasses import replace
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from nestpipe.data import DataConfig, MovieLensConfig, ParquetConfig, open_source
+from nestpipe.data import DataConfig, MovieLensConfig, ParquetConfig, open_source, text
 from nestpipe.errors import DataError
 
 
-def count(config, split="train"):
+def count(config):
     """How many samples can be read, and what was said of the others."""
-    source = open_source(config, split)
+    source = open_source(config)
     options = {"global_batch": 4, "rank": 0, "ranks": 1, "seed": 0}
     return sum(batch.size for batch in source.batches(**options)), source.broken
 
@@ -33,7 +35,7 @@ GOOD = "1::2::3::4"
         ("1::two::3::4", "movieId is 'two', no whole number"),
         ("1::2::3", "it has 3 columns, not 4"),
         ("1::2::3::4::5", "it has 5 columns, not 4"),
-        ("", "it has 1 columns, not 4"),
+        ("", "it is blank"),
         ("1::::3::4", "movieId is empty"),
         ("1::2::nan::4", "rating is not finite"),
         ("1::2::x::4", "rating is 'x', no number"),
@@ -77,6 +79,27 @@ def test_lines_are_counted_over_many_blocks(tmp_path, monkeypatch):
     assert broken.first == [f"{tmp_path / 'ratings.dat'}:41 (it has 3 columns, not 4)"]
 
 
+@given(
+    lines=st.lists(st.sampled_from(["a", "bb\t", "", " "]), max_size=12),
+    block=st.integers(1, 9),
+    ended=st.booleans(),
+    first=st.integers(1, 3),
+)
+def test_blocks_of_any_size_have_the_same_lines(tmp_path_factory, lines, block, ended, first):
+    file = tmp_path_factory.mktemp("blocks") / "a.txt"
+    file.write_text("\n".join(lines) + ("\n" if ended else ""))
+    expected = list(enumerate(file.read_text().rstrip("\n ").split("\n"), start=1))
+    expected = [] if expected == [(1, "")] else expected[first - 1 :]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text, "BLOCK", block)
+        found = [
+            (line + i, row)
+            for line, rows in text._blocks(file, first, None)
+            for i, row in enumerate(rows.decode().removesuffix("\n").split("\n"))
+        ]
+    assert found == expected
+
+
 def test_a_header_without_a_column_is_refused(tmp_path):
     (tmp_path / "ratings.csv").write_text("userId,movie,rating,timestamp\n1,2,3,4\n")
     with pytest.raises(DataError, match=r"ratings.csv:1 has no column movieId, it has userId, mo"):
@@ -107,8 +130,8 @@ def test_criteo_rows_that_make_no_sense(make, tmp_path, criteo_lines, column, va
 
 def test_every_pass_counts_for_itself_and_resumes_over_broken_rows(make, tmp_path, lists):
     config = replace(make("criteo"), max_broken=1)
-    text = (tmp_path / "day_0.tsv").read_text().splitlines(keepends=True)
-    (tmp_path / "day_0.tsv").write_text("".join([*text[:3], "broken\n", *text[4:]]))
+    rows = (tmp_path / "day_0.tsv").read_text().splitlines(keepends=True)
+    (tmp_path / "day_0.tsv").write_text("".join([*rows[:3], "broken\n", *rows[4:]]))
     source = open_source(config)
     options = {"global_batch": 4, "rank": 0, "ranks": 1, "seed": 0}
     whole = [lists(batch) for batch in source.batches(**options)]
@@ -169,9 +192,9 @@ def test_kuairand_rows_of_every_table_count(make, tmp_path):
         tmp_path / "log_standard_4_08_to_5_08_pure.csv",
     )
     for file, line in ((users, 3), (log, 5)):
-        text = file.read_text().splitlines(keepends=True)
-        text[line - 1] = "x" + text[line - 1]
-        file.write_text("".join(text))
+        rows = file.read_text().splitlines(keepends=True)
+        rows[line - 1] = "x" + rows[line - 1]
+        file.write_text("".join(rows))
     with pytest.raises(DataError, match=r"user_features_pure.csv:3 is broken: user_id is 'x1'"):
         count(config)
     samples, broken = count(replace(config, max_broken=2))

@@ -10,12 +10,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from nestpipe.data import (
+    DENSE,
     MISSING,
     CriteoConfig,
     DataConfig,
     KuaiRandConfig,
     MovieLensConfig,
     ParquetConfig,
+    Split,
     open_source,
 )
 from nestpipe.data.held_out import keeps, num_kept
@@ -25,7 +27,7 @@ from nestpipe.errors import ConfigError, DataError
 KUAIRAND = Path(__file__).resolve().parents[4] / "shared" / "data" / "kuairand-pure"
 
 
-def everything(config, split="train"):
+def everything(config, split: Split = "train"):
     """All samples of a split in the order of the files, as one batch."""
     options = {"rank": 0, "ranks": 1, "seed": 0}
     source = open_source(config, split)
@@ -41,8 +43,8 @@ def test_a_string_has_the_same_key_for_good():
 
 def test_parquet_columns_by_config(make):
     batch = everything(make("parquet", shuffle=False))
-    assert batch.dense["dense"].shape == (48, 2)
-    assert batch.dense["dense"][0, 1] == 0  # a null
+    assert batch.dense[DENSE].shape == (48, 2)
+    assert batch.dense[DENSE][0, 1] == 0  # a null
     assert batch.sparse["word"].to_lists()[:4] == [
         [text_key("w0")],
         [text_key("w1")],
@@ -76,7 +78,7 @@ def test_parquet_columns_by_type(tmp_path):
         "c": [[text_key("x")]] * 2,
         "fixed": [[1, 2], [3, 4]],
     }
-    assert batch.dense["dense"].tolist() == [[0.5], [1.5]]
+    assert batch.dense[DENSE].tolist() == [[0.5], [1.5]]
     assert "label" not in batch.dense
 
 
@@ -108,7 +110,7 @@ def test_rows_held_out_are_in_one_split_each(make, lists):
     assert len(set(rows)) == 48
 
 
-_SPLITS = ("train", "validation", "test")
+_SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 
 
 @pytest.mark.parametrize("every", [0, 3, 7])
@@ -185,8 +187,8 @@ def test_a_kuairand_sample_has_what_was_known_beforehand(make):
         assert known["tag"][i] == [[12, 39], [2], [], [7], [8]][what]
         assert known["onehot_feat4"][i] == [MISSING if who in (1, 5) else 1]
         assert known["history"][i] == (list(range(who))[-3:] if who < 4 else [])
-        assert batch.dense["dense"][i, 0] == pytest.approx(math.log1p(i))
-        assert batch.dense["dense"][i, 1] == pytest.approx(math.log1p(10 * who if who < 5 else 0))
+        assert batch.dense[DENSE][i, 0] == pytest.approx(math.log1p(i))
+        assert batch.dense[DENSE][i, 1] == pytest.approx(math.log1p(10 * who if who < 5 else 0))
 
 
 def test_kuairand_history_needs_its_file(make):
@@ -197,7 +199,11 @@ def test_kuairand_history_needs_its_file(make):
 
 @pytest.mark.skipif(not KUAIRAND.exists(), reason="no KuaiRand data beside this repository")
 def test_the_real_kuairand_has_the_published_rows():
-    for split, size, rate in (("train", 94_784, 0.307), ("test", 133_545, 0.313)):
+    published: list[tuple[Split, int, float]] = [
+        ("train", 94_784, 0.307),
+        ("test", 133_545, 0.313),
+    ]
+    for split, size, rate in published:
         config = DataConfig(kind="kuairand", path=str(KUAIRAND))
         source = open_source(config, split)
         assert source.num_samples == size
@@ -205,7 +211,7 @@ def test_the_real_kuairand_has_the_published_rows():
         parts = list(source.batches(global_batch=100_000, rank=1, ranks=2, seed=0))
         assert [part.size for part in parts] == ([47_392] if split == "train" else [50_000, 16_772])
         assert float(parts[0].dense["label"].mean()) == pytest.approx(rate, abs=0.01)
-        assert parts[0].dense["dense"].isfinite().all()
+        assert parts[0].dense[DENSE].isfinite().all()
 
 
 def test_criteo_categories_are_their_numbers_and_gaps_have_a_key(make, tmp_path):
@@ -214,7 +220,7 @@ def test_criteo_categories_are_their_numbers_and_gaps_have_a_key(make, tmp_path)
     raw = DataConfig(
         kind="criteo", path=config.path, shuffle=False, criteo=CriteoConfig(log_dense=False)
     )
-    counts = everything(raw).dense["dense"]
+    counts = everything(raw).dense[DENSE]
     with (tmp_path / "day_0.tsv").open() as file:
         rows = list(csv.reader(file, delimiter="\t"))
     for i, row in enumerate(rows):
@@ -222,4 +228,4 @@ def test_criteo_categories_are_their_numbers_and_gaps_have_a_key(make, tmp_path)
         for j, cell in enumerate(row[14:]):
             key = int(cell, 16) if cell else MISSING
             assert batch.sparse[f"C{j + 1}"].values[i] == key
-    assert batch.dense["dense"].allclose(counts.clamp(min=0).log1p())
+    assert batch.dense[DENSE].allclose(counts.clamp(min=0).log1p())

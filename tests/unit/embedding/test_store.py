@@ -201,8 +201,6 @@ def test_first_rows_are_pinned_for_ever():
     )
 
 
-
-
 def test_first_weights_are_normal():
     weights = first_weights(11, np.arange(40_000) - 20_000, 50, 1.0).astype(np.float64)
     count = weights.size
@@ -290,9 +288,7 @@ assert store.gather(keys, [20_000], out) == 20_000
 
 
 def run_python(code: str):
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False
-    )
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
 
 
 @BOTH
@@ -447,10 +443,13 @@ def test_memory_comes_back_when_a_store_is_closed():
     assert result.returncode == 0, result.stderr
 
 
-CLOSE = COUNT_BYTES.replace("print(", "size = store.num_bytes()\nfull = mapped()\nprint(") + """
+CLOSE = (
+    COUNT_BYTES.replace("print(", "size = store.num_bytes()\nfull = mapped()\nprint(")
+    + """
 store.close()
 assert full - mapped() >= size * 0.95, (full, mapped(), size)
 """
+)
 
 
 def test_the_environment_chooses_the_twin(monkeypatch):

@@ -163,7 +163,7 @@ def test_a_failure_on_the_compute_lane_is_prompt_and_the_first_one_counts():
         raise ValueError("first")
 
     def copy(op: Op) -> None:
-        if op.batch == 1:
+        if op.batch == 3:
             started.wait()
             time.sleep(0.05)
             raise KeyError("second")

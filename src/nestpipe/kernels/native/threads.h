@@ -1,7 +1,9 @@
 // Threads that stay: several callers may hand them work at the same time.
 //
-// The caller works too, so a job ends even where no other thread ever comes (after a fork, say).
+// The caller works too. A forked child has no other threads, and does all by itself.
 #pragma once
+
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -36,7 +38,7 @@ class Threads {
   // Calls work(0) to work(tasks - 1), each once, in any order; rethrows the first exception.
   void run(int64_t tasks, const std::function<void(int64_t)>& work) {
     Job job{&work, tasks};
-    const bool shared = tasks > 1 && !workers_.empty();
+    const bool shared = tasks > 1 && !workers_.empty() && getpid() == process_;
     if (shared) {
       const std::lock_guard<std::mutex> lock(mutex_);
       jobs_.push_back(&job);
@@ -99,6 +101,7 @@ class Threads {
     for (auto& worker : workers_) worker.join();
   }
 
+  const pid_t process_ = getpid();
   std::mutex mutex_;
   std::condition_variable wake_;
   std::condition_variable done_;
