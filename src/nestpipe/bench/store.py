@@ -10,6 +10,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
+from nestpipe.config.check import positive
 from nestpipe.embedding.native_store import NativeStore
 from nestpipe.embedding.store import StoreLayout
 from nestpipe.errors import ConfigError
@@ -47,8 +48,13 @@ class StoreCase:
 
     def check(self) -> None:
         """Refuse sizes that cannot be measured."""
-        if min(self.dim, self.keys, self.threads, self.rows) < 1 or not self.seconds > 0:
-            raise ConfigError(f"cannot measure {self}; every number must be above 0")
+        for name in ("dim", "gb", "threads", "keys", "seconds"):
+            positive(name, getattr(self, name))
+        if self.rows < 2 * self.keys:
+            raise ConfigError(
+                f"{self.rows:,} rows are too few for batches of {self.keys:,} keys; "
+                "raise gb or lower keys"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,11 +152,9 @@ def _rounds(
 
 def _batch(case: StoreCase, generator: torch.Generator) -> Tensor:
     """Distinct positions in random order."""
+    # Of twice as many draws at least 1.26 times as many are distinct: rows are at least twice keys.
     drawn = torch.randint(case.rows, (case.keys * 2,), generator=generator).unique()
-    shuffled = drawn[torch.randperm(len(drawn), generator=generator)]
-    if len(drawn) < case.keys:
-        raise ConfigError(f"{case.rows} rows are too few for {case.keys} keys; raise --gb")
-    return shuffled[: case.keys].contiguous()
+    return drawn[torch.randperm(len(drawn), generator=generator)[: case.keys]]
 
 
 def _seconds(work: Callable[[], object]) -> float:

@@ -10,6 +10,7 @@ from typing import Annotated, cast
 import typer
 
 from nestpipe import __version__
+from nestpipe.cli.bench import bench_app
 from nestpipe.cli.check import check
 from nestpipe.cli.data import data_app
 from nestpipe.cli.draw import draw
@@ -28,6 +29,7 @@ app.command("eval")(evaluate)
 app.command()(draw)
 app.command()(check)
 app.add_typer(simulate_app, name="simulate")
+app.add_typer(bench_app, name="bench")
 app.add_typer(data_app, name="data")
 
 # typer carries or imports click, depending on its version; its public child leads to both.

@@ -12,7 +12,7 @@ from nestpipe.batch import Batch
 from nestpipe.data.broken import Broken
 from nestpipe.data.mixing import mix
 from nestpipe.data.order import Permutation, Share
-from nestpipe.data.source import Column, empty_batch
+from nestpipe.data.source import HISTORY, PASS, SAMPLE_ID, Column, empty_batch
 from nestpipe.errors import DataError
 
 Take = Callable[[NDArray[np.int64]], Batch]
@@ -34,7 +34,9 @@ class Indexed:
     ) -> None:
         if num_samples == 0:
             raise DataError(f"{name} has no samples; check the split and the files")
-        self._columns = tuple(columns)
+        self._named = any(column.name == HISTORY for column in columns)
+        ids = [Column(name, "id", "int64") for name in (SAMPLE_ID, PASS)] if self._named else []
+        self._columns = (*columns, *ids)
         self._num_samples = num_samples
         self._take = take
         self._shuffle = shuffle
@@ -67,9 +69,9 @@ class Indexed:
     ) -> Iterator[Batch]:
         """This rank's part of each global batch from `start` on; every rank gets as many."""
         share = Share(global_batch=global_batch, rank=rank, ranks=ranks, start=start)
-        return self._deal(share, Permutation(self._num_samples, mix(seed, epoch)))
+        return self._deal(share, Permutation(self._num_samples, mix(seed, epoch)), epoch)
 
-    def _deal(self, share: Share, permutation: Permutation) -> Iterator[Batch]:
+    def _deal(self, share: Share, permutation: Permutation, epoch: int) -> Iterator[Batch]:
         step = share.global_batch
         for begin in range(share.start * step, self._num_samples, step):
             low, high = share.part(min(step, self._num_samples - begin))
@@ -77,7 +79,15 @@ class Indexed:
             if not numbers.size:
                 yield self.empty()
             else:
-                yield self._take(permutation(numbers) if self._shuffle else numbers)
+                numbers = permutation(numbers) if self._shuffle else numbers
+                samples = self._take(numbers)
+                yield _with_ids(samples, numbers, epoch) if self._named else samples
+
+
+def _with_ids(samples: Batch, numbers: NDArray[np.int64], epoch: int) -> Batch:
+    ids = torch.from_numpy(np.ascontiguousarray(numbers))
+    named = {SAMPLE_ID: ids, PASS: torch.full_like(ids, epoch)}
+    return Batch(samples.size, {**samples.dense, **named}, samples.sparse)
 
 
 def from_memory(samples: Batch) -> Take:

@@ -25,6 +25,8 @@ DENSE = "features"
 LABEL = "label"
 HISTORY = "history"
 TARGET = "target"
+SAMPLE_ID, PASS = "sample_id", "step"
+"""Which sample it is, and in which pass over the data: what is drawn for it follows from both."""
 
 MISSING = -1
 """The key of a category that is not known; features of one key per sample always have one."""
@@ -35,7 +37,7 @@ class Column:
     """One entry of a batch."""
 
     name: str
-    kind: Literal["keys", "features", "label", "target"]
+    kind: Literal["keys", "features", "label", "target", "id"]
     """`keys` are in `Batch.sparse`, the rest in `Batch.dense`."""
     dtype: Literal["int64", "float32"]
     fields: tuple[str, ...] = ()

@@ -48,7 +48,8 @@ class HstuRetriever(nn.Module):
     """Next-item prediction by sampled softmax; its weight is the number of predicted items.
 
     Reads `sparse["history"]`, oldest item first, keys from 1 to `num_items`; each item but the
-    first is predicted from those before it. `dense["sample_id"]` (B,) int64 names a sample:
+    first is predicted from those before it. `dense["sample_id"]` (B,) int64 names a sample (without
+    it, the sum of its keys does):
     negatives are a function of (seed, sample_id), and of `dense["step"]` (B,) int64 where the batch
     has that column, so that another pass over the data can draw others. With time buckets also
     `sparse["times"]`, a whole number for each item.
@@ -80,7 +81,7 @@ class HstuRetriever(nn.Module):
     def negatives(self, batch: Batch) -> Tensor:
         """(B, M) the negatives of each sample."""
         ids = [batch.dense[name] for name in ("sample_id", "step") if name in batch.dense]
-        return self.sampler.draw(ids, self.softmax.negatives)
+        return self.sampler.draw(ids or [_content_id(batch)], self.softmax.negatives)
 
     def dense(self, rows: Mapping[str, Tensor], batch: Batch) -> Loss:
         history = batch.sparse["history"]
@@ -140,3 +141,10 @@ class HstuRetriever(nn.Module):
         wrong_BLM = wrong_BLM.masked_fill(is_next_BLM, float("-inf"))
         scores = torch.cat([right_BL[:, :, None], wrong_BLM], dim=2)
         return torch.logsumexp(scores, dim=2) - right_BL
+
+
+def _content_id(batch: Batch) -> Tensor:
+    """(B,) a number that follows from the sample's own history."""
+    history = batch.sparse["history"]
+    sample_T = torch.repeat_interleave(history.lengths, output_size=len(history.values))
+    return torch.zeros_like(history.lengths).index_add_(0, sample_T, history.values)

@@ -143,7 +143,7 @@ def make_model(config: JobConfig, source: Source) -> tuple[nn.Module, list[Table
     if kind == "hstu":
         if HISTORY not in keys:
             raise ConfigError("model.kind is 'hstu' but the data has no histories; use 'dlrm'")
-        return _hstu(config)
+        return _hstu(config, source)
     return _dlrm(wanted, source, keys)
 
 
@@ -164,11 +164,10 @@ def _dlrm(wanted: ModelConfig, source: Source, keys: list[str]) -> tuple[nn.Modu
     return model, tables
 
 
-def _hstu(config: JobConfig) -> tuple[nn.Module, list[Table]]:
+def _hstu(config: JobConfig, source: Source) -> tuple[nn.Module, list[Table]]:
     wanted = config.model
-    num_items = wanted.num_items
-    if not num_items and config.data.kind == "synthetic":
-        num_items = config.data.synthetic.num_items
+    known = next((c.max_key for c in source.columns if c.name == HISTORY), None)
+    num_items = wanted.num_items or known
     if not num_items:
         raise ConfigError("model.num_items is 0; say how many items there are, keys from 1")
     model = HstuRetriever(

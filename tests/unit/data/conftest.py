@@ -18,6 +18,7 @@ from nestpipe.data import (
     SyntheticConfig,
 )
 from nestpipe.data.kuairand_tables import USER_COUNTS, USER_KEYS
+from nestpipe.data.source import PASS, SAMPLE_ID
 
 KINDS = [
     "synthetic",
@@ -35,8 +36,9 @@ KINDS = [
 
 
 def as_lists(batch) -> list[tuple]:
-    """A batch as one tuple per sample, to compare and to sort."""
-    columns = [batch.dense[name].tolist() for name in sorted(batch.dense)]
+    """A batch as one tuple per sample, to compare and to sort; without the sample's name."""
+    contents = sorted(set(batch.dense) - {SAMPLE_ID, PASS})
+    columns = [batch.dense[name].tolist() for name in contents]
     columns += [batch.sparse[name].to_lists() for name in sorted(batch.sparse)]
     return list(zip(*columns, strict=True))
 

@@ -201,3 +201,26 @@ def test_a_share_that_cannot_be_is_refused_before_anything_is_read(make, options
     source = open_source(make("synthetic"))
     with pytest.raises(ConfigError, match=sentence):
         source.batches(**{"rank": 0, "ranks": 1, "seed": 0, "global_batch": 4, **options})
+
+
+@pytest.mark.parametrize("kind", ["synthetic sequence", "movielens sequences"])
+def test_a_sequence_has_a_name_that_no_order_changes(make, kind):
+    """What a model draws for a sample follows from its name and the pass over the data."""
+
+    def names(**options):
+        batches = read(open_source(make(kind)), **options)
+        return {
+            number: (tuple(history), turn)
+            for batch in batches
+            for number, history, turn in zip(
+                batch.dense["sample_id"].tolist(),
+                batch.sparse["history"].to_lists(),
+                batch.dense["step"].tolist(),
+                strict=True,
+            )
+        }
+
+    first, second = names(epoch=0), names(epoch=1)
+    assert {n: h for n, (h, _) in first.items()} == {n: h for n, (h, _) in second.items()}
+    assert {turn for _, turn in first.values()} == {0}
+    assert {turn for _, turn in second.values()} == {1}
