@@ -1,0 +1,61 @@
+"""The same training code on a GPU: it matches the CPU within the bound, and itself bit for bit."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+PROGRAM = Path(__file__).with_name("program.py")
+OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam")
+
+
+def train(folder: Path, device: str, ranks: int = 1, *settings: str) -> dict[str, torch.Tensor]:
+    out = folder / f"{device}-{ranks}.pt"
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
+    command += ["--standalone", str(PROGRAM), str(out), device, *settings]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return torch.load(out, weights_only=True)
+
+
+def assert_close(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
+    """After 50 steps: losses to 1e-4, weights to 2e-3 of the largest of their tensor."""
+    assert first.keys() == second.keys()
+    torch.testing.assert_close(first["losses"], second["losses"], rtol=1e-4, atol=1e-5)
+    for name, value in first.items():
+        bound = 2e-3 * float(value.abs().max()) + 1e-6
+        assert float((value - second[name]).abs().max()) <= bound, name
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_one_gpu_rank_matches_the_cpu(tmp_path, optimizer):
+    setting = f"rows.optimizer={optimizer}"
+    assert_close(train(tmp_path, "cpu", 1, setting), train(tmp_path, "cuda", 1, setting))
+
+
+def test_two_nccl_ranks_on_one_gpu_match_one_rank(tmp_path):
+    assert_close(train(tmp_path, "cpu"), train(tmp_path, "cuda", 2))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_two_runs_on_a_gpu_are_identical(tmp_path, ranks):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    first, second = (train(tmp_path / name, "cuda", ranks) for name in "ab")
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+
+
+@pytest.mark.parametrize("micros", [1, 4])
+def test_only_new_rows_and_nested_order_change_no_bit_on_a_gpu(tmp_path, micros):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    split = f"pipeline.micro_batches={micros}"
+    serial = train(tmp_path / "a", "cuda", 1, split)
+    nested = train(
+        tmp_path / "b", "cuda", 1, split, "pipeline.plan=nested", "pipeline.retrieval=new"
+    )
+    for name, value in serial.items():
+        assert torch.equal(value, nested[name]), name
