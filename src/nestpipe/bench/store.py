@@ -23,6 +23,9 @@ SPREAD = 0x9E3779B97F4A7C15 - 2**64
 """Odd, so that multiplying by it makes scattered, distinct keys of 0, 1, 2, ..."""
 BATCHES = 16
 """Different batches of keys, drawn before the clock starts."""
+PAUSE_S = 0.02
+"""Between two timed calls: torch's threads spin for some 5 ms after a call, on cores that the next
+call needs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,6 +149,7 @@ def _rounds(
             lambda: store.gather(unknown_K, count, out_KD),  # noqa: B023
         ]
         for taken, work in zip(times, works, strict=True):
+            time.sleep(PAUSE_S)
             taken.append(_seconds(work))
     return times  # pyright: ignore[reportReturnType]
 

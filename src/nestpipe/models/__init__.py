@@ -2,6 +2,7 @@
 
 from nestpipe.models.dlrm import Dlrm, DlrmConfig
 from nestpipe.models.hstu import Hstu, HstuConfig, Prefix, Tokens
+from nestpipe.models.logistic import LogisticRegression
 from nestpipe.models.metrics import Auc, LogLoss, TargetRank, ranks_of_targets
 from nestpipe.models.protocol import Loss, RecModel
 from nestpipe.models.ranker import HstuRanker
@@ -16,6 +17,7 @@ __all__ = [
     "HstuRanker",
     "HstuRetriever",
     "LogLoss",
+    "LogisticRegression",
     "Loss",
     "Prefix",
     "RecModel",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -16,16 +16,10 @@ from nestpipe.jagged import Jagged
 from nestpipe.models import Auc, HstuRetriever, LogLoss, TargetRank, ranks_of_targets
 from nestpipe.models.protocol import RecModel
 from nestpipe.schedule import PlanOptions, plan
+from nestpipe.train.popularity import without_seen
 from nestpipe.train.trainer import Trainer
 
 # Shapes: B samples, N items of the catalogue, D width
-
-
-class _Sums(Protocol):
-    """A metric that ranks can add up."""
-
-    @property
-    def numbers(self) -> list[float]: ...
 
 
 _M = TypeVar("_M", Auc, LogLoss, TargetRank)
@@ -90,12 +84,8 @@ def _evaluate_retrieval(
 
 def _ranks(scores_BN: Tensor, batch: Batch) -> Tensor:
     """Where each target came, among the items that its user has not seen yet."""
-    history = batch.sparse["history"]
-    sample_T = torch.repeat_interleave(history.lengths)
-    targets_B = batch.dense["target"] - 1
-    kept_B1 = scores_BN.gather(1, targets_B[:, None])
-    scores_BN[sample_T, history.values - 1] = float("-inf")
-    scores_BN.scatter_(1, targets_B[:, None], kept_B1)
+    history, targets_B = batch.sparse["history"], batch.dense["target"] - 1
+    scores_BN = without_seen(scores_BN, history.values - 1, history.lengths, targets_B)
     return ranks_of_targets(scores_BN, targets_B)
 
 

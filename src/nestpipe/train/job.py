@@ -12,7 +12,14 @@ from nestpipe.comm import Communicator
 from nestpipe.config import Table, not_negative, positive
 from nestpipe.data import HISTORY, DataConfig, Source, Split, open_source
 from nestpipe.errors import ConfigError
-from nestpipe.models import Dlrm, DlrmConfig, HstuConfig, HstuRetriever, SampledSoftmaxConfig
+from nestpipe.models import (
+    Dlrm,
+    DlrmConfig,
+    HstuConfig,
+    HstuRetriever,
+    LogisticRegression,
+    SampledSoftmaxConfig,
+)
 from nestpipe.train.settings import DenseSettings, PipelineSettings, RowSettings, TrainSettings
 from nestpipe.train.trainer import Trainer
 
@@ -21,8 +28,9 @@ from nestpipe.train.trainer import Trainer
 class ModelConfig:
     """`[model]`: which model, and how large."""
 
-    kind: Literal["auto", "dlrm", "hstu"] = "auto"
-    """`auto`: hstu (next item) where the data has histories only, else dlrm (clicks)."""
+    kind: Literal["auto", "dlrm", "logistic", "hstu"] = "auto"
+    """`auto`: hstu (next item) where the data has histories only, else dlrm (clicks).
+    `logistic` is the baseline of click models."""
     dim: int = 32
     """Width of a row."""
     init_std: float = 0.02
@@ -144,11 +152,16 @@ def make_model(config: JobConfig, source: Source) -> tuple[nn.Module, list[Table
         if HISTORY not in keys:
             raise ConfigError("model.kind is 'hstu' but the data has no histories; use 'dlrm'")
         return _hstu(config, source)
-    return _dlrm(wanted, source, keys)
-
-
-def _dlrm(wanted: ModelConfig, source: Source, keys: list[str]) -> tuple[nn.Module, list[Table]]:
     fields = next((c.fields for c in source.columns if c.kind == "features"), ())
+    if kind == "logistic":
+        baseline = LogisticRegression(tuple(keys), len(fields))
+        return baseline, baseline.tables()
+    return _dlrm(wanted, keys, fields)
+
+
+def _dlrm(
+    wanted: ModelConfig, keys: list[str], fields: tuple[str, ...]
+) -> tuple[nn.Module, list[Table]]:
     model = Dlrm(
         DlrmConfig(
             features=tuple(keys),

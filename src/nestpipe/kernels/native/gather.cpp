@@ -12,15 +12,7 @@ namespace {
 
 constexpr int64_t kTask = 4096;  // keys that one thread takes at a time
 constexpr int64_t kTurn = 256;   // keys between two looks at the gate: bounds a writer's wait
-#ifndef NESTPIPE_AHEAD
-#define NESTPIPE_AHEAD 12
-#endif
-constexpr int64_t kAhead = NESTPIPE_AHEAD;  // keys between one step and the next
-// Larger results do not fit the caches anyway, so they are written past them.
-#ifndef NESTPIPE_STREAM
-#define NESTPIPE_STREAM 4
-#endif
-constexpr size_t kStreamFrom = size_t{NESTPIPE_STREAM} << 20;
+constexpr int64_t kAhead = 12;   // keys between one step and the next
 
 struct Job {
   Store& store;

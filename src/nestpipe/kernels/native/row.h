@@ -27,6 +27,9 @@ inline float from_bfloat16(uint16_t value) {
   return wide;
 }
 
+// Batches of this many bytes do not fit the caches anyway: they are written past them.
+constexpr size_t kStreamFrom = size_t{4} << 20;
+
 // Copies whole cache lines past the caches: what is written will not be read soon, and the old
 // content of the lines need not be fetched. Both `to` and `bytes` are multiples of 64.
 inline void stream_lines(void* to, const void* from, size_t bytes) {

@@ -13,20 +13,13 @@
 
 #include "store.h"
 
-#ifndef NESTPIPE_AHEAD
-#define NESTPIPE_AHEAD 12
-#endif
 namespace nestpipe {
 namespace {
 
-constexpr int64_t kPart = 8192;       // keys that one thread sorts at a time
-constexpr int64_t kPiece = 1024;      // keys that one thread writes at a time, or one shard's
-constexpr int64_t kAhead = NESTPIPE_AHEAD;
-constexpr uint32_t kFewKeys = 8;      // up to here, comparing all pairs is the quickest
-#ifndef NESTPIPE_STREAM
-#define NESTPIPE_STREAM 4
-#endif
-constexpr size_t kStreamFrom = size_t{NESTPIPE_STREAM} << 20;
+constexpr int64_t kPart = 8192;   // keys that one thread sorts at a time
+constexpr int64_t kPiece = 1024;  // keys that one thread writes at a time, or one shard's
+constexpr int64_t kAhead = 12;    // keys between a prefetch and its use
+constexpr uint32_t kFewKeys = 8;  // up to here, comparing all pairs is the quickest
 
 class Scatter {
  public:
