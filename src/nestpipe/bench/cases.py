@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -80,6 +80,7 @@ class SequenceHead(nn.Module):
 
     def __init__(self, case: Case) -> None:
         super().__init__()
+        self.keys = case.keys
         self.position = nn.Linear(case.dim, case.dim)
         self.top = nn.Sequential(
             nn.Linear(case.dim, 256),
@@ -89,7 +90,9 @@ class SequenceHead(nn.Module):
             nn.Linear(256, 1),
         )
 
-    def forward(self, rows_BLD: Tensor, features_BF: Tensor) -> Tensor:
+    def forward(self, rows: Sequence[Tensor], features_BF: Tensor) -> Tensor:
+        (rows_TD,) = rows
+        rows_BLD = rows_TD.view(len(features_BF), self.keys, -1)
         return self.top(torch.relu(self.position(rows_BLD)).mean(1)).squeeze(1)
 
 
@@ -101,16 +104,16 @@ class DlrmHead(nn.Module):
         self.bottom = nn.Sequential(
             nn.Linear(case.dense_features, 256), nn.ReLU(), nn.Linear(256, case.dim), nn.ReLU()
         )
-        vectors = len(case.features) + 1
+        self.vectors = vectors = len(case.features) + 1
         first, second = torch.tril_indices(vectors, vectors, -1)
         self.register_buffer("pairs", first * vectors + second, persistent=False)
         self.top = nn.Sequential(
             nn.Linear(case.dim + len(first), 256), nn.ReLU(), nn.Linear(256, 1)
         )
 
-    def forward(self, rows_BCD: Tensor, features_BF: Tensor) -> Tensor:
+    def forward(self, rows: Sequence[Tensor], features_BF: Tensor) -> Tensor:
         dense_BD = self.bottom(features_BF)
-        vectors = torch.cat([dense_BD[:, None], rows_BCD], 1)
+        vectors = torch.cat([dense_BD, *rows], 1).view(len(dense_BD), self.vectors, -1)
         products = torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1)
         picked = products.index_select(1, self.get_buffer("pairs"))
         return self.top(torch.cat([dense_BD, picked], 1)).squeeze(1)
@@ -128,11 +131,7 @@ class BenchModel(nn.Module):
         return batch.sparse
 
     def dense(self, rows: Mapping[str, Tensor], batch: Batch) -> Loss:
-        case = self.case
-        if case.pooled:
-            given = torch.stack([rows[name] for name in case.features], 1)
-        else:
-            given = rows[case.features[0]].view(batch.size, case.keys, case.dim)
+        given = [rows[name] for name in self.case.features]
         logits = self.head(given, batch.dense["features"])
         total = nn.functional.binary_cross_entropy_with_logits(
             logits, batch.dense["label"], reduction="sum"

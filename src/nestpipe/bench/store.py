@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nestpipe.config.check import positive
-from nestpipe.embedding.native_store import NativeStore
+from nestpipe.embedding.native_store import MOST_THREADS, NativeStore
 from nestpipe.embedding.store import StoreLayout
 from nestpipe.errors import ConfigError
 
@@ -41,6 +42,23 @@ class StoreCase:
     seconds: float = 10.0
     """Time for the timed rounds."""
 
+    def __post_init__(self) -> None:
+        for name in ("dim", "gb", "threads", "keys", "seconds"):
+            positive(name, getattr(self, name))
+        if self.threads > MOST_THREADS:
+            raise ConfigError(f"threads is {self.threads}; give at most {MOST_THREADS}")
+        machine_gb = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
+        if 2.2 * self.gb > machine_gb:
+            raise ConfigError(
+                f"gb is {self.gb}, and this machine has {machine_gb:.1f} GB; "
+                "give less than half of that: a tensor as large stands beside the store"
+            )
+        if self.rows < 2 * self.keys:
+            raise ConfigError(
+                f"{self.rows:,} rows are too few for batches of {self.keys:,} keys; "
+                "raise gb or lower keys"
+            )
+
     @property
     def rows(self) -> int:
         return int(self.gb * 1e9 / (self.dim * 4))
@@ -48,16 +66,6 @@ class StoreCase:
     @property
     def fills(self) -> int:
         return -(-self.rows // FILL)
-
-    def check(self) -> None:
-        """Refuse sizes that cannot be measured."""
-        for name in ("dim", "gb", "threads", "keys", "seconds"):
-            positive(name, getattr(self, name))
-        if self.rows < 2 * self.keys:
-            raise ConfigError(
-                f"{self.rows:,} rows are too few for batches of {self.keys:,} keys; "
-                "raise gb or lower keys"
-            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,7 +91,7 @@ class StoreReading:
 
 def measure_store(case: StoreCase, progress: Callable[[], object]) -> StoreReading:
     """Fill a store and a tensor, then read and write both in turns."""
-    case.check()
+    threads_before = torch.get_num_threads()
     torch.set_num_threads(case.threads)
     layout = StoreLayout(table_seeds=(1,), init_stds=(0.01,), dim=case.dim, state_dim=0)
     store = NativeStore(layout, threads=case.threads)
@@ -94,6 +102,7 @@ def measure_store(case: StoreCase, progress: Callable[[], object]) -> StoreReadi
         size = store.num_bytes()
     finally:
         store.close()
+        torch.set_num_threads(threads_before)
     gather, scatter, select, first = (median(taken) for taken in times)
     batch_gb = case.keys * case.dim * 4 / 1e9
     return StoreReading(

@@ -61,12 +61,9 @@ class _Peer(nn.Module):
         self.head = case.make_head()
 
     def forward(self, keys: Any, features_BF: Tensor) -> Tensor:
-        case = self.case
-        if case.pooled:
-            rows = self.embeddings(keys).values().view(-1, len(case.features), case.dim)
-        else:
-            rows = self.embeddings(keys)[case.features[0]].values().view(-1, case.keys, case.dim)
-        return self.head(rows, features_BF)
+        found = self.embeddings(keys)
+        rows = found.values() if self.case.pooled else found[self.case.features[0]].values()
+        return self.head([rows], features_BF)
 
 
 def _sharded(case: Case, lr: float) -> nn.Module:

@@ -44,9 +44,8 @@ def store(
     from nestpipe.bench.store import StoreCase, measure_store
     from nestpipe.embedding.native_store import default_threads
 
-    case = StoreCase(
-        gb=gb, dim=dim, threads=threads or default_threads(), keys=keys, seconds=seconds
-    )
+    threads = default_threads() if threads is None else threads
+    case = StoreCase(gb=gb, dim=dim, threads=threads, keys=keys, seconds=seconds)
     with progress_bar("filling the store", case.fills) as advance:
         reading = measure_store(case, progress=advance)
     if json is not None:

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -100,7 +100,7 @@ def _processor() -> str:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _locked(path: Path) -> Generator[None]:
     """Hold a file lock: of several ranks that start at once, one compiles and the others wait."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

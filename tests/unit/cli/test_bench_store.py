@@ -42,6 +42,9 @@ def test_a_table_is_printed_for_people(capsys):
         (["--keys", "500000"], "31,250 rows are too few for batches of 500,000 keys"),
         (["--dim", "0"], "dim is 0; give a number above 0"),
         (["--gb", "nan"], "gb is nan; give a number above 0"),
+        (["--gb", "inf"], "give less than half of that"),
+        (["--threads", "65"], "threads is 65; give at most 64"),
+        (["--threads", "0"], "threads is 0; give a number above 0"),
         (["--threads", "-2"], "threads is -2; give a number above 0"),
     ],
 )
