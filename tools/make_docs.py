@@ -5,11 +5,14 @@ Run by `make docs`; a test fails when a generated file is out of date.
 
 from __future__ import annotations
 
+import ast
+import inspect
 import io
 import os
 from contextlib import redirect_stdout
 from pathlib import Path
 
+import nestpipe
 from nestpipe.cli.app import app
 from nestpipe.schedule import PlanOptions, nominal_trace, plan
 from nestpipe.sim import Scale, chart, paper_cluster, scaling_curve
@@ -18,6 +21,14 @@ from nestpipe.trace import svg
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 COMMANDS = (
     (),
+    ("train",),
+    ("eval",),
+    ("data",),
+    ("data", "describe"),
+    ("data", "synth"),
+    ("bench",),
+    ("bench", "store"),
+    ("bench", "train"),
     ("draw",),
     ("check",),
     ("simulate",),
@@ -43,6 +54,51 @@ def reference() -> str:
     return "\n".join([*parts, ""])
 
 
+def api() -> str:
+    """The page `api.md`: every public name with its docstring, methods and fields."""
+    parts = ["# Python reference", "", "Written by `make docs` from the docstrings."]
+    for name in nestpipe.__all__:
+        if not name.startswith("__"):
+            parts += ["", f"## `{name}`", "", *_describe(getattr(nestpipe, name))]
+    return "\n".join([*parts, ""])
+
+
+def _describe(thing: object) -> list[str]:
+    lines = [inspect.getdoc(thing) or ""]
+    if not inspect.isclass(thing):
+        return [f"`{thing.__name__}{_signature(thing)}`", "", *lines]  # type: ignore[attr-defined]
+    documented = _field_docs(thing)
+    if documented:
+        lines += ["", "| field | meaning |", "| --- | --- |"]
+        lines += [f"| `{field}` | {text} |" for field, text in documented.items()]
+    for name, method in inspect.getmembers(thing, inspect.isfunction):
+        if not name.startswith("_") and name in vars(thing) and inspect.getdoc(method):
+            lines += ["", f"**`{name}{_signature(method)}`** {inspect.getdoc(method)}"]
+    return lines
+
+
+def _signature(function: object) -> str:
+    names = [name for name in inspect.signature(function).parameters if name != "self"]  # type: ignore[arg-type]
+    return f"({', '.join(names)})"
+
+
+def _field_docs(thing: type) -> dict[str, str]:
+    """The strings under the fields of a class, with the fields' defaults."""
+    tree = ast.parse(inspect.getsource(thing)).body[0]
+    assert isinstance(tree, ast.ClassDef)
+    found: dict[str, str] = {}
+    for entry, following in zip(tree.body, [*tree.body[1:], None], strict=True):
+        if not isinstance(entry, ast.AnnAssign) or not isinstance(entry.target, ast.Name):
+            continue
+        text = ""
+        if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
+            text = " ".join(str(following.value.value).split())
+        plain = entry.value is not None and not isinstance(entry.value, ast.Call)
+        default = f" Default: `{ast.unparse(entry.value)}`." if plain else ""  # type: ignore[arg-type]
+        found[entry.target.id] = (text + default).strip().replace("|", "\\|")
+    return found
+
+
 def timeline() -> str:
     """The nested plan, as the README shows it."""
     schedule = plan("nested", PlanOptions(micros=4)).schedule(4)
@@ -59,7 +115,12 @@ def scaling() -> str:
 
 def generated() -> dict[str, str]:
     """Every generated file, by its path under docs/."""
-    return {"reference.md": reference(), "nested.svg": timeline(), "scaling.svg": scaling()}
+    return {
+        "reference.md": reference(),
+        "api.md": api(),
+        "nested.svg": timeline(),
+        "scaling.svg": scaling(),
+    }
 
 
 if __name__ == "__main__":

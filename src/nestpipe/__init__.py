@@ -1,5 +1,98 @@
-"""NestPipe: exact, nested pipelining for recommendation models with very large tables."""
+"""NestPipe: exact, nested pipelining for recommendation models with very large tables.
+
+The public names are imported when they are first used, so that drawing and simulating work, and
+`import nestpipe` is quick, without torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nestpipe.batch import Batch
+    from nestpipe.comm import Communicator, LocalCommunicator, connect, launch
+    from nestpipe.config import Table
+    from nestpipe.data import DataConfig, Source, SyntheticConfig, open_source
+    from nestpipe.jagged import Jagged
+    from nestpipe.models import (
+        Dlrm,
+        DlrmConfig,
+        HstuConfig,
+        HstuRanker,
+        HstuRetriever,
+        Loss,
+        RecModel,
+        SampledSoftmaxConfig,
+    )
+    from nestpipe.train import (
+        DenseSettings,
+        PipelineSettings,
+        RowSettings,
+        Trainer,
+        TrainSettings,
+        evaluate,
+    )
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__"]
+_MODULE_OF = {
+    "Batch": "batch",
+    "Communicator": "comm",
+    "DataConfig": "data",
+    "DenseSettings": "train",
+    "Dlrm": "models",
+    "DlrmConfig": "models",
+    "HstuConfig": "models",
+    "HstuRanker": "models",
+    "HstuRetriever": "models",
+    "Jagged": "jagged",
+    "LocalCommunicator": "comm",
+    "Loss": "models",
+    "PipelineSettings": "train",
+    "RecModel": "models",
+    "RowSettings": "train",
+    "SampledSoftmaxConfig": "models",
+    "Source": "data",
+    "SyntheticConfig": "data",
+    "Table": "config",
+    "TrainSettings": "train",
+    "Trainer": "train",
+    "connect": "comm",
+    "evaluate": "train",
+    "launch": "comm",
+    "open_source": "data",
+}
+
+__all__ = [
+    "Batch",
+    "Communicator",
+    "DataConfig",
+    "DenseSettings",
+    "Dlrm",
+    "DlrmConfig",
+    "HstuConfig",
+    "HstuRanker",
+    "HstuRetriever",
+    "Jagged",
+    "LocalCommunicator",
+    "Loss",
+    "PipelineSettings",
+    "RecModel",
+    "RowSettings",
+    "SampledSoftmaxConfig",
+    "Source",
+    "SyntheticConfig",
+    "Table",
+    "TrainSettings",
+    "Trainer",
+    "__version__",
+    "connect",
+    "evaluate",
+    "launch",
+    "open_source",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'nestpipe' has no attribute {name!r}")
+    return getattr(import_module(f"nestpipe.{_MODULE_OF[name]}"), name)

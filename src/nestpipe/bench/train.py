@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from statistics import median
 
@@ -18,6 +20,7 @@ from nestpipe.batch import Batch
 from nestpipe.bench.cases import CASES, BenchModel, Case
 from nestpipe.bench.torchrec_peer import make_step as make_peer_step
 from nestpipe.comm import Communicator, connect
+from nestpipe.errors import NestpipeError
 from nestpipe.train.settings import DenseSettings, PipelineSettings, RowSettings, TrainSettings
 from nestpipe.train.trainer import Trainer
 
@@ -110,18 +113,22 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    comm = connect("gloo")
-    result = compare(
-        CASES[given.case],
-        comm,
-        rounds=given.rounds,
-        steps=given.steps,
-        peer=not given.no_peer,
-        plan=given.plan,
-    )
-    if comm.rank == 0:
-        given.out.write_text(json.dumps(result))
-    comm.close()
+    with closing(connect("gloo")) as comm:
+        try:
+            result = compare(
+                CASES[given.case],
+                comm,
+                rounds=given.rounds,
+                steps=given.steps,
+                peer=not given.no_peer,
+                plan=given.plan,
+            )
+        except NestpipeError as error:
+            if comm.rank == 0:
+                sys.stderr.write(f"error: {error}\n")
+            sys.exit(error.exit_status)
+        if comm.rank == 0:
+            given.out.write_text(json.dumps(result))
 
 
 if __name__ == "__main__":

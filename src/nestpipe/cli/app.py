@@ -11,6 +11,7 @@ import typer
 
 from nestpipe import __version__
 from nestpipe.cli.bench import bench_app
+from nestpipe.cli.bench_train import bench_train
 from nestpipe.cli.check import check
 from nestpipe.cli.data import data_app
 from nestpipe.cli.draw import draw
@@ -29,6 +30,7 @@ app.command("eval")(evaluate)
 app.command()(draw)
 app.command()(check)
 app.add_typer(simulate_app, name="simulate")
+bench_app.command("train")(bench_train)
 app.add_typer(bench_app, name="bench")
 app.add_typer(data_app, name="data")
 

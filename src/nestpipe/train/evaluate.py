@@ -39,7 +39,10 @@ def evaluate(
 def _evaluate_clicks(
     trainer: Trainer, source: Source, on_batch: Callable[[], None]
 ) -> dict[str, float]:
-    """AUC, log loss and normalised entropy of a model that predicts probabilities."""
+    """AUC, log loss and normalised entropy of a model that predicts probabilities.
+
+    The baseline is what always predicting the mean label would give.
+    """
     auc, log_loss = Auc(), LogLoss()
     total = weight = 0.0
     model = trainer.model
@@ -60,7 +63,8 @@ def _evaluate_clicks(
             "auc": auc.value,
             "log_loss": log_loss.value,
             "normalised_entropy": log_loss.normalised_entropy,
-            "base_rate": log_loss.positives / log_loss.count,
+            "baseline_auc": 0.5,
+            "baseline_log_loss": log_loss.value / log_loss.normalised_entropy,
             "samples": float(log_loss.count),
         }
     return result

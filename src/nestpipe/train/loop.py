@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from nestpipe.comm import Communicator, LocalCommunicator, connect
+from nestpipe.models import HstuRetriever
 from nestpipe.train.checkpoint import latest_checkpoint
 from nestpipe.train.evaluate import evaluate
 from nestpipe.train.job import Job, JobConfig, make_job
+from nestpipe.train.popularity import popularity
 from nestpipe.train.trainer import choose_device
 from nestpipe.train.work import StepReport
 
@@ -78,6 +80,7 @@ def train_job(job: Job, tell: Tell) -> Outcome:
                 _log_metrics(writer, metrics, job.trainer.progress.step)
             if config.run.checkpoint and _due(job, config.run.checkpoint_every):
                 job.trainer.save(config.run.checkpoint)
+    metrics |= _baseline(job)
     saved = str(job.trainer.save(config.run.checkpoint)) if config.run.checkpoint else None
     tail = losses[-max(1, len(losses) // 10) :]
     outcome = Outcome(
@@ -108,6 +111,15 @@ def _checkpoint_of(path: str) -> Path:
 def _finished(job: Job) -> bool:
     run, progress = job.config.run, job.trainer.progress
     return progress.epoch >= run.epochs or 0 < run.steps <= progress.step
+
+
+def _baseline(job: Job) -> dict[str, float]:
+    """What recommending the most popular items would have reached, for models that retrieve."""
+    model = job.trainer.model
+    if not isinstance(model, HstuRetriever):
+        return {}
+    ranks = popularity(job.train, job.held_out(), model.softmax.num_items)
+    return {f"baseline_{name}": ranks.values[name] for name in ("hr@10", "ndcg@10")}
 
 
 def _until_next_stop(job: Job) -> int | None:

@@ -286,7 +286,11 @@ assert store.gather(keys, [20_000], out) == 20_000
 
 
 def run_python(code: str):
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    # One heap: the C library would reserve 64 MiB of addresses for a thread's first allocation.
+    environment = {**os.environ, "MALLOC_ARENA_MAX": "1"}
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment
+    )
 
 
 @BOTH

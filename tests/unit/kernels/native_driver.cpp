@@ -67,8 +67,9 @@ void read(World& world, uint64_t seed) {
     const auto width = static_cast<size_t>(world.width);
     std::vector<float> rows(keys.size() * width);
     int64_t fresh = 0;
-    require(nestpipe_store_gather(world.store, keys.data(), counts.data(), rows.data(), &fresh) == 0,
-            "gather failed");
+    const int status =
+        nestpipe_store_gather(world.store, keys.data(), counts.data(), rows.data(), &fresh);
+    require(status == nestpipe::kOk, "gather failed");
     for (size_t i = 0; i < keys.size(); ++i) {
       const float* row = &rows[i * width];
       if (row[width - 1] == -1.0f) continue;  // state of a row that was never stored
@@ -98,7 +99,9 @@ void run(int64_t dim, int64_t state_dim, int64_t bfloat16, int64_t batches) {
   require(world.store != nullptr, "no store");
   std::vector<std::thread> readers;
   std::vector<std::thread> writers;
-  for (int64_t r = 0; r < kReaders; ++r) readers.emplace_back([&world, r] { read(world, 100 + r); });
+  for (int64_t r = 0; r < kReaders; ++r) {
+    readers.emplace_back([&world, r] { read(world, static_cast<uint64_t>(100 + r)); });
+  }
   for (int64_t w = 0; w < kWriters; ++w) writers.emplace_back([&world, w] { write(world, w); });
   for (auto& writer : writers) writer.join();
   world.stop = true;

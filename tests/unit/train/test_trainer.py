@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from nestpipe.batch import Batch
 from nestpipe.comm import LocalCommunicator, run_ranks
-from nestpipe.config import Table
+from nestpipe.config import Table, build
 from nestpipe.embedding.optimizers import OPTIMIZERS
 from nestpipe.errors import CheckpointError, ConfigError
 from nestpipe.jagged import Jagged
@@ -105,9 +105,11 @@ def settings(optimizer="rowwise_adagrad", micros=1, plan="serial", retrieval="wh
         device="cpu",
         native=native,
         seed=3,
-        rows=RowSettings(optimizer=optimizer, lr=0.05, eps=1e-6),
+        rows=build(RowSettings, {"optimizer": optimizer, "lr": 0.05, "eps": 1e-6}),
         dense=DenseSettings(optimizer="adam", lr=0.01),
-        pipeline=PipelineSettings(plan=plan, micro_batches=micros, retrieval=retrieval),
+        pipeline=build(
+            PipelineSettings, {"plan": plan, "micro_batches": micros, "retrieval": retrieval}
+        ),
     )
 
 

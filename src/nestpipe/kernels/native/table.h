@@ -24,7 +24,11 @@ struct Chunk {
 class Table {
  public:
   Table(uint64_t seed, double spread, uint64_t max_rows, size_t stride)
-      : seed(seed), spread(spread), max_rows(max_rows), shards(new Shard[kShards]), stride_(stride) {}
+      : seed(seed),
+        spread(spread),
+        max_rows(max_rows),
+        shards(new Shard[kShards]),
+        stride_(stride) {}
   Table(const Table&) = delete;
   Table& operator=(const Table&) = delete;
 
