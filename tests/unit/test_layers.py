@@ -61,7 +61,8 @@ def _reason(importer: str, found: Import, project: str) -> str | None:
     if top != project:
         return None
     if importer == "__init__":
-        return "the top of the project imports nothing of it"
+        # Names for type checkers are not imported when the program runs.
+        return None if found.late else "the top of the project imports nothing of it"
     imported = below[0] if below else "__init__"
     if imported in ("__init__", importer) or importer not in LAYER or imported not in LAYER:
         return None  # a package that is in no layer gets its own sentence
@@ -83,7 +84,12 @@ def imports(tree: ast.AST, package: tuple[str, ...], late: bool = False) -> Iter
                 yield Import(module, node.lineno, late)
         else:
             called = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-            yield from imports(node, package, late or called)
+            yield from imports(node, package, late or called or _for_types_only(node))
+
+
+def _for_types_only(node: ast.AST) -> bool:
+    test = node.test if isinstance(node, ast.If) else None
+    return isinstance(test, ast.Name) and test.id == "TYPE_CHECKING"
 
 
 def _modules(node: ast.ImportFrom, package: tuple[str, ...]) -> list[str]:

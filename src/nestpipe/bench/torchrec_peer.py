@@ -1,4 +1,4 @@
-# pyright: reportMissingImports=false
+# pyright: reportMissingImports=false, reportArgumentType=false
 """TorchRec on CPU ranks, on the same case; an optional peer (`make bench-deps`)."""
 
 from __future__ import annotations

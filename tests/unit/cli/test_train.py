@@ -1,0 +1,99 @@
+"""`nestpipe train` and `nestpipe eval` from the outside."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+SMALL = (
+    *("--set", "data.synthetic.samples=2000"),
+    *("--set", "data.synthetic.test_samples=500"),
+    *("--set", "data.synthetic.num_tables=4"),
+    *("--set", "data.synthetic.num_keys=500"),
+    *("--set", "run.batch=128"),
+    *("--set", "model.dim=8"),
+)
+
+
+def nestpipe(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "nestpipe", *map(str, arguments)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, env=environment, timeout=300
+    )
+
+
+def test_training_beats_the_mean_label_on_one_rank_and_on_two(tmp_path):
+    results = []
+    for ranks in (1, 2):
+        done = nestpipe("train", *SMALL, "--ranks", ranks, "--set", "run.epochs=3", "--json", "-")
+        assert done.returncode == 0, done.stderr
+        results.append(json.loads(done.stdout))
+    one, two = results
+    assert one["steps"] == two["steps"] == 48
+    assert one["metrics"]["auc"] > 0.6
+    assert one["metrics"]["log_loss"] < one["metrics"]["baseline_log_loss"]
+    assert two["loss"] == pytest.approx(one["loss"], rel=1e-4)
+    assert two["metrics"]["auc"] == pytest.approx(one["metrics"]["auc"], abs=1e-3)
+
+
+def test_a_run_goes_on_from_its_checkpoint_and_can_be_evaluated(tmp_path):
+    folder = tmp_path / "run"
+    settings = [*SMALL, "--set", f"run.checkpoint={folder}", "--set", f"run.log={tmp_path / 'tb'}"]
+    straight = nestpipe("train", *SMALL, "--json", "-")
+    first = nestpipe("train", *settings, "--set", "run.steps=7", "--json", "-")
+    assert first.returncode == 0, first.stderr
+    assert (folder / "step-00000007" / "run.json").exists()
+    assert list((tmp_path / "tb").iterdir())
+    second = nestpipe("train", *settings, "--resume", folder, "--json", "-")
+    assert second.returncode == 0, second.stderr
+    resumed = json.loads(second.stdout)
+    assert resumed["steps"] == 16
+    assert resumed["metrics"] == json.loads(straight.stdout)["metrics"]
+    evaluated = nestpipe("eval", folder, *SMALL, "--json", "-")
+    assert evaluated.returncode == 0, evaluated.stderr
+    assert json.loads(evaluated.stdout) == resumed["metrics"]
+
+
+def test_sequences_train_a_retriever_that_beats_popularity():
+    done = nestpipe(
+        *(
+            "train",
+            "--set",
+            "data.synthetic.flavour=sequence",
+            "--set",
+            "data.synthetic.samples=1500",
+        ),
+        *("--set", "data.synthetic.test_samples=300", "--set", "data.synthetic.num_items=300"),
+        *("--set", "data.synthetic.num_communities=20", "--set", "model.max_len=50"),
+        *("--set", "run.batch=64", "--set", "rows.optimizer=adam", "--set", "rows.lr=0.003"),
+        *("--set", "run.epochs=2", "--json", "-"),
+    )
+    assert done.returncode == 0, done.stderr
+    metrics = json.loads(done.stdout)["metrics"]
+    assert metrics["hr@10"] > 2 * metrics["baseline_hr@10"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--set", "pipeline.micro_batch=3"], "did you mean micro_batches?"),
+        (["--set", "rows.optimizer=lion"], "lion"),
+        (["--set", "run.batch=0"], "run.batch is 0"),
+        (["--set", "data.kind=parquet"], "path is missing"),
+        (["--set", "data.kind=parquet", "--set", "data.path=nowhere"], "nowhere"),
+        (["--set", "model.kind=hstu"], "no histories"),
+        (["--resume", "nowhere"], "nowhere"),
+        (["--ranks", "0"], "cannot start 0 ranks"),
+        (["nowhere.toml"], "nowhere.toml"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_exit_status_2(arguments, expected):
+    done = nestpipe("train", *SMALL, *arguments)
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    assert expected in done.stderr
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1, done.stderr
