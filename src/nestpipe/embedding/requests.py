@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,26 +39,21 @@ class Request:
 
 def make_request(keys: Mapping[str, Jagged], group: TableGroup, ranks: int) -> Request:
     """Find the unique keys of a micro-batch and put them in the order in which they travel."""
-    unique: list[Tensor] = []
-    owners: list[Tensor] = []
-    inverses: list[Tensor] = []
-    start = 0
-    for number in range(len(group.tables)):
-        values = [keys[f.name].values for f in group.features if f.table == number]
-        unique_U, inverse_T = torch.unique(torch.cat(values), return_inverse=True)
-        unique.append(unique_U)
-        owners.append(owner_of(unique_U, number, ranks))
-        inverses.append(inverse_T + start)
-        start += len(unique_U)
-    keys_U, owner_U = torch.cat(unique), torch.cat(owners)
+    values = [
+        [keys[f.name].values for f in group.features if f.table == number]
+        for number in range(len(group.tables))
+    ]
+    unique, inverse_T = unique_by_table([v[0] if len(v) == 1 else torch.cat(v) for v in values])
+    keys_U = torch.cat(unique)
     sizes = torch.tensor([len(u) for u in unique])
     table_U = torch.repeat_interleave(sizes).to(keys_U.device)
+    owner_U = owner_of(keys_U, table_U, ranks)
     order_U = torch.argsort(owner_U, stable=True)
     place_U = torch.empty_like(order_U)
     place_U[order_U] = torch.arange(len(order_U), device=order_U.device)
     tables = len(group.tables)
     counts = torch.bincount(owner_U * tables + table_U, minlength=ranks * tables)
-    picked_T = place_U[torch.cat(inverses)]
+    picked_T = place_U[inverse_T]
     seen, output_T = _what_is_seen(keys, group, picked_T)
     return Request(
         keys_U=keys_U[order_U],
@@ -91,9 +86,23 @@ def _what_is_seen(
     return Bags(picked_T, offsets_of(lengths_O)), output_T
 
 
-def owner_of(keys_U: Tensor, table: int, ranks: int) -> Tensor:
+def unique_by_table(values: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
+    """The sorted keys of each table, and where each value stands among all of them."""
+    unique: list[Tensor] = []
+    inverses: list[Tensor] = []
+    start = 0
+    for of_table in values:
+        keys, inverse = torch.unique(of_table, return_inverse=True)
+        unique.append(keys)
+        inverses.append(inverse.add_(start))
+        start += len(keys)
+    return unique, torch.cat(inverses)
+
+
+def owner_of(keys_U: Tensor, table: int | Tensor, ranks: int) -> Tensor:
     """The rank that keeps each key: a mixed hash of (table, key), so that no pattern piles up."""
-    mixed = keys_U + _signed(0x9E3779B97F4A7C15 * (table + 1))
+    table_U = torch.as_tensor(table, device=keys_U.device)
+    mixed = keys_U + (table_U + 1) * _signed(0x9E3779B97F4A7C15)
     mixed = (mixed ^ _shifted(mixed, 30)) * _signed(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ _shifted(mixed, 27)) * _signed(0x94D049BB133111EB)
     mixed = mixed ^ _shifted(mixed, 31)

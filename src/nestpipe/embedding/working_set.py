@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nestpipe.embedding.requests import unique_by_table
 from nestpipe.kernels.rows import Bags, bags_of_targets
 
 # Shapes: A keys asked for by anyone, K unique keys of the owner, R ranks, M micro-batches, C tables
@@ -47,21 +48,23 @@ class WorkingSet:
 
 def make_working_set(asked_A: Tensor, counts_RMC: Tensor, before: WorkingSet | None) -> WorkingSet:
     """Unite what all requesters asked for; `asked_A` comes by requester, micro-batch, table."""
-    _, micros, tables = counts_RMC.shape
-    flat = counts_RMC.reshape(-1)
-    cell_A = torch.repeat_interleave(flat).to(asked_A.device)
-    table_A, micro_A = cell_A % tables, cell_A // tables % micros
-    position_A = torch.empty_like(asked_A)
-    keys: list[Tensor] = []
-    start = 0
-    for table in range(tables):
-        mine = (table_A == table).nonzero().squeeze(1)
-        unique, inverse = torch.unique(asked_A[mine], return_inverse=True)
-        position_A[mine] = inverse + start
-        keys.append(unique)
-        start += len(unique)
+    ranks, micros, tables = counts_RMC.shape
+    pieces = torch.split(asked_A, counts_RMC.reshape(-1).tolist())
+    keys, inverse = unique_by_table([torch.cat(pieces[table::tables]) for table in range(tables)])
+    # Now the positions come by table, requester, micro-batch; bring each to its micro-batch.
+    by_table = counts_RMC.permute(2, 0, 1).reshape(-1).tolist()
+    places = torch.split(inverse, by_table)
+    serve = [
+        torch.cat(
+            [
+                places[(table * ranks + rank) * micros + micro]
+                for rank in range(ranks)
+                for table in range(tables)
+            ]
+        )
+        for micro in range(micros)
+    ]
     per_micro = counts_RMC.sum(2)
-    serve = [position_A[micro_A == micro] for micro in range(micros)]
     keys_K, table_counts = torch.cat(keys), [len(k) for k in keys]
     shared_K, shared_before = _shared(keys, before)
     return WorkingSet(
