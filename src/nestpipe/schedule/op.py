@@ -80,7 +80,7 @@ MICRO_KINDS = frozenset({Kind.ROWS, Kind.DENSE, Kind.GRADS})
 """Kinds that come once per micro-batch; every other comes once per batch."""
 
 _KIND_OF_WORD = {kind.value: kind for kind in Kind}
-_OP_TEXT = re.compile(r"([a-z]+) (\d{1,9})(?:\.(\d{1,9}))?")
+_OP_TEXT = re.compile(r"([a-z]+) (\d{1,18})(?:\.(\d{1,18}))?")
 
 
 @dataclass(frozen=True, slots=True)
