@@ -23,7 +23,6 @@ from nestpipe.errors import ConfigError
 from nestpipe.schedule import PLANS, Plan, Retrieval, plan
 from nestpipe.sim import (
     Cluster,
-    Costs,
     FittedCosts,
     Scale,
     chart,
@@ -111,14 +110,10 @@ def simulate(
         title = f"{plan_name}, {micros} micro-batches: where a step's time goes"
         write_text(svg, chart(points, title))
     if trace is not None:
-        used = _costs(fitted, chosen, cluster, scales[-1])
-        played = replay(chosen, used, scales[-1], batches=batches, stragglers=cluster.stragglers)
-        write_chrome(played.trace, trace)
+        _write_trace(trace, chosen, cluster, scales[-1], fitted, batches)
     if json is not None:
         value: dict[str, object] = {"points": curve_as_json(points), "hardware": asdict(cluster)}
-        if fitted is not None:
-            value["fitted"] = _fitted_as_json(fitted)
-        write_json(json, value)
+        write_json(json, value | ({"fitted": _fitted_as_json(fitted)} if fitted else {}))
     if json != STDOUT and svg != STDOUT:
         console().print(curve_table(points, chosen))
         if fitted is not None:
@@ -159,10 +154,21 @@ def _scales(text: str, groups: int) -> list[Scale]:
     return scales
 
 
-def _costs(fitted: FittedCosts | None, chosen: Plan, cluster: Cluster, scale: Scale) -> Costs:
+def _write_trace(
+    file: Path,
+    chosen: Plan,
+    cluster: Cluster,
+    scale: Scale,
+    fitted: FittedCosts | None,
+    batches: int,
+) -> None:
+    """Worker 0 of one scale, for Perfetto."""
     if fitted is not None:
-        return fitted.at(chosen, cluster, scale)
-    return costs(cluster, chosen.shape, scale)
+        used = fitted.at(chosen, cluster, scale)
+    else:
+        used = costs(cluster, chosen.shape, scale)
+    played = replay(chosen, used, scale, batches=batches, stragglers=cluster.stragglers)
+    write_chrome(played.trace, file)
 
 
 def _fitted_as_json(fitted: FittedCosts) -> dict[str, object]:
