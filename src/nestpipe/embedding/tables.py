@@ -227,8 +227,14 @@ class ShardedTables:
     def update(self, batch: int, weight: float, step: int) -> None:
         """One optimizer application per row, on the gradient divided by the batch's weight."""
         flight = self.flights[batch]
-        for sums_KD, buffer_KW in zip(flight.sums, self.buffers[batch], strict=True):
+        for group, sums_KD, buffer_KW in zip(
+            self.groups, flight.sums, self.buffers[batch], strict=True
+        ):
             self.optimizer.update(buffer_KW, sums_KD.div_(weight), step)
+            if group.tables[0].dtype == "bfloat16":
+                # As the host store would: else rows that stay on the device would be finer.
+                weights_KD = buffer_KW[:, : group.dim]
+                weights_KD.copy_(weights_KD.bfloat16())
         flight.sums = []
 
 

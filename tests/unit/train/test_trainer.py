@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -123,14 +124,16 @@ def outcome(trainer: Trainer) -> dict[str, Tensor]:
     return result
 
 
-def train(ranks=1, source=None, epochs=8, steps=None, load=None, save=None, **chosen):
+def train(
+    ranks=1, source=None, epochs=8, steps=None, load=None, save=None, tables=TABLES, **chosen
+):
     """Train on so many ranks (threads); all rows together, and the losses of every step."""
 
     # Made here, not in the threads of the ranks, which share one random state.
     model = Model()
 
     def one(comm) -> tuple[dict[str, Tensor], list[float]]:
-        trainer = Trainer(deepcopy(model), TABLES, settings(**chosen), comm)
+        trainer = Trainer(deepcopy(model), tables, settings(**chosen), comm)
         if load is not None:
             trainer.load(load)
         losses: list[float] = []
@@ -201,6 +204,15 @@ def test_every_exact_plan_changes_no_bit(plan, retrieval):
     serial, _ = train(2, micros=2)
     other, _ = train(2, micros=2, plan=plan, retrieval=retrieval)
     assert_identical(serial, other)
+
+
+@pytest.mark.parametrize("plan", ["serial", "nested"])
+def test_rows_kept_in_bfloat16_do_not_depend_on_the_plan(plan):
+    tables = [replace(table, dtype="bfloat16") for table in TABLES]
+    serial, _ = train(2, tables=tables)
+    other, _ = train(2, tables=tables, plan=plan, retrieval="new")
+    assert_identical(serial, other)
+    assert not torch.equal(serial["users.3"], train(2)[0]["users.3"])
 
 
 def test_two_runs_are_identical():
