@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from nestpipe.errors import ConfigError
@@ -53,8 +54,10 @@ def _adagrad(rows_KW: Tensor, gradients_KD: Tensor, step: int, of: RowOptimizer)
 def _rowwise_adagrad(rows_KW: Tensor, gradients_KD: Tensor, step: int, of: RowOptimizer) -> None:
     dim = gradients_KD.shape[1]
     weights_KD, sums_K1 = rows_KW[:, :dim], rows_KW[:, dim:]
-    sums_K1.add_(gradients_KD.square().mean(dim=1, keepdim=True))
-    weights_KD.sub_(gradients_KD * (of.lr / (sums_K1.sqrt() + of.eps)))
+    # No temporary of the rows' size: it would cost more than the arithmetic.
+    squares_K1 = torch.linalg.vector_norm(gradients_KD, dim=1, keepdim=True).square_()
+    sums_K1.add_(squares_K1, alpha=1 / dim)
+    weights_KD.addcmul_(gradients_KD, of.lr / (sums_K1.sqrt() + of.eps), value=-1)
 
 
 def _adam(rows_KW: Tensor, gradients_KD: Tensor, step: int, of: RowOptimizer) -> None:
