@@ -51,7 +51,13 @@ def _top(  # pyright: ignore[reportUnusedFunction]
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line; exit 0 done, 1 a check failed, 2 wrong input, 3 the run failed."""
-    sys.exit(_run(arguments))
+    status = _run(arguments)
+    if "RANK" in os.environ:
+        # All is closed and written; threads that the network still has can abort a slower end.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
 
 
 def _run(arguments: list[str] | None) -> int:
