@@ -229,10 +229,17 @@ def test_collectives_are_named_after_their_ops():
     assert names == ["rows 0.0", "", "rows 1.0", ""]
 
 
-def test_a_delay_belongs_to_its_op_whatever_runs_it():
-    def longest(lanes: Lanes) -> str:
-        delayed = inject_delays(idle(), seed=5, max_ms=40)
-        trace = run(plan("serial"), delayed, lanes, batches=End(1))
-        return max(trace.spans, key=lambda span: span.duration).name
+def test_a_delay_belongs_to_its_op_whatever_runs_it(monkeypatch: pytest.MonkeyPatch):
+    slept: list[float] = []
+    monkeypatch.setattr("nestpipe.runtime.wrap.time.sleep", slept.append)
 
-    assert longest(InlineLanes()) == longest(ThreadLanes())
+    def delays(lanes: Lanes, seed: int) -> list[float]:
+        slept.clear()
+        run(plan("serial"), inject_delays(idle(), seed=seed, max_ms=40), lanes, batches=End(1))
+        return sorted(slept)
+
+    inline = delays(InlineLanes(), 5)
+    assert len(set(inline)) == len(plan("serial").schedule(1)), "every op has a delay of its own"
+    assert max(inline) <= 0.040
+    assert delays(ThreadLanes(), 5) == inline
+    assert delays(InlineLanes(), 6) != inline
