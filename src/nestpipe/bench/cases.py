@@ -34,7 +34,11 @@ class Case:
 
     def tables(self) -> list[Table]:
         pooling = "sum" if self.pooled else "none"
-        return [Table(name=name, dim=self.dim, pooling=pooling) for name in self.features]
+        placement = "table" if self.pooled else "rows"
+        return [
+            Table(name=name, dim=self.dim, pooling=pooling, placement=placement)
+            for name in self.features
+        ]
 
     def make_batch(self, generator: torch.Generator) -> Batch:
         """Log-uniform keys, random features and labels."""

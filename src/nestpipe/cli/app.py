@@ -11,12 +11,15 @@ import typer
 
 from nestpipe import __version__
 from nestpipe.cli.bench import bench_app
+from nestpipe.cli.bench_clustering import bench_clustering
+from nestpipe.cli.bench_pipeline import bench_pipeline
 from nestpipe.cli.bench_train import bench_train
 from nestpipe.cli.check import check
 from nestpipe.cli.data import data_app
 from nestpipe.cli.draw import draw
 from nestpipe.cli.simulate import simulate_app
 from nestpipe.cli.train import evaluate, train
+from nestpipe.cli.verify import verify
 from nestpipe.errors import NestpipeError, RunError
 
 app = typer.Typer(
@@ -27,10 +30,13 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command("eval")(evaluate)
+app.command()(verify)
 app.command()(draw)
 app.command()(check)
 app.add_typer(simulate_app, name="simulate")
 bench_app.command("train")(bench_train)
+bench_app.command("pipeline")(bench_pipeline)
+bench_app.command("clustering")(bench_clustering)
 app.add_typer(bench_app, name="bench")
 app.add_typer(data_app, name="data")
 

@@ -49,7 +49,7 @@ class Advance(Protocol):
 
 
 @contextmanager
-def progress_bar(label: str, total: int) -> Generator[Advance]:
+def progress_bar(label: str, total: int | None) -> Generator[Advance]:
     """A bar with time left on a terminal, on stderr; now and then a line in a log."""
     if sys.stderr.isatty():
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
@@ -67,6 +67,7 @@ def progress_bar(label: str, total: int) -> Generator[Advance]:
         done += 1
         if time.monotonic() - spoke >= LOG_EVERY_S:
             spoke = time.monotonic()
-            sys.stderr.write(f"{label}: {done} of {total}\n")
+            of = f" of {total}" if total is not None else ""
+            sys.stderr.write(f"{label}: {done}{of}\n")
 
     yield plain

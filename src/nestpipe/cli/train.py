@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,8 +18,10 @@ from rich.table import Table
 
 from nestpipe.cli.options import JsonFile
 from nestpipe.cli.output import LOG_EVERY_S, STDOUT, console, write_json
+from nestpipe.cli.summary import summary_lines, summary_table
 from nestpipe.config import build, override, read
 from nestpipe.errors import ConfigError
+from nestpipe.trace import write_chrome
 
 if TYPE_CHECKING:
     from nestpipe.train.job import JobConfig
@@ -45,15 +48,23 @@ def train(
         str | None,
         typer.Option(metavar="PATH", help="Go on from a checkpoint, or the latest in it."),
     ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write when the last batches' ops ran, for Perfetto."),
+    ] = None,
     json: JsonFile = None,
 ) -> None:
     """Train a model; without a config, a small one on generated data.
 
     Example: nestpipe train --set run.epochs=2 --set pipeline.micro_batches=2 --ranks 2
 
+    Example: nestpipe train --set pipeline.plan=nested --trace trace.json
+
     Example: torchrun --nproc-per-node 2 -m nestpipe train config.toml
     """
     job_config = _job_config(config, settings)
+    if trace is not None:
+        _check_folder_of(trace)
     if _starts_ranks(ranks):
         raise typer.Exit(_launch(ranks))
     _quieten()
@@ -65,7 +76,9 @@ def train(
     with _progress(total, job.trainer.progress.step, comm.rank) as tell:
         outcome = train_job(job, tell)
     if comm.rank == 0:
-        _show(outcome, comm.size, json)
+        if trace is not None:
+            write_chrome(outcome.trace, trace)
+        _show(outcome, comm.size, job_config.pipeline.plan, json)
     comm.close()
 
 
@@ -181,7 +194,13 @@ def _plain_lines(total: int | None) -> Callable[[StepReport], None]:
     return tell
 
 
-def _show(outcome: Outcome, ranks: int, json: str | None) -> None:
+def _check_folder_of(trace: Path) -> None:
+    """Refuse now what could not be written when training is done."""
+    if trace.is_dir() or not trace.parent.is_dir():
+        raise ConfigError(f"cannot write the trace to '{trace}'; name a file in an existing folder")
+
+
+def _show(outcome: Outcome, ranks: int, plan: str, json: str | None) -> None:
     if json is not None:
         value: dict[str, Any] = {
             "steps": outcome.steps,
@@ -190,6 +209,8 @@ def _show(outcome: Outcome, ranks: int, json: str | None) -> None:
             "samples_per_s": outcome.samples_per_s,
             "metrics": outcome.metrics,
             "checkpoint": outcome.checkpoint,
+            "plan": plan,
+            "pipeline": asdict(outcome.summary) if outcome.summary else None,
         }
         write_json(json, value)
     if json == STDOUT:
@@ -197,6 +218,9 @@ def _show(outcome: Outcome, ranks: int, json: str | None) -> None:
     ranked = "1 rank" if ranks == 1 else f"{ranks} ranks"
     figures = {"train loss": outcome.loss, "samples/s": outcome.samples_per_s, **outcome.metrics}
     console().print(_metrics_table(f"{outcome.steps} steps on {ranked}", figures))
+    if outcome.summary:
+        console().print(summary_table(outcome.summary, plan))
+        console().print(summary_lines(outcome.summary), markup=False)
     if outcome.checkpoint:
         console().print(f"checkpoint: {outcome.checkpoint}", markup=False)
 

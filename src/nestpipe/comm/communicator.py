@@ -31,6 +31,14 @@ class Communicator(Protocol):
     @property
     def doing(self) -> Doing: ...
 
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes of rows, keys and gradients that went from this rank to others, so far.
+
+        A sum over all ranks counts as two rounds of a ring.
+        """
+        ...
+
     def all_to_all(
         self,
         received: Tensor,

@@ -20,7 +20,15 @@ from torch.distributed.rendezvous import rendezvous
 
 from nestpipe.comm.doing import Doing
 from nestpipe.comm.loss import LostPeers, explain_sigterm
-from nestpipe.comm.payload import as_bytes, check_exchange, decode, encode, row_bytes
+from nestpipe.comm.payload import (
+    as_bytes,
+    bytes_of_sum,
+    bytes_to_others,
+    check_exchange,
+    decode,
+    encode,
+    row_bytes,
+)
 from nestpipe.errors import RunError
 
 DEFAULT_TIMEOUT_S = 300.0
@@ -100,6 +108,7 @@ class DistributedCommunicator:
         self.size = size
         self.device = device
         self.doing = Doing()
+        self.bytes_sent = 0
         self._lost = lost
         self._inside: str | None = None
         self._last = "any collective"
@@ -113,6 +122,7 @@ class DistributedCommunicator:
         sent_splits: Sequence[int],
     ) -> None:
         check_exchange(received, sent, received_splits, sent_splits, self.size)
+        self.bytes_sent += bytes_to_others(sent, sent_splits, self.rank)
         row = row_bytes(sent)
         with self._collective("all_to_all"):
             dist.all_to_all_single(
@@ -124,6 +134,7 @@ class DistributedCommunicator:
 
     def all_reduce(self, tensor: Tensor) -> None:
         assert tensor.is_contiguous(), "all_reduce works in place on contiguous memory"
+        self.bytes_sent += bytes_of_sum(tensor, self.size)
         with self._collective("all_reduce"):
             dist.all_reduce(tensor.detach())
 

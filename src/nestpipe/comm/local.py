@@ -15,6 +15,7 @@ class LocalCommunicator:
 
     rank = 0
     size = 1
+    bytes_sent = 0
 
     def __init__(self) -> None:
         self.doing = Doing()

@@ -36,6 +36,16 @@ def row_bytes(tensor: Tensor) -> int:
     return tensor.shape[1:].numel() * tensor.element_size()
 
 
+def bytes_to_others(sent: Tensor, sent_splits: Sequence[int], rank: int) -> int:
+    """What leaves this rank in an exchange; what a rank keeps for itself does not travel."""
+    return (sum(sent_splits) - sent_splits[rank]) * row_bytes(sent)
+
+
+def bytes_of_sum(tensor: Tensor, size: int) -> int:
+    """What leaves each rank in a sum over all: two rounds of a ring, as most backends do it."""
+    return 2 * (size - 1) * tensor.numel() * tensor.element_size() // size
+
+
 def as_bytes(tensor: Tensor) -> Tensor:
     """The same memory as one row of bytes: what any backend can send, whatever the dtype."""
     return tensor.detach().view(-1).view(torch.uint8)

@@ -15,7 +15,13 @@ from torch import Tensor
 
 from nestpipe.comm.communicator import Communicator
 from nestpipe.comm.doing import Doing
-from nestpipe.comm.payload import check_exchange, decode, encode
+from nestpipe.comm.payload import (
+    bytes_of_sum,
+    bytes_to_others,
+    check_exchange,
+    decode,
+    encode,
+)
 from nestpipe.errors import RunError
 
 T = TypeVar("T")
@@ -91,6 +97,7 @@ class _ThreadCommunicator:
         self.rank = rank
         self.size = meeting.size
         self.doing = Doing()
+        self.bytes_sent = 0
         self._meeting = meeting
 
     def all_to_all(
@@ -101,6 +108,7 @@ class _ThreadCommunicator:
         sent_splits: Sequence[int],
     ) -> None:
         check_exchange(received, sent, received_splits, sent_splits, self.size)
+        self.bytes_sent += bytes_to_others(sent, sent_splits, self.rank)
         pieces = sent.detach().clone().split(list(sent_splits))
         arriving = [given[self.rank] for given in self._all("all_to_all", pieces)]
         lengths = [len(piece) for piece in arriving]
@@ -113,6 +121,7 @@ class _ThreadCommunicator:
             place.copy_(piece)
 
     def all_reduce(self, tensor: Tensor) -> None:
+        self.bytes_sent += bytes_of_sum(tensor, self.size)
         first, *others = self._all("all_reduce", tensor.detach().clone())
         total = first.clone()
         for other in others:

@@ -28,6 +28,8 @@ class TableGroup:
 
     tables: tuple[Table, ...]
     features: tuple[Feature, ...]
+    homes: tuple[int, ...]
+    """For each table the worker that keeps it, modulo their number; -1: each row has its own."""
 
     @property
     def dim(self) -> int:
@@ -42,7 +44,10 @@ class TableGroup:
             state_dim=optimizer.state_dim(self.dim),
             state_init=optimizer.state_init,
             dtype=self.tables[0].dtype,
-            max_rows=tuple(-(-table.max_rows // ranks) for table in self.tables),
+            max_rows=tuple(
+                table.max_rows if home >= 0 else -(-table.max_rows // ranks)
+                for table, home in zip(self.tables, self.homes, strict=True)
+            ),
         )
 
 
@@ -52,6 +57,7 @@ def group_tables(tables: Sequence[Table]) -> list[TableGroup]:
     members: dict[tuple[int, str], list[Table]] = {}
     for table in tables:
         members.setdefault((table.dim, table.dtype), []).append(table)
+    whole = [table.name for table in tables if table.placement == "table"]
     return [
         TableGroup(
             tuple(group),
@@ -60,6 +66,7 @@ def group_tables(tables: Sequence[Table]) -> list[TableGroup]:
                 for number, table in enumerate(group)
                 for name in table.feature_names
             ),
+            tuple(whole.index(t.name) if t.name in whole else -1 for t in group),
         )
         for group in members.values()
     ]

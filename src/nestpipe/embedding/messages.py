@@ -1,4 +1,7 @@
-"""One collective per op, however many tables and stores there are."""
+"""One collective per op, however many tables and stores there are.
+
+Only what goes to other ranks takes part: the caller hands its own share to itself.
+"""
 
 from __future__ import annotations
 
@@ -11,30 +14,38 @@ from nestpipe.comm.communicator import Communicator
 
 # Shapes: n rows of one store, D its width, R ranks
 
+Splits = Sequence[Sequence[int]]
+"""For each store, rows per rank; what it says of this rank itself does not count."""
+
 
 def exchange(
     comm: Communicator,
     sent: Sequence[Tensor],
-    sent_splits: Sequence[Sequence[int]],
-    received_splits: Sequence[Sequence[int]],
-) -> list[Tensor]:
-    """Exchange the rows of several stores at once; splits are rows per rank, for each store.
+    sent_splits: Splits,
+    received: Sequence[Tensor],
+    received_splits: Splits,
+) -> None:
+    """Fill `received` with the rows that other ranks sent, in rank order, for each store.
 
     Rows may be (n,) keys or (n, D) weights; all are of one type.
     """
+    if comm.size == 1:
+        return
+    theirs = _without(comm.rank, sent_splits)
+    mine = _without(comm.rank, received_splits)
     if len(sent) == 1:
-        rows = sent[0]
-        received = rows.new_empty((sum(received_splits[0]), *rows.shape[1:]))
-        comm.all_to_all(received, rows.contiguous(), received_splits[0], sent_splits[0])
-        return [received]
-    widths = [rows[:1].numel() if len(rows) else _width(rows) for rows in sent]
-    flat = _interleave([rows.reshape(-1) for rows in sent], sent_splits, widths)
-    flat_splits = _flat_splits(sent_splits, widths)
-    back_splits = _flat_splits(received_splits, widths)
-    received = flat.new_empty(sum(back_splits))
-    comm.all_to_all(received, flat, back_splits, flat_splits)
-    parts = _deinterleave(received, received_splits, widths)
-    return [part.reshape(-1, *rows.shape[1:]) for part, rows in zip(parts, sent, strict=True)]
+        comm.all_to_all(received[0], sent[0], mine[0], theirs[0])
+        return
+    widths = [_width(rows) for rows in sent]
+    flat = _interleave([rows.reshape(-1) for rows in sent], theirs, widths)
+    back_splits = _flat_splits(mine, widths)
+    arrived = flat.new_empty(sum(back_splits))
+    comm.all_to_all(arrived, flat, back_splits, _flat_splits(theirs, widths))
+    _deinterleave(arrived, received, mine, widths)
+
+
+def _without(rank: int, splits: Splits) -> list[list[int]]:
+    return [[0 if r == rank else rows for r, rows in enumerate(of)] for of in splits]
 
 
 def _width(rows: Tensor) -> int:
@@ -44,7 +55,7 @@ def _width(rows: Tensor) -> int:
     return width
 
 
-def _flat_splits(splits: Sequence[Sequence[int]], widths: Sequence[int]) -> list[int]:
+def _flat_splits(splits: Splits, widths: Sequence[int]) -> list[int]:
     """Numbers per rank, all stores together."""
     return [
         sum(of_store[rank] * width for of_store, width in zip(splits, widths, strict=True))
@@ -52,9 +63,7 @@ def _flat_splits(splits: Sequence[Sequence[int]], widths: Sequence[int]) -> list
     ]
 
 
-def _interleave(
-    flats: Sequence[Tensor], splits: Sequence[Sequence[int]], widths: Sequence[int]
-) -> Tensor:
+def _interleave(flats: Sequence[Tensor], splits: Splits, widths: Sequence[int]) -> Tensor:
     """Per rank, the parts of all stores behind each other."""
     parts = [
         torch.split(flat, [rows * width for rows in of_store])
@@ -65,8 +74,8 @@ def _interleave(
 
 
 def _deinterleave(
-    flat: Tensor, splits: Sequence[Sequence[int]], widths: Sequence[int]
-) -> list[Tensor]:
+    flat: Tensor, received: Sequence[Tensor], splits: Splits, widths: Sequence[int]
+) -> None:
     ranks = range(len(splits[0]))
     sizes = [
         of_store[rank] * width
@@ -75,4 +84,5 @@ def _deinterleave(
     ]
     pieces = torch.split(flat, sizes)
     stores = len(splits)
-    return [torch.cat([pieces[rank * stores + s] for rank in ranks]) for s in range(stores)]
+    for s, rows in enumerate(received):
+        rows.copy_(torch.cat([pieces[rank * stores + s] for rank in ranks]).view(rows.shape))

@@ -14,6 +14,7 @@ from nestpipe.embedding.arguments import MASK, check_layout, check_rows, repeate
 from nestpipe.embedding.store import StoreLayout
 from nestpipe.errors import CapacityError
 from nestpipe.kernels.native import Report, Shape, Status, library
+from nestpipe.kernels.native_rows import Places
 
 # Shapes: K keys, W width of a row as it travels
 
@@ -51,6 +52,31 @@ class NativeStore:
         )
         self._raise(status, Report(), keys_K)
         return num_new.value
+
+    def locate(self, keys_K: Tensor, counts: Sequence[int]) -> Places:
+        """Where the rows live, float32 ones only; rows of new keys are made.
+
+        Rows never move. While they are used there, nobody may gather or scatter them.
+        """
+        assert self.layout.dtype == "float32", "rows in place are float32"
+        places = self._locate(keys_K, counts)
+        if not bool((places.addresses_K == 0).any()):
+            return places
+        new_K = places.addresses_K == 0
+        new_counts = [int(part.sum()) for part in torch.split(new_K, list(counts))]
+        rows_KW = torch.empty(sum(new_counts), self.layout.width)
+        self.gather(keys_K[new_K], new_counts, rows_KW)
+        self.scatter(keys_K[new_K], new_counts, rows_KW)
+        return self._locate(keys_K, counts)
+
+    def _locate(self, keys_K: Tensor, counts: Sequence[int]) -> Places:
+        addresses_K = torch.empty_like(keys_K)
+        num_new = ctypes.c_int64()
+        status = self._library.nestpipe_store_locate(
+            self._open, keys_K.data_ptr(), _int64s(counts), addresses_K.data_ptr(), num_new
+        )
+        self._raise(status, Report(), keys_K)
+        return Places(addresses_K, self.layout.width)
 
     def scatter(self, keys_K: Tensor, counts: Sequence[int], rows_KW: Tensor) -> None:
         check_rows(self.layout, keys_K, counts, rows_KW)

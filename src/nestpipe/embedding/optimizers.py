@@ -1,18 +1,19 @@
 """Row optimizers: one application per row and batch, on rows that carry their own state.
 
-Each works in place on (K, W) rows: D weights, then the state. The slow, plain form; a native or
-GPU form must give the same bits.
+Each works in place on (K, W) rows: D weights, then the state. What is here is the slow, plain form
+with one rounding per operation, so that native code can give the same bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from nestpipe.errors import ConfigError
+from nestpipe.kernels import native_rows
+from nestpipe.kernels.native_rows import Gradients, Places
 
 # Shapes: K rows, D weights of a row
 
@@ -37,27 +38,63 @@ class RowOptimizer:
         return self.states_per_weight * dim + self.states_per_row
 
     def update(self, rows_KW: Tensor, gradients_KD: Tensor, step: int) -> None:
+        """The plain form, on a GPU and where native code is not wanted."""
         self.apply(rows_KW, gradients_KD, step, self)
+
+    def update_native(
+        self,
+        rows: Tensor | Places,
+        dim: int,
+        gradients: Sequence[Gradients],
+        times: float,
+        step: int,
+    ) -> None:
+        """The same on the host, with sums and the factor of the gradients in the same pass."""
+        native_rows.update(
+            self.name,
+            rows,
+            dim,
+            gradients,
+            times,
+            lr=self.lr,
+            eps=self.eps,
+            betas=self.betas,
+            scale=self.adam_scale(step),
+        )
+
+    def adam_scale(self, step: int) -> float:
+        """Adam's learning rate with the bias correction of a step."""
+        beta1, beta2 = self.betas
+        return self.lr * (1 - beta2**step) ** 0.5 / (1 - beta1**step)
 
 
 def _sgd(rows_KW: Tensor, gradients_KD: Tensor, step: int, of: RowOptimizer) -> None:
-    rows_KW[:, : gradients_KD.shape[1]].add_(gradients_KD, alpha=-of.lr)
+    rows_KW[:, : gradients_KD.shape[1]].sub_(gradients_KD * of.lr)
 
 
 def _adagrad(rows_KW: Tensor, gradients_KD: Tensor, step: int, of: RowOptimizer) -> None:
     dim = gradients_KD.shape[1]
     weights_KD, sums_KD = rows_KW[:, :dim], rows_KW[:, dim:]
-    sums_KD.addcmul_(gradients_KD, gradients_KD)
-    weights_KD.addcdiv_(gradients_KD, sums_KD.sqrt().add_(of.eps), value=-of.lr)
+    sums_KD.add_(gradients_KD * gradients_KD)
+    weights_KD.sub_(gradients_KD.div(sums_KD.sqrt().add_(of.eps)).mul_(of.lr))
 
 
 def _rowwise_adagrad(rows_KW: Tensor, gradients_KD: Tensor, step: int, of: RowOptimizer) -> None:
     dim = gradients_KD.shape[1]
     weights_KD, sums_K1 = rows_KW[:, :dim], rows_KW[:, dim:]
-    # No temporary of the rows' size: it would cost more than the arithmetic.
-    squares_K1 = torch.linalg.vector_norm(gradients_KD, dim=1, keepdim=True).square_()
-    sums_K1.add_(squares_K1, alpha=1 / dim)
-    weights_KD.addcmul_(gradients_KD, of.lr / (sums_K1.sqrt() + of.eps), value=-1)
+    sums_K1.add_(sum_of_squares(gradients_KD).div_(dim))
+    rates_K1 = sums_K1.sqrt().add_(of.eps).reciprocal_().mul_(of.lr)
+    weights_KD.sub_(gradients_KD * rates_K1)
+
+
+def sum_of_squares(gradients_KD: Tensor) -> Tensor:
+    """(K, 1) halves are added until one column is left: a fixed tree, whatever the machine."""
+    squares = gradients_KD * gradients_KD
+    while (columns := squares.shape[1]) > 1:
+        half = (columns + 1) // 2
+        squares[:, : columns - half].add_(squares[:, half:])
+        squares = squares[:, :half]
+    return squares
 
 
 def _adam(rows_KW: Tensor, gradients_KD: Tensor, step: int, of: RowOptimizer) -> None:
@@ -66,10 +103,9 @@ def _adam(rows_KW: Tensor, gradients_KD: Tensor, step: int, of: RowOptimizer) ->
     weights_KD = rows_KW[:, :dim]
     mean_KD, square_KD = rows_KW[:, dim : 2 * dim], rows_KW[:, 2 * dim :]
     beta1, beta2 = of.betas
-    mean_KD.mul_(beta1).add_(gradients_KD, alpha=1 - beta1)
-    square_KD.mul_(beta2).addcmul_(gradients_KD, gradients_KD, value=1 - beta2)
-    scale = of.lr * (1 - beta2**step) ** 0.5 / (1 - beta1**step)
-    weights_KD.addcdiv_(mean_KD, square_KD.sqrt().add_(of.eps), value=-scale)
+    mean_KD.mul_(beta1).add_(gradients_KD * (1 - beta1))
+    square_KD.mul_(beta2).add_((gradients_KD * gradients_KD).mul_(1 - beta2))
+    weights_KD.sub_(mean_KD.div(square_KD.sqrt().add_(of.eps)).mul_(of.adam_scale(step)))
 
 
 _KINDS: dict[str, tuple[Callable[..., None], int, int]] = {

@@ -1,35 +1,76 @@
-"""From unique rows to what a model sees, and gradients back, in a fixed order of summation."""
+"""From the rows that came to what a model sees, and gradients back, summed in a fixed order."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from nestpipe.embedding.requests import Request
+from nestpipe.kernels.rows import empty_rows, sum_bags
 
-# Shapes: U unique rows, O rows that the model sees, D width
+# Shapes: P rows that came, D width
+
+Deliver = Callable[[Tensor, list[Tensor]], None]
+"""Takes the gradients of the rows that came: those of other ranks, in one piece, and this one's."""
 
 
 class _Spread(torch.autograd.Function):
-    """All features of a group at once: one pass over the rows, and one over the gradients."""
+    """All features of a group at once.
+
+    Gradients leave by `deliver`, not as the gradient of an input: they go straight into the memory
+    from which they are sent.
+    """
 
     @staticmethod
-    def forward(ctx: Any, rows_UD: Tensor, request: Request) -> Tensor:
-        ctx.request = request
-        if request.seen is None:
-            return rows_UD.index_select(0, request.picked_T)
-        return request.seen.sum(rows_UD)
+    def forward(
+        ctx: Any, anchor: Tensor, came: list[Tensor], request: Request, deliver: Deliver, own: int
+    ) -> tuple[Tensor, ...]:
+        ctx.request, ctx.deliver, ctx.own = request, deliver, own
+        (rows_PD,) = came
+        if request.straight is not None:
+            starts = zip(request.straight, request.sizes.values(), strict=True)
+            return tuple(rows_PD[start : start + size] for start, size in starts)
+        dim, device = rows_PD.shape[1], rows_PD.device
+        seen = tuple(empty_rows(size, dim, device) for size in request.sizes.values())
+        sum_bags(request.seen, came, seen)
+        return seen
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        (gradients_OD,) = gradients
-        return ctx.request.back.sum(gradients_OD.contiguous()), None
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:
+        plain = [g if g.stride(1) == 1 else g.contiguous() for g in gradients]
+        ctx.deliver(*_of_rows(ctx.request, plain, ctx.own))
+        return None, None, None, None, None
 
 
-def spread_rows(rows_UD: Tensor, request: Request) -> dict[str, Tensor]:
-    """Each feature's rows, or the sums of each sample's rows where its table pools."""
-    seen_OD: Tensor = _Spread.apply(rows_UD, request)  # type: ignore[assignment]
-    parts = torch.split(seen_OD, list(request.sizes.values()))
-    return dict(zip(request.sizes, parts, strict=True))
+def _of_rows(
+    request: Request, gradients: Sequence[Tensor], own: int
+) -> tuple[Tensor, list[Tensor]]:
+    """The gradients of the rows that came; those of the last `own` rows may stay where they are."""
+    count, dim, device = len(request.back), gradients[0].shape[1], gradients[0].device
+    others = count - own
+    if request.straight is None:
+        gradients_PD = empty_rows(count, dim, device)
+        sum_bags(request.back, gradients, [gradients_PD])
+        return gradients_PD[:others], [gradients_PD[others:]]
+    sent_PD = empty_rows(others, dim, device)
+    in_order = sorted(zip(request.straight, gradients, strict=True), key=lambda pair: pair[0])
+    for start, gradient in in_order:
+        if start < others:
+            sent_PD[start : start + len(gradient)] = gradient
+    return sent_PD, [gradient for start, gradient in in_order if start >= others]
+
+
+def spread_rows(rows_PD: Tensor, request: Request, deliver: Deliver, own: int) -> dict[str, Tensor]:
+    """Each feature's rows, or the sums of each sample's rows where its table pools.
+
+    The last `own` rows are this rank's.
+    """
+    # Something that wants a gradient, so that the backward pass comes by.
+    anchor = torch.zeros(0, requires_grad=True)
+    seen: tuple[Tensor, ...] = _Spread.apply(anchor, [rows_PD], request, deliver, own)  # type: ignore[assignment]
+    return dict(zip(request.sizes, seen, strict=True))

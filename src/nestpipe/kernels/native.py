@@ -53,10 +53,20 @@ _SIGNATURES = {
     "nestpipe_store_open": (c_void_p, [POINTER(Shape), c_int64]),
     "nestpipe_store_close": (None, [c_void_p]),
     "nestpipe_store_gather": (c_int, [c_void_p, c_void_p, c_void_p, c_void_p, POINTER(c_int64)]),
+    "nestpipe_store_locate": (c_int, [c_void_p, c_void_p, c_void_p, c_void_p, POINTER(c_int64)]),
     "nestpipe_store_scatter": (c_int, [c_void_p, c_void_p, c_void_p, c_void_p, POINTER(Report)]),
     "nestpipe_store_num_rows": (c_int64, [c_void_p, c_int64]),
     "nestpipe_store_num_bytes": (c_int64, [c_void_p]),
     "nestpipe_store_keys": (c_int64, [c_void_p, c_int64, c_void_p, c_int64]),
+    "nestpipe_cluster": (c_int, [c_void_p, c_void_p]),
+    "nestpipe_request": (c_int, [c_void_p, c_void_p]),
+    "nestpipe_unite": (c_int, [c_void_p, c_void_p]),
+    "nestpipe_match": (c_int64, [c_int64, *[c_void_p] * 6]),
+    "nestpipe_sum": (c_int, [c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int64]),
+    "nestpipe_update": (
+        c_int,
+        [c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_float, c_int64],
+    ),
 }
 
 

@@ -1,18 +1,27 @@
 """Sums of rows in a fixed order: what exactness rests on.
 
-A sum of rows is a bag: the rows of a bag are added one after the other, first to last. Torch's
-`embedding_bag` does just that, on CPU and GPU alike, without atomics and without copying the rows.
+A sum of rows is a bag: the rows of a bag are added one after the other, first to last. On a GPU
+torch's `embedding_bag` does just that, without atomics; on the host native code does, into memory
+that is used again, and the plain form stays as its twin.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from nestpipe.kernels import host_memory, native_rows
+from nestpipe.kernels.native import native_wanted
+from nestpipe.kernels.native_rows import Places
+
 # Shapes: N rows, S sums, T terms of all sums together, D width
+
+Rows = Sequence[Tensor] | Places
+"""Rows in one or several (n, D) tensors, numbered one after the other, or where they live."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,28 +30,76 @@ class Bags:
 
     rows_T: Tensor
     """The rows of the first sum, then those of the second, ..."""
-    offsets_S1: Tensor
-    """Where each sum starts in `rows_T`, and where the last one ends."""
+    ends_S1: Tensor | None = None
+    """Where each sum starts in `rows_T`, and where the last one ends; None: one row each."""
 
-    def sum(self, rows_ND: Tensor) -> Tensor:
-        """(S, D) every sum."""
-        sums = self.offsets_S1.shape[0] - 1
-        if not len(self.rows_T):
-            return rows_ND.new_zeros(sums, rows_ND.shape[1])
-        return functional.embedding_bag(
-            self.rows_T, rows_ND, self.offsets_S1, mode="sum", include_last_offset=True
-        )
+    def __len__(self) -> int:
+        return len(self.rows_T) if self.ends_S1 is None else len(self.ends_S1) - 1
+
+    def part(self, start: int, stop: int) -> Bags:
+        """Only the sums from `start` to `stop`; for native code, which takes ends as they are."""
+        if self.ends_S1 is None:
+            return Bags(self.rows_T[start:stop])
+        return Bags(self.rows_T, self.ends_S1[start : stop + 1])
+
+
+def sum_bags(bags: Bags, rows: Rows, out: Sequence[Tensor]) -> None:
+    """Write every sum; `out` may be several (s, D) tensors, filled one after the other."""
+    if isinstance(rows, Places) or use_native(out[0].device):
+        start = 0
+        for out_SD in out:
+            part = bags.part(start, start + len(out_SD))
+            native_rows.sum_bags(part.rows_T, part.ends_S1, rows, out_SD, add=False)
+            start += len(out_SD)
+        return
+    sums = plain_sums(bags, joined(rows))
+    for out_SD, part in zip(out, torch.split(sums, [len(o) for o in out]), strict=True):
+        out_SD.copy_(part)
+
+
+def add_bags(bags: Bags, rows: Sequence[Tensor], out_SD: Tensor) -> None:
+    """Add every sum to what is there."""
+    if use_native(out_SD.device):
+        native_rows.sum_bags(bags.rows_T, bags.ends_S1, rows, out_SD, add=True)
+    else:
+        out_SD.add_(plain_sums(bags, joined(rows)))
+
+
+def plain_sums(bags: Bags, rows_ND: Tensor) -> Tensor:
+    """(S, D) every sum, by torch."""
+    if bags.ends_S1 is None:
+        return rows_ND.index_select(0, bags.rows_T)
+    if not len(bags.rows_T):
+        return rows_ND.new_zeros(len(bags), rows_ND.shape[1])
+    return functional.embedding_bag(
+        bags.rows_T, rows_ND, bags.ends_S1, mode="sum", include_last_offset=True
+    )
+
+
+def joined(rows: Sequence[Tensor]) -> Tensor:
+    """Rows of several tensors in one."""
+    return rows[0] if len(rows) == 1 else torch.cat(list(rows))
+
+
+def use_native(device: torch.device) -> bool:
+    """Whether work on that device is done by native code."""
+    return device.type == "cpu" and native_wanted()
+
+
+def empty_rows(count: int, dim: int, device: torch.device) -> Tensor:
+    """(count, dim) float32 numbers to be written."""
+    return host_memory.empty((count, dim), torch.float32, device)
 
 
 def bags_of_targets(targets_T: Tensor, sums: int, rows_T: Tensor | None = None) -> Bags:
     """Term i goes to sum `targets_T[i]`; it is row i, or `rows_T[i]`. Order of terms is kept."""
     order_T = torch.argsort(targets_T, stable=True)
     counts_S = torch.bincount(targets_T, minlength=sums)
-    return Bags(order_T if rows_T is None else rows_T[order_T], offsets_of(counts_S))
+    return Bags(order_T if rows_T is None else rows_T[order_T], ends_of(counts_S))
 
 
-def offsets_of(counts_S: Tensor) -> Tensor:
+def ends_of(counts_S: Tensor) -> Tensor:
     """(S + 1,) where each of so many starts, and where the last one ends."""
-    offsets_S1 = counts_S.new_zeros(len(counts_S) + 1)
-    torch.cumsum(counts_S, 0, out=offsets_S1[1:])
-    return offsets_S1
+    ends_S1 = counts_S.new_zeros(len(counts_S) + 1)
+    torch.cumsum(counts_S, 0, out=ends_S1[1:])
+    return ends_S1

@@ -1,5 +1,7 @@
 """The executor: runs the ops of a plan on lanes and records what ran when."""
 
+from nestpipe.runtime.choose import lanes_for, spans_for
+from nestpipe.runtime.cuda_lanes import CudaLanes
 from nestpipe.runtime.cuda_spans import CudaSpans
 from nestpipe.runtime.end import End
 from nestpipe.runtime.inline import InlineLanes
@@ -12,6 +14,7 @@ from nestpipe.runtime.wrap import inject_delays, name_collectives
 __all__ = [
     "Act",
     "Batches",
+    "CudaLanes",
     "CudaSpans",
     "End",
     "Event",
@@ -23,6 +26,8 @@ __all__ = [
     "ThreadLanes",
     "Work",
     "inject_delays",
+    "lanes_for",
     "name_collectives",
     "run",
+    "spans_for",
 ]

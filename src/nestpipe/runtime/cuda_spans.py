@@ -1,7 +1,11 @@
-"""Spans by the clock of the GPU: two events around each op, read when the run is over."""
+"""Spans by the clock of the GPU: two events around each op, read when the run is over.
+
+Ops that never touch the device are timed by the host's clock, from the same beginning.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 
 import torch
@@ -9,46 +13,67 @@ import torch
 from nestpipe.runtime.kept import LastBatches
 from nestpipe.runtime.lanes import Act
 from nestpipe.runtime.spans import KEEP_BATCHES, span_of, trace_of
-from nestpipe.schedule import Op
-from nestpipe.trace import Trace
+from nestpipe.schedule import Lane, Op
+from nestpipe.trace import Span, Trace
 from nestpipe.trace.span import Fact
 
+TRIES = 5
+"""How often the two clocks are compared; the shortest time between counts."""
 _Timed = tuple[Op, torch.cuda.Event, torch.cuda.Event]
 
 
 class CudaSpans:
     """Times on the stream that is current while an op is issued; the host never waits for it.
 
-    An op's span is what the stream did between its two events, host work inside the op included
-    where the stream ran dry.
+    The stream meets an op's first event when all that the op waits for has ended, and its last
+    event when the host has put everything there and the device has done it. So the host's part of
+    an op (`retrieve` gathers rows before it copies them) is in its span too.
     """
 
     def __init__(self, rank: int = 0, *, keep_batches: int = KEEP_BATCHES) -> None:
         self._rank = rank
-        self._kept = LastBatches[_Timed](keep_batches)
-        self._start = torch.cuda.Event(enable_timing=True)
+        self._timed = LastBatches[_Timed](keep_batches)
+        self._host = LastBatches[Span](keep_batches)
 
     def begin(self) -> None:
-        self._kept.clear()
-        self._start = _now()
+        self._timed.clear()
+        self._host.clear()
+        torch.cuda.synchronize()
+        _, self._start, self._host_start = min(map(_meet, range(TRIES)), key=lambda met: met[0])
 
     def timed(self, act: Act) -> Act:
         def recorded(op: Op) -> None:
-            start = _now()
-            act(op)
-            self._kept.add(op.batch, (op, start, _now()))
+            if op.lane is Lane.LOADER:
+                start = self._host_now()
+                act(op)
+                self._host.add(op.batch, span_of(op, self._rank, start, self._host_now()))
+            else:
+                first = _now()
+                act(op)
+                self._timed.add(op.batch, (op, first, _now()))
 
         return recorded
 
     def trace(self, facts: Mapping[str, Fact]) -> Trace:
         """Waits for the GPU to reach the last event."""
-        timed = self._kept.all()
+        timed = self._timed.all()
         for _, _, end in timed:
             end.synchronize()
         since = self._start.elapsed_time
-        return trace_of(
-            [span_of(op, self._rank, since(start), since(end)) for op, start, end in timed], facts
-        )
+        device = [span_of(op, self._rank, since(start), since(end)) for op, start, end in timed]
+        return trace_of([*device, *self._host.all()], facts)
+
+    def _host_now(self) -> float:
+        return (time.perf_counter() - self._host_start) * 1e3
+
+
+def _meet(_: int) -> tuple[float, torch.cuda.Event, float]:
+    """An event on an idle device and the host's time of it, with how far that may be off."""
+    before = time.perf_counter()
+    event = _now()
+    event.synchronize()
+    after = time.perf_counter()
+    return after - before, event, (before + after) / 2
 
 
 def _now() -> torch.cuda.Event:

@@ -2,101 +2,55 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from queue import SimpleQueue
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Self
 
-from nestpipe.runtime.lanes import Act, Event, name_failure
-from nestpipe.schedule import Lane, Op
+from nestpipe.runtime.worker import Halt, LaneThread, Mark, Place
+from nestpipe.schedule import Lane
 
 
-class _Halt:
-    """Whether the lanes shall skip what they have not started, and the failure that is to blame."""
-
-    def __init__(self) -> None:
-        self.called = False
-        self._failure: BaseException | None = None
-        self._lock = threading.Lock()
-
-    def call(self, failure: BaseException | None = None) -> None:
-        with self._lock:
-            if self._failure is None:
-                self._failure = failure
-            self.called = True
-
-    def check(self) -> None:
-        """Raise the first failure, if there is one."""
-        if self._failure is not None:
-            raise self._failure
-
-
-@dataclass(frozen=True, slots=True)
-class _Task:
-    act: Act
-    op: Op
-    after: Sequence[Event]
-    ended: threading.Event = field(default_factory=threading.Event)
-
-    def run(self, halt: _Halt) -> None:
-        try:
-            for event in self.after:
-                event.wait()
-            if not halt.called:
-                self.act(self.op)
-        except BaseException as error:  # noqa: BLE001  raised again by the issuing thread
-            name_failure(error, self.op)
-            halt.call(error)
-        finally:
-            # Also after a failure: whoever waits for it wakes up and finds the halt.
-            self.ended.set()
-
-
-class _ThreadLane:
-    """One worker and the tasks before it."""
-
-    def __init__(self, name: str, halt: _Halt) -> None:
-        self._halt = halt
-        self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name=f"lane {name}", daemon=True)
-        self._thread.start()
-
-    def submit(self, act: Act, op: Op, after: Sequence[Event]) -> Event:
-        self._halt.check()
-        task = _Task(act, op, after)
-        self._tasks.put(task)
-        return _Ended(task.ended)
-
-    def no_more(self) -> None:
-        self._tasks.put(None)
-
-    def join(self) -> None:
-        self._thread.join()
-
-    def _work(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            task.run(self._halt)
-
-
-@dataclass(frozen=True, slots=True)
 class _Ended:
-    _event: threading.Event
-
     def wait(self) -> None:
-        self._event.wait()
+        """It had ended when its thread came past it."""
+
+
+_ENDED = _Ended()
+
+
+class HostPlace:
+    """The thread alone: an op has ended when its act returns."""
+
+    def entered(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def wait_for(self, marks: Sequence[Mark]) -> None:
+        """All of them have ended."""
+
+    def mark(self) -> Mark:
+        return _ENDED
+
+
+def _host_place(lane: Lane) -> Place:
+    return HostPlace()
 
 
 class ThreadLanes:
-    """One thread per lane; the `net` lane being one of them, collectives keep their order."""
+    """One thread per lane; the `net` lane being one of them, collectives keep their order.
+
+    May be entered again after it was left; `place_of` is asked each time.
+    """
+
+    def __init__(self, place_of: Callable[[Lane], Place] = _host_place) -> None:
+        self._place_of = place_of
 
     def __enter__(self) -> Self:
-        self._halt = _Halt()
-        self._lanes = {lane: _ThreadLane(lane, self._halt) for lane in Lane}
+        self._halt = Halt()
+        self._lanes = {lane: LaneThread(lane, self._place_of(lane), self._halt) for lane in Lane}
         return self
 
-    def __getitem__(self, lane: Lane) -> _ThreadLane:
+    def __getitem__(self, lane: Lane) -> LaneThread:
         return self._lanes[lane]
 
     def __exit__(

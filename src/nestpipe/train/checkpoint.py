@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from nestpipe.comm.communicator import Communicator
 from nestpipe.embedding.groups import TableGroup
-from nestpipe.embedding.requests import owner_of
+from nestpipe.embedding.routing import owner_of
 from nestpipe.embedding.store import RowStore
 from nestpipe.errors import CheckpointError
 
@@ -211,7 +211,7 @@ def _load_rows(checkpoint: Path, group: TableGroup, store: RowStore, comm: Commu
         for file in sorted(checkpoint.glob(f"rows-{table.name}-*.safetensors")):
             part = load_file(file)
             keys, rows = part["keys"], part["rows"]
-            mine = owner_of(keys, number, comm.size) == comm.rank
+            mine = owner_of(keys, number, comm.size, group.homes[number]) == comm.rank
             counts = [0] * len(group.tables)
             counts[number] = int(mine.sum())
             store.scatter(keys[mine].contiguous(), counts, rows[mine].contiguous())

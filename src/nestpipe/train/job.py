@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from nestpipe.comm import Communicator
+from nestpipe.comm import DEFAULT_TIMEOUT_S, Communicator
 from nestpipe.config import Table, not_negative, positive
 from nestpipe.data import HISTORY, DataConfig, Source, Split, open_source
 from nestpipe.errors import ConfigError
@@ -22,6 +22,9 @@ from nestpipe.models import (
 )
 from nestpipe.train.settings import DenseSettings, PipelineSettings, RowSettings, TrainSettings
 from nestpipe.train.trainer import Trainer
+
+MOST_TIMEOUT_S = 1e6
+"""Eleven days: longer is a hang."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,6 +80,10 @@ class RunConfig:
     """Where to compute; `auto`: a GPU if there is one."""
     native: bool = True
     """Keep rows in the native host store; off: in its plain twin, slow and readable."""
+    in_place: bool = True
+    """On the host, with one batch at a time: use rows where the store has them, without copies."""
+    timeout_s: float = DEFAULT_TIMEOUT_S
+    """Seconds that a rank waits for its peers in one collective before it gives up."""
     eval_every: int = 0
     """Evaluate after every so many batches; 0: after each epoch."""
     eval_split: Literal["validation", "test"] = "test"
@@ -91,6 +98,9 @@ class RunConfig:
     def __post_init__(self) -> None:
         positive("batch", self.batch)
         positive("epochs", self.epochs)
+        positive("timeout_s", self.timeout_s)
+        if self.timeout_s > MOST_TIMEOUT_S:
+            raise ConfigError(f"timeout_s is {self.timeout_s}; give at most {MOST_TIMEOUT_S:,.0f}")
         for name in ("steps", "eval_every", "checkpoint_every"):
             not_negative(name, getattr(self, name))
 
@@ -113,6 +123,7 @@ class JobConfig:
             seed=run.seed,
             device=run.device,
             native=run.native,
+            in_place=run.in_place,
             pipeline=self.pipeline,
             rows=self.rows,
             dense=self.dense,

@@ -6,19 +6,23 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from nestpipe.comm import Communicator, LocalCommunicator, connect
 from nestpipe.models import HstuRetriever
+from nestpipe.trace import ShortTraceError, Span, Trace
 from nestpipe.train.checkpoint import latest_checkpoint
 from nestpipe.train.evaluate import evaluate
 from nestpipe.train.job import Job, JobConfig, make_job
 from nestpipe.train.popularity import popularity
-from nestpipe.train.trainer import choose_device
+from nestpipe.train.summary import Summary, Traffic, summarise
+from nestpipe.train.trainer import Trainer, choose_device
 from nestpipe.train.work import StepReport
 
+MOST_TRACED = 16
+"""Ranks whose traces are gathered at the end; of a larger run rank 0's is enough to look at."""
 Tell = Callable[[StepReport], None]
 
 
@@ -32,6 +36,10 @@ class Outcome:
     samples_per_s: float
     metrics: dict[str, float]
     checkpoint: str | None
+    summary: Summary | None
+    """Where the time of a step went; None where the run was too short to say."""
+    trace: Trace
+    """The last batches, of every rank where ranks are few."""
 
 
 def communicator(config: JobConfig) -> Communicator:
@@ -39,7 +47,7 @@ def communicator(config: JobConfig) -> Communicator:
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return LocalCommunicator()
     cuda = choose_device(config.run.device).type == "cuda"
-    return connect("nccl" if cuda else "gloo")
+    return connect("nccl" if cuda else "gloo", timeout_s=config.run.timeout_s)
 
 
 def prepare(config: JobConfig, comm: Communicator, checkpoint: str | None) -> Job:
@@ -82,6 +90,7 @@ def train_job(job: Job, tell: Tell) -> Outcome:
                 job.trainer.save(config.run.checkpoint)
     metrics |= _baseline(job)
     saved = str(job.trainer.save(config.run.checkpoint)) if config.run.checkpoint else None
+    trace = _gathered_trace(job.trainer)
     tail = losses[-max(1, len(losses) // 10) :]
     outcome = Outcome(
         job.trainer.progress.step,
@@ -89,9 +98,30 @@ def train_job(job: Job, tell: Tell) -> Outcome:
         samples / seconds if seconds else 0.0,
         metrics,
         saved,
+        _summary(job.trainer, trace),
+        trace,
     )
     job.trainer.close()
     return outcome
+
+
+def _gathered_trace(trainer: Trainer) -> Trace:
+    """The traces of all ranks in one, or rank 0's own where together they would be long."""
+    comm, trace = trainer.comm, trainer.trace
+    if comm.size > MOST_TRACED:
+        return trace
+    mine = [[s.kind, s.lane, s.batch, s.micro, s.rank, s.start, s.end] for s in trace.spans]
+    ranks = cast("list[list[list[Any]]]", comm.all_gather_values(mine))
+    return Trace(tuple(Span(*span) for of_rank in ranks for span in of_rank), trace.facts)
+
+
+def _summary(trainer: Trainer, trace: Trace) -> Summary | None:
+    gathered = trainer.comm.all_gather_values(asdict(trainer.traffic))
+    ranks = [Traffic(**of_rank) for of_rank in cast("list[dict[str, int]]", gathered)]
+    try:
+        return summarise(trace, Traffic.total(ranks))
+    except ShortTraceError:
+        return None
 
 
 def total_steps(job: Job) -> int | None:

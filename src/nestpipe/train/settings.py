@@ -70,6 +70,9 @@ class TrainSettings:
     """Where rows and dense weights are computed; `auto`: a GPU if there is one."""
     native: bool = True
     """Keep rows in the native host store; off: in its plain twin, slow and readable."""
+    in_place: bool = True
+    """Where a plan has one batch at a time and all is on the host: use rows where the store has
+    them instead of copying them out and back. The result is the same, bit for bit."""
     store_threads: int = 0
     """Threads of the host store; 0: as many as torch uses."""
     pipeline: PipelineSettings = field(default_factory=PipelineSettings)

@@ -15,14 +15,16 @@ from nestpipe.data import Source
 from nestpipe.embedding.groups import group_tables
 from nestpipe.embedding.open_store import open_store
 from nestpipe.embedding.optimizers import row_optimizer
-from nestpipe.embedding.requests import owner_of
+from nestpipe.embedding.routing import owner_of
 from nestpipe.embedding.tables import ShardedTables
 from nestpipe.errors import ConfigError
 from nestpipe.models.protocol import RecModel
-from nestpipe.runtime import End, InlineLanes, name_collectives, run
-from nestpipe.schedule import Plan, check
+from nestpipe.runtime import End, Lanes, Work, lanes_for, name_collectives, run, spans_for
+from nestpipe.schedule import Kind, Plan, Retrieval, check
+from nestpipe.trace import Trace
 from nestpipe.train.checkpoint import RunState, load_checkpoint, save_checkpoint
 from nestpipe.train.settings import DenseSettings, TrainSettings
+from nestpipe.train.summary import Traffic
 from nestpipe.train.work import StepReport, TrainingWork
 
 
@@ -46,7 +48,11 @@ class Trainer:
         tables: Sequence[Table],
         settings: TrainSettings | None = None,
         comm: Communicator | None = None,
+        *,
+        lanes: Lanes | None = None,
+        around: Callable[[Work], Work] = lambda work: work,
     ) -> None:
+        """Tests choose the lanes, and put something `around` the work, as `inject_delays` does."""
         self.settings = settings or TrainSettings()
         self.comm = comm or LocalCommunicator()
         self.device = choose_device(self.settings.device)
@@ -54,6 +60,13 @@ class Trainer:
         _share_first_weights(self.model, self.comm)
         self.plan = self.settings.pipeline.make_plan()
         check(self.plan.schedule(2 * self.plan.shape.lookahead + 3), stale=self.plan.name)
+        self.lanes = lanes or lanes_for(self.plan.name, self.device)
+        self.spans = spans_for(self.device, self.comm.rank)
+        self.trace = Trace(())
+        """When each op of the last batches ran, by this rank's clock."""
+        self.traffic = Traffic()
+        """What this rank has moved for training, ever."""
+        self._around = around
         rows = self.settings.rows
         self.row_optimizer = row_optimizer(rows.optimizer, rows.lr, rows.eps)
         self.dense_optimizer = _dense_optimizer(self.model, self.settings.dense)
@@ -68,10 +81,16 @@ class Trainer:
         ]
         self.progress = Progress()
 
-    def make_tables(self, plan: Plan) -> ShardedTables:
+    def make_tables(self, plan: Plan, *, in_place: bool = False) -> ShardedTables:
         """The tables as ops of that plan see them."""
         return ShardedTables(
-            self.groups, self.stores, self.row_optimizer, self.comm, plan.shape, self.device
+            self.groups,
+            self.stores,
+            self.row_optimizer,
+            self.comm,
+            plan.shape,
+            self.device,
+            in_place=in_place,
         )
 
     def fit(
@@ -113,18 +132,17 @@ class Trainer:
         )
         work = TrainingWork(
             model=self.model,
-            tables=self.make_tables(self.plan),
+            tables=self.make_tables(self.plan, in_place=self.settings.in_place),
             dense_optimizer=self.dense_optimizer,
             batches=iter(batches),
             empty=source.empty(),
             comm=self.comm,
             device=self.device,
             first_step=self.progress.step,
-            on_step=on_step,
+            on_step=self._counted(on_step, self.progress.step),
             end=End(most),
         )
-        functions = name_collectives(work.functions(), self.comm.doing)
-        run(self.plan, functions, InlineLanes(), batches=work.end)
+        self._run(work)
         trained = work.end()
         assert trained is not None, "a run ends only when its end is known"
         self.progress = replace(
@@ -133,6 +151,44 @@ class Trainer:
             position=self.progress.position + trained,
         )
         return work.data_ended
+
+    def _run(self, work: TrainingWork) -> None:
+        """Do all of the plan's ops, and note when they ran and what they moved."""
+        functions = name_collectives(self._around(work.functions()), self.comm.doing)
+        sent = self.comm.bytes_sent
+        self.comm.barrier()  # the traces of all ranks begin here
+        trace = run(
+            self.plan,
+            functions,
+            self.lanes,
+            batches=work.end,
+            spans=self.spans,
+            facts={
+                "workers": self.comm.size,
+                "samples_per_worker": self.settings.batch // self.comm.size,
+            },
+        )
+        self.traffic.rows_written += sum(work.written.values())
+        self.traffic.bytes_sent += self.comm.bytes_sent - sent
+        # A run cut short, by a checkpoint or the end of the data, would tell less.
+        self.trace = max(trace, self.trace, key=_num_batches)
+
+    def _counted(
+        self, on_step: Callable[[StepReport], None], first_step: int
+    ) -> Callable[[StepReport], None]:
+        """Count what each step moves, before the caller hears of it."""
+        shape = self.plan.shape
+
+        def counted(report: StepReport) -> None:
+            kept = report.rows_refreshed if shape.retrieval is Retrieval.NEW else 0
+            self.traffic.count(
+                report,
+                rows=report.rows_read + kept,
+                compared=shape.handover is Kind.SYNC and report.step > first_step + 1,
+            )
+            on_step(report)
+
+        return counted
 
     def save(self, folder: Path | str) -> Path:
         """Write a checkpoint below the folder; all ranks take part."""
@@ -174,7 +230,8 @@ class Trainer:
                     counts[number] = len(keys)
                     rows = torch.empty(len(keys), store.layout.width)
                     store.gather(keys.contiguous(), counts, rows)
-                    mine = owner_of(keys, number, self.comm.size) == self.comm.rank
+                    home = group.homes[number]
+                    mine = owner_of(keys, number, self.comm.size, home) == self.comm.rank
                     weights = torch.where(mine[:, None], rows[:, : group.dim], 0.0).contiguous()
                     weights = weights.to(self.device)
                     self.comm.all_reduce(weights)
@@ -198,6 +255,10 @@ def choose_device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device is 'cuda' but torch finds no GPU; use 'cpu' or 'auto'")
     return torch.device(name)
+
+
+def _num_batches(trace: Trace) -> int:
+    return len({span.batch for span in trace.spans})
 
 
 def _checked(model: nn.Module) -> nn.Module:

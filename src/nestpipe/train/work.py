@@ -36,8 +36,9 @@ class StepReport:
     """Samples of the global batch."""
     rows_read: int
     rows_refreshed: int
+    """Rows that this rank read from host memory and refreshed from the batch before."""
     rows_written: int
-    """Rows that this rank read, refreshed and wrote; written ones are those of the batch before."""
+    """Rows that it wrote for the batch two before this one: write-back runs behind."""
 
 
 @dataclass(slots=True)
@@ -72,7 +73,8 @@ class TrainingWork:
     data_ended: bool = False
     """Whether it was the data that ended."""
     flights: dict[int, _InFlight] = field(default_factory=dict[int, _InFlight])
-    written: int = 0
+    written: dict[int, int] = field(default_factory=dict[int, int])
+    """Rows written for each batch that no report has told yet."""
 
     @property
     def _parameters(self) -> list[nn.Parameter]:
@@ -160,12 +162,12 @@ class TrainingWork:
         self.dense_optimizer.step()
         self.dense_optimizer.zero_grad(set_to_none=True)
         self.tables.update(op.batch, weight, step)
-        self.on_step(
-            StepReport(step, loss, flight.samples, flight.read, flight.refreshed, self.written)
-        )
+        # With two buffers, this batch's rows came into the place that those two before had left.
+        written = self.written.pop(op.batch - 2, 0)
+        self.on_step(StepReport(step, loss, flight.samples, flight.read, flight.refreshed, written))
 
     def writeback(self, op: Op) -> None:
-        self.written = self.tables.writeback(op.batch)
+        self.written[op.batch] = self.tables.writeback(op.batch)
 
     @property
     def _model(self) -> RecModel:

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from nestpipe.trace import read_chrome
+
 SMALL = (
     *("--set", "data.synthetic.samples=2000"),
     *("--set", "data.synthetic.test_samples=500"),
@@ -57,6 +59,28 @@ def test_a_run_goes_on_from_its_checkpoint_and_can_be_evaluated(tmp_path):
     assert json.loads(evaluated.stdout) == resumed["metrics"]
 
 
+def test_the_pipeline_of_a_run_is_summed_up_and_can_be_looked_at(tmp_path):
+    trace, figures = tmp_path / "trace.json", tmp_path / "figures.json"
+    nested = ("--set", "pipeline.plan=nested", "--set", "pipeline.micro_batches=2")
+    files = ("--trace", trace, "--json", figures)
+    done = nestpipe("train", *SMALL, *nested, "--ranks", 2, *files)
+    assert done.returncode == 0, done.stderr
+    for words in ("An average step of nested", "hidden", "exposed", "pipeline efficiency"):
+        assert words in done.stdout
+    pipeline = json.loads(figures.read_text())["pipeline"]
+    assert 0 < pipeline["efficiency"] <= 1
+    assert 0 < pipeline["shared_keys"] < 1
+    assert pipeline["rows_read"] == pipeline["rows_written"] > pipeline["rows_refreshed"] > 0
+    assert pipeline["bytes_sent"] > 0
+    exposed = sum(kind["exposed_ms"] for kind in pipeline["kinds"].values())
+    assert exposed + pipeline["idle_ms"] == pytest.approx(pipeline["step_ms"])
+    measured = read_chrome(trace)
+    assert measured.ranks == (0, 1)
+    assert {"prefetch", "rows", "dense", "sync", "writeback"} <= {s.kind for s in measured.spans}
+    assert measured.facts["plan"] == "nested"
+    assert nestpipe("draw", trace).returncode == 0
+
+
 def test_sequences_train_a_retriever_that_beats_popularity():
     done = nestpipe(
         *(
@@ -87,6 +111,8 @@ def test_sequences_train_a_retriever_that_beats_popularity():
         (["--set", "model.kind=hstu"], "no histories"),
         (["--resume", "nowhere"], "nowhere"),
         (["--ranks", "0"], "cannot start 0 ranks"),
+        (["--set", "run.timeout_s=0"], "run.timeout_s is 0"),
+        (["--trace", "nowhere/trace.json"], "name a file in an existing folder"),
         (["nowhere.toml"], "nowhere.toml"),
     ],
 )

@@ -30,6 +30,19 @@ def test_one_rank_takes_the_same_path_as_many():
     assert run_ranks(1, lambda comm: comm.all_gather_values((1, {2: 3})))[0] == [[1, {"2": 3}]]
 
 
+def test_only_what_goes_to_others_counts_as_sent():
+    def sent(comm: Communicator) -> list[int]:
+        exchange(comm)
+        after_exchange = comm.bytes_sent
+        comm.all_reduce(torch.zeros(6, dtype=torch.float64))
+        comm.barrier()
+        return [after_exchange, comm.bytes_sent - after_exchange]
+
+    # Rank r sends q rows of 8 bytes to each rank q but itself; a ring of 3 sends 2 * 2/3 of 48.
+    assert run_ranks(3, sent) == [[24, 64], [16, 64], [8, 64]]
+    assert sent(LocalCommunicator()) == [0, 0]
+
+
 def test_sums_are_made_in_the_order_of_the_ranks():
     terms = [1e8, 1.0, -1e8, 1.0]
 

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "abi.h"
+#include "cluster.h"
 
 namespace {
 
@@ -115,12 +116,40 @@ void run(int64_t dim, int64_t state_dim, int64_t bfloat16, int64_t batches) {
   nestpipe_store_close(world.store);
 }
 
+// Samples with few, many and no keys, cut into parts of which some are empty.
+void cluster(int64_t samples, int64_t parts) {
+  std::mt19937_64 random(static_cast<uint64_t>(samples + parts));
+  std::vector<int64_t> offsets{0};
+  std::vector<int64_t> keys;
+  std::vector<int64_t> tokens;
+  std::vector<int64_t> sizes(static_cast<size_t>(parts), 0);
+  for (int64_t s = 0; s < samples; ++s) {
+    for (uint64_t k = random() % 30; k > 0; --k) {
+      keys.push_back(static_cast<int64_t>(random() % 200) - 100);
+    }
+    tokens.push_back(static_cast<int64_t>(keys.size()) - offsets.back());
+    offsets.push_back(static_cast<int64_t>(keys.size()));
+    ++sizes[random() % sizes.size()];
+  }
+  const std::vector<int64_t> least(sizes.size(), 0);
+  const std::vector<int64_t> most(sizes.size(), offsets.back());
+  const nestpipe::ClusterTask task{samples,       parts,        offsets.data(), keys.data(),
+                                   tokens.data(), sizes.data(), least.data(),   most.data()};
+  std::vector<int64_t> part_of(static_cast<size_t>(samples));
+  require(nestpipe_cluster(&task, part_of.data()) == nestpipe::kOk, "clustering failed");
+  for (const int64_t part : part_of) --sizes[static_cast<size_t>(part)];
+  for (const int64_t left : sizes) require(left == 0, "a part has the wrong size");
+}
+
 }  // namespace
 
 int main() {
   run(511, 1, 0, 6);  // whole cache lines, enough of them to be written past the caches
   run(5, 2, 1, 20);   // bfloat16, odd
   run(7, 1, 0, 20);
+  for (const int64_t parts : {1, 7, 16, 33, 100}) {
+    for (const int64_t samples : {0, 1, 60, 1100}) cluster(samples, parts);
+  }
   std::puts("done");
   return 0;
 }

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -15,7 +16,9 @@ from nestpipe.embedding.optimizers import OPTIMIZERS
 from nestpipe.errors import CheckpointError, ConfigError
 from nestpipe.jagged import Jagged
 from nestpipe.models import Loss
+from nestpipe.runtime import InlineLanes, ThreadLanes, inject_delays
 from nestpipe.train.settings import DenseSettings, PipelineSettings, RowSettings, TrainSettings
+from nestpipe.train.summary import Traffic
 from nestpipe.train.trainer import Trainer
 
 SAMPLES, BATCH = 100, 16
@@ -125,15 +128,34 @@ def outcome(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def train(
-    ranks=1, source=None, epochs=8, steps=None, load=None, save=None, tables=TABLES, **chosen
+    ranks=1,
+    source=None,
+    epochs=8,
+    steps=None,
+    load=None,
+    save=None,
+    tables=TABLES,
+    lanes=lambda: None,
+    delays=None,
+    **chosen,
 ):
-    """Train on so many ranks (threads); all rows together, and the losses of every step."""
+    """Train on so many ranks (threads); all rows together, and the losses of every step.
+
+    With `delays`, a seed, every op takes longer by chance.
+    """
 
     # Made here, not in the threads of the ranks, which share one random state.
     model = Model()
 
     def one(comm) -> tuple[dict[str, Tensor], list[float]]:
-        trainer = Trainer(deepcopy(model), tables, settings(**chosen), comm)
+        def slower(work):
+            if delays is None:
+                return work
+            return inject_delays(work, seed=delays * 10 + comm.rank, max_ms=1.0)
+
+        trainer = Trainer(
+            deepcopy(model), tables, settings(**chosen), comm, lanes=lanes(), around=slower
+        )
         if load is not None:
             trainer.load(load)
         losses: list[float] = []
@@ -204,6 +226,69 @@ def test_every_exact_plan_changes_no_bit(plan, retrieval):
     serial, _ = train(2, micros=2)
     other, _ = train(2, micros=2, plan=plan, retrieval=retrieval)
     assert_identical(serial, other)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("plan", ["dual_buffer", "frozen_window", "nested"])
+def test_threads_and_random_delays_change_no_bit(plan, ranks):
+    serial, serial_losses = train(ranks, micros=3, epochs=2, lanes=InlineLanes)
+    for delays, retrieval in enumerate(["whole", "new"]):
+        chosen = {"plan": plan, "micros": 3, "epochs": 2, "retrieval": retrieval}
+        threads, losses = train(ranks, lanes=ThreadLanes, delays=delays, **chosen)
+        assert losses == serial_losses
+        assert_identical(serial, threads)
+
+
+def test_every_plan_but_serial_runs_on_threads_and_leaves_a_trace():
+    for plan, lanes in (("serial", InlineLanes), ("nested", ThreadLanes)):
+        trainer = Trainer(Model(), TABLES, settings(plan=plan, micros=2))
+        assert isinstance(trainer.lanes, lanes)
+        trainer.fit(Samples(make_samples()), epochs=3, steps=16)  # type: ignore[arg-type]
+        of_an_epoch = trainer.trace
+        names = {span.name for span in of_an_epoch.spans}
+        assert {"prefetch 0", "dense 6.1", "writeback 6"} <= names, "the longest run is kept"
+        assert of_an_epoch.facts["plan"] == plan
+        assert of_an_epoch.facts["samples_per_worker"] == BATCH
+
+
+@pytest.mark.parametrize("plan", ["serial", "nested"])
+@pytest.mark.parametrize("retrieval", ["whole", "new"])
+def test_rows_that_move_are_counted(plan, retrieval):
+    def one(comm) -> Trainer:
+        chosen = settings(plan=plan, retrieval=retrieval, micros=2)
+        trainer = Trainer(deepcopy(model), TABLES, chosen, comm)
+        trainer.fit(Samples(make_samples()))  # type: ignore[arg-type]
+        trainer.close()
+        return trainer
+
+    model = Model()
+    trainers = run_ranks(2, one)
+    total = Traffic.total([trainer.traffic for trainer in trainers])
+    rows = rows_of_every_batch()
+    shared = sum(len(now & before) for before, now in pairwise(rows))
+    assert total.batches == 2 * len(rows)
+    if (plan, retrieval) == ("serial", "whole"):
+        assert total.rows_compared == total.rows_refreshed == 0
+    else:
+        assert total.rows_compared == sum(map(len, rows[1:]))
+        assert total.rows_refreshed == shared
+    moved = sum(map(len, rows)) - (shared if retrieval == "new" else 0)
+    assert total.rows_read == total.rows_written == moved
+    for trainer in trainers:
+        # The first weights were shared before training.
+        assert 0 < trainer.traffic.bytes_sent < trainer.comm.bytes_sent
+
+
+def rows_of_every_batch() -> list[set[tuple[str, int]]]:
+    """The keys of each global batch, by table."""
+    batches = Samples(make_samples()).batches(
+        global_batch=BATCH, rank=0, ranks=1, seed=0, epoch=0, start=0
+    )
+    table_of = {"history": "items", "candidate": "items", "tags": "tags", "users": "users"}
+    return [
+        {(table, key) for f, table in table_of.items() for key in batch.sparse[f].values.tolist()}
+        for batch in batches
+    ]
 
 
 @pytest.mark.parametrize("plan", ["serial", "nested"])

@@ -46,6 +46,10 @@ NESTPIPE_API void nestpipe_store_close(nestpipe::Store* store);
 // floats per key. fresh: how many of the keys were never stored.
 NESTPIPE_API int nestpipe_store_gather(nestpipe::Store* store, const int64_t* keys,
                                        const int64_t* counts, float* out, int64_t* fresh);
+// Where the rows live, null for keys that were never stored. Rows never move; who uses them there
+// must not let a scatter or gather of the same rows run at the same time.
+NESTPIPE_API int nestpipe_store_locate(nestpipe::Store* store, const int64_t* keys,
+                                       const int64_t* counts, void** places, int64_t* fresh);
 NESTPIPE_API int nestpipe_store_scatter(nestpipe::Store* store, const int64_t* keys,
                                         const int64_t* counts, const float* rows,
                                         nestpipe::Report* report);

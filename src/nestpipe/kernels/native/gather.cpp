@@ -17,7 +17,8 @@ constexpr int64_t kAhead = 12;   // keys between one step and the next
 struct Job {
   Store& store;
   const int64_t* keys;
-  float* out;
+  float* out;         // null: only say where rows are
+  std::byte** places;
   std::vector<int64_t> ends;  // by table: where its keys end
   bool stream;
   std::atomic<int64_t> fresh{0};
@@ -51,7 +52,7 @@ class Range {
     const int64_t* keys = job_.keys + begin;
     const Shard* shards[kTurn];
     const Bucket* buckets[kTurn];
-    const std::byte* rows[kTurn];
+    std::byte* rows[kTurn];
     later_.clear();
     reader_.begin_turn();
     for (int64_t i = 0; i < count + 2 * kAhead; ++i) {
@@ -63,7 +64,9 @@ class Range {
       }
       if (const int64_t j = i - kAhead; j >= 0 && j < count) {
         rows[j] = buckets[j] == nullptr ? nullptr : shards[j]->find(keys[j], buckets[j]);
-        if (rows[j] != nullptr) prefetch_lines<0>(rows[j], store_.form.bytes());
+        if (rows[j] != nullptr && job_.out != nullptr) {
+          prefetch_lines<0>(rows[j], store_.form.bytes());
+        }
       }
       if (const int64_t j = i - 2 * kAhead; j >= 0) {
         if (buckets[j] == nullptr) {
@@ -95,7 +98,12 @@ class Range {
     reader_.end_turn();
   }
 
-  void finish(const Table& table, int64_t i, const std::byte* row) {
+  void finish(const Table& table, int64_t i, std::byte* row) {
+    if (job_.out == nullptr) {
+      job_.places[i] = row;
+      fresh_ += row == nullptr;
+      return;
+    }
     float* out = job_.out + static_cast<size_t>(i) * store_.form.width();
     if (row != nullptr) {
       store_.form.load(out, row, job_.stream);
@@ -114,12 +122,13 @@ class Range {
 
 }  // namespace
 
-int64_t Store::gather(const int64_t* keys, const int64_t* counts, float* out) {
-  Job job{*this, keys, out, {}, false};
+int64_t Store::gather(const int64_t* keys, const int64_t* counts, float* out, std::byte** places) {
+  Job job{*this, keys, out, places, {}, false};
   int64_t total = 0;
   for (size_t t = 0; t < tables.size(); ++t) job.ends.push_back(total += counts[t]);
   const size_t row = form.width() * sizeof(float);
-  job.stream = static_cast<size_t>(total) * row >= kStreamFrom && whole_lines(out, row);
+  job.stream = out != nullptr && static_cast<size_t>(total) * row >= kStreamFrom &&
+               whole_lines(out, row);
   threads.run((total + kTask - 1) / kTask, [&job, total](int64_t task) {
     Range(job).read(task * kTask, std::min(total, (task + 1) * kTask));
   });

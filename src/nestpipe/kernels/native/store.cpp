@@ -58,7 +58,19 @@ void nestpipe_store_close(Store* store) { delete store; }
 int nestpipe_store_gather(Store* store, const int64_t* keys, const int64_t* counts, float* out,
                           int64_t* fresh) {
   try {
-    *fresh = store->gather(keys, counts, out);
+    *fresh = store->gather(keys, counts, out, nullptr);
+    return nestpipe::kOk;
+  } catch (const std::bad_alloc&) {
+    return nestpipe::kNoMemory;
+  } catch (...) {
+    return nestpipe::kDefect;
+  }
+}
+
+int nestpipe_store_locate(Store* store, const int64_t* keys, const int64_t* counts, void** places,
+                          int64_t* fresh) {
+  try {
+    *fresh = store->gather(keys, counts, nullptr, reinterpret_cast<std::byte**>(places));
     return nestpipe::kOk;
   } catch (const std::bad_alloc&) {
     return nestpipe::kNoMemory;

@@ -54,8 +54,9 @@ struct Store {
   Scratch scratch;
   Threads threads;
 
-  // Number of keys that were never stored.
-  int64_t gather(const int64_t* keys, const int64_t* counts, float* out);
+  // Rows into `out`, or, where that is null, their addresses into `places` (null: never stored).
+  // Returns the number of keys that were never stored.
+  int64_t gather(const int64_t* keys, const int64_t* counts, float* out, std::byte** places);
   Status scatter(const int64_t* keys, const int64_t* counts, const float* rows, Report& report);
   void first_row(const Table& table, int64_t key, float* out) const;
 };

@@ -1,0 +1,149 @@
+"""Hosts on one machine: a network namespace for each, joined by links of a chosen speed.
+
+Every host has one link to a switch, shaped by `tc tbf` in both directions. The namespaces have no
+names: each lives as long as a process that waits in it, and that process ends with ours, so the
+kernel takes everything back however we end. Interfaces of the machine itself are never touched.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+from nestpipe.errors import ConfigError, RunError
+
+PROGRAMS = {
+    **dict.fromkeys(("ip", "tc"), "iproute2"),
+    **dict.fromkeys(("unshare", "nsenter", "taskset"), "util-linux"),
+}
+"""What is called here and to start ranks, and the package that has it."""
+LINK = "eth0"
+"""The name of a host's link, inside the host."""
+MOST_HOSTS = 64
+PACKET_BYTES = 16 * 1024
+"""The largest packet that the kernel hands to a link; smaller ones cost it more work."""
+BURST_BYTES = 2 * PACKET_BYTES
+"""What a link may send at once after a pause: little, or short messages would be free."""
+QUEUE_MS = 400
+"""How long a link's queue may get: senders that start together should not lose packets."""
+START_S = 10.0
+_RATE = re.compile(r"(\d+(?:\.\d+)?)(k|m|g)bit")
+_SCALE = {"k": 1e3, "m": 1e6, "g": 1e9}
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """One namespace with its own network."""
+
+    number: int
+    address: str
+    holder: int
+    """The process that keeps the namespace."""
+    switch: int
+    """The process that keeps the namespace of the switch."""
+
+
+def why_not() -> str | None:
+    """What this machine lacks to have hosts, or None."""
+    missing = [name for name in PROGRAMS if shutil.which(name) is None]
+    if missing:
+        packages = sorted({PROGRAMS[name] for name in missing})
+        return f"{', '.join(missing)} not found; install {' and '.join(packages)}"
+    if os.geteuid() != 0:
+        return "making network namespaces needs root; run it as root"
+    return None
+
+
+def bits_per_s(rate: str) -> float:
+    """The speed that a text like `200mbit` means."""
+    match = _RATE.fullmatch(rate)
+    speed = float(match[1]) * _SCALE[match[2]] if match else 0.0
+    if not 1e5 <= speed <= 1e11:
+        raise ConfigError(
+            f"rate is {rate!r}; write a speed from 100kbit to 100gbit, like 200mbit or 1gbit"
+        )
+    return speed
+
+
+@contextmanager
+def shaped_hosts(count: int, rate: str) -> Iterator[list[Host]]:
+    """So many hosts on one switch, each link of that rate both ways; gone when left."""
+    bits_per_s(rate)
+    if not 1 <= count <= MOST_HOSTS:
+        raise ConfigError(f"{count} hosts cannot be made; ask for 1 to {MOST_HOSTS}")
+    if (reason := why_not()) is not None:
+        raise ConfigError(f"shaped hosts cannot be made: {reason}")
+    with ExitStack() as held:
+        switch = held.enter_context(_namespace())
+        _call(switch, "ip link add switch type bridge")
+        _call(switch, "ip link set switch up")
+        hosts: list[Host] = []
+        for number in range(count):
+            holder = held.enter_context(_namespace())
+            host = Host(number, f"10.77.0.{number + 1}", holder, switch)
+            _connect(host, rate)
+            hosts.append(host)
+        yield hosts
+
+
+def _connect(host: Host, rate: str) -> None:
+    """A cable from the host to the switch, slowed where each end sends."""
+    port = f"port{host.number}"
+    shape = f"root tbf rate {rate} burst {BURST_BYTES} latency {QUEUE_MS}ms"
+    switch = host.switch
+    size = f"gso_max_size {PACKET_BYTES}"
+    _call(switch, f"ip link add {port} type veth peer name {LINK} netns {host.holder}")
+    _call(switch, f"ip link set {port} {size}")
+    _call(host.holder, f"ip link set {LINK} {size}")
+    _call(switch, f"tc qdisc add dev {port} {shape}")
+    _call(switch, f"ip link set {port} master switch up")
+    _call(host.holder, f"tc qdisc add dev {LINK} {shape}")
+    _call(host.holder, f"ip address add {host.address}/24 dev {LINK}")
+    _call(host.holder, f"ip link set {LINK} up")
+    _call(host.holder, "ip link set lo up")
+
+
+@contextmanager
+def _namespace() -> Iterator[int]:
+    """A namespace of its own, by the id of the process that keeps it."""
+    # `cat` waits for the end of a pipe that only we hold: it ends when we do, even when killed.
+    # It says hello first, which it can only do once it is inside.
+    keep = ["unshare", "--net", "sh", "-c", "echo; exec cat"]
+    with subprocess.Popen(
+        keep, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as holder:
+        assert holder.stdout is not None
+        assert holder.stderr is not None
+        try:
+            if not holder.stdout.readline():
+                said = holder.stderr.read().decode().strip()
+                raise ConfigError(
+                    f"shaped hosts cannot be made: the kernel gives no network namespace ({said}); "
+                    "run on a machine, or in a container, that may make them"
+                )
+            yield holder.pid
+        finally:
+            holder.kill()
+
+
+def _call(holder: int, command: str) -> None:
+    """Run a set-up command inside a namespace."""
+    done = subprocess.run(
+        inside(holder, command.split()),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=START_S,
+    )
+    if done.returncode != 0:
+        raise RunError(f"shaped hosts cannot be made: `{command}` said {done.stderr.strip()!r}")
+
+
+def inside(holder: int, command: Sequence[str]) -> list[str]:
+    """The command line that runs a command in a namespace."""
+    return ["nsenter", f"--net=/proc/{holder}/ns/net", "--", *command]

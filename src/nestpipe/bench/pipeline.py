@@ -1,0 +1,62 @@
+"""`nestpipe bench pipeline`: start the ranks of a workload, and read what they measured."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from nestpipe.bench.host_ranks import launch_on_hosts
+from nestpipe.bench.hosts import shaped_hosts
+from nestpipe.bench.one_gpu import launch_on_one_gpu
+from nestpipe.bench.pipeline_cases import PipelineCase, Variant
+from nestpipe.bench.pipeline_files import read_points, read_rounds, write_task
+from nestpipe.bench.pipeline_report import PointReport, report
+from nestpipe.comm import launch
+from nestpipe.errors import ConfigError, RunError
+from nestpipe.schedule import Lane
+from nestpipe.sim.sharing import Sharing
+
+
+def run_pipeline(
+    case: PipelineCase, variants: Sequence[Variant], folder: Path, *, hosts: bool
+) -> list[PointReport]:
+    """Measure every variant, and predict its step from the traces of `serial`."""
+    if case.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"case {case.name!r} needs a GPU and torch finds none; use --device cpu")
+    write_task(folder, case, variants)
+    command = [sys.executable, "-m", "nestpipe.bench.pipeline_rank", str(folder)]
+    status = _launch(case, command, hosts)
+    if status != 0:
+        raise RunError(f"the benchmark ended with status {status}; see above")
+    done, sharing = read_points(folder), sharing_of(case, hosts=hosts)
+    return [
+        report(case, passes, sharing, {v: read_rounds(folder, case, point, v) for v in variants})
+        for point, passes in enumerate(done.passes)
+    ]
+
+
+def _launch(case: PipelineCase, command: Sequence[str], hosts: bool) -> int:
+    if hosts:
+        if case.device != "cpu":
+            raise ConfigError("hosts have no GPU of their own; use --hosts with --device cpu")
+        with shaped_hosts(case.ranks, case.rate) as made:
+            return launch_on_hosts(made, command)
+    if case.device == "cuda":
+        return launch_on_one_gpu(case.ranks, command)
+    return launch(case.ranks, command)
+
+
+def sharing_of(case: PipelineCase, *, hosts: bool) -> Sharing:
+    """What the ranks of a run compute with, and have to share."""
+    everyone = (0,) * case.ranks
+    if case.device == "cuda":
+        return Sharing(everyone, frozenset({Lane.COMPUTE, Lane.ROUTE}))
+    off_network = frozenset(Lane) - {Lane.NET}
+    cores = len(os.sched_getaffinity(0))
+    if hosts:  # each has one core, as `launch_on_hosts` gives them out
+        return Sharing(tuple(rank % cores for rank in range(case.ranks)), off_network)
+    return Sharing(everyone, off_network, capacity=cores)

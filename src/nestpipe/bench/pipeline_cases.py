@@ -1,0 +1,177 @@
+"""The workloads of `nestpipe bench pipeline`, and the runs that are compared; without torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from nestpipe.config import fraction, not_negative, positive
+from nestpipe.errors import ConfigError
+from nestpipe.schedule import PLANS, Plan, PlanOptions, Retrieval, plan
+
+EXACT_PLANS = ("serial", "sparse_dist", "dual_buffer", "frozen_window", "nested")
+"""What is compared unless told otherwise: every plan that is never stale."""
+CURVE = (0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
+"""(lookup + communication) / compute of the serial step, point by point."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineCase:
+    """One workload: how much is looked up, sent and computed."""
+
+    name: str = ""
+    device: Literal["cpu", "cuda"] = "cpu"
+    ranks: int = 4
+    rate: str = ""
+    """Speed of each host's link, where ranks are hosts."""
+    batch: int = 256
+    """Samples per rank."""
+    keys: int = 64
+    """Keys of a sample."""
+    rows: int = 1_000_000
+    """Rows of the table."""
+    hot: float = 0.5
+    """Share of the keys that are log-uniform; the others are uniform over the table."""
+    dim: int = 64
+    """Width of a row."""
+    full: bool = False
+    """Store every row before the first batch, as in a table that has been trained for long."""
+    model: Literal["blocks", "hstu"] = "blocks"
+    """`blocks`: residual layers at every key; `hstu`: the sequence model that is shipped."""
+    width: int = 64
+    """blocks: width of the dense layers."""
+    blocks: int = 1
+    """Residual blocks, or blocks of HSTU."""
+    passes: int = 1
+    """blocks: how often a batch goes through the blocks: more compute, the same weights."""
+    heads: int = 4
+    """hstu: attention heads, each `dim` / `heads` wide."""
+    micros: int = 8
+    """Micro-batches of a batch."""
+    distinct: int = 8
+    """Different batches, drawn before the clock starts and then repeated."""
+    steps: int = 24
+    """Batches in a round."""
+    rounds: int = 3
+    """Timed rounds of each plan."""
+    curve: bool = False
+    """Scale the compute so that the serial step runs through the ratios of `CURVE`."""
+
+    def __post_init__(self) -> None:
+        for field in (
+            *("ranks", "batch", "keys", "rows", "dim", "width", "blocks", "passes", "heads"),
+            *("micros", "distinct", "rounds"),
+        ):
+            positive(field, getattr(self, field))
+        fraction("hot", self.hot)
+        not_negative("steps", self.steps)
+        if self.steps < 8:
+            raise ConfigError(f"steps is {self.steps}; give at least 8, for a steady state")
+        if self.micros > self.batch:
+            raise ConfigError(
+                f"micros is {self.micros} and batch {self.batch}; give at most a micro per sample"
+            )
+        if self.model == "hstu" and self.dim % self.heads:
+            raise ConfigError(f"dim is {self.dim}; make it a multiple of heads, {self.heads}")
+
+
+CASES = {
+    case.name: case
+    for case in (
+        PipelineCase(name="network", rate="150mbit", passes=2),
+        PipelineCase(
+            name="paper",
+            device="cuda",
+            batch=256,
+            keys=512,
+            dim=128,
+            rows=40_000_000,
+            full=True,
+            width=256,
+            passes=1,
+        ),
+        PipelineCase(
+            name="host",
+            device="cuda",
+            ranks=1,
+            batch=512,
+            keys=512,
+            dim=128,
+            rows=80_000_000,
+            full=True,
+            model="hstu",
+            blocks=4,
+            micros=4,
+            steps=16,
+        ),
+        PipelineCase(
+            name="curve",
+            device="cuda",
+            batch=256,
+            keys=512,
+            dim=128,
+            rows=40_000_000,
+            full=True,
+            width=256,
+            curve=True,
+            steps=16,
+            rounds=2,
+        ),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One way to run the workload."""
+
+    plan: str
+    retrieval: str
+    micros: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.plan}-{self.retrieval}-{self.micros}"
+
+    def make_plan(self) -> Plan:
+        options = PlanOptions(micros=self.micros, retrieval=Retrieval(self.retrieval))
+        return plan(self.plan, options)
+
+
+def case_of(name: str) -> PipelineCase:
+    """The workload of that name."""
+    if name not in CASES:
+        raise ConfigError(f"unknown case {name!r}; use {', '.join(CASES)}")
+    return CASES[name]
+
+
+def variants_of(case: PipelineCase, plans: tuple[str, ...], forms: tuple[str, ...]):
+    """The runs to compare: each plan in each form of retrieval.
+
+    `serial` is always among them, in both forms: it is what the others are measured against, and
+    what their steps are predicted from. It also runs without micro-batches, which it has no use
+    for, so that the comparison is with the best of it.
+    """
+    for name in plans:
+        if name not in PLANS:
+            raise ConfigError(f"unknown plan {name!r}; the plans are {', '.join(PLANS)}")
+    for form in forms:
+        if form not in list(Retrieval):
+            raise ConfigError(f"unknown retrieval {form!r}; use {' or '.join(Retrieval)}")
+    whole_only = {"stale_prefetch"}
+    others = [
+        Variant(name, form, case.micros)
+        for name in dict.fromkeys(plans)
+        if name != "serial"
+        for form in dict.fromkeys(forms)
+        if form == "whole" or name not in whole_only
+    ]
+    serial = [Variant("serial", form, case.micros) for form in Retrieval]
+    unsplit = [Variant("serial", form, 1) for form in Retrieval] if case.micros > 1 else []
+    return [*unsplit, *serial, *others]
+
+
+def resized(case: PipelineCase, **changes: object) -> PipelineCase:
+    """The case with what is not None put in its place."""
+    given = {name: value for name, value in changes.items() if value is not None}
+    return replace(case, **given)  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,165 @@
+"""`nestpipe bench pipeline`: every plan on the same work, measured and predicted."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+
+from nestpipe.cli.options import JsonFile
+from nestpipe.cli.output import STDOUT, console, write_json
+from nestpipe.errors import ConfigError
+
+if TYPE_CHECKING:
+    from nestpipe.bench.pipeline_cases import PipelineCase
+    from nestpipe.bench.pipeline_report import PointReport, VariantReport
+
+DEFAULT_CASE = {"cpu": "network", "cuda": "paper"}
+
+
+def bench_pipeline(
+    case: Annotated[
+        str | None,
+        typer.Option(help="network, paper, host or curve; default: network, on a GPU paper."),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu or cuda; default: where the case belongs.")
+    ] = None,
+    ranks: Annotated[int | None, typer.Option(min=1, help="Ranks; default: the case's.")] = None,
+    plans: Annotated[
+        str | None, typer.Option(help="Plans, separated by commas; default: all exact ones.")
+    ] = None,
+    retrieval: Annotated[
+        str, typer.Option(help="Forms of retrieval to run them in, separated by commas.")
+    ] = "whole,new",
+    hosts: Annotated[
+        bool, typer.Option("--hosts", help="Ranks as hosts with shaped links; needs root.")
+    ] = False,
+    rate: Annotated[
+        str | None, typer.Option(help="Speed of a host's link, like 200mbit; default: the case's.")
+    ] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Change a size of the case."),
+    ] = None,
+    traces: Annotated[
+        Path | None, typer.Option(help="Keep the traces of all rounds and ranks in this folder.")
+    ] = None,
+    json: JsonFile = None,
+) -> None:
+    """Run every plan on the same work, in turns, and compare their steps.
+
+    Beside each measured step stands the one that the simulator predicts from `serial` alone.
+
+    Example: nestpipe bench pipeline --hosts --rate 150mbit --json out/pipeline.json
+    """
+    from nestpipe.bench.pipeline import run_pipeline
+    from nestpipe.bench.pipeline_cases import EXACT_PLANS, variants_of
+
+    chosen = _case(case, device, ranks, rate if hosts else None, set_ or [])
+    if rate is not None and not hosts:
+        raise ConfigError(f"rate is {rate!r} but ranks are not hosts; add --hosts or drop --rate")
+    variants = variants_of(
+        chosen,
+        tuple(plans.split(",")) if plans else EXACT_PLANS,
+        tuple(retrieval.split(",")),
+    )
+    with _folder(traces) as folder:
+        points = run_pipeline(chosen, variants, Path(folder), hosts=hosts)
+    if json is not None:
+        write_json(json, _as_json(chosen, hosts, points))
+    if json != STDOUT:
+        for point in points:
+            console().print(_table(chosen, point))
+        if len(points) > 1:
+            console().print(_curve(points))
+
+
+def _case(
+    name: str | None,
+    device: str | None,
+    ranks: int | None,
+    rate: str | None,
+    changes: Sequence[str],
+) -> PipelineCase:
+    from nestpipe.bench.pipeline_cases import PipelineCase, case_of
+    from nestpipe.config import build, override
+
+    if device not in (None, *DEFAULT_CASE):
+        raise ConfigError(f"device is {device!r}; use {' or '.join(DEFAULT_CASE)}")
+    found = case_of(name or DEFAULT_CASE[device or "cpu"])
+    options = {"device": device, "ranks": ranks, "rate": rate}
+    given = {key: value for key, value in options.items() if value is not None}
+    return build(PipelineCase, override({**asdict(found), **given}, changes))
+
+
+def _folder(kept: Path | None) -> AbstractContextManager[str | Path]:
+    """Where ranks leave their traces: a folder to keep, or one that goes away."""
+    if kept is None:
+        return tempfile.TemporaryDirectory(prefix="nestpipe-bench-")
+    try:
+        kept.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot make {str(kept)!r}: {error.strerror}; choose another") from None
+    return nullcontext(kept)
+
+
+def _as_json(case: PipelineCase, hosts: bool, points: Sequence[PointReport]) -> dict[str, object]:
+    found = [point.as_json() for point in points]
+    what = {"case": asdict(case), "hosts": hosts}
+    return {**what, "points": found} if case.curve else {**what, **found[0]}
+
+
+def _table(case: PipelineCase, point: PointReport) -> Table:
+    shares = ", ".join(f"{name} {100 * part:.0f} %" for name, part in point.shares.items())
+    table = Table(
+        title=f"{case.name}: {case.ranks} ranks of {case.batch} samples ({case.device})",
+        caption=f"ms per step. Of the serial step: {shares}. x: over serial, over the best serial. "
+        "Busiest lane: its busy time over the step. Predicted: from serial's trace alone.",
+    )
+    table.add_column("plan", no_wrap=True)
+    table.add_column("rows", no_wrap=True)
+    for name in ("N", "step", "x", "x best", "busiest lane", "lookup", "exchange", "samples/s"):
+        table.add_column(name, justify="right")
+    table.add_column("predicted", justify="right", no_wrap=True)
+    for seen in point.variants:
+        table.add_row(*_cells(seen))
+    return table
+
+
+def _cells(seen: VariantReport) -> list[str]:
+    error = seen.error
+    return [
+        seen.variant.plan,
+        seen.variant.retrieval,
+        str(seen.variant.micros),
+        f"{seen.step_ms:,.1f}",
+        f"{seen.ratio:.2f}",
+        f"{seen.ratio_best:.2f}",
+        f"{seen.busiest_lane} {seen.efficiency:.2f}",
+        f"{seen.lookup_ms:,.1f}",
+        f"{seen.exchange_ms:,.1f}",
+        f"{seen.samples_per_s:,.0f}",
+        "" if error is None else f"{seen.predicted_ms:,.1f} ({100 * error:+.1f} %)",
+    ]
+
+
+def _curve(points: Sequence[PointReport]) -> Table:
+    """What each plan gains over the best serial, from much moving to much computing."""
+    names = [seen.variant for seen in points[0].variants if seen.variant.plan != "serial"]
+    table = Table(title="gain over the best serial", caption="by (lookup + exchange) / compute")
+    table.add_column("ratio", justify="right")
+    for variant in names:
+        table.add_column(f"{variant.plan} {variant.retrieval}", justify="right")
+    for point in points:
+        gains = {seen.variant: seen.ratio_best for seen in point.variants}
+        table.add_row(
+            f"{point.moved_over_compute:.2f}", *(f"{gains[variant]:.2f}" for variant in names)
+        )
+    return table

@@ -1,0 +1,135 @@
+"""`nestpipe verify`: the user's own job with `serial` and with a plan, compared bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from nestpipe.cli.options import JsonFile
+from nestpipe.cli.output import STDOUT, console, progress_bar, write_json
+from nestpipe.cli.train import (
+    ConfigFile,
+    Ranks,
+    Settings,
+    _job_config,  # pyright: ignore[reportPrivateUsage]
+    _launch,  # pyright: ignore[reportPrivateUsage]
+    _quieten,  # pyright: ignore[reportPrivateUsage]
+    _starts_ranks,  # pyright: ignore[reportPrivateUsage]
+)
+
+if TYPE_CHECKING:
+    from nestpipe.train.job import JobConfig
+    from nestpipe.train.verify import Verdict
+
+DEFAULT_PLAN = "nested"
+
+
+def verify(
+    config: ConfigFile = None,
+    settings: Settings = None,
+    ranks: Ranks = 1,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Batches to train; left out: what the config says.")
+    ] = None,
+    plan: Annotated[
+        str | None,
+        typer.Option(help=f"Left out: the config's, or {DEFAULT_PLAN} where that is serial."),
+    ] = None,
+    json: JsonFile = None,
+) -> None:
+    """Prove that a plan changes no bit: train with serial and with the plan, compare everything.
+
+    Compares rows, their optimizer state, dense weights and state, counters and losses. Exits with
+    1 where anything differs, and says what.
+
+    Example: nestpipe verify --steps 20 --ranks 2 --set pipeline.micro_batches=4
+
+    Example: nestpipe verify config.toml --plan dual_buffer --json -
+    """
+    job_config = _chosen(_job_config(config, [*(settings or []), *_overrides(steps, plan)]), plan)
+    if _starts_ranks(ranks):
+        raise typer.Exit(_launch(ranks))
+    _quieten()
+    from nestpipe.train.loop import communicator
+    from nestpipe.train.verify import verify_job
+
+    comm = communicator(job_config)
+    verdict = verify_job(job_config, comm, _watch if comm.rank == 0 else _look_away)
+    if comm.rank == 0:
+        _show(verdict, json)
+    # A launcher stops all ranks once one has ended with 1: the result is out before any does.
+    comm.barrier()
+    comm.close()
+    if not verdict.identical:
+        raise typer.Exit(1)
+
+
+def _overrides(steps: int | None, plan: str | None) -> list[str]:
+    return [
+        *([] if steps is None else [f"run.steps={steps}"]),
+        *([] if plan is None else [f"pipeline.plan={plan}"]),
+    ]
+
+
+def _chosen(config: JobConfig, plan: str | None) -> JobConfig:
+    """The job with the plan to prove; `serial` only where it is asked for by name."""
+    if plan is not None or config.pipeline.plan != "serial":
+        return config
+    return replace(config, pipeline=replace(config.pipeline, plan=DEFAULT_PLAN))
+
+
+def _watch(name: str, total: int | None) -> AbstractContextManager[Callable[[object], None]]:
+    return progress_bar(f"training with {name}", total)
+
+
+def _look_away(name: str, total: int | None) -> AbstractContextManager[Callable[[object], None]]:
+    return nullcontext(lambda report: None)
+
+
+def _show(verdict: Verdict, json: str | None) -> None:
+    if json is not None:
+        write_json(json, verdict.figures())
+    if json != STDOUT:
+        for line in sentences(verdict):
+            console().print(line, markup=False, soft_wrap=True)
+
+
+def sentences(verdict: Verdict) -> list[str]:
+    """The verdict in a few lines, for people."""
+    job = (
+        f"{_count(verdict.steps, 'step')} of {_count(verdict.micros, 'micro-batch', 'es')} "
+        f"on {_count(verdict.ranks, 'rank')}"
+    )
+    compared = (
+        f"compared bit for bit: {_count(verdict.rows_compared, 'row')} with optimizer state, "
+        f"{_count(verdict.tensors_compared, 'tensor')} (dense weights and state, counters, losses)"
+    )
+    if verdict.identical:
+        return [f"identical: {verdict.plan} and serial, {job}", compared]
+    return [
+        f"different: {verdict.plan} is not serial, {job}",
+        compared,
+        f"first difference: {verdict.first_difference}",
+        _extent(verdict),
+    ]
+
+
+def _extent(verdict: Verdict) -> str:
+    """How much differs, and by how much."""
+    most = verdict.largest_difference
+    size = f"by at most {most:.3g}" if most is not None else "some by no finite number"
+    step = verdict.first_different_step
+    losses = f"losses differ from step {step} on" if step is not None else "no loss differs"
+    return (
+        f"{verdict.rows_different:,} of {verdict.rows_compared:,} rows and "
+        f"{verdict.tensors_different:,} of {verdict.tensors_compared:,} tensors differ, {size}; "
+        f"{losses}"
+    )
+
+
+def _count(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number:,} {noun}{'' if number == 1 else plural}"

@@ -1,0 +1,173 @@
+"""Routing in native code, on the host: linear in the keys, one call for all tables."""
+
+# pyright: strict
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import c_int64, c_void_p
+
+import torch
+from torch import Tensor
+
+from nestpipe.embedding.routing import Asked, Routed, United, Wanted
+from nestpipe.kernels.host_memory import empty
+from nestpipe.kernels.native import Status, library
+from nestpipe.kernels.rows import Bags
+
+# Shapes: T keys, O rows that the model sees, A keys that travel, K unique keys of an owner,
+# R ranks, M micro-batches, C tables
+
+_CPU = torch.device("cpu")
+
+
+class _Wanted(ctypes.Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("tables", "ranks", "rank", "dim")),
+        *(
+            (name, c_void_p)
+            for name in ("term_ends", "output_ends", "keys", "lengths", "pooled", "homes")
+        ),
+    )
+
+
+class _Routed(ctypes.Structure):
+    _fields_ = (
+        *(
+            (name, c_void_p)
+            for name in (
+                *("keys", "lengths", "key_counts", "row_counts"),
+                *("seen_rows", "seen_ends", "back_outputs", "back_ends"),
+                "straight",
+            )
+        ),
+        *((name, c_int64) for name in ("num_lengths", "num_rows", "num_seen")),
+    )
+    num_lengths: int
+    num_rows: int
+    num_seen: int
+
+
+class _Asked(ctypes.Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("tables", "ranks", "rank", "micros")),
+        *((name, c_void_p) for name in ("key_counts", "row_counts", "keys", "lengths")),
+    )
+
+
+class _United(ctypes.Structure):
+    _fields_ = tuple(
+        (name, c_void_p)
+        for name in (
+            *("keys", "table_counts", "serve_rows", "serve_ends", "back_served", "back_ends"),
+        )
+    )
+
+
+def request(wanted: Wanted) -> Routed:
+    """What to send, and what to do with the rows that come."""
+    keys_T = _joined(wanted.keys)
+    lengths_O = _joined(wanted.lengths)
+    terms, outputs = len(keys_T), len(lengths_O)
+    term_ends = torch.tensor([len(k) for k in wanted.keys]).cumsum(0)
+    output_ends = torch.tensor([len(n) for n in wanted.lengths]).cumsum(0)
+    pooled = torch.tensor(wanted.pooled, dtype=torch.uint8)
+    homes = torch.tensor([home % wanted.ranks if home >= 0 else -1 for home in wanted.homes])
+    alone = terms == outputs and bool((lengths_O == 1).all())
+    tables = len(wanted.keys)
+    key_counts_RC = torch.empty(wanted.ranks, tables, dtype=torch.int64)
+    row_counts_RC = torch.empty_like(key_counts_RC)
+    straight = torch.empty(tables, dtype=torch.int64)
+    keys_A, sums_L, seen_S, back_S = (_int64s(terms) for _ in range(4))
+    seen_ends, back_ends = _int64s(outputs + 1), _int64s(terms + 1)
+    given = _Wanted(
+        *(tables, wanted.ranks, wanted.rank, wanted.dim),
+        *(term_ends.data_ptr(), output_ends.data_ptr(), keys_T.data_ptr()),
+        *(None if alone else lengths_O.data_ptr(), pooled.data_ptr()),
+        homes.data_ptr(),
+    )
+    made = _Routed(
+        *(keys_A.data_ptr(), sums_L.data_ptr()),
+        *(key_counts_RC.data_ptr(), row_counts_RC.data_ptr()),
+        *(seen_S.data_ptr(), seen_ends.data_ptr(), back_S.data_ptr(), back_ends.data_ptr()),
+        straight.data_ptr(),
+    )
+    _check(library().nestpipe_request(ctypes.byref(given), ctypes.byref(made)))
+    sent = int(key_counts_RC.sum())
+    return Routed(
+        keys_A=keys_A[:sent],
+        lengths_L=sums_L[: made.num_lengths],
+        key_counts_RC=key_counts_RC,
+        row_counts_RC=row_counts_RC,
+        seen=Bags(seen_S[: made.num_seen], None if alone else seen_ends),
+        back=Bags(back_S[: made.num_seen], back_ends[: made.num_rows + 1]),
+        straight=straight.tolist(),
+    )
+
+
+def unite(asked: Asked) -> United:
+    """The owner's unique keys, and which of them go where."""
+    ranks, micros, tables = asked.key_counts_RMC.shape
+    total = len(asked.keys_A)
+    rows_M = asked.row_counts_RMC.sum((0, 2)).tolist()
+    keys_M = asked.key_counts_RMC.sum((0, 2)).tolist()
+    keys_K, serve_T, back_T = (_int64s(total) for _ in range(3))
+    serve_ends = _int64s(sum(rows_M) + micros)
+    back_ends = _int64s(micros * (total + 1))
+    table_counts = torch.empty(tables, dtype=torch.int64)
+    key_counts, row_counts = asked.key_counts_RMC.contiguous(), asked.row_counts_RMC.contiguous()
+    keys_A, lengths_L = asked.keys_A.contiguous(), asked.lengths_L.contiguous()
+    given = _Asked(
+        *(tables, ranks, asked.rank, micros),
+        *(key_counts.data_ptr(), row_counts.data_ptr(), keys_A.data_ptr(), lengths_L.data_ptr()),
+    )
+    made = _United(
+        *(keys_K.data_ptr(), table_counts.data_ptr(), serve_T.data_ptr(), serve_ends.data_ptr()),
+        *(back_T.data_ptr(), back_ends.data_ptr()),
+    )
+    _check(library().nestpipe_unite(ctypes.byref(given), ctypes.byref(made)))
+    counts: list[int] = table_counts.tolist()
+    unique = sum(counts)
+    ends = torch.split(serve_ends, [rows + 1 for rows in rows_M])
+    backs = torch.split(back_ends[: micros * (unique + 1)], unique + 1)
+    serve = [
+        Bags(terms, None if rows == keys else end)
+        for terms, rows, keys, end in zip(
+            torch.split(serve_T, keys_M), rows_M, keys_M, ends, strict=True
+        )
+    ]
+    gather_back = [
+        Bags(terms, end) for terms, end in zip(torch.split(back_T, keys_M), backs, strict=True)
+    ]
+    return United(keys_K[:unique], counts, serve, gather_back)
+
+
+def match(
+    now_K: Tensor, counts: Sequence[int], before_K: Tensor, counts_before: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """Positions now and before of the keys that two batches share."""
+    most = min(len(now_K), len(before_K))
+    here, there = _int64s(most), _int64s(most)
+    now_C, before_C = torch.tensor(list(counts)), torch.tensor(list(counts_before))
+    found = library().nestpipe_match(
+        len(now_C),
+        *(now_K.data_ptr(), now_C.data_ptr(), before_K.data_ptr(), before_C.data_ptr()),
+        *(here.data_ptr(), there.data_ptr()),
+    )
+    if found < 0:
+        raise MemoryError("no memory left to compare two batches")
+    return here[:found], there[:found]
+
+
+def _int64s(count: int) -> Tensor:
+    return empty((count,), torch.int64, _CPU)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0].contiguous() if len(parts) == 1 else torch.cat(list(parts))
+
+
+def _check(status: int) -> None:
+    if status == Status.NO_MEMORY:
+        raise MemoryError("no memory left for routing keys")
+    assert status == Status.OK, f"the native code answered {status}"

@@ -1,0 +1,209 @@
+"""Routing by torch alone: the form for GPUs, and the twin of the native one on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nestpipe.embedding.routing import (
+    Asked,
+    Routed,
+    United,
+    Wanted,
+    mixed,
+    owner_of,
+    seats,
+    sums_pay,
+    unique_at_least,
+)
+from nestpipe.kernels.rows import Bags, bags_of_targets, ends_of
+
+# Shapes: T keys of a table, O rows that the model sees of it, U unique keys, P rows that come back,
+# S terms of what is seen, A keys that travel, R ranks, C tables
+
+
+@dataclass(frozen=True, slots=True)
+class _OfTable:
+    """What one table needs, owner by owner."""
+
+    keys: list[Tensor]
+    lengths: list[Tensor | None]
+    """[owner] keys of each sum; None where each row is that of one key"""
+    rows: list[int]
+    """[owner] rows that come back"""
+    owner_S: Tensor
+    number_S: Tensor
+    """Each term of what is seen: which owner's row, and which of those"""
+    seen_lengths_O: Tensor
+
+
+def request(wanted: Wanted) -> Routed:
+    """What to send, and what to do with the rows that come."""
+    of_tables = [_of_table(wanted, table) for table in range(len(wanted.keys))]
+    order = seats(wanted.rank, wanted.ranks)
+    row_counts_RC = torch.tensor([t.rows for t in of_tables]).T.contiguous()
+    starts_RC = _starts(row_counts_RC, order).to(wanted.keys[0].device)
+    seen_S = torch.cat([starts_RC[t.owner_S, c] + t.number_S for c, t in enumerate(of_tables)])
+    lengths_O = torch.cat([t.seen_lengths_O for t in of_tables])
+    output_S = torch.repeat_interleave(lengths_O, output_size=len(seen_S))
+    lengths = [length for r in order for t in of_tables if (length := t.lengths[r]) is not None]
+    alone = len(lengths_O) == len(seen_S) and bool((lengths_O == 1).all())
+    return Routed(
+        keys_A=torch.cat([t.keys[r] for r in order for t in of_tables]),
+        lengths_L=torch.cat([wanted.keys[0].new_zeros(0), *lengths]),
+        key_counts_RC=torch.tensor([[len(k) for k in t.keys] for t in of_tables]).T.contiguous(),
+        row_counts_RC=row_counts_RC,
+        seen=Bags(seen_S, None if alone else ends_of(lengths_O)),
+        back=bags_of_targets(seen_S, int(row_counts_RC.sum()), output_S),
+        straight=[-1] * len(of_tables),
+    )
+
+
+def _of_table(wanted: Wanted, table: int) -> _OfTable:
+    keys_T, lengths_O = wanted.keys[table], wanted.lengths[table]
+    home = wanted.homes[table]
+    if wanted.pooled[table]:
+        output_T = torch.repeat_interleave(lengths_O, output_size=len(keys_T))
+        owner_T = owner_of(keys_T, table, wanted.ranks, home)
+        pairs_P, counts_P = torch.unique(output_T * wanted.ranks + owner_T, return_counts=True)
+        unique = unique_at_least(mixed(keys_T, table))
+        if sums_pay(len(pairs_P), len(keys_T), unique, wanted.dim):
+            return _sums(wanted, keys_T, owner_T, pairs_P, counts_P, len(lengths_O))
+    unique_U, inverse_T = torch.unique(keys_T, return_inverse=True)
+    owner_U = owner_of(unique_U, table, wanted.ranks, home)
+    per_owner = torch.bincount(owner_U, minlength=wanted.ranks).tolist()
+    order_U = torch.argsort(owner_U, stable=True)
+    return _OfTable(
+        keys=list(torch.split(unique_U[order_U], per_owner)),
+        lengths=[None] * wanted.ranks,
+        rows=per_owner,
+        owner_S=owner_U[inverse_T],
+        number_S=_number_inside(owner_U, order_U, per_owner)[inverse_T],
+        seen_lengths_O=lengths_O,
+    )
+
+
+def _sums(
+    wanted: Wanted,
+    keys_T: Tensor,
+    owner_T: Tensor,
+    pairs_P: Tensor,
+    counts_P: Tensor,
+    outputs: int,
+) -> _OfTable:
+    """Owners add up: one row for each pair of a sample and an owner of some of its keys."""
+    owner_P = pairs_P % wanted.ranks
+    rows = torch.bincount(owner_P, minlength=wanted.ranks).tolist()
+    keys = torch.bincount(owner_T, minlength=wanted.ranks).tolist()
+    order_P = torch.argsort(owner_P, stable=True)
+    lengths = torch.split(counts_P[order_P], rows)
+    return _OfTable(
+        keys=list(torch.split(keys_T[torch.argsort(owner_T, stable=True)], keys)),
+        lengths=[lengths[r] if rows[r] < keys[r] else None for r in range(wanted.ranks)],
+        rows=rows,
+        owner_S=owner_P,
+        number_S=_number_inside(owner_P, order_P, rows),
+        seen_lengths_O=torch.bincount(pairs_P // wanted.ranks, minlength=outputs),
+    )
+
+
+def _number_inside(owner_U: Tensor, order_U: Tensor, per_owner: Sequence[int]) -> Tensor:
+    """The number of each row among those of its owner."""
+    starts = ends_of(torch.tensor(per_owner))[:-1].to(order_U.device)
+    number_U = torch.empty_like(order_U)
+    number_U[order_U] = torch.arange(len(order_U), device=order_U.device)
+    return number_U - starts[owner_U]
+
+
+def _starts(counts_RC: Tensor, order: Sequence[int]) -> Tensor:
+    """(R, C) where the rows of each owner and table start, owners in the order of seats."""
+    in_order = counts_RC[list(order)]
+    starts_RC = torch.empty_like(counts_RC)
+    starts_RC[list(order)] = (in_order.reshape(-1).cumsum(0) - in_order.reshape(-1)).reshape(
+        in_order.shape
+    )
+    return starts_RC
+
+
+def unite(asked: Asked) -> United:
+    """The owner's unique keys, and which of them go where."""
+    ranks, micros, tables = asked.key_counts_RMC.shape
+    order = seats(asked.rank, ranks)
+    cells = [(r, m, c) for r in order for m in range(micros) for c in range(tables)]
+    key_counts, row_counts = asked.key_counts_RMC.tolist(), asked.row_counts_RMC.tolist()
+    sizes = [key_counts[r][m][c] for r, m, c in cells]
+    of_cell = dict(zip(cells, torch.split(asked.keys_A, sizes), strict=True))
+    unique, place = [], {}
+    start = 0
+    for table in range(tables):
+        mine = [cell for cell in cells if cell[2] == table]
+        keys_U, inverse = torch.unique(torch.cat([of_cell[c] for c in mine]), return_inverse=True)
+        parts = torch.split(inverse.add_(start), [len(of_cell[c]) for c in mine])
+        place.update(zip(mine, parts, strict=True))
+        unique.append(keys_U)
+        start += len(keys_U)
+    lengths = _lengths(asked, cells, key_counts, row_counts)
+    serve, gather_back = [], []
+    for micro in range(micros):
+        mine = [(r, micro, c) for r in order for c in range(tables)]
+        rows_T = torch.cat([place[c] for c in mine])
+        served_T = torch.repeat_interleave(
+            torch.cat([lengths[c] for c in mine]), output_size=len(rows_T)
+        )
+        summed = any(row_counts[r][m][c] < key_counts[r][m][c] for r, m, c in mine)
+        lengths_P = torch.cat([lengths[c] for c in mine])
+        serve.append(Bags(rows_T, ends_of(lengths_P) if summed else None))
+        of_served = dict(
+            zip(mine, torch.split(served_T, [len(place[c]) for c in mine]), strict=True)
+        )
+        by_rank = sorted(mine)
+        gather_back.append(
+            bags_of_targets(
+                torch.cat([place[c] for c in by_rank]),
+                start,
+                torch.cat([of_served[c] for c in by_rank]),
+            )
+        )
+    return United(torch.cat(unique), [len(u) for u in unique], serve, gather_back)
+
+
+def _lengths(
+    asked: Asked,
+    cells: Sequence[tuple[int, int, int]],
+    key_counts: list[list[list[int]]],
+    row_counts: list[list[list[int]]],
+) -> dict[tuple[int, int, int], Tensor]:
+    """The number of keys of each row to send, cell by cell."""
+    found: dict[tuple[int, int, int], Tensor] = {}
+    start = 0
+    for r, m, c in cells:
+        keys, rows = key_counts[r][m][c], row_counts[r][m][c]
+        if rows < keys:
+            found[r, m, c] = asked.lengths_L[start : start + rows]
+            start += rows
+        else:
+            found[r, m, c] = asked.keys_A.new_ones(rows)
+    return found
+
+
+def match(
+    now_K: Tensor, counts: Sequence[int], before_K: Tensor, counts_before: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """Positions now and before of the keys that two batches share."""
+    nothing = torch.empty(0, dtype=torch.int64, device=now_K.device)
+    here, there = [nothing], [nothing]
+    start = start_before = 0
+    for now, old in zip(
+        torch.split(now_K, list(counts)), torch.split(before_K, list(counts_before)), strict=True
+    ):
+        if len(old):
+            place = torch.searchsorted(old, now).clamp_(max=len(old) - 1)
+            same = (old[place] == now).nonzero().squeeze(1)
+            here.append(same + start)
+            there.append(place[same] + start_before)
+        start += len(now)
+        start_before += len(old)
+    return torch.cat(here), torch.cat(there)

@@ -1,0 +1,97 @@
+"""Large host tensors whose memory is used again: fresh pages cost more than the work in them.
+
+Memory comes back by itself when the last tensor that lives in it is gone, as it does with torch's
+allocator for GPUs; nobody hands anything back by hand.
+"""
+
+# pyright: strict
+from __future__ import annotations
+
+import bisect
+import math
+import mmap
+import threading
+import weakref
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+SMALLEST = 256 * 1024
+"""Bytes from which a tensor's memory is kept; malloc does well below."""
+HUGE_PAGE = 2 * 1024 * 1024
+SMALL_STEP = 64 * 1024
+
+
+class HostMemory:
+    """Blocks of memory that are free, by size."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._returned: deque[mmap.mmap] = deque()
+        """Blocks that came back; finalizers may run anywhere, so they only append here."""
+        self._free: list[tuple[int, int, mmap.mmap]] = []
+        self._counter = 0
+        self.mapped_bytes = 0
+        """All memory, in use or free."""
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor with any content; small ones are torch's own."""
+        size = math.prod(shape) * dtype.itemsize
+        if size < SMALLEST:
+            return torch.empty(*shape, dtype=dtype)
+        block = self._take(size)
+        view = np.frombuffer(block, np.uint8, size)
+        # The tensor holds the view, the view holds the block; when the tensor's storage goes, the
+        # view goes, and the block is free again.
+        weakref.finalize(view, self._returned.append, block).atexit = False
+        tensor = torch.from_numpy(view)  # pyright: ignore[reportUnknownMemberType]
+        return tensor.view(dtype).view(*shape)
+
+    def _take(self, size: int) -> mmap.mmap:
+        with self._lock:
+            while self._returned:
+                block = self._returned.popleft()
+                self._counter += 1
+                bisect.insort(self._free, (len(block), self._counter, block))
+            at = bisect.bisect_left(self._free, (size,))
+            # Memory of more than twice what is needed is left for others.
+            if at < len(self._free) and self._free[at][0] <= 2 * block_size(size):
+                return self._free.pop(at)[2]
+            self._drop_what_is_too_small(at)
+            block = _map(block_size(size))
+            self.mapped_bytes += len(block)
+            return block
+
+    def _drop_what_is_too_small(self, at: int) -> None:
+        """Where half of all memory lies idle, sizes have changed: give the smaller blocks back."""
+        idle = sum(size for size, _, _ in self._free)
+        if 2 * idle > self.mapped_bytes:
+            self.mapped_bytes -= sum(size for size, _, _ in self._free[:at])
+            del self._free[:at]
+
+
+def block_size(size: int) -> int:
+    """A little more than is needed, because batches differ a little in size."""
+    wanted = size + size // 8
+    step = HUGE_PAGE if wanted >= 2 * HUGE_PAGE else SMALL_STEP
+    return -(-wanted // step) * step
+
+
+def _map(size: int) -> mmap.mmap:
+    block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        block.madvise(mmap.MADV_HUGEPAGE)
+    return block
+
+
+_MEMORY = HostMemory()
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """An uninitialised tensor from memory that is used again, on the host or on a GPU."""
+    if device.type != "cpu":
+        return torch.empty(*shape, dtype=dtype, device=device)
+    return _MEMORY.empty(shape, dtype)

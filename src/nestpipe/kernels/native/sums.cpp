@@ -1,0 +1,34 @@
+// Sums of rows into rows.
+#include <cstdint>
+#include <vector>
+
+#include "abi.h"
+#include "bags.h"
+#include "pool.h"
+
+// out[i] = sum i, or out[i] += sum i for all that have terms.
+NESTPIPE_API int nestpipe_sum(const nestpipe::Rows* rows, const nestpipe::Bags* bags, int64_t sums,
+                              int64_t dim, const nestpipe::Rows* out, int64_t add,
+                              int64_t threads) {
+  using namespace nestpipe;
+  try {
+    const int64_t last = sums ? bags->end(sums - 1) : 0;
+    in_ranges(sums, threads, [&](int64_t begin, int64_t end) {
+      std::vector<float> part(add ? static_cast<size_t>(dim) : 0);
+      for (int64_t sum = begin; sum < end; ++sum) {
+        if (!add) {
+          sum_bag(*rows, *bags, sum, last, dim, out->row(sum));
+        } else if (bags->begin(sum) < bags->end(sum)) {
+          sum_bag(*rows, *bags, sum, last, dim, part.data());
+          float* total = out->row(sum);
+          for (int64_t i = 0; i < dim; ++i) total[i] += part[size_t(i)];
+        }
+      }
+    });
+    return kOk;
+  } catch (const std::bad_alloc&) {
+    return kNoMemory;
+  } catch (...) {
+    return kDefect;
+  }
+}

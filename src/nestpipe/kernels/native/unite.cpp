@@ -1,0 +1,213 @@
+// The owner's routing: the rows that it needs for a batch, whom each goes to, and how gradients
+// come back to it; and which rows two neighbouring batches share.
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "abi.h"
+#include "unique.h"
+
+namespace nestpipe {
+
+struct Asked {
+  int64_t tables;
+  int64_t ranks;
+  int64_t rank;  // this one, whose own keys come last
+  int64_t micros;
+  const int64_t* key_counts;  // rank x micro x table
+  const int64_t* row_counts;  // rank x micro x table
+  const int64_t* keys;        // A, by seat, micro, table
+  const int64_t* lengths;     // keys of each sum, where there are fewer rows than keys
+};
+
+struct United {
+  int64_t* keys;          // unique, by table; room for A
+  int64_t* table_counts;  // unique keys of each table
+  int64_t* serve_rows;    // A: positions among the unique keys, by micro, seat, table
+  int64_t* serve_ends;    // micros + all rows: per micro where each sum ends, a zero before them
+  int64_t* back_served;   // A: served rows of each unique key, by rank of the requester
+  int64_t* back_ends;     // micros x (1 + unique keys), room for micros x (1 + A)
+};
+
+namespace {
+
+// Kept between calls of one thread: fresh memory would cost more than the work in it.
+struct Kept {
+  Unique unique;
+  std::vector<uint32_t> positions;  // of each key
+  std::vector<uint32_t> next;       // of each unique key: its gradients, then where the next goes
+};
+
+class Unite {
+ public:
+  Unite(const Asked& asked, United& united, Kept& kept)
+      : in_(asked),
+        out_(united),
+        unique_(kept.unique),
+        positions_(kept.positions),
+        next_(kept.next) {}
+
+  void run() {
+    place_segments();
+    number_keys();
+    int64_t row = 0, term = 0;
+    for (int64_t m = 0; m < in_.micros; ++m) serve(m, row, term);
+  }
+
+ private:
+  struct Segment {
+    int64_t first_key = 0, keys = 0, first_length = 0, rows = 0;
+    bool sums() const { return rows < keys; }
+  };
+
+  Segment& segment(int64_t rank, int64_t m, int64_t t) {
+    return segments_[size_t((rank * in_.micros + m) * in_.tables + t)];
+  }
+  int64_t rank_of(int64_t seat) const {
+    return seat + 1 == in_.ranks ? in_.rank : seat + (seat >= in_.rank);
+  }
+
+  void place_segments() {
+    segments_.resize(size_t(in_.ranks * in_.micros * in_.tables));
+    int64_t key = 0, length = 0;
+    for (int64_t seat = 0; seat < in_.ranks; ++seat) {
+      for (int64_t m = 0; m < in_.micros; ++m) {
+        for (int64_t t = 0; t < in_.tables; ++t) {
+          Segment& s = segment(rank_of(seat), m, t);
+          const int64_t c = (rank_of(seat) * in_.micros + m) * in_.tables + t;
+          s = {key, in_.key_counts[c], length, in_.row_counts[c]};
+          key += s.keys;
+          if (s.sums()) length += s.rows;
+        }
+      }
+    }
+    positions_.resize(size_t(key));
+  }
+
+  void number_keys() {
+    num_unique_ = 0;
+    for (int64_t t = 0; t < in_.tables; ++t) {
+      int64_t most = 0;
+      for (int64_t r = 0; r < in_.ranks; ++r) {
+        for (int64_t m = 0; m < in_.micros; ++m) most += segment(r, m, t).keys;
+      }
+      unique_.begin(most);
+      const auto first = static_cast<uint32_t>(num_unique_);
+      for (int64_t r = 0; r < in_.ranks; ++r) {
+        for (int64_t m = 0; m < in_.micros; ++m) {
+          const Segment& s = segment(r, m, t);
+          for (int64_t i = s.first_key; i < s.first_key + s.keys; ++i) {
+            positions_[size_t(i)] = first + unique_.number(in_.keys[i]);
+          }
+        }
+      }
+      std::copy(unique_.keys().begin(), unique_.keys().end(), out_.keys + num_unique_);
+      out_.table_counts[t] = static_cast<int64_t>(unique_.keys().size());
+      num_unique_ += out_.table_counts[t];
+    }
+  }
+
+  // One micro-batch; `row` and `term` are how many were written for those before.
+  void serve(int64_t m, int64_t& row, int64_t& term) {
+    int64_t* const rows = out_.serve_rows + term;
+    int64_t* const ends = out_.serve_ends + row + m;
+    first_served_.resize(size_t(in_.ranks * in_.tables));
+    int64_t served = 0, num = 0;
+    ends[0] = 0;
+    next_.assign(size_t(num_unique_), 0);  // how many gradients each row will get
+    for (int64_t seat = 0; seat < in_.ranks; ++seat) {
+      for (int64_t t = 0; t < in_.tables; ++t) {
+        const Segment& s = segment(rank_of(seat), m, t);
+        first_served_[size_t(rank_of(seat) * in_.tables + t)] = served;
+        for (int64_t i = 0; i < s.keys; ++i) {
+          const uint32_t position = positions_[size_t(s.first_key + i)];
+          rows[num + i] = position;
+          ++next_[position];
+        }
+        for (int64_t r = 0; r < s.rows; ++r) {
+          num += s.sums() ? in_.lengths[s.first_length + r] : 1;
+          ends[++served] = num;
+        }
+      }
+    }
+    turn_back(m, out_.back_served + term);
+    row += served;
+    term += num;
+  }
+
+  void turn_back(int64_t m, int64_t* back) {
+    int64_t* const ends = out_.back_ends + m * (num_unique_ + 1);
+    uint32_t total = 0;
+    for (int64_t k = 0; k < num_unique_; ++k) {
+      ends[k] = total;
+      total += next_[size_t(k)];
+      next_[size_t(k)] = static_cast<uint32_t>(ends[k]);
+    }
+    ends[num_unique_] = total;
+    for (int64_t rank = 0; rank < in_.ranks; ++rank) {
+      for (int64_t t = 0; t < in_.tables; ++t) {
+        const Segment& s = segment(rank, m, t);
+        int64_t served = first_served_[size_t(rank * in_.tables + t)];
+        const uint32_t* position = positions_.data() + s.first_key;
+        for (int64_t r = 0; r < s.rows; ++r, ++served) {
+          const int64_t terms = s.sums() ? in_.lengths[s.first_length + r] : 1;
+          for (int64_t i = 0; i < terms; ++i) back[next_[size_t(*position++)]++] = served;
+        }
+      }
+    }
+  }
+
+  const Asked& in_;
+  United& out_;
+  int64_t num_unique_ = 0;
+  std::vector<Segment> segments_;
+  std::vector<int64_t> first_served_;  // by rank and table
+  Unique& unique_;
+  std::vector<uint32_t>& positions_;
+  std::vector<uint32_t>& next_;
+};
+
+int64_t match(int64_t tables, const int64_t* now, const int64_t* now_counts, const int64_t* before,
+              const int64_t* before_counts, int64_t* here, int64_t* there) {
+  static thread_local Unique kept;
+  Unique& unique = kept;  // looked up once: a thread's own variables are slow to find
+  int64_t found = 0, start = 0, start_before = 0;
+  for (int64_t t = 0; t < tables; ++t) {
+    unique.begin(before_counts[t]);
+    for (int64_t i = 0; i < before_counts[t]; ++i) unique.number(before[start_before + i]);
+    for (int64_t i = start; i < start + now_counts[t]; ++i) {
+      const int64_t place = unique.find(now[i]);
+      if (place < 0) continue;
+      here[found] = i;
+      there[found++] = start_before + place;
+    }
+    start += now_counts[t], start_before += before_counts[t];
+  }
+  return found;
+}
+
+}  // namespace
+}  // namespace nestpipe
+
+NESTPIPE_API int nestpipe_unite(const nestpipe::Asked* asked, nestpipe::United* united) {
+  try {
+    static thread_local nestpipe::Kept kept;
+    nestpipe::Unite(*asked, *united, kept).run();
+    return nestpipe::kOk;
+  } catch (const std::bad_alloc&) {
+    return nestpipe::kNoMemory;
+  } catch (...) {
+    return nestpipe::kDefect;
+  }
+}
+
+// Unique keys that two batches share: their positions in both; returns how many, -1: no memory.
+NESTPIPE_API int64_t nestpipe_match(int64_t tables, const int64_t* now, const int64_t* now_counts,
+                                    const int64_t* before, const int64_t* before_counts,
+                                    int64_t* here, int64_t* there) {
+  try {
+    return nestpipe::match(tables, now, now_counts, before, before_counts, here, there);
+  } catch (...) {
+    return -1;
+  }
+}

@@ -1,0 +1,152 @@
+"""Sums and updates of rows in native code, on tensors of the host."""
+
+# pyright: strict
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import c_float, c_int64, c_void_p
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nestpipe.kernels.native import Status, library
+
+# Shapes: N rows, S sums, T terms of all sums together, D width, K rows that are updated
+
+
+class _Rows(ctypes.Structure):
+    _fields_ = (("base", c_void_p), ("stride", c_int64), ("places", c_void_p))
+
+
+class _Bags(ctypes.Structure):
+    _fields_ = (("terms", c_void_p), ("ends", c_void_p))
+
+
+class _Part(ctypes.Structure):
+    _fields_ = (("gradients", _Rows), ("bags", _Bags))
+
+
+class _Optimizer(ctypes.Structure):
+    _fields_ = (
+        ("kind", c_int64),
+        *((name, c_float) for name in ("lr", "eps", "beta1", "rest1", "beta2", "rest2", "scale")),
+    )
+
+
+KINDS = ("sgd", "adagrad", "rowwise_adagrad", "adam")
+
+
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """The gradient rows of one micro-batch, and which of them each row gets."""
+
+    rows: Sequence[Tensor]
+    terms_T: Tensor | None
+    """None: row i gets gradient i ..."""
+    ends_K1: Tensor | None
+    """... and None here: one each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Rows that live somewhere else in host memory."""
+
+    addresses_K: Tensor
+    width: int
+
+    def __len__(self) -> int:
+        return len(self.addresses_K)
+
+
+def sum_bags(
+    terms_T: Tensor,
+    ends_S1: Tensor | None,
+    rows: Sequence[Tensor] | Places,
+    out_SD: Tensor,
+    *,
+    add: bool,
+) -> None:
+    """Write or add the sums of some rows."""
+    count, dim = out_SD.shape
+    source, alive = _rows_of(rows)
+    target, _ = _rows_of([out_SD])
+    bags = _Bags(terms_T.data_ptr(), _pointer(ends_S1))
+    status = library().nestpipe_sum(
+        ctypes.byref(source),
+        ctypes.byref(bags),
+        count,
+        dim,
+        ctypes.byref(target),
+        int(add),
+        torch.get_num_threads(),
+    )
+    del alive
+    _check(status)
+
+
+def update(
+    kind: str,
+    rows: Tensor | Places,
+    dim: int,
+    parts: Sequence[Gradients],
+    times: float,
+    *,
+    lr: float,
+    eps: float,
+    betas: tuple[float, float],
+    scale: float,
+) -> None:
+    """One optimizer application per row, on its summed gradients times a number."""
+    count = len(rows)
+    if not count:
+        return
+    target, alive = _rows_of([rows] if isinstance(rows, Tensor) else rows)
+    sources = [_rows_of(part.rows) for part in parts]
+    given = (_Part * len(parts))(
+        *(
+            _Part(source, _Bags(_pointer(part.terms_T), _pointer(part.ends_K1)))
+            for (source, _), part in zip(sources, parts, strict=True)
+        )
+    )
+    optimizer = _Optimizer(
+        KINDS.index(kind), lr, eps, betas[0], 1 - betas[0], betas[1], 1 - betas[1], scale
+    )
+    status = library().nestpipe_update(
+        ctypes.byref(optimizer),
+        ctypes.byref(target),
+        count,
+        dim,
+        ctypes.byref(given),
+        len(parts),
+        times,
+        torch.get_num_threads(),
+    )
+    del alive, sources
+    _check(status)
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _rows_of(rows: Sequence[Tensor] | Places) -> tuple[_Rows, Tensor | None]:
+    """How native code finds the rows, and what must live as long as it looks."""
+    if isinstance(rows, Places):
+        return _Rows(None, 0, rows.addresses_K.data_ptr()), rows.addresses_K
+    for tensor in rows:
+        assert tensor.dtype == torch.float32, f"rows are {tensor.dtype}"
+        assert tensor.stride(1) == 1, "rows must lie in one piece"
+    if len(rows) == 1:
+        return _Rows(rows[0].data_ptr(), rows[0].stride(0) * 4, None), None
+    addresses = torch.cat(
+        [torch.arange(len(part)).mul_(part.stride(0) * 4).add_(part.data_ptr()) for part in rows]
+    )
+    return _Rows(None, 0, addresses.data_ptr()), addresses
+
+
+def _check(status: int) -> None:
+    if status == Status.NO_MEMORY:
+        raise MemoryError("no memory left for the sums of rows")
+    assert status == Status.OK, f"the native code answered {status}"

@@ -1,0 +1,131 @@
+"""A lane's thread: takes ops in the order of issue, lets each wait for others, notes its end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Protocol, cast
+
+import torch
+
+from nestpipe.runtime.lanes import Act, Event, name_failure
+from nestpipe.schedule import Op
+
+
+class Mark(Protocol):
+    """A point in a lane's work that the host can wait for, once the thread has come past it."""
+
+    def wait(self) -> None:
+        """Block the calling thread until all that the lane did before has ended."""
+        ...
+
+
+class Place(Protocol):
+    """Where the ops of one lane run: the thread alone, or the thread and its CUDA stream."""
+
+    def entered(self) -> AbstractContextManager[object]:
+        """What the lane's thread is in while it works."""
+        ...
+
+    def wait_for(self, marks: Sequence[Mark]) -> None:
+        """Let what comes next run after the marks, which this or other lanes have set."""
+        ...
+
+    def mark(self) -> Mark:
+        """Mark the end of all that ran here so far."""
+        ...
+
+
+class Halt:
+    """Whether the lanes shall skip what they have not started, and the failure that is to blame."""
+
+    def __init__(self) -> None:
+        self.called = False
+        self._failure: BaseException | None = None
+        self._lock = threading.Lock()
+
+    def call(self, failure: BaseException | None = None) -> None:
+        with self._lock:
+            if self._failure is None:
+                self._failure = failure
+            self.called = True
+
+    def check(self) -> None:
+        """Raise the first failure, if there is one."""
+        if self._failure is not None:
+            raise self._failure
+
+
+@dataclass(slots=True)
+class _End:
+    """The end of one op: first its thread is past it, then whatever the thread started."""
+
+    issued: threading.Event = field(default_factory=threading.Event)
+    mark: Mark | None = None
+    """Set before `issued`; stays None where the op was skipped or has failed."""
+
+    def wait(self) -> None:
+        self.issued.wait()
+        if self.mark is not None:
+            self.mark.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    act: Act
+    op: Op
+    after: Sequence[_End]
+    end: _End = field(default_factory=_End)
+
+    def run(self, place: Place, halt: Halt) -> None:
+        try:
+            for end in self.after:
+                end.issued.wait()
+            if not halt.called:
+                place.wait_for([end.mark for end in self.after if end.mark is not None])
+                self.act(self.op)
+                self.end.mark = place.mark()
+        except BaseException as error:  # noqa: BLE001  raised again by the issuing thread
+            name_failure(error, self.op)
+            halt.call(error)
+        finally:
+            # Also after a failure: whoever waits for it wakes up and finds the halt.
+            self.end.issued.set()
+
+
+class LaneThread:
+    """One worker and the tasks before it."""
+
+    def __init__(self, name: str, place: Place, halt: Halt) -> None:
+        self._place = place
+        self._halt = halt
+        self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name=f"lane {name}", daemon=True)
+        self._thread.start()
+
+    def submit(self, act: Act, op: Op, after: Sequence[Event]) -> Event:
+        self._halt.check()
+        task = _Task(act, op, cast("Sequence[_End]", after))  # lanes of one set, so all are ours
+        self._tasks.put(task)
+        return task.end
+
+    def no_more(self) -> None:
+        self._tasks.put(None)
+
+    def join(self) -> None:
+        self._thread.join()
+
+    def _work(self) -> None:
+        # Asking sets this thread's share of torch.set_num_threads, and sums depend on it: without
+        # it some libraries would take the number of cores.
+        torch.get_num_threads()
+        with ExitStack() as inside:
+            try:
+                inside.enter_context(self._place.entered())
+            except BaseException as error:  # noqa: BLE001  raised again by the issuing thread
+                self._halt.call(error)
+            while (task := self._tasks.get()) is not None:
+                task.run(self._place, self._halt)

@@ -1,0 +1,164 @@
+"""What a run says of its pipeline: where the time of a step goes, and how much moves in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from statistics import fmean
+
+from nestpipe.schedule import Kind, Lane
+from nestpipe.trace import (
+    IDLE,
+    USEFUL,
+    ShortTraceError,
+    Span,
+    Trace,
+    exposure,
+    lane_busy,
+    steady_interval,
+)
+from nestpipe.train.work import StepReport
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What one rank, or several together, moved in all batches so far."""
+
+    batches: int = 0
+    """Batches of all ranks that are counted here."""
+    rows_read: int = 0
+    rows_refreshed: int = 0
+    rows_written: int = 0
+    rows_compared: int = 0
+    """Rows of the batches that could share some with the batch before."""
+    bytes_sent: int = 0
+
+    def count(self, report: StepReport, *, rows: int, compared: bool) -> None:
+        """Add a step that had `rows` rows; `compared`: to those of the batch before."""
+        self.batches += 1
+        self.rows_read += report.rows_read
+        self.rows_refreshed += report.rows_refreshed
+        self.rows_written += report.rows_written
+        self.rows_compared += rows if compared else 0
+
+    @classmethod
+    def total(cls, ranks: Sequence[Traffic]) -> Traffic:
+        """All ranks together."""
+        names = [field.name for field in fields(cls)]
+        return cls(**{name: sum(getattr(rank, name) for rank in ranks) for name in names})
+
+
+@dataclass(frozen=True, slots=True)
+class KindTime:
+    """The time of one kind of op in a step, all micro-batches together."""
+
+    ms: float
+    hidden_ms: float
+    """Under dense compute or updates: it cost nothing."""
+    exposed_ms: float
+    """Without any of them beside it: the step is so much longer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """Figures of an average step, by the mean over ranks."""
+
+    batches: int
+    """Batches of the steady part of the trace, over which times are taken."""
+    step_ms: float
+    kinds: Mapping[str, KindTime]
+    """In the order of a batch's life."""
+    idle_ms: float
+    """No op ran at all."""
+    busiest_lane: str
+    busiest_ms: float
+    """What that lane worked; waiting for a peer inside a collective is not work."""
+    efficiency: float
+    """The busiest lane's part of the step: 1.0 is a pipeline at the speed of that lane."""
+    shared_keys: float | None
+    """Part of a batch's keys that the batch before had too; None: the plan does not compare."""
+    rows_read: float
+    rows_refreshed: float
+    rows_written: float
+    bytes_sent: float
+
+
+def summarise(trace: Trace, traffic: Traffic) -> Summary:
+    """The figures of a trace, which holds one rank or all, and of what was moved meanwhile.
+
+    A trace of fewer than two batches has no steady part and raises `ShortTraceError`.
+    """
+    if not trace.spans:
+        raise ShortTraceError("the trace is empty; train at least 2 batches")
+    worked = without_waiting(trace)
+    steps = [_step_of(trace.of_rank(r), worked.of_rank(r)) for r in trace.ranks]
+    step_ms = fmean(step.ms for step in steps)
+    lanes = _mean([step.lanes for step in steps])
+    busiest = max(lanes, key=lambda lane: lanes[lane])
+    batches = max(1, traffic.batches)
+    compared = traffic.rows_compared
+    return Summary(
+        batches=steps[0].batches,
+        step_ms=step_ms,
+        kinds=_kinds(steps),
+        idle_ms=fmean(step.exposed.get(IDLE, 0.0) for step in steps),
+        busiest_lane=busiest,
+        busiest_ms=lanes[busiest],
+        efficiency=lanes[busiest] / step_ms,
+        shared_keys=traffic.rows_refreshed / compared if compared else None,
+        rows_read=traffic.rows_read / batches,
+        rows_refreshed=traffic.rows_refreshed / batches,
+        rows_written=traffic.rows_written / batches,
+        bytes_sent=traffic.bytes_sent / batches,
+    )
+
+
+def without_waiting(trace: Trace) -> Trace:
+    """Collectives as long as on the rank that came to them last: the others waited for it first."""
+    shortest: dict[str, float] = {}
+    for span in trace.spans:
+        if span.lane == Lane.NET:
+            shortest[span.name] = min(span.duration, shortest.get(span.name, span.duration))
+    spans = tuple(
+        replace(span, start=span.end - shortest[span.name]) if span.lane == Lane.NET else span
+        for span in trace.spans
+    )
+    return Trace(spans, trace.facts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """An average step of one rank."""
+
+    batches: int
+    ms: float
+    lanes: Mapping[str, float]
+    busy: Mapping[str, float]
+    exposed: Mapping[str, float]
+
+
+def _step_of(spans: Sequence[Span], worked: Sequence[Span]) -> _Step:
+    start, end, batches = steady_interval(spans)
+    split = exposure(spans, start, end)
+    return _Step(
+        batches,
+        (end - start) / batches,
+        {lane: ms / batches for lane, ms in lane_busy(worked, start, end).items()},
+        {kind: ms / batches for kind, ms in split.busy.items()},
+        {kind: ms / batches for kind, ms in split.exposed.items()},
+    )
+
+
+def _kinds(steps: Sequence[_Step]) -> dict[str, KindTime]:
+    busy, exposed = _mean([s.busy for s in steps]), _mean([s.exposed for s in steps])
+    times: dict[str, KindTime] = {}
+    for kind in Kind:
+        if kind in busy:
+            shown = busy[kind] if kind in USEFUL else exposed.get(kind, 0.0)
+            times[kind.value] = KindTime(busy[kind], max(0.0, busy[kind] - shown), shown)
+    return times
+
+
+def _mean(of_ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    names = dict.fromkeys(name for of_rank in of_ranks for name in of_rank)
+    return {name: fmean(of_rank.get(name, 0.0) for of_rank in of_ranks) for name in names}

@@ -1,0 +1,140 @@
+"""Real streams: the device keeps the order of the plan while the host runs ahead."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from nestpipe.runtime import CudaLanes, CudaSpans, End, ThreadLanes, Work, run
+from nestpipe.runtime.cuda_lanes import StreamPlace
+from nestpipe.schedule import Kind, Lane, Op, PlanOptions, Retrieval, plan
+from nestpipe.trace import Trace
+
+BATCHES = 8
+MOST_CYCLES = 2_000_000
+"""A kernel that waits about a millisecond."""
+PLANS = [
+    plan(name, PlanOptions(micros=3, retrieval=retrieval))
+    for name in ("dual_buffer", "frozen_window", "nested")
+    for retrieval in Retrieval
+]
+
+
+@dataclass
+class Flags:
+    """One flag per op, on the device: an op counts the flags that it misses, then sets its own."""
+
+    schedule: Any
+    seed: int
+    place: dict[Op, int] = field(init=False)
+    after: dict[Op, list[int]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.place = {op: n for n, op in enumerate(self.schedule.ops)}
+        self.after = {s.op: [self.place[b] for b in s.after] for s in self.schedule}
+        self.set = torch.zeros(len(self.place), dtype=torch.int64, device="cuda")
+        self.missed = torch.zeros(len(self.place), dtype=torch.int64, device="cuda")
+        self.waits = {op: torch.tensor(b, device="cuda") for op, b in self.after.items() if b}
+
+    def act(self, op: Op) -> None:
+        if op in self.waits:
+            here = self.place[op]
+            self.missed[here] = (self.set[self.waits[op]] == 0).sum()
+        torch.cuda._sleep(random.Random(f"{self.seed} {op}").randrange(MOST_CYCLES))
+        self.set[self.place[op]] = 1
+
+    def work(self) -> Work:
+        return dict.fromkeys(Kind, self.act)
+
+
+@pytest.mark.parametrize("chosen", PLANS, ids=lambda p: f"{p.name}-{p.shape.retrieval.value}")
+def test_the_device_does_every_op_after_what_it_waits_for(chosen):
+    lanes = CudaLanes(torch.device("cuda"))
+    for seed in range(3):
+        flags = Flags(chosen.schedule(BATCHES), seed)
+        trace = run(chosen, flags.work(), lanes, batches=End(BATCHES), spans=CudaSpans())
+        assert int(flags.missed.sum()) == 0
+        assert bool(flags.set.all())
+        assert_spans_keep_the_order(trace, flags.schedule)
+
+
+def assert_spans_keep_the_order(trace: Trace, schedule: Any) -> None:
+    spans = {span.name: span for span in trace.spans}
+    assert set(spans) == {str(op) for op in schedule.ops}
+    for before, after in schedule.edges:
+        if Lane.LOADER not in (before.lane, after.lane):  # by another clock
+            assert spans[str(before)].end <= spans[str(after)].start + 1e-3, f"{before} -> {after}"
+
+
+def test_without_the_waits_of_streams_ops_miss_each_other():
+    """The test above can fail."""
+
+    class Careless(StreamPlace):
+        def wait_for(self, marks: object) -> None:
+            pass
+
+    lanes = ThreadLanes(lambda lane: Careless(torch.cuda.Stream()))
+    flags = Flags(PLANS[-1].schedule(BATCHES), 1)
+    torch.cuda.synchronize()
+    run(PLANS[-1], flags.work(), lanes, batches=End(BATCHES))
+    torch.cuda.synchronize()
+    assert int(flags.missed.sum()) > 0
+
+
+def test_backward_stays_on_the_stream_of_the_compute_lane():
+    streams: dict[str, int] = {}
+
+    class Watched(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            streams["forward"] = torch.cuda.current_stream().cuda_stream
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+            streams["backward"] = torch.cuda.current_stream().cuda_stream
+            return gradients[0]
+
+    leaf = torch.ones(3, device="cuda", requires_grad=True)
+
+    def dense(op: Op) -> None:
+        Watched.apply(leaf).sum().backward()  # type: ignore[union-attr]
+
+    work = {**dict.fromkeys(Kind, lambda op: None), Kind.DENSE: dense}
+    run(plan("nested"), work, CudaLanes(torch.device("cuda")), batches=End(2))
+    assert streams["forward"] == streams["backward"] != torch.cuda.default_stream().cuda_stream
+    assert torch.equal(leaf.grad, torch.full((3,), 2.0, device="cuda"))
+
+
+def test_all_streams_but_that_of_compute_have_high_priority():
+    priorities: dict[Lane, int] = {}
+
+    def note(op: Op) -> None:
+        priorities[op.lane] = torch.cuda.current_stream().priority
+
+    run(plan("nested"), dict.fromkeys(Kind, note), CudaLanes(torch.device("cuda")), batches=End(1))
+    low, _ = torch.cuda.Stream.priority_range()
+    assert {lane for lane, priority in priorities.items() if priority < low} == {
+        *set(Lane) - {Lane.COMPUTE}
+    }
+
+
+def test_host_time_and_device_time_share_their_beginning():
+    """A host op waits for a device op and the other way round: their spans keep that order."""
+    chosen = plan("serial")
+    cycles = torch.cuda._sleep
+
+    def act(op: Op) -> None:
+        cycles(MOST_CYCLES)
+        torch.cuda.current_stream().synchronize()
+
+    lanes = CudaLanes(torch.device("cuda"))
+    trace = run(chosen, dict.fromkeys(Kind, act), lanes, batches=End(4), spans=CudaSpans())
+    spans = {span.name: span for span in trace.spans}
+    slack = 0.2
+    for before, after in chosen.schedule(4).edges:
+        assert spans[str(before)].end <= spans[str(after)].start + slack, f"{before} -> {after}"

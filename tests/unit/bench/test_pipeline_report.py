@@ -1,0 +1,132 @@
+"""The figures of `nestpipe bench pipeline`, from traces whose figures are known."""
+
+import pytest
+
+from nestpipe.bench.pipeline import sharing_of
+from nestpipe.bench.pipeline_cases import EXACT_PLANS, PipelineCase, Variant, case_of, variants_of
+from nestpipe.bench.pipeline_files import joined, read_rounds, read_task, trace_file, write_task
+from nestpipe.bench.pipeline_report import report, without_waiting
+from nestpipe.errors import ConfigError
+from nestpipe.schedule import Kind, Lane, Op
+from nestpipe.sim.sharing import Sharing, replay_shared
+from nestpipe.trace import Span, Trace, write_chrome
+
+CASE = PipelineCase(name="tiny", ranks=2, batch=8, micros=4, rounds=1, steps=16)
+OWN = Sharing((0, 1), frozenset())
+COSTS = {Kind.RETRIEVE: 20.0, Kind.ROWS: 5.0, Kind.DENSE: 10.0, Kind.GRADS: 5.0, Kind.SYNC: 1.0}
+
+
+def cost_of(op: Op, rank: int) -> float:
+    return COSTS.get(op.kind, 0.0)
+
+
+def measured(variants: list[Variant]) -> dict[Variant, list[Trace]]:
+    return {v: [replay_shared(v.make_plan(), cost_of, OWN, batches=16)] for v in variants}
+
+
+def test_a_step_its_gain_and_its_prediction():
+    variants = variants_of(CASE, ("nested",), ("whole",))
+    point = report(CASE, 1, OWN, measured(variants))
+    serial = point.serial()
+    assert serial.step_ms == pytest.approx(20 + 4 * 20, rel=1e-3)
+    assert point.shares == pytest.approx({"lookup": 0.2, "exchange": 0.4, "compute": 0.4}, rel=1e-3)
+    assert point.moved_over_compute == pytest.approx(1.5, rel=1e-3)
+    nested = next(seen for seen in point.variants if seen.variant.plan == "nested")
+    # Hidden but for a refresh, the first rows and the last gradients.
+    assert nested.step_ms == pytest.approx(1 + 5 + 40 + 5, rel=1e-3)
+    assert nested.ratio == pytest.approx(100 / 51, rel=1e-3)
+    assert nested.busiest_lane == "compute"
+    assert nested.efficiency == pytest.approx(41 / 51, rel=1e-3)
+    assert nested.samples_per_s == pytest.approx(1000 * 16 / 51, rel=1e-3)
+    assert nested.error == pytest.approx(0.0, abs=1e-3)
+
+
+def test_the_best_serial_has_no_use_for_micro_batches():
+    def dear_messages(op: Op, rank: int) -> float:
+        return 3.0 if op.kind in (Kind.ROWS, Kind.GRADS) else cost_of(op, rank)
+
+    variants = variants_of(CASE, ("nested",), ("whole",))
+    traces = {v: [replay_shared(v.make_plan(), dear_messages, OWN, batches=16)] for v in variants}
+    nested = report(CASE, 1, OWN, traces).variants[-1]
+    assert nested.ratio_best < nested.ratio
+
+
+def test_waiting_for_a_peer_is_not_work_of_the_network():
+    early = Span("rows", "net", 3, 0, 0, 10.0, 50.0)
+    late = Span("rows", "net", 3, 0, 1, 45.0, 50.0)
+    dense = Span("dense", "compute", 3, 0, 0, 50.0, 60.0)
+    fair = without_waiting(Trace((early, late, dense)))
+    assert [span.start for span in fair.spans] == [45.0, 45.0, 50.0]
+
+
+def test_traces_travel_through_the_folder(tmp_path):
+    variant = Variant("serial", "whole", 4)
+    write_task(tmp_path, CASE, [variant])
+    assert read_task(tmp_path) == (CASE, [variant])
+    for rank in range(2):
+        span = Span("update", "compute", 0, None, rank, 1000.0 + rank, 1002.0 + rank)
+        write_chrome(Trace((span,), {"plan": "serial"}), trace_file(tmp_path, 0, variant, 1, rank))
+    (found,) = read_rounds(tmp_path, CASE, 0, variant)
+    assert found.ranks == (0, 1)
+    assert [round(span.start) for span in found.spans] == [0, 1], "on one clock, from zero"
+    assert found.facts["plan"] == "serial"
+
+
+def test_joined_ranks_keep_their_distance():
+    first = Trace((Span("update", "compute", 0, None, 0, 7.0, 9.0),))
+    second = Trace((Span("update", "compute", 0, None, 1, 8.0, 11.0),))
+    spans = joined([first, second]).spans
+    assert [(s.rank, s.start, s.end) for s in spans] == [(0, 0.0, 2.0), (1, 1.0, 4.0)]
+
+
+def test_serial_runs_in_both_forms_and_without_micro_batches():
+    names = [variant.name for variant in variants_of(CASE, ("nested", "serial"), ("whole",))]
+    assert names == [
+        "serial-whole-1",
+        "serial-new-1",
+        "serial-whole-4",
+        "serial-new-4",
+        "nested-whole-4",
+    ]
+    every = variants_of(CASE, EXACT_PLANS, ("whole", "new"))
+    assert len(every) == len(set(every)) == 4 + 2 * 4
+
+
+@pytest.mark.parametrize(
+    ("plans", "forms", "sentence"),
+    [
+        (("nestd",), ("whole",), "unknown plan 'nestd'"),
+        (("nested",), ("some",), "unknown retrieval 'some'; use whole or new"),
+    ],
+)
+def test_what_cannot_be_run_is_named(plans, forms, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        variants_of(CASE, plans, forms)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "sentence"),
+    [
+        ({"steps": 4}, "steps is 4; give at least 8"),
+        ({"micros": 512, "batch": 256}, "micros is 512 and batch 256"),
+        ({"model": "hstu", "dim": 30}, "dim is 30; make it a multiple of heads, 4"),
+        ({"ranks": 0}, "ranks is 0"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(sizes, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        PipelineCase(**sizes)
+
+
+def test_an_unknown_case_is_refused():
+    with pytest.raises(ConfigError, match="unknown case 'lan'; use network"):
+        case_of("lan")
+
+
+def test_what_ranks_share_depends_on_where_they_run():
+    on_gpu = sharing_of(case_of("paper"), hosts=False)
+    assert on_gpu.pools == (0, 0, 0, 0)
+    assert Lane.HOST not in on_gpu.lanes
+    on_hosts = sharing_of(case_of("network"), hosts=True)
+    assert Lane.HOST in on_hosts.lanes
+    assert Lane.NET not in on_hosts.lanes

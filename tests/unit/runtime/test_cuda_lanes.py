@@ -1,0 +1,193 @@
+"""Lanes of a GPU without a GPU: a device that does what its streams hold when it is told to."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import pytest
+
+from nestpipe.runtime import Act, End, ThreadLanes, Work, run
+from nestpipe.runtime.cuda_lanes import HOST_LANES, StreamPlace
+from nestpipe.schedule import LANE_OF, Kind, Lane, Op, PlanOptions, plan
+
+NESTED = plan("nested", PlanOptions(micros=2))
+
+
+class Device:
+    """Streams that hold what they are given; `work` lets the device do all that it can."""
+
+    def __init__(self) -> None:
+        self.streams: list[FakeStream] = []
+        self.done: list[Op] = []
+        self.busy = threading.Lock()
+
+    def work(self) -> None:
+        """Each stream goes on until it meets an event that has not happened."""
+        with self.busy:
+            while any(stream.go_on() for stream in self.streams):
+                pass
+
+
+@dataclass
+class FakeEvent:
+    """Happens when the device reaches it; the host may wait for that."""
+
+    device: Device
+    happened: bool = False
+
+    def synchronize(self) -> None:
+        self.device.work()
+        assert self.happened, "the host waits for the device, which waits for the host"
+
+
+@dataclass(eq=False)
+class FakeStream:
+    """A queue of kernels and events."""
+
+    device: Device
+    queue: list[Callable[[], bool]] = field(default_factory=list)
+
+    def put(self, kernel: Callable[[], bool]) -> None:
+        """A kernel says whether it could run."""
+        with self.device.busy:
+            self.queue.append(kernel)
+
+    def go_on(self) -> bool:
+        moved = False
+        while self.queue and self.queue[0]():
+            self.queue.pop(0)
+            moved = True
+        return moved
+
+    def wait_event(self, event: FakeEvent) -> None:
+        self.put(lambda: event.happened)
+
+    def record_event(self, event: FakeEvent) -> FakeEvent:
+        def happen() -> bool:
+            event.happened = True
+            return True
+
+        self.put(happen)
+        return event
+
+
+class FakeLanes:
+    """Thread lanes on fake streams, and work that puts a kernel on its thread's stream."""
+
+    def __init__(self) -> None:
+        self.device = Device()
+        self.current = threading.local()
+        self.places = {lane: self._place(lane in HOST_LANES) for lane in Lane}
+        self.lanes = ThreadLanes(self.places.__getitem__)
+
+    def _place(self, host_work: bool) -> StreamPlace:
+        stream = FakeStream(self.device)
+        self.device.streams.append(stream)
+        return StreamPlace(
+            stream,
+            host_work=host_work,
+            new_event=lambda: FakeEvent(self.device),
+            current=self._entered,
+        )
+
+    @contextmanager
+    def _entered(self, stream: FakeStream) -> Iterator[None]:
+        self.current.stream = stream
+        yield
+
+    def launch(self, op: Op) -> None:
+        """An act that returns before the device has done anything."""
+
+        def kernel() -> bool:
+            self.device.done.append(op)
+            return True
+
+        self.current.stream.put(kernel)
+
+    def work(self, **acts: Act) -> Work:
+        return {kind: acts.get(kind.value, self.launch) for kind in Kind}
+
+
+def test_the_device_does_every_op_after_what_it_waits_for():
+    fake = FakeLanes()
+    run(NESTED, fake.work(), fake.lanes, batches=End(6))
+    fake.device.work()
+    schedule = NESTED.schedule(6)
+    place = {op: n for n, op in enumerate(fake.device.done)}
+    assert sorted(place, key=str) == sorted(schedule.ops, key=str)
+    for before, after in schedule.edges:
+        assert place[before] < place[after], f"{before} -> {after}"
+
+
+def test_an_op_is_issued_before_the_device_has_done_what_it_waits_for():
+    fake = FakeLanes()
+    issued: list[Op] = []
+
+    def dense(op: Op) -> None:
+        issued.append(op)
+        assert not [done for done in fake.device.done if done.kind is Kind.ROWS]
+        fake.launch(op)
+
+    # One batch: nothing makes the host wait for the device between `retrieve` and the end.
+    run(plan("dual_buffer"), fake.work(dense=dense), fake.lanes, batches=End(1))
+    assert issued == [Op(Kind.DENSE, 0, 0)]
+
+
+def test_work_on_host_memory_starts_when_the_device_has_done_what_it_waits_for():
+    fake = FakeLanes()
+    schedule = NESTED.schedule(5)
+    waits = {step.op: step.after for step in schedule}
+    seen: list[Op] = []
+
+    def host_act(op: Op) -> None:
+        seen.append(op)
+        missing = [b for b in waits[op] if b not in fake.device.done]
+        assert not missing, f"`{op}` started before {missing}"
+        own = [o for o in schedule.ops if o.lane is op.lane]
+        assert set(own[: own.index(op)]) <= set(fake.device.done), "one op of a lane at a time"
+        fake.launch(op)
+
+    kinds = {kind for kind, lane in LANE_OF.items() if lane in HOST_LANES}
+    acts = {kind.value: host_act for kind in kinds}
+    run(NESTED, fake.work(**acts), fake.lanes, batches=End(5))
+    assert {op.kind for op in seen} == kinds
+
+
+def test_the_issuing_loop_waits_for_the_device():
+    fake = FakeLanes()
+    ahead: list[int] = []
+
+    def prefetch(op: Op) -> None:
+        updates = sum(done.kind is Kind.UPDATE for done in fake.device.done)
+        ahead.append(op.batch - updates)
+
+    run(NESTED, fake.work(prefetch=prefetch), fake.lanes, batches=End(12))
+    assert max(ahead) <= NESTED.shape.lookahead
+
+
+def test_a_failure_ends_the_run_and_names_its_op():
+    fake = FakeLanes()
+
+    def rows(op: Op) -> None:
+        if op.batch == 2:
+            raise ValueError("broken")
+        fake.launch(op)
+
+    with pytest.raises(ValueError, match="broken") as failure:
+        run(NESTED, fake.work(rows=rows), fake.lanes)
+    assert failure.value.__notes__[0].startswith("in `rows 2")
+
+
+def test_a_lane_whose_thread_cannot_start_ends_the_run():
+    fake = FakeLanes()
+
+    def refused(stream: object) -> None:
+        raise RuntimeError("no such device")
+
+    stream = fake.places[Lane.NET].stream
+    fake.places[Lane.NET] = StreamPlace(stream, current=refused)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="no such device"):
+        run(NESTED, fake.work(), fake.lanes)

@@ -1,0 +1,109 @@
+"""Ranks that share what they compute with, and other plans predicted from `serial`."""
+
+import random
+
+import pytest
+
+from nestpipe.errors import ParseError
+from nestpipe.schedule import PLANS, Kind, Lane, Op, PlanOptions, Retrieval, plan
+from nestpipe.sim import Scale, figures, replay
+from nestpipe.sim.serial_costs import SerialCosts, SerialRuns
+from nestpipe.sim.sharing import Sharing, replay_shared
+from nestpipe.trace import Trace
+
+OFF_NETWORK = frozenset(Lane) - {Lane.NET}
+NOTHING = Sharing((0, 1, 2, 3), frozenset())
+ALONE = Sharing((0, 1, 2, 3), OFF_NETWORK)
+PAIRS = Sharing((0, 1, 0, 1), OFF_NETWORK)
+COSTS = dict(zip(Kind, (3.0, 1, 2, 0.5, 1.5, 2, 6, 1, 0.1, 4, 9, 5, 3, 2, 1, 7), strict=True))
+
+
+def constant(op: Op, rank: int) -> float:
+    return COSTS[op.kind]
+
+
+def uneven(op: Op, rank: int) -> float:
+    """Different for every op and rank, the same for every batch and form."""
+    luck = random.Random(f"{op.kind} {op.micro} {rank}").uniform(0.5, 1.5)
+    return COSTS[op.kind] * (luck if op.lane is not Lane.NET else 1.0)
+
+
+def step_ms(trace: Trace, rank: int = 0) -> float:
+    return figures(trace, samples=1, rank=rank).step_ms
+
+
+@pytest.mark.parametrize("name", [name for name in PLANS if name != "stale_prefetch"])
+@pytest.mark.parametrize("retrieval", list(Retrieval))
+def test_ranks_that_share_nothing_match_the_replay_of_many(name: str, retrieval: Retrieval):
+    chosen = plan(name, PlanOptions(micros=4, retrieval=retrieval))
+    shared = replay_shared(chosen, constant, NOTHING, batches=12)
+    many = replay(chosen, COSTS, Scale(4), batches=12, record=range(4)).trace
+    ends = {(span.name, span.rank): span.end for span in many.spans}
+    assert len(shared.spans) == len(many.spans)
+    for span in shared.spans:
+        assert span.end == pytest.approx(ends[span.name, span.rank], abs=1e-3)
+
+
+def test_two_ranks_on_one_core_compute_half_as_fast():
+    only_dense = {Kind.DENSE: 10.0}
+    serial = plan("serial", PlanOptions(micros=2))
+    alone, pairs = (
+        replay_shared(serial, lambda op, rank: only_dense.get(op.kind, 0.0), sharing, batches=12)
+        for sharing in (ALONE, PAIRS)
+    )
+    assert step_ms(alone) == pytest.approx(20.0, abs=1e-3)
+    assert step_ms(pairs) == pytest.approx(40.0, abs=1e-3)
+
+
+def test_a_core_that_nobody_else_uses_runs_at_full_speed():
+    """Rank 0 computes ten times as much: its neighbour is done early and leaves it the core."""
+    serial = plan("serial", PlanOptions())
+    cost = {0: 100.0, 1: 1.0, 2: 10.0, 3: 1.0}
+    trace = replay_shared(
+        serial,
+        lambda op, rank: cost[rank] if op.kind is Kind.DENSE else 0.0,
+        PAIRS,
+        batches=12,
+    )
+    assert step_ms(trace) == pytest.approx(110.0, abs=1e-3)
+
+
+@pytest.mark.parametrize("sharing", [ALONE, PAIRS, Sharing((0,) * 4, OFF_NETWORK, capacity=2)])
+@pytest.mark.parametrize("retrieval", list(Retrieval))
+def test_serial_gives_back_the_costs_it_was_made_of(sharing: Sharing, retrieval: Retrieval):
+    serial = plan("serial", PlanOptions(micros=3, retrieval=retrieval))
+    read = SerialCosts([replay_shared(serial, uneven, sharing, batches=10)], sharing)
+    for step in serial.schedule(4).steps:
+        for rank in range(4):
+            assert read(step.op, rank) == pytest.approx(uneven(step.op, rank), abs=1e-3), step.op
+
+
+@pytest.mark.parametrize("name", ["sparse_dist", "dual_buffer", "frozen_window", "nested"])
+@pytest.mark.parametrize("retrieval", list(Retrieval))
+def test_serial_alone_predicts_every_other_plan(name: str, retrieval: Retrieval):
+    whole, new = (
+        replay_shared(
+            plan("serial", PlanOptions(micros=4, retrieval=form)), uneven, PAIRS, batches=12
+        )
+        for form in Retrieval
+    )
+    other = plan(name, PlanOptions(micros=4, retrieval=retrieval))
+    predicted = SerialRuns([whole], [new], PAIRS).predict(other, batches=20)
+    true = replay_shared(other, uneven, PAIRS, batches=20)
+    for rank in range(4):
+        assert step_ms(predicted, rank) == pytest.approx(step_ms(true, rank), rel=1e-3)
+
+
+def test_what_runs_under_dense_on_the_same_core_is_not_free():
+    """Retrieval is hidden, but it takes the core away from dense: the simulator must see that."""
+    nested = plan("nested", PlanOptions(micros=4))
+    dear = {Kind.DENSE: 10.0, Kind.RETRIEVE: 20.0}
+    one_core = Sharing((0,), OFF_NETWORK)
+    trace = replay_shared(nested, lambda op, rank: dear.get(op.kind, 0.0), one_core, batches=16)
+    assert step_ms(trace) == pytest.approx(60.0, rel=1e-3)
+
+
+def test_too_short_a_trace_is_refused():
+    short = replay_shared(plan("serial", PlanOptions()), constant, ALONE, batches=3)
+    with pytest.raises(ParseError, match="more than 3 batches"):
+        SerialCosts([short], ALONE)

@@ -1,0 +1,125 @@
+"""`nestpipe verify` from the outside."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from nestpipe.cli.app import main
+
+SMALL = (
+    *("--set", "data.synthetic.samples=1000"),
+    *("--set", "data.synthetic.num_tables=3"),
+    *("--set", "data.synthetic.num_keys=300"),
+    *("--set", "run.batch=64"),
+    *("--set", "run.device=cpu"),
+    *("--set", "model.dim=4"),
+    *("--set", "pipeline.micro_batches=2"),
+    *("--steps", "6"),
+)
+
+
+@pytest.fixture
+def verify(capsys):
+    """Exit status, standard output and standard error of the command, in this process."""
+
+    def call(*arguments: str) -> tuple[object, str, str]:
+        with pytest.raises(SystemExit) as stop:
+            main(["verify", *SMALL, *arguments])
+        return stop.value.code, *capsys.readouterr()
+
+    return call
+
+
+def on_two_ranks(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "nestpipe", "verify", *SMALL, *arguments, "--ranks", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, env=environment, timeout=300
+    )
+
+
+def test_two_processes_are_identical_and_say_so_in_json(tmp_path):
+    done = on_two_ranks("--json", str(tmp_path / "verdict.json"))
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.splitlines()
+    assert first == "identical: nested and serial, 6 steps of 2 micro-batches on 2 ranks"
+    assert second.startswith("compared bit for bit: ")
+    verdict = json.loads((tmp_path / "verdict.json").read_text())
+    assert verdict.pop("rows_compared") > 100
+    assert verdict.pop("tensors_compared") > 20
+    assert verdict == {
+        "identical": True,
+        "plan": "nested",
+        "ranks": 2,
+        "steps": 6,
+        "micros": 2,
+        "rows_different": 0,
+        "tensors_different": 0,
+        "largest_difference": 0.0,
+        "first_different_step": None,
+        "first_difference": None,
+    }
+
+
+def test_two_processes_catch_a_stale_plan_with_exit_status_1():
+    done = on_two_ranks("--plan", "stale_prefetch", "--json", "-")
+    assert done.returncode == 1, done.stderr
+    verdict = json.loads(done.stdout)
+    assert verdict["identical"] is False
+    assert verdict["first_difference"].startswith("on rank 0, table 'c0', key ")
+
+
+def test_one_process_tells_people_how_much_differs(verify):
+    status, out, _ = verify("--plan", "stale_prefetch")
+    assert status == 1
+    different, _, first, extent = out.splitlines()
+    assert different.startswith("different: stale_prefetch is not serial, 6 steps of ")
+    assert first.startswith("first difference: on rank 0, table 'c0', key ")
+    assert " tensors differ, by at most " in extent
+    assert extent.endswith("losses differ from step 2 on")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "plan"),
+    [
+        ([], "nested"),
+        (["--set", "pipeline.plan=dual_buffer"], "dual_buffer"),
+        (["--set", "pipeline.plan=dual_buffer", "--plan", "frozen_window"], "frozen_window"),
+        (["--plan", "serial"], "serial"),
+    ],
+)
+def test_the_plan_is_the_one_asked_for_or_the_configs_or_nested(verify, arguments, plan):
+    status, out, _ = verify(*arguments, "--json", "-")
+    assert status == 0
+    verdict = json.loads(out)
+    assert verdict["identical"] is True
+    assert verdict["plan"] == plan
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--plan", "hasty"], "pipeline.plan is 'hasty'"),
+        (["--steps", "0"], "--steps"),
+        (["--ranks", "0"], "cannot start 0 ranks"),
+        (["--set", "pipeline.micro_batch=3"], "did you mean micro_batches?"),
+        (["nowhere.toml"], "nowhere.toml"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_exit_status_2(verify, arguments, expected):
+    status, out, errors = verify(*arguments)
+    assert status == 2
+    assert out == ""
+    assert errors.startswith("error: ")
+    assert expected in errors
+    assert errors.count("\n") == 1
+
+
+def test_a_run_that_fails_is_no_verdict(verify):
+    status, out, errors = verify("--set", "rows.lr=1e30", "--set", "rows.optimizer=sgd")
+    assert status == 3
+    assert out == ""
+    assert "the loss of step" in errors

@@ -1,0 +1,110 @@
+"""Timing changes nothing: every op takes longer by chance, and no bit moves."""
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+
+import pytest
+
+from nestpipe.comm import run_ranks
+from nestpipe.config import build
+from nestpipe.errors import RunError
+from nestpipe.runtime import inject_delays
+from nestpipe.schedule import Kind, Plan, Shape, Step
+from nestpipe.train.compare import Findings, Trained, compare
+from nestpipe.train.settings import PipelineSettings
+from nestpipe.train.verify import serial_twin, train_to_compare
+
+RANKS, SEEDS, MAX_MS, STEPS = 2, 54, 1.5, 5
+
+
+def pipeline(plan: str, seed: int) -> PipelineSettings:
+    """Seeds also vary what the plan does."""
+    given = {
+        "plan": plan,
+        "micro_batches": 1 + seed % 3,
+        "retrieval": ("whole", "new")[seed // 3 % 2] if plan != "stale_prefetch" else "whole",
+    }
+    return build(PipelineSettings, given)
+
+
+@dataclass(frozen=True)
+class Without:
+    """A plan in which ops of one kind no longer wait for those of another."""
+
+    plan: Plan
+    kind: Kind
+    awaited: Kind
+
+    @property
+    def shape(self) -> Shape:
+        return self.plan.shape
+
+    def stream(self, batches: Callable[[], int | None]) -> Iterator[Step]:
+        for step in self.plan.stream(batches):
+            cut = step.op.kind is self.kind
+            yield Step(step.op, tuple(a for a in step.after if not cut or a.kind != self.awaited))
+
+
+def train(
+    world,
+    settings: PipelineSettings,
+    delays: int | None = None,
+    change: Callable[[Plan], Plan | Without] = lambda plan: plan,
+) -> list[Trained]:
+    """What every rank comes to; ranks are delayed differently."""
+
+    def one(comm) -> Trained:
+        around = partial(inject_delays, seed=RANKS * (delays or 0) + comm.rank, max_ms=MAX_MS)
+        hook = {} if delays is None else {"around": around}
+        trainer = world.trainer(settings, comm, **hook)
+        trainer.plan = change(trainer.plan)
+        return train_to_compare(trainer, world.source, settings.plan, STEPS, 1, lambda report: None)
+
+    return run_ranks(RANKS, one)
+
+
+@pytest.fixture(scope="module")
+def twins(make_world):
+    """The serial run without delays, by number of micro-batches; made once."""
+    world = make_world(optimizer="adam")
+    made = {1 + seed: train(world, serial_twin(pipeline("nested", seed))) for seed in range(3)}
+    return world, made
+
+
+def findings(
+    twins, plan: str, seed: int, change: Callable[[Plan], Plan | Without] = lambda plan: plan
+) -> list[Findings]:
+    world, made = twins
+    settings = pipeline(plan, seed)
+    delayed = train(world, settings, seed, change)
+    found = [
+        compare(one, two) for one, two in zip(made[settings.micro_batches], delayed, strict=True)
+    ]
+    for trained in delayed:
+        trained.trainer.close()
+    return found
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_no_delay_changes_a_bit(twins, seed):
+    for found in findings(twins, "nested", seed):
+        assert found.rows_compared > 20
+        assert asdict(found) == asdict(
+            Findings(rows_compared=found.rows_compared, tensors_compared=found.tensors_compared)
+        )
+
+
+def test_the_same_comparison_catches_a_stale_plan(twins):
+    assert all(found.rows_different for found in findings(twins, "stale_prefetch", 1))
+
+
+def test_rows_sent_before_their_refresh_are_found(twins):
+    """Delays and comparison have teeth: one wait less, and some seed shows it."""
+    different = 0
+    for seed in range(6):
+        with suppress(RunError):  # memory that nothing has filled yet may hold any number
+            hasty = partial(Without, kind=Kind.ROWS, awaited=Kind.SYNC)
+            different += sum(f.rows_different for f in findings(twins, "nested", seed, hasty))
+    assert different > 0

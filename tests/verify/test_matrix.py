@@ -1,0 +1,124 @@
+"""Whatever the plan, the data and the optimizers: the bits of `serial`.
+
+The cases are no full product, but every value of an axis meets every value of every other.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import combinations, product
+
+import pytest
+
+from nestpipe.comm import run_ranks
+from nestpipe.config import build
+from nestpipe.embedding.optimizers import OPTIMIZERS
+from nestpipe.train.settings import PipelineSettings
+from nestpipe.train.verify import Verdict, verify
+
+STEPS = 5
+Case = dict[str, object]
+
+PIPELINE: Mapping[str, Sequence[object]] = {
+    "plan": ("sparse_dist", "dual_buffer", "frozen_window", "nested"),
+    "retrieval": ("whole", "new"),
+    "micro_batches": (1, 2, 3, 4, 5, 6, 7, 8),
+}
+"""Keys of `[pipeline]`, and the values that must not change a bit."""
+WORLD: Mapping[str, Sequence[object]] = {
+    "keys": ("some shared", "none shared", "all shared", "growing", "empty on some ranks"),
+    "optimizer": OPTIMIZERS,
+    "dense": ("sgd", "adagrad", "adam"),
+    "dtype": ("float32", "bfloat16"),
+    "in_place": (True, False),
+}
+"""The job itself."""
+AXES: Mapping[str, Sequence[object]] = {"ranks": (1, 2, 4), **PIPELINE, **WORLD}
+
+
+def pairs_of(case: Mapping[str, object]) -> set[frozenset[tuple[str, object]]]:
+    return {frozenset(pair) for pair in combinations(case.items(), 2)}
+
+
+def covering_cases(axes: Mapping[str, Sequence[object]]) -> list[Case]:
+    """Few cases in which any two values of different axes meet; greedy, the same every time."""
+    missing = {
+        frozenset([(one, a), (two, b)]): None
+        for one, two in combinations(axes, 2)
+        for a, b in product(axes[one], axes[two])
+    }
+    cases: list[Case] = []
+    while missing:
+        case: Case = dict(next(iter(missing)))
+        for axis in axes:
+            if axis not in case:
+                gains = [
+                    sum(frozenset([(axis, value), other]) in missing for other in case.items())
+                    for value in axes[axis]
+                ]
+                # Of equal gains take another one each time.
+                best = [
+                    value
+                    for value, gain in zip(axes[axis], gains, strict=True)
+                    if gain == max(gains)
+                ]
+                case[axis] = best[len(cases) % len(best)]
+        for pair in pairs_of(case):
+            missing.pop(pair, None)
+        cases.append({axis: case[axis] for axis in axes})
+    return cases
+
+
+CASES = covering_cases(AXES)
+
+
+def prove(make_world, case: Case) -> Verdict:
+    """The verdict on one case, which must be the same on every rank."""
+    pipeline = build(PipelineSettings, {name: case[name] for name in PIPELINE if name in case})
+    world = make_world(**{name: case[name] for name in WORLD if name in case})
+
+    def one(comm) -> Verdict:
+        return verify(lambda settings: (world.trainer(settings, comm), world.source), pipeline)
+
+    first, *others = run_ranks(int(str(case["ranks"])), one)
+    assert all(other == first for other in others)
+    return first
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
+def test_a_plan_changes_no_bit(make_world, case):
+    verdict = prove(make_world, case)
+    assert verdict.first_difference is None
+    assert verdict.identical
+    assert verdict.steps == STEPS
+    assert verdict.rows_compared == make_world(keys=case["keys"]).source.num_rows()
+    assert verdict.tensors_compared >= 10 * case["ranks"]
+
+
+def test_any_two_values_meet_in_some_case():
+    met = set().union(*(pairs_of(case) for case in CASES))
+    for one, two in combinations(AXES, 2):
+        for a, b in product(AXES[one], AXES[two]):
+            assert frozenset([(one, a), (two, b)]) in met
+    assert len(CASES) < 60
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("keys", ["some shared", "all shared", "growing"])
+def test_a_stale_plan_is_caught_where_neighbours_share_keys(make_world, ranks, keys):
+    case = {"ranks": ranks, "plan": "stale_prefetch", "micro_batches": 2, "keys": keys}
+    verdict = prove(make_world, case)
+    assert not verdict.identical
+    assert verdict.rows_different > 0
+    assert verdict.tensors_different > 0
+    assert verdict.largest_difference is not None
+    assert verdict.largest_difference > 1e-4
+    # Batch 1 is the first that can see a stale row.
+    assert verdict.first_different_step == 2
+    assert verdict.first_difference is not None
+    assert verdict.first_difference.startswith("on rank 0, table 'items', key ")
+    assert "serial has " in verdict.first_difference
+    assert "stale_prefetch has " in verdict.first_difference
+
+
+def test_a_stale_plan_is_exact_where_no_key_returns(make_world):
+    case = {"ranks": 2, "plan": "stale_prefetch", "keys": "none shared"}
+    assert prove(make_world, case).identical
