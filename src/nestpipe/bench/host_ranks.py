@@ -19,6 +19,16 @@ STOP_S = 10.0
 """After a rank has failed, the others have so long to say where they were."""
 
 
+KEEP_MEMORY = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+    "MALLOC_TRIM_THRESHOLD_": str(4 << 30),
+    "MALLOC_TOP_PAD_": str(64 << 20),
+}
+"""Lets glibc keep freed memory: else every large tensor costs page faults, in threads most of
+all."""
+
+
 def launch_on_hosts(hosts: Sequence[Host], command: Sequence[str]) -> int:
     """Run the command once per host and return the exit status of the run.
 
@@ -49,6 +59,7 @@ def _start(host: Host, size: int, master: str, command: Sequence[str]) -> subpro
         "OMP_NUM_THREADS": "1",
         # Names of hosts cannot be looked up here, and torch would say so each time.
         "TORCH_CPP_LOG_LEVEL": "ERROR",
+        **KEEP_MEMORY,
     }
     cores = sorted(os.sched_getaffinity(0))
     core = cores[host.number % len(cores)]

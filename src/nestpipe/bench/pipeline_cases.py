@@ -78,7 +78,16 @@ class PipelineCase:
 CASES = {
     case.name: case
     for case in (
-        PipelineCase(name="network", rate="150mbit", passes=2),
+        PipelineCase(
+            name="network",
+            rate="120mbit",
+            batch=128,
+            keys=32,
+            dim=256,
+            passes=12,
+            micros=16,
+            steps=12,
+        ),
         PipelineCase(
             name="paper",
             device="cuda",

@@ -10,6 +10,9 @@ from pathlib import Path
 from nestpipe.bench.pipeline_cases import PipelineCase, Variant
 from nestpipe.trace import Trace, read_chrome
 
+NET_CPU = "net_cpu_ms"
+"""A fact of a trace: processor time of rank 0 in collectives, all batches together."""
+
 
 @dataclass(frozen=True, slots=True)
 class Points:

@@ -134,11 +134,11 @@ class Repeated:
 
 def fill_store(trainer: Trainer, case: PipelineCase) -> int:
     """Store every row that this rank owns; returns how many bytes the store then has."""
-    (store,) = trainer.stores
+    (store,), (home,) = trainer.stores, trainer.groups[0].homes
     rank, ranks = trainer.comm.rank, trainer.comm.size
     rows_KS = torch.full((CHUNK, store.layout.width), 0.01)
     for begin in range(0, case.rows, CHUNK):
         keys_K = torch.arange(begin, min(begin + CHUNK, case.rows))
-        keys_K = keys_K[owner_of(keys_K, 0, ranks) == rank]
+        keys_K = keys_K[owner_of(keys_K, 0, ranks, home) == rank]
         store.scatter(keys_K, [len(keys_K)], rows_KS[: len(keys_K)])
     return store.num_bytes()

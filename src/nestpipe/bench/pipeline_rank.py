@@ -19,7 +19,7 @@ import torch
 
 from nestpipe.bench.one_gpu import look_like_a_host
 from nestpipe.bench.pipeline_cases import CURVE, PipelineCase, Variant
-from nestpipe.bench.pipeline_files import read_task, trace_file, write_points
+from nestpipe.bench.pipeline_files import NET_CPU, read_task, trace_file, write_points
 from nestpipe.bench.pipeline_model import (
     Repeated,
     fill_store,
@@ -31,8 +31,9 @@ from nestpipe.comm import Communicator, LocalCommunicator, connect
 from nestpipe.errors import NestpipeError
 from nestpipe.runtime import Lanes, Spans, lanes_for
 from nestpipe.runtime.lanes import Act
+from nestpipe.schedule import Op
 from nestpipe.sim import figures
-from nestpipe.trace import Trace, write_chrome
+from nestpipe.trace import Span, Trace, write_chrome
 from nestpipe.trace.span import Fact
 from nestpipe.train.settings import DenseSettings, RowSettings, TrainSettings
 from nestpipe.train.trainer import Trainer
@@ -42,18 +43,31 @@ CALIBRATION_PASSES = (1, 9)
 
 
 class SharedClock:
-    """Spans that remember when they began, by the clock of the machine."""
+    """Spans that remember when they began, by the clock of the machine.
+
+    Also the processor time of this process while a collective ran: in a serial run, where nothing
+    else does, that is what the collective took of the processor.
+    """
 
     def __init__(self, spans: Spans) -> None:
         self._spans = spans
         self.began_ms = 0.0
+        self.net_cpu_ms = 0.0
 
     def begin(self) -> None:
         self._spans.begin()
-        self.began_ms = time.perf_counter() * 1e3
+        self.began_ms, self.net_cpu_ms = time.perf_counter() * 1e3, 0.0
 
     def timed(self, act: Act) -> Act:
-        return self._spans.timed(act)
+        timed = self._spans.timed(act)
+
+        def counted(op: Op) -> None:
+            before = time.process_time()
+            timed(op)
+            if op.collective:
+                self.net_cpu_ms += (time.process_time() - before) * 1e3
+
+        return counted
 
     def trace(self, facts: Mapping[str, Fact]) -> Trace:
         return self._spans.trace(facts)
@@ -83,7 +97,8 @@ class Rounds:
         trainer.spans, trainer.trace = self._clock, Trace(())
         self.comm.barrier()
         trainer.fit(self.source, epochs=trainer.progress.epoch + 1)  # type: ignore[arg-type]
-        return _shifted(trainer.trace, self._clock.began_ms)
+        facts = {**trainer.trace.facts, NET_CPU: self._clock.net_cpu_ms}
+        return Trace(_shifted(trainer.trace.spans, self._clock.began_ms), facts)
 
     def set_passes(self, passes: int) -> None:
         """Choose the compute of the rounds that follow."""
@@ -97,9 +112,8 @@ class Rounds:
         return self._lanes[overlapping]
 
 
-def _shifted(trace: Trace, by_ms: float) -> Trace:
-    spans = (replace(s, start=s.start + by_ms, end=s.end + by_ms) for s in trace.spans)
-    return Trace(tuple(spans), trace.facts)
+def _shifted(spans: Sequence[Span], by_ms: float) -> tuple[Span, ...]:
+    return tuple(replace(s, start=s.start + by_ms, end=s.end + by_ms) for s in spans)
 
 
 def measure(case: PipelineCase, variants: Sequence[Variant], comm: Communicator, folder: Path):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from statistics import mean, median
 
 from nestpipe.bench.pipeline_cases import PipelineCase, Variant
+from nestpipe.bench.pipeline_files import NET_CPU
 from nestpipe.sim import Figures, figures
 from nestpipe.sim.serial_costs import SerialRuns
 from nestpipe.sim.sharing import Sharing
@@ -34,7 +35,7 @@ class VariantReport:
     idle_ms: float
     """Exposed time in which nothing ran: waiting for other ranks, or for a thread to wake up."""
     busy_ms: Mapping[str, float]
-    """Busy time by lane; a collective counts from when its last member came."""
+    """Busy time by lane; a collective is busy from its last start on any rank to its last end."""
     ratio: float
     """Step of `serial` in the same form and with the same micro-batches over this step."""
     ratio_best: float
@@ -122,8 +123,7 @@ def report(
     rounds: Mapping[Variant, Sequence[Trace]],
 ) -> PointReport:
     """Figures of every variant, beside what the simulator predicts."""
-    fair = {variant: [without_waiting(t) for t in traces] for variant, traces in rounds.items()}
-    seen = {variant: _mean_figures(case, traces) for variant, traces in fair.items()}
+    seen = {variant: _steady(case, traces) for variant, traces in rounds.items()}
     best = min(found.step_ms for variant, found in seen.items() if variant.plan == "serial")
     predicted = _predict(case, sharing, rounds)
     return PointReport(
@@ -149,17 +149,39 @@ def report(
 
 def without_waiting(trace: Trace) -> Trace:
     """The same trace, in which a collective begins when its last member comes."""
+    last = _last_starts(trace)
+    return _with_net(trace, lambda s: replace(s, start=min(s.end, last[s.name])))
+
+
+def network_in_use(trace: Trace) -> Trace:
+    """The same trace, in which a collective lasts, for all, until its last member has ended.
+
+    The network does one collective at a time: a rank that is done early finds it in use.
+    """
+    last, ends = _last_starts(trace), defaultdict[str, float](float)
+    for span in trace.spans:
+        ends[span.name] = max(ends[span.name], span.end)
+    return _with_net(trace, lambda s: replace(s, start=last[s.name], end=ends[s.name]))
+
+
+def _last_starts(trace: Trace) -> dict[str, float]:
     last: dict[str, float] = defaultdict(float)
     for span in trace.spans:
-        if span.lane == NET:
-            last[span.name] = max(last[span.name], span.start)
+        last[span.name] = max(last[span.name], span.start)
+    return last
 
-    def fair(span: Span) -> Span:
-        if span.lane != NET:
-            return span
-        return replace(span, start=min(span.end, last[span.name]))
 
-    return Trace(tuple(fair(span) for span in trace.spans), trace.facts)
+def _with_net(trace: Trace, change: Callable[[Span], Span]) -> Trace:
+    spans = (change(span) if span.lane == NET else span for span in trace.spans)
+    return Trace(tuple(spans), trace.facts)
+
+
+def _steady(case: PipelineCase, rounds: Sequence[Trace]) -> Figures:
+    """The figures of a variant: exposure as each rank saw it, lanes as they were in use."""
+    in_use = _mean_figures(case, [network_in_use(trace) for trace in rounds])
+    return replace(
+        _mean_figures(case, [without_waiting(trace) for trace in rounds]), busy_ms=in_use.busy_ms
+    )
 
 
 def _mean_figures(case: PipelineCase, rounds: Sequence[Trace]) -> Figures:
@@ -195,7 +217,8 @@ def _predict(
 ) -> dict[Variant, float]:
     """The step of every variant, from the traces of `serial` with as many micro-batches."""
     whole, new = (Variant("serial", form, case.micros) for form in ("whole", "new"))
-    runs = SerialRuns(rounds[whole], rounds[new], sharing)
+    draw = collective_draw(rounds[whole]) if case.device == "cpu" else 0.0
+    runs = SerialRuns(rounds[whole], rounds[new], replace(sharing, collective_draw=draw))
     return {
         variant: _mean_figures(
             case, [runs.predict(variant.make_plan(), batches=PREDICTED_BATCHES)]
@@ -203,3 +226,15 @@ def _predict(
         for variant in rounds
         if variant.micros == case.micros
     }
+
+
+def collective_draw(serial: Sequence[Trace]) -> float:
+    """The part of a core that a rank's collectives take while they run, from serial traces."""
+    used = sum(float(trace.facts.get(NET_CPU, 0.0)) for trace in serial)
+    ran = sum(
+        span.duration
+        for trace in serial
+        for span in without_waiting(trace).of_rank(0)
+        if span.lane == NET
+    )
+    return min(1.0, used / ran) if ran else 0.0

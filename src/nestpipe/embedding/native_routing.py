@@ -78,8 +78,9 @@ def request(wanted: Wanted) -> Routed:
     key_counts_RC = torch.empty(wanted.ranks, tables, dtype=torch.int64)
     row_counts_RC = torch.empty_like(key_counts_RC)
     straight = torch.empty(tables, dtype=torch.int64)
-    keys_A, sums_L, seen_S, back_S = (_int64s(terms) for _ in range(4))
-    seen_ends, back_ends = _int64s(outputs + 1), _int64s(terms + 1)
+    keys_A, sums_L = _int64s(terms), _int64s(terms)
+    seen_S, back_S = _int32s(terms), _int32s(terms)
+    seen_ends, back_ends = _int32s(outputs + 1), _int32s(terms + 1)
     given = _Wanted(
         *(tables, wanted.ranks, wanted.rank, wanted.dim),
         *(term_ends.data_ptr(), output_ends.data_ptr(), keys_T.data_ptr()),
@@ -111,9 +112,9 @@ def unite(asked: Asked) -> United:
     total = len(asked.keys_A)
     rows_M = asked.row_counts_RMC.sum((0, 2)).tolist()
     keys_M = asked.key_counts_RMC.sum((0, 2)).tolist()
-    keys_K, serve_T, back_T = (_int64s(total) for _ in range(3))
-    serve_ends = _int64s(sum(rows_M) + micros)
-    back_ends = _int64s(micros * (total + 1))
+    keys_K, serve_T, back_T = _int64s(total), _int32s(total), _int32s(total)
+    serve_ends = _int32s(sum(rows_M) + micros)
+    back_ends = _int32s(micros * (total + 1))
     table_counts = torch.empty(tables, dtype=torch.int64)
     key_counts, row_counts = asked.key_counts_RMC.contiguous(), asked.row_counts_RMC.contiguous()
     keys_A, lengths_L = asked.keys_A.contiguous(), asked.lengths_L.contiguous()
@@ -161,6 +162,11 @@ def match(
 
 def _int64s(count: int) -> Tensor:
     return empty((count,), torch.int64, _CPU)
+
+
+def _int32s(count: int) -> Tensor:
+    """For positions in a batch, which are few enough and many."""
+    return empty((count,), torch.int32, _CPU)
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

@@ -44,7 +44,7 @@ class Routed:
     seen: Bags
     back: Bags
     straight: list[int]
-    """[table] where the rows of its outputs begin, one for each, in order; -1: not known to be so"""
+    """[table] where the rows of its outputs begin, one for each, in order; -1: not known to be"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,9 +35,9 @@ class _Spread(torch.autograd.Function):
             starts = zip(request.straight, request.sizes.values(), strict=True)
             return tuple(rows_PD[start : start + size] for start, size in starts)
         dim, device = rows_PD.shape[1], rows_PD.device
-        seen = tuple(empty_rows(size, dim, device) for size in request.sizes.values())
-        sum_bags(request.seen, came, seen)
-        return seen
+        seen_OD = empty_rows(sum(request.sizes.values()), dim, device)
+        sum_bags(request.seen, came, [seen_OD])
+        return torch.split(seen_OD, list(request.sizes.values()))
 
     @staticmethod
     @once_differentiable

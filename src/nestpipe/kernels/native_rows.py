@@ -72,7 +72,8 @@ def sum_bags(
     count, dim = out_SD.shape
     source, alive = _rows_of(rows)
     target, _ = _rows_of([out_SD])
-    bags = _Bags(terms_T.data_ptr(), _pointer(ends_S1))
+    terms_T, ends_S1 = _int32(terms_T), _int32(ends_S1)
+    bags = _Bags(_pointer(terms_T), _pointer(ends_S1))
     status = library().nestpipe_sum(
         ctypes.byref(source),
         ctypes.byref(bags),
@@ -104,10 +105,11 @@ def update(
         return
     target, alive = _rows_of([rows] if isinstance(rows, Tensor) else rows)
     sources = [_rows_of(part.rows) for part in parts]
+    positions = [(_int32(part.terms_T), _int32(part.ends_K1)) for part in parts]
     given = (_Part * len(parts))(
         *(
-            _Part(source, _Bags(_pointer(part.terms_T), _pointer(part.ends_K1)))
-            for (source, _), part in zip(sources, parts, strict=True)
+            _Part(source, _Bags(_pointer(terms), _pointer(ends)))
+            for (source, _), (terms, ends) in zip(sources, positions, strict=True)
         )
     )
     optimizer = _Optimizer(
@@ -127,6 +129,11 @@ def update(
     _check(status)
 
 
+def _int32(tensor: Tensor | None) -> Tensor | None:
+    """Positions as native code wants them; its own are of that type."""
+    return None if tensor is None else tensor.to(torch.int32)
+
+
 def _pointer(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
@@ -140,10 +147,19 @@ def _rows_of(rows: Sequence[Tensor] | Places) -> tuple[_Rows, Tensor | None]:
         assert tensor.stride(1) == 1, "rows must lie in one piece"
     if len(rows) == 1:
         return _Rows(rows[0].data_ptr(), rows[0].stride(0) * 4, None), None
-    addresses = torch.cat(
+    addresses = _addresses(rows)
+    return _Rows(None, 0, addresses.data_ptr()), addresses
+
+
+def _addresses(rows: Sequence[Tensor]) -> Tensor:
+    """Where each row of several tensors lies."""
+    if len({(len(part), part.stride(0)) for part in rows}) == 1:
+        bases = torch.tensor([part.data_ptr() for part in rows])
+        steps = torch.arange(len(rows[0])).mul_(rows[0].stride(0) * 4)
+        return (bases[:, None] + steps).view(-1)
+    return torch.cat(
         [torch.arange(len(part)).mul_(part.stride(0) * 4).add_(part.data_ptr()) for part in rows]
     )
-    return _Rows(None, 0, addresses.data_ptr()), addresses
 
 
 def _check(status: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from nestpipe.runtime.garbage import between_batches, collected_by_hand
 from nestpipe.runtime.lanes import Act, Event, Lanes, Work
 from nestpipe.runtime.spans import HostSpans, Spans
 from nestpipe.schedule import Kind, Op, Plan, Shape
@@ -36,11 +37,12 @@ def run(
     acts = {kind: _until(batches, spans.timed(act)) for kind, act in work.items()}
     done: dict[Op, Event] = {}
     spans.begin()
-    with lanes:
+    with collected_by_hand(), lanes:
         for step in plan.stream(batches):
             op = step.op
             if op.kind is Kind.PREFETCH:
                 _make_room(op.batch, plan.shape, done)
+                between_batches(op.batch)
             done[op] = lanes[op.lane].submit(acts[op.kind], op, [done[b] for b in step.after])
     return spans.trace({**_facts(plan.shape), **(facts or {})})
 

@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from nestpipe.errors import ParseError
 from nestpipe.schedule.op import Kind, Lane, Op
@@ -79,55 +80,65 @@ _Key = tuple[Kind, int, int | None, int]
 def _costs_of(trace: Trace, sharing: Sharing) -> dict[_Key, float]:
     """What each op of each rank took: (kind, batch, micro, rank) to milliseconds."""
     turns = [turn for rank in trace.ranks for turn in _turns(trace.of_rank(rank))]
-    last_arrival: dict[str, float] = defaultdict(float)
-    for span, begin in turns:
-        last_arrival[span.name] = max(last_arrival[span.name], begin)
-    shared = {lane.value for lane in sharing.lanes}
-    pools: dict[int, list[tuple[float, float]]] = defaultdict(list)
-    for span, begin in turns:
-        if span.lane in shared:
-            pools[sharing.pools[span.rank]].append((begin, span.end))
-    drawn = {pool: _Drawn(intervals, sharing) for pool, intervals in pools.items()}
-    costs: dict[_Key, float] = {}
-    for span, begin in turns:
-        key = (Kind(span.kind), span.batch, span.micro, span.rank)
-        if span.lane == Lane.NET:
-            costs[key] = max(0.0, span.end - last_arrival[span.name])
-        elif span.lane in shared:
-            costs[key] = drawn[sharing.pools[span.rank]].between(begin, span.end)
-        else:
-            costs[key] = span.end - begin
-    return costs
+    turns = _without_waiting(turns)
+    in_pool: dict[int, list[_Turn]] = defaultdict(list)
+    for turn in turns:
+        in_pool[sharing.pools[turn.span.rank]].append(turn)
+    pools = {pool: _Pool(members, sharing) for pool, members in in_pool.items()}
+    return {
+        (Kind(t.span.kind), t.span.batch, t.span.micro, t.span.rank): (
+            pools[sharing.pools[t.span.rank]].work_between(t.begin, t.span.end)
+            if t.span.lane in sharing.lanes
+            else t.span.end - t.begin
+        )
+        for t in turns
+    }
 
 
-def _turns(spans: Sequence[Span]) -> list[tuple[Span, float]]:
-    """Each op of a rank, and when its turn came: when the one before it ended."""
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """An op, and when its turn came."""
+
+    span: Span
+    begin: float
+
+
+def _turns(spans: Sequence[Span]) -> list[_Turn]:
+    """Each op of a rank; its turn came when the one before it ended."""
     ordered = sorted(spans, key=lambda span: (span.end, span.start))
     begins = [ordered[0].start, *(span.end for span in ordered[:-1])]
-    return [(span, min(begin, span.start)) for span, begin in zip(ordered, begins, strict=True)]
+    return [
+        _Turn(span, min(begin, span.start)) for span, begin in zip(ordered, begins, strict=True)
+    ]
 
 
-class _Drawn:
-    """How much one op can draw from a pool up to any moment, given all that ran in it."""
+def _without_waiting(turns: Sequence[_Turn]) -> list[_Turn]:
+    """The turn of a collective comes when its last member is there."""
+    last: dict[str, float] = defaultdict(float)
+    for turn in turns:
+        last[turn.span.name] = max(last[turn.span.name], turn.begin)
+    return [
+        _Turn(t.span, min(t.span.end, last[t.span.name])) if t.span.lane == Lane.NET else t
+        for t in turns
+    ]
 
-    def __init__(self, intervals: Sequence[tuple[float, float]], sharing: Sharing) -> None:
-        changes: dict[float, int] = defaultdict(int)
-        for begin, end in intervals:
-            changes[begin] += 1
-            changes[end] -= 1
+
+class _Pool:
+    """How fast the ops of one pool ran at any moment, given all that drew on it."""
+
+    def __init__(self, turns: Sequence[_Turn], sharing: Sharing) -> None:
+        changes: dict[float, float] = defaultdict(float)
+        for turn in turns:
+            changes[turn.begin] += sharing.draw(turn.span.lane)
+            changes[turn.span.end] -= sharing.draw(turn.span.lane)
         self._times = sorted(changes)
-        self._drawn = [0.0]
-        self._speeds: list[float] = []
-        num_running = 0
-        for time, following in zip(self._times, self._times[1:], strict=False):
-            num_running += changes[time]
-            self._speeds.append(sharing.speed(max(1, num_running)))
-            self._drawn.append(self._drawn[-1] + (following - time) * self._speeds[-1])
+        self._done = [0.0]
+        drawn = 0.0
+        for time, following in pairwise(self._times):
+            drawn += changes[time]
+            self._done.append(self._done[-1] + (following - time) * sharing.speed(drawn))
 
-    def between(self, begin: float, end: float) -> float:
-        return self._up_to(end) - self._up_to(begin)
-
-    def _up_to(self, time: float) -> float:
-        place = bisect_left(self._times, time)
-        assert place < len(self._times), f"{time} is not a moment of this pool"
-        return self._drawn[place]
+    def work_between(self, begin: float, end: float) -> float:
+        """What an op got done that ran from one moment to another; both are ones of the pool."""
+        first, last = (bisect_left(self._times, moment) for moment in (begin, end))
+        return self._done[last] - self._done[first]

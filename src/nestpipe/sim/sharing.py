@@ -32,10 +32,18 @@ class Sharing:
     """Ops on other lanes take their time whoever else runs."""
     capacity: float = 1.0
     """How many ops a pool can run at full speed."""
+    collective_draw: float = 0.0
+    """What a collective takes of its rank's pool while it runs, 0 to 1: a network is not free."""
 
-    def speed(self, num_running: int) -> float:
-        """How fast each of so many ops of one pool runs."""
-        return min(1.0, self.capacity / num_running)
+    def draw(self, lane: str) -> float:
+        """How much of a pool an op of that lane asks for while it runs."""
+        if lane == Lane.NET:
+            return self.collective_draw
+        return 1.0 if lane in self.lanes else 0.0
+
+    def speed(self, drawn: float) -> float:
+        """How fast the ops of a pool run that together ask for so much of it."""
+        return min(1.0, self.capacity / max(drawn, 1e-9))
 
 
 def replay_shared(plan: Plan, cost_of: CostOf, sharing: Sharing, *, batches: int) -> Trace:
@@ -120,11 +128,10 @@ class _Rank:
 
 def _speeds(running: Sequence[_Running], sharing: Sharing) -> list[float]:
     """How fast each op runs, given all that run beside it."""
-    num_in: dict[int, int] = defaultdict(int)
-    for op in running:
-        if op.op.lane in sharing.lanes:
-            num_in[sharing.pools[op.rank]] += 1
+    drawn: dict[int, float] = defaultdict(float)
+    for one in running:
+        drawn[sharing.pools[one.rank]] += sharing.draw(one.op.lane)
     return [
-        sharing.speed(num_in[sharing.pools[op.rank]]) if op.op.lane in sharing.lanes else 1.0
-        for op in running
+        sharing.speed(drawn[sharing.pools[one.rank]]) if one.op.lane in sharing.lanes else 1.0
+        for one in running
     ]

@@ -102,8 +102,8 @@ class TrainingWork:
 
     def prefetch(self, op: Op) -> None:
         batch = next(self.batches, self.empty)
-        sizes = even_sizes(batch.size, self.tables.shape.micros)
-        micros = batch.split(sizes)
+        count = self.tables.shape.micros
+        micros = [batch] if count == 1 else batch.split(even_sizes(batch.size, count))
         if self.device.type == "cuda":
             micros = [micro.pin_memory() for micro in micros]
         self.flights[op.batch] = _InFlight(micros)
@@ -142,12 +142,11 @@ class TrainingWork:
         """Dense gradients and the batch's loss and weight, summed over all ranks."""
         flight = self.flights[op.batch]
         parameters = self._parameters
-        flat = _flatten_gradients(parameters, self.device)
+        totals = torch.tensor([flight.loss, flight.weight], device=self.device)
+        flat = torch.cat([*_flat_gradients(parameters), totals])
         self.comm.all_reduce(flat)
         _unflatten_gradients(parameters, flat)
-        totals = torch.tensor([flight.loss, flight.weight], dtype=torch.float64, device=self.device)
-        self.comm.all_reduce(totals)
-        flight.loss, flight.weight = totals.tolist()
+        flight.loss, flight.weight = flat[-2:].tolist()
 
     def update(self, op: Op) -> None:
         flight = self.flights.pop(op.batch)
@@ -180,11 +179,10 @@ def even_sizes(total: int, parts: int) -> list[int]:
     return [small + (i < extra) for i in range(parts)]
 
 
-def _flatten_gradients(parameters: list[nn.Parameter], device: torch.device) -> Tensor:
-    parts = [
+def _flat_gradients(parameters: list[nn.Parameter]) -> list[Tensor]:
+    return [
         p.grad.reshape(-1) if p.grad is not None else p.new_zeros(p.numel()) for p in parameters
     ]
-    return torch.cat(parts) if parts else torch.zeros(0, device=device)
 
 
 def _unflatten_gradients(parameters: list[nn.Parameter], flat: Tensor) -> None:

@@ -5,7 +5,12 @@ import pytest
 from nestpipe.bench.pipeline import sharing_of
 from nestpipe.bench.pipeline_cases import EXACT_PLANS, PipelineCase, Variant, case_of, variants_of
 from nestpipe.bench.pipeline_files import joined, read_rounds, read_task, trace_file, write_task
-from nestpipe.bench.pipeline_report import report, without_waiting
+from nestpipe.bench.pipeline_report import (
+    collective_draw,
+    network_in_use,
+    report,
+    without_waiting,
+)
 from nestpipe.errors import ConfigError
 from nestpipe.schedule import Kind, Lane, Op
 from nestpipe.sim.sharing import Sharing, replay_shared
@@ -57,6 +62,21 @@ def test_waiting_for_a_peer_is_not_work_of_the_network():
     dense = Span("dense", "compute", 3, 0, 0, 50.0, 60.0)
     fair = without_waiting(Trace((early, late, dense)))
     assert [span.start for span in fair.spans] == [45.0, 45.0, 50.0]
+
+
+def test_a_lane_of_the_network_is_in_use_until_its_last_member_is_done():
+    early = Span("rows", "net", 3, 0, 0, 10.0, 50.0)
+    late = Span("rows", "net", 3, 0, 1, 45.0, 58.0)
+    used = network_in_use(Trace((early, late)))
+    assert [(span.start, span.end) for span in used.spans] == [(45.0, 58.0)] * 2
+
+
+def test_what_collectives_take_of_a_core():
+    spans = (
+        Span("rows", "net", 3, 0, 0, 10.0, 50.0),
+        Span("rows", "net", 3, 0, 1, 30.0, 50.0),
+    )
+    assert collective_draw([Trace(spans, {"net_cpu_ms": 5.0})]) == pytest.approx(0.25)
 
 
 def test_traces_travel_through_the_folder(tmp_path):

@@ -68,7 +68,15 @@ def test_a_core_that_nobody_else_uses_runs_at_full_speed():
     assert step_ms(trace) == pytest.approx(110.0, abs=1e-3)
 
 
-@pytest.mark.parametrize("sharing", [ALONE, PAIRS, Sharing((0,) * 4, OFF_NETWORK, capacity=2)])
+@pytest.mark.parametrize(
+    "sharing",
+    [
+        ALONE,
+        PAIRS,
+        Sharing((0,) * 4, OFF_NETWORK, capacity=2),
+        Sharing((0, 1, 0, 1), OFF_NETWORK, collective_draw=0.2),
+    ],
+)
 @pytest.mark.parametrize("retrieval", list(Retrieval))
 def test_serial_gives_back_the_costs_it_was_made_of(sharing: Sharing, retrieval: Retrieval):
     serial = plan("serial", PlanOptions(micros=3, retrieval=retrieval))
@@ -101,6 +109,16 @@ def test_what_runs_under_dense_on_the_same_core_is_not_free():
     one_core = Sharing((0,), OFF_NETWORK)
     trace = replay_shared(nested, lambda op, rank: dear.get(op.kind, 0.0), one_core, batches=16)
     assert step_ms(trace) == pytest.approx(60.0, rel=1e-3)
+
+
+def test_a_collective_takes_its_part_of_the_core():
+    """Rows of the next micro-batch arrive under dense, which gets what they leave of the core."""
+    window = plan("frozen_window", PlanOptions(micros=2))
+    dear = {Kind.DENSE: 10.0, Kind.ROWS: 10.0}
+    sharing = Sharing((0,), OFF_NETWORK, collective_draw=0.25)
+    trace = replay_shared(window, lambda op, rank: dear.get(op.kind, 0.0), sharing, batches=12)
+    # Rows 0 alone; dense 0 at 1/1.25 beside rows 1, which end after 10; what is left alone.
+    assert step_ms(trace) == pytest.approx(10 + 10 + 2 + 10, abs=1e-3)
 
 
 def test_too_short_a_trace_is_refused():

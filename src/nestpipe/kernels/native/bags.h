@@ -21,8 +21,8 @@ struct Rows {
 // Which rows each sum has: terms [ends[i], ends[i + 1]); without ends, sum i is row terms[i] alone;
 // without terms either, it is row i.
 struct Bags {
-  const int64_t* terms;
-  const int64_t* ends;
+  const int32_t* terms;
+  const int32_t* ends;
 
   int64_t begin(int64_t sum) const { return ends ? ends[sum] : sum; }
   int64_t end(int64_t sum) const { return ends ? ends[sum + 1] : sum + 1; }

@@ -30,10 +30,10 @@ struct Routed {
   int64_t* lengths;     // T: keys of each sum, where a seat and table have fewer rows than keys
   int64_t* key_counts;  // rank x table
   int64_t* row_counts;  // rank x table: rows that come back
-  int64_t* seen_rows;   // T: rows of each output, by rank of the owner
-  int64_t* seen_ends;   // 1 + O
-  int64_t* back_outputs;  // T: outputs of each row
-  int64_t* back_ends;     // 1 + rows, room for 1 + T
+  int32_t* seen_rows;   // T: rows of each output, by rank of the owner
+  int32_t* seen_ends;   // 1 + O
+  int32_t* back_outputs;  // T: outputs of each row
+  int32_t* back_ends;     // 1 + rows, room for 1 + T
   int64_t* straight;      // by table: the row of its first output, where output i is row i; or -1
   int64_t num_lengths;
   int64_t num_rows;
@@ -62,8 +62,14 @@ struct Kept {
   std::vector<uint64_t> bitmap;
   std::vector<int64_t> unique_keys;
   std::vector<uint32_t> owners;  // beside unique_keys
-  std::vector<int64_t> next;
+  std::vector<int32_t> next;
 };
+
+// Not inlined: a thread's own variable would be looked up again for every key.
+__attribute__((noinline)) Kept& kept() {
+  static thread_local Kept mine;
+  return mine;
+}
 
 class Route {
  public:
@@ -213,7 +219,7 @@ class Route {
     rows_.resize(end - start);
     for (size_t u = start; u < end; ++u) {
       const size_t c = cell(owners_[u], t);
-      rows_[u - start] = next_row_[c]++;
+      rows_[u - start] = static_cast<int32_t>(next_row_[c]++);
       out_.keys[next_key_[c]++] = unique_keys_[u];
     }
     int64_t i = first_term(t);
@@ -244,7 +250,7 @@ class Route {
       std::sort(touched.begin(), touched.end());
       for (const uint32_t owner : touched) {
         const size_t c = cell(owner, t);
-        out_.seen_rows[num_seen_++] = next_row_[c]++;
+        out_.seen_rows[num_seen_++] = static_cast<int32_t>(next_row_[c]++);
         if (out_.row_counts[c] < out_.key_counts[c]) {
           out_.lengths[next_length_[c]++] = lengths[owner];
         }
@@ -263,7 +269,7 @@ class Route {
     }
     for (int64_t o = first_output(t); o < in_.output_ends[t]; ++o) {
       if (length(o) > 0) {
-        out_.seen_rows[num_seen_++] = next_row_[c]++;
+        out_.seen_rows[num_seen_++] = static_cast<int32_t>(next_row_[c]++);
         if (with_lengths) out_.lengths[next_length_[c]++] = length(o);
       }
       out_.seen_ends[o + 1] = num_seen_;
@@ -273,15 +279,15 @@ class Route {
   // From rows of outputs to outputs of rows, in the order of the outputs.
   void turn_back() {
     out_.num_seen = num_seen_;
-    int64_t* ends = out_.back_ends;
+    int32_t* ends = out_.back_ends;
     std::fill(ends, ends + out_.num_rows + 1, 0);
-    for (int64_t i = 0; i < num_seen_; ++i) ++ends[out_.seen_rows[i] + 1];
+    for (int32_t i = 0; i < num_seen_; ++i) ++ends[out_.seen_rows[i] + 1];
     for (int64_t row = 0; row < out_.num_rows; ++row) ends[row + 1] += ends[row];
     next_.assign(ends, ends + out_.num_rows);
     const int64_t outputs = in_.tables ? in_.output_ends[in_.tables - 1] : 0;
     for (int64_t o = 0; o < outputs; ++o) {
-      for (int64_t i = out_.seen_ends[o]; i < out_.seen_ends[o + 1]; ++i) {
-        out_.back_outputs[next_[size_t(out_.seen_rows[i])]++] = o;
+      for (int32_t i = out_.seen_ends[o]; i < out_.seen_ends[o + 1]; ++i) {
+        out_.back_outputs[next_[size_t(out_.seen_rows[i])]++] = static_cast<int32_t>(o);
       }
     }
   }
@@ -289,17 +295,17 @@ class Route {
   const Wanted& in_;
   Routed& out_;
   const size_t ranks_;
-  int64_t num_seen_ = 0;
+  int32_t num_seen_ = 0;
   Unique& unique_;
   std::vector<uint32_t>& numbers_;
   std::vector<uint64_t>& bitmap_;
   std::vector<int64_t>& unique_keys_;
   std::vector<uint32_t>& owners_;
-  std::vector<int64_t>& next_;
+  std::vector<int32_t>& next_;
   std::vector<size_t> unique_starts_;
   std::vector<bool> summed_;  // by table
   std::vector<int64_t> next_key_, next_length_, next_row_;  // by rank and table
-  std::vector<int64_t> rows_;
+  std::vector<int32_t> rows_;
 };
 
 }  // namespace
@@ -307,8 +313,7 @@ class Route {
 
 NESTPIPE_API int nestpipe_request(const nestpipe::Wanted* wanted, nestpipe::Routed* routed) {
   try {
-    static thread_local nestpipe::Kept kept;
-    nestpipe::Route(*wanted, *routed, kept).run();
+    nestpipe::Route(*wanted, *routed, nestpipe::kept()).run();
     return nestpipe::kOk;
   } catch (const std::bad_alloc&) {
     return nestpipe::kNoMemory;

@@ -23,10 +23,10 @@ struct Asked {
 struct United {
   int64_t* keys;          // unique, by table; room for A
   int64_t* table_counts;  // unique keys of each table
-  int64_t* serve_rows;    // A: positions among the unique keys, by micro, seat, table
-  int64_t* serve_ends;    // micros + all rows: per micro where each sum ends, a zero before them
-  int64_t* back_served;   // A: served rows of each unique key, by rank of the requester
-  int64_t* back_ends;     // micros x (1 + unique keys), room for micros x (1 + A)
+  int32_t* serve_rows;    // A: positions among the unique keys, by micro, seat, table
+  int32_t* serve_ends;    // micros + all rows: per micro where each sum ends, a zero before them
+  int32_t* back_served;   // A: served rows of each unique key, by rank of the requester
+  int32_t* back_ends;     // micros x (1 + unique keys), room for micros x (1 + A)
 };
 
 namespace {
@@ -37,6 +37,12 @@ struct Kept {
   std::vector<uint32_t> positions;  // of each key
   std::vector<uint32_t> next;       // of each unique key: its gradients, then where the next goes
 };
+
+// Not inlined: a thread's own variable would be looked up again for every key.
+__attribute__((noinline)) Kept& kept() {
+  static thread_local Kept mine;
+  return mine;
+}
 
 class Unite {
  public:
@@ -109,8 +115,8 @@ class Unite {
 
   // One micro-batch; `row` and `term` are how many were written for those before.
   void serve(int64_t m, int64_t& row, int64_t& term) {
-    int64_t* const rows = out_.serve_rows + term;
-    int64_t* const ends = out_.serve_ends + row + m;
+    int32_t* const rows = out_.serve_rows + term;
+    int32_t* const ends = out_.serve_ends + row + m;
     first_served_.resize(size_t(in_.ranks * in_.tables));
     int64_t served = 0, num = 0;
     ends[0] = 0;
@@ -121,12 +127,12 @@ class Unite {
         first_served_[size_t(rank_of(seat) * in_.tables + t)] = served;
         for (int64_t i = 0; i < s.keys; ++i) {
           const uint32_t position = positions_[size_t(s.first_key + i)];
-          rows[num + i] = position;
+          rows[num + i] = static_cast<int32_t>(position);
           ++next_[position];
         }
         for (int64_t r = 0; r < s.rows; ++r) {
           num += s.sums() ? in_.lengths[s.first_length + r] : 1;
-          ends[++served] = num;
+          ends[++served] = static_cast<int32_t>(num);
         }
       }
     }
@@ -135,19 +141,19 @@ class Unite {
     term += num;
   }
 
-  void turn_back(int64_t m, int64_t* back) {
-    int64_t* const ends = out_.back_ends + m * (num_unique_ + 1);
+  void turn_back(int64_t m, int32_t* back) {
+    int32_t* const ends = out_.back_ends + m * (num_unique_ + 1);
     uint32_t total = 0;
     for (int64_t k = 0; k < num_unique_; ++k) {
-      ends[k] = total;
+      ends[k] = static_cast<int32_t>(total);
       total += next_[size_t(k)];
       next_[size_t(k)] = static_cast<uint32_t>(ends[k]);
     }
-    ends[num_unique_] = total;
+    ends[num_unique_] = static_cast<int32_t>(total);
     for (int64_t rank = 0; rank < in_.ranks; ++rank) {
       for (int64_t t = 0; t < in_.tables; ++t) {
         const Segment& s = segment(rank, m, t);
-        int64_t served = first_served_[size_t(rank * in_.tables + t)];
+        auto served = static_cast<int32_t>(first_served_[size_t(rank * in_.tables + t)]);
         const uint32_t* position = positions_.data() + s.first_key;
         for (int64_t r = 0; r < s.rows; ++r, ++served) {
           const int64_t terms = s.sums() ? in_.lengths[s.first_length + r] : 1;
@@ -169,8 +175,7 @@ class Unite {
 
 int64_t match(int64_t tables, const int64_t* now, const int64_t* now_counts, const int64_t* before,
               const int64_t* before_counts, int64_t* here, int64_t* there) {
-  static thread_local Unique kept;
-  Unique& unique = kept;  // looked up once: a thread's own variables are slow to find
+  Unique& unique = kept().unique;
   int64_t found = 0, start = 0, start_before = 0;
   for (int64_t t = 0; t < tables; ++t) {
     unique.begin(before_counts[t]);
@@ -191,8 +196,7 @@ int64_t match(int64_t tables, const int64_t* now, const int64_t* now_counts, con
 
 NESTPIPE_API int nestpipe_unite(const nestpipe::Asked* asked, nestpipe::United* united) {
   try {
-    static thread_local nestpipe::Kept kept;
-    nestpipe::Unite(*asked, *united, kept).run();
+    nestpipe::Unite(*asked, *united, nestpipe::kept()).run();
     return nestpipe::kOk;
   } catch (const std::bad_alloc&) {
     return nestpipe::kNoMemory;
