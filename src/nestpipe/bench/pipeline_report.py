@@ -5,24 +5,27 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from statistics import mean, median
 
 from nestpipe.bench.pipeline_cases import PipelineCase, Variant
 from nestpipe.bench.pipeline_files import NET_CPU
-from nestpipe.sim import Figures, figures
+from nestpipe.schedule import Kind
+from nestpipe.sim.report import EXCHANGE_KINDS, LOOKUP_KINDS
 from nestpipe.sim.serial_costs import SerialRuns
 from nestpipe.sim.sharing import Sharing
-from nestpipe.trace import Span, Trace
+from nestpipe.trace import IDLE, LANES, Span, Trace, exposure, lane_busy
 
 NET = "net"
+COMPUTE = "useful compute"
+FILL, DRAIN = 3, 1
+"""Batches at the start and at the end of a round whose updates do not count."""
 PREDICTED_BATCHES = 40
-Middle = Callable[[list[float]], float]
-"""The mean or the median."""
 
 
 @dataclass(frozen=True, slots=True)
 class VariantReport:
-    """The steady state of one variant: medians over its rounds, means over its ranks."""
+    """The steady state of one variant."""
 
     variant: Variant
     step_ms: float
@@ -123,7 +126,7 @@ def report(
     rounds: Mapping[Variant, Sequence[Trace]],
 ) -> PointReport:
     """Figures of every variant, beside what the simulator predicts."""
-    seen = {variant: _steady(case, traces) for variant, traces in rounds.items()}
+    seen = {variant: steady(traces) for variant, traces in rounds.items()}
     best = min(found.step_ms for variant, found in seen.items() if variant.plan == "serial")
     predicted = _predict(case, sharing, rounds)
     return PointReport(
@@ -132,12 +135,12 @@ def report(
             VariantReport(
                 variant=variant,
                 step_ms=found.step_ms,
-                samples_per_s=found.samples_per_s,
-                compute_ms=found.compute_ms,
-                lookup_ms=found.lookup_ms,
-                exchange_ms=found.exposed_comm_ms,
-                idle_ms=found.idle_ms,
-                busy_ms=found.busy_ms,
+                samples_per_s=1000 * case.batch * case.ranks / found.step_ms,
+                compute_ms=found.compute * found.step_ms,
+                lookup_ms=found.lookup * found.step_ms,
+                exchange_ms=found.exchange * found.step_ms,
+                idle_ms=found.idle * found.step_ms,
+                busy_ms={lane: part * found.step_ms for lane, part in found.busy.items()},
                 ratio=seen[replace(variant, plan="serial")].step_ms / found.step_ms,
                 ratio_best=best / found.step_ms,
                 predicted_ms=predicted.get(variant),
@@ -176,40 +179,58 @@ def _with_net(trace: Trace, change: Callable[[Span], Span]) -> Trace:
     return Trace(tuple(spans), trace.facts)
 
 
-def _steady(case: PipelineCase, rounds: Sequence[Trace]) -> Figures:
-    """The figures of a variant: exposure as each rank saw it, lanes as they were in use."""
-    in_use = _mean_figures(case, [network_in_use(trace) for trace in rounds])
-    return replace(
-        _mean_figures(case, [without_waiting(trace) for trace in rounds]), busy_ms=in_use.busy_ms
+@dataclass(frozen=True, slots=True)
+class Steady:
+    """One variant's steps, and how they were spent: parts of the step, 0 to 1."""
+
+    step_ms: float
+    compute: float
+    lookup: float
+    exchange: float
+    idle: float
+    busy: Mapping[str, float]
+
+
+def steady(rounds: Sequence[Trace]) -> Steady:
+    """The median step of all rounds; its parts are means over ranks, then medians over rounds."""
+    parts = [_mean([_parts(trace, rank) for rank in trace.ranks]) for trace in rounds]
+    found = {name: median([part.get(name, 0.0) for part in parts]) for name in parts[0]}
+    return Steady(
+        step_ms=median([ms for trace in rounds for ms in step_times(trace)]),
+        compute=found[COMPUTE],
+        lookup=sum(found.get(kind, 0.0) for kind in LOOKUP_KINDS),
+        exchange=sum(found.get(kind, 0.0) for kind in EXCHANGE_KINDS),
+        idle=found.get(IDLE, 0.0),
+        busy={lane: found.get(_lane(lane), 0.0) for lane in LANES},
     )
 
 
-def _mean_figures(case: PipelineCase, rounds: Sequence[Trace]) -> Figures:
-    """Over ranks the mean, over rounds the median."""
-    of_rounds = [
-        _merged([figures(t, samples=case.batch, rank=rank) for rank in t.ranks], mean)
-        for t in rounds
-    ]
-    return _merged(of_rounds, median)
+def step_times(trace: Trace) -> list[float]:
+    """From update to update on the first rank, without the batches that fill and drain."""
+    return [later - earlier for earlier, later in pairwise(_updates(trace, trace.ranks[0]))]
 
 
-def _merged(parts: Sequence[Figures], middle: Middle) -> Figures:
-    def of(name: str) -> float:
-        return middle([getattr(part, name) for part in parts])
-
-    names = ("step_ms", "compute_ms", "lookup_ms", "exposed_comm_ms", "idle_ms")
-    return replace(
-        parts[0],
-        **{name: of(name) for name in names},
-        samples_per_s=1 / middle([1 / part.samples_per_s for part in parts]),
-        exposed_ms=_merged_maps([part.exposed_ms for part in parts], middle),
-        busy_ms=_merged_maps([part.busy_ms for part in parts], middle),
-    )
+def _updates(trace: Trace, rank: int) -> list[float]:
+    ends = sorted(s.end for s in trace.of_rank(rank) if s.kind == Kind.UPDATE)
+    return ends[FILL:-DRAIN]
 
 
-def _merged_maps(maps: Sequence[Mapping[str, float]], middle: Middle) -> dict[str, float]:
-    names = sorted({name for of in maps for name in of})
-    return {name: middle([of.get(name, 0.0) for of in maps]) for name in names}
+def _parts(trace: Trace, rank: int) -> dict[str, float]:
+    """What a rank did in its steady time: exposed kinds, compute, busy lanes, as parts of it."""
+    start, *_, end = _updates(trace, rank)
+    seen = exposure(without_waiting(trace).of_rank(rank), start, end)
+    busy = lane_busy(network_in_use(trace).of_rank(rank), start, end)
+    ms = {**seen.exposed, COMPUTE: seen.compute_ms, **{_lane(name): busy[name] for name in busy}}
+    return {name: value / (end - start) for name, value in ms.items()}
+
+
+def _lane(name: str) -> str:
+    return f"lane {name}"
+
+
+def _mean(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    names = sorted({name for part in parts for name in part})
+    return {name: mean([part.get(name, 0.0) for part in parts]) for name in names}
 
 
 def _predict(
@@ -220,9 +241,7 @@ def _predict(
     draw = collective_draw(rounds[whole]) if case.device == "cpu" else 0.0
     runs = SerialRuns(rounds[whole], rounds[new], replace(sharing, collective_draw=draw))
     return {
-        variant: _mean_figures(
-            case, [runs.predict(variant.make_plan(), batches=PREDICTED_BATCHES)]
-        ).step_ms
+        variant: median(step_times(runs.predict(variant.make_plan(), batches=PREDICTED_BATCHES)))
         for variant in rounds
         if variant.micros == case.micros
     }

@@ -18,6 +18,8 @@ class Doing(Protocol):
 class Communicator(Protocol):
     """Collectives among ranks; every rank calls the same ones in the same order.
 
+    Tensors may be on the device or in host memory, whatever connects the devices.
+
     They are called from one thread at a time. When a peer is lost, or does not come within the
     timeout, a collective raises `RunError` with the name that `doing` gave it; none may follow.
     """

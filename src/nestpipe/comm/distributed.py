@@ -75,8 +75,9 @@ def connect(
             f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} could not meet its peers at "
             f"{place} within {meet_s:g} s: {error}"
         ) from error
+    host_group = dist.new_group(backend="gloo") if device.type == "cuda" else None
     lost = LostPeers(PrefixStore("lost", store), rank, size, timeout_s)
-    comm = DistributedCommunicator(rank, size, device, lost)
+    comm = DistributedCommunicator(rank, size, device, lost, host_group)
     explain_sigterm(comm.whereabouts)
     return comm
 
@@ -103,13 +104,22 @@ class DistributedCommunicator:
     NCCL's own watchdog, which ends the process after the timeout.
     """
 
-    def __init__(self, rank: int, size: int, device: torch.device, lost: LostPeers) -> None:
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        device: torch.device,
+        lost: LostPeers,
+        host_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """`host_group`: among GPUs, the group for tensors in host memory."""
         self.rank = rank
         self.size = size
         self.device = device
         self.doing = Doing()
         self.bytes_sent = 0
         self._lost = lost
+        self._host_group = host_group
         self._inside: str | None = None
         self._last = "any collective"
         self._broken: str | None = None
@@ -130,13 +140,14 @@ class DistributedCommunicator:
                 as_bytes(sent.contiguous()),
                 [rows * row for rows in received_splits],
                 [rows * row for rows in sent_splits],
+                group=self._group_of(sent),
             )
 
     def all_reduce(self, tensor: Tensor) -> None:
         assert tensor.is_contiguous(), "all_reduce works in place on contiguous memory"
         self.bytes_sent += bytes_of_sum(tensor, self.size)
         with self._collective("all_reduce"):
-            dist.all_reduce(tensor.detach())
+            dist.all_reduce(tensor.detach(), group=self._group_of(tensor))
 
     def all_gather_values(self, value: object) -> list[object]:
         data = encode(value)
@@ -149,7 +160,7 @@ class DistributedCommunicator:
 
     def barrier(self) -> None:
         with self._collective("barrier"):
-            dist.barrier()
+            dist.barrier(group=self._host_group)
 
     def close(self) -> None:
         """Leave the group, also after a failure: an open group can abort the process at its end."""
@@ -162,6 +173,10 @@ class DistributedCommunicator:
             return self._broken
         where = f"was in {self._inside}" if self._inside else f"had left {self._last}"
         return f"rank {self.rank} {where}"
+
+    def _group_of(self, tensor: Tensor) -> dist.ProcessGroup | None:
+        """None: the group of all devices."""
+        return self._host_group if tensor.device.type == "cpu" else None
 
     def _gather(self, part: Tensor) -> list[Tensor]:
         """The parts of all ranks, of equal size, on the host."""

@@ -17,7 +17,8 @@ from nestpipe.embedding import native_routing, plain_routing
 from nestpipe.embedding.groups import TableGroup
 from nestpipe.embedding.routing import Wanted
 from nestpipe.jagged import Jagged
-from nestpipe.kernels.rows import Bags, use_native
+from nestpipe.kernels.native import native_wanted
+from nestpipe.kernels.rows import Bags
 
 # Shapes: A keys that are sent, L sums among the rows that come back, R ranks, C tables of the group
 
@@ -50,11 +51,15 @@ class Request:
         return self.row_counts_RC.sum(1).tolist()
 
 
-def make_request(keys: Mapping[str, Jagged], group: TableGroup, rank: int, ranks: int) -> Request:
-    """Find what a micro-batch needs and put it in the order in which it travels."""
+def make_request(
+    keys: Mapping[str, Jagged], group: TableGroup, rank: int, ranks: int, device: torch.device
+) -> Request:
+    """Find what a micro-batch needs and put it in the order in which it travels.
+
+    The keys are in host memory; the rows that come will be on the device.
+    """
     wanted = _wanted(keys, group, rank, ranks)
-    native = use_native(wanted.keys[0].device)
-    routed = (native_routing if native else plain_routing).request(wanted)
+    routed = (native_routing if native_wanted() else plain_routing).request(wanted)
     sizes = {
         f.name: keys[f.name].num_samples if f.pooled else len(keys[f.name].values)
         for f in group.features
@@ -64,8 +69,8 @@ def make_request(keys: Mapping[str, Jagged], group: TableGroup, rank: int, ranks
         routed.lengths_L,
         routed.key_counts_RC,
         routed.row_counts_RC,
-        routed.seen,
-        routed.back,
+        routed.seen.to(device),
+        routed.back.to(device),
         sizes,
         _straight(routed.straight, group, sizes),
     )

@@ -3,18 +3,21 @@
 The way of a batch: `dedup`, `counts`, `keys`, `union`, `retrieve`, (`sync`), then per micro-batch
 `rows`, `spread` inside the dense op, `grads`, and at last `update` and `writeback`. Each method is
 one op; who calls it, and when, is the schedule's business.
+
+Keys are routed in host memory, also for a GPU: there the sizes of messages are known without
+waiting for the device, and the GPU has better things to do. Rows and gradients live on the device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from nestpipe.comm.communicator import Communicator
+from nestpipe.embedding.flight import InFlight, OfRows
 from nestpipe.embedding.groups import TableGroup
 from nestpipe.embedding.letters import (
     expected_numbers,
@@ -24,42 +27,20 @@ from nestpipe.embedding.letters import (
     open_letters,
 )
 from nestpipe.embedding.messages import exchange
-from nestpipe.embedding.native_store import NativeStore
 from nestpipe.embedding.optimizers import RowOptimizer
-from nestpipe.embedding.requests import Request, make_request
-from nestpipe.embedding.routing import Asked
+from nestpipe.embedding.requests import make_request
+from nestpipe.embedding.row_buffers import RowBuffers
 from nestpipe.embedding.spread import spread_rows
 from nestpipe.embedding.store import RowStore
-from nestpipe.embedding.working_set import WorkingSet, make_working_set
+from nestpipe.embedding.working_set import make_working_set
 from nestpipe.errors import ConfigError
 from nestpipe.jagged import Jagged
 from nestpipe.kernels.native_rows import Gradients, Places
 from nestpipe.kernels.rows import Bags, Rows, add_bags, empty_rows, sum_bags, use_native
-from nestpipe.schedule.schedule import Shape
+from nestpipe.schedule.schedule import Retrieval, Shape
 
 # Shapes: P rows that come for a micro-batch, K rows of a working set, D weights, W weights and
 # state, R ranks, M micro-batches, C tables of a group, G groups
-
-
-@dataclass(slots=True)
-class InFlight:
-    """What is known of one batch, group by group."""
-
-    requests: list[list[Request]] = field(default_factory=list[list[Request]])
-    """[group][micro]"""
-    asked_keys: list[Tensor] = field(default_factory=list[Tensor])
-    """[group] (R, M, C) keys that each rank asks this one for ..."""
-    asked_rows: list[Tensor] = field(default_factory=list[Tensor])
-    """... and rows that it wants for them."""
-    asked: list[Asked] = field(default_factory=list[Asked])
-    working: list[WorkingSet] = field(default_factory=list[WorkingSet])
-    received: dict[int, list[Tensor]] = field(default_factory=dict[int, list[Tensor]])
-    """[micro][group] (P, D) rows."""
-    gradients: dict[int, dict[int, tuple[Tensor, list[Tensor]]]] = field(default_factory=dict)
-    """[micro][group] the gradients of those rows: other ranks' and this one's, where the model used
-    them."""
-    sums: list[Gradients] = field(default_factory=list[Gradients])
-    """[group] row gradients so far."""
 
 
 class ShardedTables:
@@ -76,28 +57,29 @@ class ShardedTables:
         *,
         in_place: bool = False,
     ) -> None:
-        """`in_place`: use and update rows where the store has them, if `can_work_in_place`."""
+        """`in_place`: use and update rows where the store has them, if that is possible."""
         self.groups = list(groups)
-        self.stores = list(stores)
         self.optimizer = optimizer
         self.comm = comm
         self.shape = shape
         self.device = device
-        self.in_place = in_place and can_work_in_place(shape, device, stores)
+        self.buffers = RowBuffers(list(stores), shape, device, in_place=in_place)
         self.flights: dict[int, InFlight] = {}
-        self.buffers: dict[int, list[Tensor | Places]] = {}
-        """[batch][group] (K, W) rows with state on the device, or where they live."""
 
-    # Routing
+    # Routing, in host memory
 
     def dedup(self, batch: int, micro_keys: Sequence[Mapping[str, Jagged]]) -> None:
-        """Find the unique keys of every micro-batch and order them by owner."""
+        """Find what every micro-batch needs, and order it by owner."""
         self._check_features(micro_keys[0])
-        requests = [
-            [make_request(keys, group, self.comm.rank, self.comm.size) for keys in micro_keys]
-            for group in self.groups
-        ]
-        self.flights[batch] = InFlight(requests=requests)
+        self.flights[batch] = InFlight(
+            [
+                [
+                    make_request(keys, group, self.comm.rank, self.comm.size, self.device)
+                    for keys in micro_keys
+                ]
+                for group in self.groups
+            ]
+        )
 
     def _check_features(self, keys: Mapping[str, Jagged]) -> None:
         known = {feature.name for group in self.groups for feature in group.features}
@@ -113,11 +95,11 @@ class ShardedTables:
         parts = [torch.stack([r.key_counts_RC for r in of], 1) for of in flight.requests]
         parts += [torch.stack([r.row_counts_RC for r in of], 1) for of in flight.requests]
         flat = [part.reshape(ranks, -1) for part in parts]
-        sent = torch.cat([*flat, torch.full((ranks, 1), samples)], 1).to(self.device)
+        sent = torch.cat([*flat, torch.full((ranks, 1), samples)], 1)
         received = torch.empty_like(sent)
         ones = [1] * ranks
         self.comm.all_to_all(received, sent, ones, ones)
-        *asked, all_samples = torch.split(received.cpu(), [*(f.shape[1] for f in flat), 1], 1)
+        *asked, all_samples = torch.split(received, [*(f.shape[1] for f in flat), 1], 1)
         cubes = [part.reshape(ranks, micros, -1) for part in asked]
         flight.asked_keys = cubes[: len(self.groups)]
         flight.asked_rows = cubes[len(self.groups) :]
@@ -125,29 +107,26 @@ class ShardedTables:
 
     def keys(self, batch: int) -> None:
         """Send every owner its keys, by micro-batch and table, then the lengths of sums."""
-        flight = self.flights[batch]
-        letters = [letters_to_owners(of, self.comm.rank) for of in flight.requests]
+        flight, rank = self.flights[batch], self.comm.rank
+        letters = [letters_to_owners(of, rank) for of in flight.requests]
         expected = [
             expected_numbers(keys, rows)
             for keys, rows in zip(flight.asked_keys, flight.asked_rows, strict=True)
         ]
         own = [letter[-1] for letter in letters]
-        sent = [
-            joined(letter[:-1], like=of_self) for letter, of_self in zip(letters, own, strict=True)
-        ]
         received = [
-            of_self.new_empty(sum(numbers) - numbers[self.comm.rank])
+            of_self.new_empty(sum(numbers) - numbers[rank])
             for numbers, of_self in zip(expected, own, strict=True)
         ]
         exchange(
             self.comm,
-            sent,
-            [in_rank_order([len(part) for part in letter], self.comm.rank) for letter in letters],
+            [joined(letter[:-1], like=letter[-1]) for letter in letters],
+            [in_rank_order([len(part) for part in letter], rank) for letter in letters],
             received,
             expected,
         )
         flight.asked = [
-            open_letters(torch.cat([theirs, mine]), keys, rows, self.comm.rank)
+            open_letters(torch.cat([theirs, mine]), keys, rows, rank)
             for theirs, mine, keys, rows in zip(
                 received, own, flight.asked_keys, flight.asked_rows, strict=True
             )
@@ -158,7 +137,7 @@ class ShardedTables:
         flight = self.flights[batch]
         before = self.flights.get(batch - 1) if self.shape.buffers > 1 else None
         flight.working = [
-            make_working_set(asked, before.working[g] if before else None)
+            make_working_set(asked, before.working[g] if before else None, self.device)
             for g, asked in enumerate(flight.asked)
         ]
         flight.asked = []
@@ -167,75 +146,24 @@ class ShardedTables:
 
     def retrieve(self, batch: int) -> int:
         """Rows with state from host memory into the idle buffer; returns how many were read."""
-        read = 0
-        buffers: list[Tensor | Places] = []
-        for store, working in zip(self.stores, self.flights[batch].working, strict=True):
-            width = store.layout.width
-            if self.in_place:
-                assert isinstance(store, NativeStore)
-                buffers.append(store.locate(working.keys_K, working.table_counts))
-                read += working.size
-                continue
-            buffer_KW = empty_rows(working.size, width, self.device)
-            if self.shape.retrieval == "new" and len(working.shared_K):
-                mask_K = working.new_mask()
-                keys, counts = working.keys_K[mask_K].cpu(), working.counts_where(mask_K)
-                rows = torch.empty(len(keys), width)
-                store.gather(keys, counts, rows)
-                buffer_KW[mask_K] = rows.to(self.device)
-            elif buffer_KW.is_cuda:
-                keys, rows = working.keys_K.cpu(), torch.empty(working.size, width)
-                store.gather(keys, working.table_counts, rows)
-                buffer_KW.copy_(rows)
-            else:
-                keys = working.keys_K
-                store.gather(keys, working.table_counts, buffer_KW)
-            read += len(keys)
-            buffers.append(buffer_KW)
-        self.buffers[batch] = buffers
-        return read
+        return self.buffers.retrieve(batch, self.flights[batch].working)
 
     def sync(self, batch: int) -> int:
         """Rows that the batch before had too, with state, from its buffer; returns how many."""
-        refreshed = 0
-        if batch - 1 not in self.buffers:
-            return 0
-        for working, now_KW, before_KW in zip(
-            self.flights[batch].working,
-            self.buffers[batch],
-            self.buffers[batch - 1],
-            strict=True,
-        ):
-            assert isinstance(now_KW, Tensor)
-            assert isinstance(before_KW, Tensor)
-            now_KW[working.shared_K] = before_KW[working.shared_before]
-            refreshed += len(working.shared_K)
-        return refreshed
+        return self.buffers.sync(batch, self.flights[batch].working)
 
     def writeback(self, batch: int) -> int:
         """Rows that leave the device into host memory; returns how many."""
-        written = 0
-        stays = self.flights.get(batch + 1) if self.shape.retrieval == "new" else None
-        flight, buffers = self.flights[batch], self.buffers[batch]
-        for g, (store, working) in enumerate(zip(self.stores, flight.working, strict=True)):
-            keys_K, counts, rows_KW = working.keys_K, working.table_counts, buffers[g]
-            written += working.size
-            if isinstance(rows_KW, Places):
-                continue
-            if stays is not None and stays.working:
-                mask_K = torch.ones(working.size, dtype=torch.bool, device=self.device)
-                mask_K[stays.working[g].shared_before] = False
-                keys_K, rows_KW = keys_K[mask_K], rows_KW[mask_K]
-                counts = working.counts_where(mask_K)
-                written += len(keys_K) - working.size
-            store.scatter(keys_K.cpu(), counts, rows_KW.cpu().contiguous())
+        then = self.flights.get(batch + 1) if self.shape.retrieval is Retrieval.NEW else None
+        staying = then.working if then is not None and then.working else None
+        written = self.buffers.writeback(batch, self.flights[batch].working, staying)
         # With two buffers a batch's keys serve the next union, and its rows the next refresh.
         self.forget(batch - 1 if self.shape.buffers > 1 else batch)
         return written
 
     def forget(self, batch: int) -> None:
         """Drop all that is known of a batch."""
-        self.buffers.pop(batch, None)
+        self.buffers.forget(batch)
         self.flights.pop(batch, None)
 
     # The window
@@ -243,27 +171,22 @@ class ShardedTables:
     def rows(self, batch: int, micro: int) -> None:
         """Owners send a micro-batch's rows to those who asked."""
         flight, rank = self.flights[batch], self.comm.rank
-        sent: list[Tensor] = []
-        received: list[Tensor] = []
         sent_splits = [working.serve_counts[micro] for working in flight.working]
         received_splits = [of[micro].rows_per_owner for of in flight.requests]
+        sent: list[Tensor] = []
+        received: list[Tensor] = []
+        from_others: list[Tensor] = []
         for g, (group, working) in enumerate(zip(self.groups, flight.working, strict=True)):
             own = sent_splits[g][rank]
             sent_PD = empty_rows(sum(sent_splits[g]) - own, group.dim, self.device)
             received_PD = empty_rows(sum(received_splits[g]), group.dim, self.device)
             others = len(received_PD) - own
-            sum_bags(
-                working.serve[micro],
-                weights_of(self.buffers[batch][g], group.dim),
-                [sent_PD, received_PD[others:]],
-            )
+            weights = _weights_of(self.buffers.of(batch)[g], group.dim)
+            sum_bags(working.serve[micro], weights, [sent_PD, received_PD[others:]])
             sent.append(sent_PD)
             received.append(received_PD)
-        others = [
-            _of_others(rows, splits, rank)
-            for rows, splits in zip(received, received_splits, strict=True)
-        ]
-        exchange(self.comm, sent, sent_splits, others, received_splits)
+            from_others.append(received_PD[:others])
+        exchange(self.comm, sent, sent_splits, from_others, received_splits)
         flight.received[micro] = received
 
     def spread(self, batch: int, micro: int) -> dict[str, Tensor]:
@@ -280,27 +203,33 @@ class ShardedTables:
     def grads(self, batch: int, micro: int) -> None:
         """Row gradients back to their owners, added up by requester in rank order."""
         flight, rank = self.flights[batch], self.comm.rank
-        made, rows = flight.gradients.pop(micro), flight.received.pop(micro)
+        made = flight.gradients[micro]
         gradients = [
-            made[g] if g in made else _none(of, flight.working[g].serve_counts[micro][rank])
-            for g, of in enumerate(rows)
+            made[g] if g in made else _none(rows, flight.working[g].serve_counts[micro][rank])
+            for g, rows in enumerate(flight.received[micro])
         ]
-        sent = [to_others for to_others, _ in gradients]
-        sent_splits = [of[micro].rows_per_owner for of in flight.requests]
         received_splits = [working.serve_counts[micro] for working in flight.working]
         received = [
             empty_rows(sum(splits) - splits[rank], group.dim, self.device)
             for splits, group in zip(received_splits, self.groups, strict=True)
         ]
-        exchange(self.comm, sent, sent_splits, received, received_splits)
+        exchange(
+            self.comm,
+            [to_others for to_others, _ in gradients],
+            [of[micro].rows_per_owner for of in flight.requests],
+            received,
+            received_splits,
+        )
         for g, working in enumerate(flight.working):
             _, own = gradients[g]
             self._add_up(flight, g, working.gather_back[micro], [received[g], *own])
+        if self.device.type == "cpu":
+            # Nobody uses them any more; on a GPU a stream may.
+            del flight.gradients[micro], flight.received[micro]
 
     def _add_up(self, flight: InFlight, g: int, bags: Bags, gradients: list[Tensor]) -> None:
         """Add the gradients of a micro-batch; a single one is summed by the update itself."""
-        native = use_native(self.device)
-        if native and self.shape.micros == 1:
+        if use_native(self.device) and self.shape.micros == 1:
             flight.sums.append(Gradients(gradients, bags.rows_T, bags.ends_S1))
         elif g == len(flight.sums):
             sums_KD = empty_rows(len(bags), self.groups[g].dim, self.device)
@@ -309,49 +238,35 @@ class ShardedTables:
         else:
             add_bags(bags, gradients, flight.sums[g].rows[0])
 
-    def update(self, batch: int, weight: float, step: int) -> None:
-        """One optimizer application per row, on the gradient divided by the batch's weight."""
+    def update(self, batch: int, times: float | Tensor, step: int) -> None:
+        """One optimizer application per row, on its summed gradient times a number.
+
+        The number may be a tensor on the device, of one element.
+        """
         flight = self.flights[batch]
-        for group, sums, rows in zip(self.groups, flight.sums, self.buffers[batch], strict=True):
+        for group, sums, rows in zip(self.groups, flight.sums, self.buffers.of(batch), strict=True):
             if use_native(self.device):
-                self.optimizer.update_native(rows, group.dim, [sums], 1 / weight, step)
+                self.optimizer.update_native(rows, group.dim, [sums], float(times), step)
             else:
                 assert isinstance(rows, Tensor)
-                self.optimizer.update(rows, sums.rows[0].mul_(1 / weight), step)
+                self.optimizer.update(rows, sums.rows[0].mul_(times), step)
             if group.tables[0].dtype == "bfloat16":
                 # As the host store would: else rows that stay on the device would be finer.
                 assert isinstance(rows, Tensor)
                 weights_KD = rows[:, : group.dim]
                 weights_KD.copy_(weights_KD.bfloat16())
-        flight.sums = []
 
 
-def can_work_in_place(shape: Shape, device: torch.device, stores: Sequence[RowStore]) -> bool:
-    """Whether rows can be used where the store has them: one batch at a time, same memory."""
-    return (
-        shape.buffers == 1
-        and use_native(device)
-        and all(isinstance(s, NativeStore) and s.layout.dtype == "float32" for s in stores)
-    )
-
-
-def weights_of(rows: Tensor | Places, dim: int) -> Rows:
+def _weights_of(rows: Tensor | Places, dim: int) -> Rows:
     """The weights of rows that carry their state."""
     return rows if isinstance(rows, Places) else [rows[:, :dim]]
 
 
-def _of_others(rows_PD: Tensor, splits: Sequence[int], rank: int) -> Tensor:
-    """What other ranks have of some rows; this rank's own come last."""
-    return rows_PD[: len(rows_PD) - splits[rank]]
-
-
-def _keep(
-    gradients: dict[int, tuple[Tensor, list[Tensor]]], g: int, sent: Tensor, own: list[Tensor]
-) -> None:
+def _keep(gradients: dict[int, OfRows], g: int, sent: Tensor, own: list[Tensor]) -> None:
     gradients[g] = sent, own
 
 
-def _none(rows_PD: Tensor, own: int) -> tuple[Tensor, list[Tensor]]:
+def _none(rows_PD: Tensor, own: int) -> OfRows:
     """The gradients of rows that the model did not use."""
     zeros_PD = torch.zeros_like(rows_PD)
     return zeros_PD[: len(rows_PD) - own], [zeros_PD[len(rows_PD) - own :]]

@@ -9,14 +9,15 @@ from torch import Tensor
 
 from nestpipe.embedding import native_routing, plain_routing
 from nestpipe.embedding.routing import Asked
-from nestpipe.kernels.rows import Bags, use_native
+from nestpipe.kernels.native import native_wanted
+from nestpipe.kernels.rows import Bags
 
-# Shapes: K unique keys of the owner, R ranks, M micro-batches, C tables
+# Shapes: K unique keys of the owner, n some of them, R ranks, M micro-batches, C tables
 
 
 @dataclass(frozen=True, slots=True)
 class WorkingSet:
-    """The owner's rows of one batch, table by table."""
+    """The owner's rows of one batch, table by table; keys and counts are on the host."""
 
     keys_K: Tensor
     table_counts: list[int]
@@ -30,26 +31,26 @@ class WorkingSet:
     shared_K: Tensor
     """Positions whose rows the batch before had too ..."""
     shared_before: Tensor
-    """... and where they stood there."""
+    """... and where they stood there; both on the host ..."""
+    shared_there: Tensor
+    shared_before_there: Tensor
+    """... and both again on the device."""
 
     @property
     def size(self) -> int:
         return self.keys_K.shape[0]
 
-    def new_mask(self) -> Tensor:
-        """(K,) which rows the batch before did not have."""
-        mask_K = torch.ones(self.size, dtype=torch.bool, device=self.keys_K.device)
-        mask_K[self.shared_K] = False
-        return mask_K
-
-    def counts_where(self, mask_K: Tensor) -> list[int]:
-        """Rows of each table among those of the mask."""
-        return [int(part.sum()) for part in torch.split(mask_K, self.table_counts)]
+    def without(self, positions: Tensor) -> tuple[Tensor, list[int]]:
+        """(n,) all other positions, and how many of each table."""
+        others_K = torch.ones(self.size, dtype=torch.bool)
+        others_K[positions] = False
+        counts = [int(part.sum()) for part in torch.split(others_K, self.table_counts)]
+        return others_K.nonzero().squeeze(1), counts
 
 
-def make_working_set(asked: Asked, before: WorkingSet | None) -> WorkingSet:
+def make_working_set(asked: Asked, before: WorkingSet | None, device: torch.device) -> WorkingSet:
     """Unite what all requesters asked for."""
-    routing = native_routing if use_native(asked.keys_A.device) else plain_routing
+    routing = native_routing if native_wanted() else plain_routing
     united = routing.unite(asked)
     nothing = united.keys_K[:0]
     shared_K, shared_before = (
@@ -60,9 +61,11 @@ def make_working_set(asked: Asked, before: WorkingSet | None) -> WorkingSet:
     return WorkingSet(
         keys_K=united.keys_K,
         table_counts=united.table_counts,
-        serve=united.serve,
+        serve=[bags.to(device) for bags in united.serve],
         serve_counts=asked.row_counts_RMC.sum(2).T.tolist(),
-        gather_back=united.gather_back,
+        gather_back=[bags.to(device) for bags in united.gather_back],
         shared_K=shared_K,
         shared_before=shared_before,
+        shared_there=shared_K.to(device, non_blocking=True),
+        shared_before_there=shared_before.to(device, non_blocking=True),
     )

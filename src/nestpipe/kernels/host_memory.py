@@ -90,8 +90,13 @@ def _map(size: int) -> mmap.mmap:
 _MEMORY = HostMemory()
 
 
-def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """An uninitialised tensor from memory that is used again, on the host or on a GPU."""
-    if device.type != "cpu":
-        return torch.empty(*shape, dtype=dtype, device=device)
+def empty(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, pinned: bool = False
+) -> Tensor:
+    """An uninitialised tensor from memory that is used again, on the host or on a GPU.
+
+    `pinned`: host memory from which a GPU copies by itself; torch keeps that for us.
+    """
+    if device.type != "cpu" or pinned:
+        return torch.empty(*shape, dtype=dtype, device=device, pin_memory=pinned)
     return _MEMORY.empty(shape, dtype)

@@ -72,8 +72,8 @@ def sum_bags(
     count, dim = out_SD.shape
     source, alive = _rows_of(rows)
     target, _ = _rows_of([out_SD])
-    terms_T, ends_S1 = _int32(terms_T), _int32(ends_S1)
-    bags = _Bags(_pointer(terms_T), _pointer(ends_S1))
+    terms, ends = _int32(terms_T), _int32(ends_S1)
+    bags = _Bags(_pointer(terms), _pointer(ends))
     status = library().nestpipe_sum(
         ctypes.byref(source),
         ctypes.byref(bags),

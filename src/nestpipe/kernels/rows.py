@@ -36,6 +36,14 @@ class Bags:
     def __len__(self) -> int:
         return len(self.rows_T) if self.ends_S1 is None else len(self.ends_S1) - 1
 
+    def to(self, device: torch.device) -> Bags:
+        """The same on a device; from pinned memory the host does not wait."""
+        ends = self.ends_S1
+        return Bags(
+            self.rows_T.to(device, non_blocking=True),
+            None if ends is None else ends.to(device, non_blocking=True),
+        )
+
     def part(self, start: int, stop: int) -> Bags:
         """Only the sums from `start` to `stop`; for native code, which takes ends as they are."""
         if self.ends_S1 is None:
@@ -52,8 +60,12 @@ def sum_bags(bags: Bags, rows: Rows, out: Sequence[Tensor]) -> None:
             native_rows.sum_bags(part.rows_T, part.ends_S1, rows, out_SD, add=False)
             start += len(out_SD)
         return
-    sums = plain_sums(bags, joined(rows))
-    for out_SD, part in zip(out, torch.split(sums, [len(o) for o in out]), strict=True):
+    sizes = [len(o) for o in out]
+    if bags.ends_S1 is None:
+        for out_SD, picked in zip(out, torch.split(bags.rows_T, sizes), strict=True):
+            torch.index_select(joined(rows), 0, picked, out=out_SD)
+        return
+    for out_SD, part in zip(out, torch.split(plain_sums(bags, joined(rows)), sizes), strict=True):
         out_SD.copy_(part)
 
 

@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate
 
 from nestpipe.errors import ParseError
 from nestpipe.schedule.op import Kind, Lane, Op
@@ -87,9 +87,7 @@ def _costs_of(trace: Trace, sharing: Sharing) -> dict[_Key, float]:
     pools = {pool: _Pool(members, sharing) for pool, members in in_pool.items()}
     return {
         (Kind(t.span.kind), t.span.batch, t.span.micro, t.span.rank): (
-            pools[sharing.pools[t.span.rank]].work_between(t.begin, t.span.end)
-            if t.span.lane in sharing.lanes
-            else t.span.end - t.begin
+            pools[sharing.pools[t.span.rank]].work_of(t)
         )
         for t in turns
     }
@@ -124,21 +122,22 @@ def _without_waiting(turns: Sequence[_Turn]) -> list[_Turn]:
 
 
 class _Pool:
-    """How fast the ops of one pool ran at any moment, given all that drew on it."""
+    """What was asked of one pool at any moment."""
 
     def __init__(self, turns: Sequence[_Turn], sharing: Sharing) -> None:
+        self._sharing = sharing
         changes: dict[float, float] = defaultdict(float)
         for turn in turns:
             changes[turn.begin] += sharing.draw(turn.span.lane)
             changes[turn.span.end] -= sharing.draw(turn.span.lane)
         self._times = sorted(changes)
-        self._done = [0.0]
-        drawn = 0.0
-        for time, following in pairwise(self._times):
-            drawn += changes[time]
-            self._done.append(self._done[-1] + (following - time) * sharing.speed(drawn))
+        self._drawn = list(accumulate(changes[time] for time in self._times))
 
-    def work_between(self, begin: float, end: float) -> float:
-        """What an op got done that ran from one moment to another; both are ones of the pool."""
-        first, last = (bisect_left(self._times, moment) for moment in (begin, end))
-        return self._done[last] - self._done[first]
+    def work_of(self, turn: _Turn) -> float:
+        """How long an op would have taken alone, given all that ran beside it."""
+        first, last = (bisect_left(self._times, t) for t in (turn.begin, turn.span.end))
+        return sum(
+            (self._times[i + 1] - self._times[i])
+            * self._sharing.speed(turn.span.lane, self._drawn[i])
+            for i in range(first, last)
+        )

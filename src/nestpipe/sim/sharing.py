@@ -41,9 +41,13 @@ class Sharing:
             return self.collective_draw
         return 1.0 if lane in self.lanes else 0.0
 
-    def speed(self, drawn: float) -> float:
-        """How fast the ops of a pool run that together ask for so much of it."""
-        return min(1.0, self.capacity / max(drawn, 1e-9))
+    def speed(self, lane: str, drawn: float) -> float:
+        """How fast an op of that lane runs while all ops of its pool ask for so much of it."""
+        own = self.draw(lane)
+        if own == 0.0:
+            return 1.0
+        # The part of its time for which it needs the pool gets longer, the rest does not.
+        return 1.0 / (1.0 - own + own / min(1.0, self.capacity / drawn))
 
 
 def replay_shared(plan: Plan, cost_of: CostOf, sharing: Sharing, *, batches: int) -> Trace:
@@ -131,7 +135,4 @@ def _speeds(running: Sequence[_Running], sharing: Sharing) -> list[float]:
     drawn: dict[int, float] = defaultdict(float)
     for one in running:
         drawn[sharing.pools[one.rank]] += sharing.draw(one.op.lane)
-    return [
-        sharing.speed(drawn[sharing.pools[one.rank]]) if one.op.lane in sharing.lanes else 1.0
-        for one in running
-    ]
+    return [sharing.speed(one.op.lane, drawn[sharing.pools[one.rank]]) for one in running]

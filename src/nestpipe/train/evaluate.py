@@ -116,11 +116,11 @@ def forward(
     empty = source.empty()
     number = 0
     while True:
-        batch = next(batches, empty).to(trainer.device)
+        batch = next(batches, empty)
         rows = _look_up(tables, number, batch, keys_of(batch))
         if rows is None:
             return
-        yield batch, rows
+        yield batch.to(trainer.device), rows
         number += 1
 
 

@@ -168,7 +168,6 @@ class Trainer:
                 "samples_per_worker": self.settings.batch // self.comm.size,
             },
         )
-        self.traffic.rows_written += sum(work.written.values())
         self.traffic.bytes_sent += self.comm.bytes_sent - sent
         # A run cut short, by a checkpoint or the end of the data, would tell less.
         self.trace = max(trace, self.trace, key=_num_batches)

@@ -36,21 +36,30 @@ class StepReport:
     """Samples of the global batch."""
     rows_read: int
     rows_refreshed: int
-    """Rows that this rank read from host memory and refreshed from the batch before."""
     rows_written: int
-    """Rows that it wrote for the batch two before this one: write-back runs behind."""
+    """Rows that this rank read from host memory, refreshed from the batch before, and wrote."""
 
 
 @dataclass(slots=True)
 class _InFlight:
-    """One batch between its prefetch and its update."""
+    """One batch between its prefetch and its write-back.
 
-    micros: list[Batch]
+    On a GPU it keeps alive what a stream may still use.
+    """
+
+    on_host: list[Batch]
+    """The micro-batches, as they were read ..."""
+    micros: list[Batch] = field(default_factory=list[Batch])
+    """... and on the device."""
     samples: int = 0
-    loss: float = 0.0
+    losses: list[Tensor] = field(default_factory=list[Tensor])
+    """The summed loss of each micro-batch, on the device."""
     weight: float = 0.0
+    totals: Tensor = field(default_factory=lambda: torch.zeros(2))
+    """Loss and weight of the global batch, on the device."""
     read: int = 0
     refreshed: int = 0
+    kept: list[object] = field(default_factory=list[object])
 
 
 @dataclass(slots=True)
@@ -73,8 +82,6 @@ class TrainingWork:
     data_ended: bool = False
     """Whether it was the data that ended."""
     flights: dict[int, _InFlight] = field(default_factory=dict[int, _InFlight])
-    written: dict[int, int] = field(default_factory=dict[int, int])
-    """Rows written for each batch that no report has told yet."""
 
     @property
     def _parameters(self) -> list[nn.Parameter]:
@@ -110,15 +117,15 @@ class TrainingWork:
 
     def copy(self, op: Op) -> None:
         flight = self.flights[op.batch]
-        flight.micros = [micro.to(self.device, non_blocking=True) for micro in flight.micros]
+        flight.micros = [micro.to(self.device, non_blocking=True) for micro in flight.on_host]
 
     def dedup(self, op: Op) -> None:
-        keys = [self._model.sparse_keys(micro) for micro in self.flights[op.batch].micros]
+        keys = [self._model.sparse_keys(micro) for micro in self.flights[op.batch].on_host]
         self.tables.dedup(op.batch, keys)
 
     def counts(self, op: Op) -> None:
         flight = self.flights[op.batch]
-        mine = sum(micro.size for micro in flight.micros)
+        mine = sum(micro.size for micro in flight.on_host)
         flight.samples = self.tables.counts(op.batch, mine)
         if flight.samples == 0:
             self.data_ended = True
@@ -135,38 +142,45 @@ class TrainingWork:
         rows = self.tables.spread(op.batch, micro)
         loss = self._model.dense(rows, flight.micros[micro])
         loss.total.backward()
-        flight.loss += float(loss.total.detach())
+        flight.losses.append(loss.total.detach())
         flight.weight += loss.weight
 
     def reduce(self, op: Op) -> None:
         """Dense gradients and the batch's loss and weight, summed over all ranks."""
-        flight = self.flights[op.batch]
-        parameters = self._parameters
-        totals = torch.tensor([flight.loss, flight.weight], device=self.device)
-        flat = torch.cat([*_flat_gradients(parameters), totals])
+        flight, parameters = self.flights[op.batch], self._parameters
+        gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
+        loss = torch.stack([part.float() for part in flight.losses]).sum(0, keepdim=True)
+        weight = loss.new_full((1,), flight.weight)
+        flat = torch.cat([*(g.reshape(-1) for g in gradients), loss, weight])
         self.comm.all_reduce(flat)
-        _unflatten_gradients(parameters, flat)
-        flight.loss, flight.weight = flat[-2:].tolist()
+        _set_gradients(parameters, flat)
+        flight.totals = flat[-2:]
+        flight.kept += [gradients, flat]
 
     def update(self, op: Op) -> None:
-        flight = self.flights.pop(op.batch)
-        weight = flight.weight or 1.0
+        flight = self.flights[op.batch]
         step = self.first_step + op.batch + 1
-        loss = flight.loss / weight
-        if not math.isfinite(loss):
-            raise RunError(f"the loss of step {step} is {loss}; lower the learning rates")
+        if self.device.type == "cpu":
+            _check_loss(flight.totals, step)
+        # Samples may weigh nothing: then nothing moves.
+        weight = flight.totals[1]
+        times = torch.where(weight == 0, 1.0, weight).reciprocal_()
         for parameter in self._parameters:
             assert parameter.grad is not None
-            parameter.grad.div_(weight)
+            parameter.grad.mul_(times)
         self.dense_optimizer.step()
         self.dense_optimizer.zero_grad(set_to_none=True)
-        self.tables.update(op.batch, weight, step)
-        # With two buffers, this batch's rows came into the place that those two before had left.
-        written = self.written.pop(op.batch - 2, 0)
-        self.on_step(StepReport(step, loss, flight.samples, flight.read, flight.refreshed, written))
+        self.tables.update(op.batch, times, step)
 
     def writeback(self, op: Op) -> None:
-        self.written[op.batch] = self.tables.writeback(op.batch)
+        """Save rows, and tell of the batch: here the host knows that it is done."""
+        flight = self.flights[op.batch]
+        step = self.first_step + op.batch + 1
+        loss = _check_loss(flight.totals, step)
+        written = self.tables.writeback(op.batch)
+        # Another stream may still hold what the batch before used; this one's update is over.
+        self.flights.pop(op.batch)
+        self.on_step(StepReport(step, loss, flight.samples, flight.read, flight.refreshed, written))
 
     @property
     def _model(self) -> RecModel:
@@ -179,15 +193,18 @@ def even_sizes(total: int, parts: int) -> list[int]:
     return [small + (i < extra) for i in range(parts)]
 
 
-def _flat_gradients(parameters: list[nn.Parameter]) -> list[Tensor]:
-    return [
-        p.grad.reshape(-1) if p.grad is not None else p.new_zeros(p.numel()) for p in parameters
-    ]
-
-
-def _unflatten_gradients(parameters: list[nn.Parameter], flat: Tensor) -> None:
+def _set_gradients(parameters: list[nn.Parameter], flat: Tensor) -> None:
     start = 0
     for parameter in parameters:
         part = flat[start : start + parameter.numel()]
         parameter.grad = part.view_as(parameter)
         start += parameter.numel()
+
+
+def _check_loss(totals: Tensor, step: int) -> float:
+    """The mean loss of a batch from its sum and weight; refuses to go on with a broken one."""
+    total, weight = totals.tolist()
+    loss = total / (weight or 1.0)
+    if not math.isfinite(loss):
+        raise RunError(f"the loss of step {step} is {loss}; lower the learning rates")
+    return loss

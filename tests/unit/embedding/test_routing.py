@@ -1,4 +1,13 @@
-"""Requests and working sets: every key finds its owner, every row its requester."""
+"""Routing: every key finds its owner, every row its requester, every gradient its row.
+
+Native code and its plain twin are both held against a reference in plain lists.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -6,87 +15,512 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nestpipe.config import Table
-from nestpipe.embedding.groups import group_tables
-from nestpipe.embedding.requests import make_request, owner_of
+from nestpipe.embedding import native_routing, plain_routing
+from nestpipe.embedding.groups import TableGroup, group_tables
+from nestpipe.embedding.letters import (
+    expected_numbers,
+    in_rank_order,
+    letters_to_owners,
+    open_letters,
+)
+from nestpipe.embedding.requests import Request, make_request
+from nestpipe.embedding.routing import Asked, Routed, Wanted, owner_of, seats
+from nestpipe.embedding.spread import spread_rows
 from nestpipe.embedding.working_set import make_working_set
 from nestpipe.errors import ConfigError
 from nestpipe.jagged import Jagged
+from nestpipe.kernels.rows import Bags
 
-KEY = st.one_of(st.integers(0, 9), st.integers(-(2**63), 2**63 - 1))
-LISTS = st.lists(st.lists(KEY, max_size=4), min_size=3, max_size=3)
-(GROUP,) = group_tables(
-    [
-        Table(name="items", dim=4, features=("history", "candidates")),
-        Table(name="users", dim=4),
-    ]
+TWINS = pytest.mark.parametrize("routing", [native_routing, plain_routing], ids=["native", "plain"])
+FEW, ANY = st.integers(-3, 6), st.integers(-(2**63), 2**63 - 1)
+SAMPLES = st.one_of(
+    st.lists(st.lists(FEW, max_size=6), max_size=5),
+    st.lists(st.lists(ANY, max_size=6), max_size=5),
+    st.lists(st.lists(ANY, min_size=3, max_size=6), min_size=1, max_size=5),
+    st.lists(st.lists(st.one_of(FEW, ANY), min_size=1, max_size=1), max_size=5),
 )
 
 
-def asked(request, number, table):
-    """The keys of one table that a request sends to one owner."""
-    per_owner = torch.split(request.keys_U, request.per_owner)[number]
-    return torch.split(per_owner, request.counts_RC[number].tolist())[table]
+def int64(values: Sequence[int]) -> torch.Tensor:
+    return torch.tensor(list(values), dtype=torch.int64)
 
 
-@given(LISTS, LISTS, LISTS, st.integers(1, 5))
-def test_a_request_holds_every_key_once_with_its_owner(history, candidates, users, ranks):
-    keys = {
-        "history": Jagged.from_lists(history),
-        "candidates": Jagged.from_lists(candidates),
-        "users": Jagged.from_lists(users),
-    }
-    request = make_request(keys, GROUP, ranks)
-    wanted = {
-        0: {k for row in [*history, *candidates] for k in row},
-        1: {k for row in users for k in row},
-    }
-    for table in (0, 1):
-        found = [key for rank in range(ranks) for key in asked(request, rank, table).tolist()]
-        assert sorted(found) == sorted(wanted[table])
-        for rank in range(ranks):
-            mine = asked(request, rank, table)
-            assert (owner_of(mine, table, ranks) == rank).all()
-            assert torch.equal(mine, mine.sort().values)
-    every = torch.cat([keys[f.name].values for f in GROUP.features])
-    assert torch.equal(request.keys_U[request.picked_T], every)
+@contextmanager
+def native(wanted: bool) -> Iterator[None]:
+    with patch.dict(os.environ, NESTPIPE_NATIVE=str(int(wanted))):
+        yield
 
 
-@given(st.integers(1, 4), st.integers(1, 3), st.data())
-def test_a_working_set_serves_what_was_asked(ranks, micros, data):
-    lists = [
-        [
-            [sorted(set(data.draw(st.lists(KEY, max_size=5)))) for _ in range(2)]
-            for _ in range(micros)
-        ]
-        for _ in range(ranks)
+def lists_of(bags: Bags) -> list[list[int]]:
+    """The terms of each sum."""
+    terms = bags.rows_T.tolist()
+    if bags.ends_S1 is None:
+        return [[term] for term in terms]
+    ends = bags.ends_S1.tolist()
+    assert len(bags) == len(ends) - 1
+    return [terms[a:b] for a, b in zip(ends[:-1], ends[1:], strict=True)]
+
+
+# The requester's side
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What a micro-batch wants of each table: the keys of each output."""
+
+    outputs: list[list[list[int]]]
+    pooled: list[bool]
+    homes: list[int]
+    dim: int
+    rank: int
+    ranks: int
+
+    @property
+    def tables(self) -> range:
+        return range(len(self.outputs))
+
+    def wanted(self) -> Wanted:
+        flat = [[key for output in of for key in output] for of in self.outputs]
+        return Wanted(
+            keys=[int64(keys) for keys in flat],
+            lengths=[int64([len(output) for output in of]) for of in self.outputs],
+            pooled=self.pooled,
+            homes=tuple(self.homes),
+            dim=self.dim,
+            rank=self.rank,
+            ranks=self.ranks,
+        )
+
+    def owner(self, key: int, table: int) -> int:
+        return int(owner_of(int64([key]), table, self.ranks, self.homes[table]))
+
+
+@st.composite
+def asks(draw) -> Ask:
+    tables = draw(st.integers(1, 4))
+    ranks = draw(st.integers(1, 5))
+    pooled = draw(st.lists(st.booleans(), min_size=tables, max_size=tables))
+    outputs = [draw(SAMPLES) for _ in range(tables)]
+    return Ask(
+        outputs=[
+            of if sums else [[key] for output in of for key in output]
+            for of, sums in zip(outputs, pooled, strict=True)
+        ],
+        pooled=pooled,
+        homes=[draw(st.sampled_from([-1, -1, 0, 1, 7])) for _ in range(tables)],
+        dim=draw(st.sampled_from([1, 4, 64])),
+        rank=draw(st.integers(0, ranks - 1)),
+        ranks=ranks,
+    )
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row that comes back: the keys whose sum it is."""
+
+    owner: int
+    table: int
+    keys: list[int]
+
+
+def rows_that_come(routed: Routed | Request, rank: int) -> list[Row]:
+    """Read what is sent as its owner would."""
+    ranks, tables = routed.key_counts_RC.shape
+    keys, lengths = iter(routed.keys_A.tolist()), iter(routed.lengths_L.tolist())
+    rows: list[Row] = []
+    for owner in seats(rank, ranks):
+        for table in range(tables):
+            count = int(routed.key_counts_RC[owner, table])
+            sums = int(routed.row_counts_RC[owner, table])
+            assert sums <= count
+            sizes = [next(lengths) for _ in range(sums)] if sums < count else [1] * sums
+            assert sum(sizes) == count
+            rows += [Row(owner, table, [next(keys) for _ in range(size)]) for size in sizes]
+    assert next(keys, None) is next(lengths, None) is None, "more is sent than was counted"
+    return rows
+
+
+def summed_tables(routed: Routed) -> list[bool]:
+    return (routed.row_counts_RC < routed.key_counts_RC).any(0).tolist()
+
+
+@TWINS
+@given(asks())
+def test_every_output_is_made_of_its_own_keys_in_a_fixed_order(routing, ask):
+    routed = routing.request(ask.wanted())
+    rows = rows_that_come(routed, ask.rank)
+    outputs = [(table, keys) for table in ask.tables for keys in ask.outputs[table]]
+    seen = lists_of(routed.seen)
+    summed = summed_tables(routed)
+    assert len(seen) == len(outputs)
+    for (table, keys), terms in zip(outputs, seen, strict=True):
+        assert {rows[term].table for term in terms} <= {table}
+        owners = [rows[term].owner for term in terms]
+        if summed[table]:
+            assert owners == sorted(set(owners)), "one sum of each owner, in rank order"
+            keys = sorted(keys, key=lambda key: ask.owner(key, table))
+        assert [key for term in terms for key in rows[term].keys] == keys
+
+
+@TWINS
+@given(asks())
+def test_every_key_is_sent_to_its_owner_and_no_more_often_than_needed(routing, ask):
+    routed = routing.request(ask.wanted())
+    rows = rows_that_come(routed, ask.rank)
+    for table in ask.tables:
+        every = [key for output in ask.outputs[table] for key in output]
+        sent = [key for row in rows if row.table == table for key in row.keys]
+        assert sorted(sent) == sorted(every if summed_tables(routed)[table] else set(every))
+    for row in rows:
+        assert {ask.owner(key, row.table) for key in row.keys} == {row.owner}
+
+
+@TWINS
+@given(asks())
+def test_gradients_go_back_to_the_rows_that_were_seen(routing, ask):
+    routed = routing.request(ask.wanted())
+    back: list[list[int]] = [[] for _ in range(int(routed.row_counts_RC.sum()))]
+    for output, terms in enumerate(lists_of(routed.seen)):
+        for term in terms:
+            back[term].append(output)
+    assert lists_of(routed.back) == back
+
+
+@given(asks())
+def test_native_and_plain_requests_send_the_same(ask):
+    fast, plain = (twin.request(ask.wanted()) for twin in (native_routing, plain_routing))
+    assert torch.equal(fast.key_counts_RC, plain.key_counts_RC)
+    assert torch.equal(fast.row_counts_RC, plain.row_counts_RC)
+    assert torch.equal(fast.lengths_L, plain.lengths_L)
+    of_fast, of_plain = rows_that_come(fast, ask.rank), rows_that_come(plain, ask.rank)
+    in_order = [
+        sorted(rows, key=lambda r: (r.owner, r.table, r.keys)) for rows in (of_fast, of_plain)
     ]
-    flat = [key for of_rank in lists for of_micro in of_rank for ks in of_micro for key in ks]
-    counts = torch.tensor([[[len(ks) for ks in m] for m in r] for r in lists])
-    working = make_working_set(torch.tensor(flat, dtype=torch.int64), counts, None)
-    for micro in range(micros):
-        sent = working.keys_K[working.serve[micro]].tolist()
-        assert sent == [key for of_rank in lists for ks in of_rank[micro] for key in ks]
-        assert working.serve_counts[micro] == [sum(map(len, r[micro])) for r in lists]
-    tables = torch.split(working.keys_K, working.table_counts)
-    for table in (0, 1):
-        union = {key for r in lists for m in r for key in m[table]}
-        assert tables[table].tolist() == sorted(union)
+    assert in_order[0] == in_order[1]
 
 
-@given(st.sets(KEY), st.sets(KEY), st.sets(KEY), st.sets(KEY))
-def test_shared_rows_are_found_in_both_batches(old_items, old_users, new_items, new_users):
-    def working(items, users, before):
-        keys = torch.tensor([*sorted(items), *sorted(users)], dtype=torch.int64)
-        return make_working_set(keys, torch.tensor([[[len(items), len(users)]]]), before)
+@given(asks())
+def test_rows_are_straight_exactly_where_they_come_as_they_are_seen(ask):
+    routed = native_routing.request(ask.wanted())
+    seen = iter(lists_of(routed.seen))
+    for table, start in enumerate(routed.straight):
+        terms = [next(seen) for _ in ask.outputs[table]]
+        whole = ask.homes[table] >= 0 and summed_tables(routed)[table]
+        assert (start >= 0) == (whole and all(ask.outputs[table]))
+        if start >= 0:
+            assert terms == [[start + i] for i in range(len(terms))]
 
-    before = working(old_items, old_users, None)
-    now = working(new_items, new_users, before)
-    here, there = now.keys_K[now.shared_K], before.keys_K[now.shared_before]
-    assert torch.equal(here, there)
-    assert len(here) == len(old_items & new_items) + len(old_users & new_users)
-    mask = now.new_mask()
-    assert int(mask.sum()) == len(new_items - old_items) + len(new_users - old_users)
-    assert now.counts_where(mask) == [len(new_items - old_items), len(new_users - old_users)]
+
+@TWINS
+@pytest.mark.parametrize(
+    ("outputs", "summed"),
+    [
+        ([[10 * s + k for k in range(10)] for s in range(20)], True),
+        ([[k for k in range(10)] for _ in range(20)], False),
+        ([[s] for s in range(20)], False),
+        ([[], []], False),
+        ([], False),
+    ],
+    ids=["all different", "all the same", "one each", "none", "no samples"],
+)
+def test_owners_add_up_where_that_is_less_to_send(routing, outputs, summed):
+    for home, ranks in [(-1, 1), (-1, 3), (1, 3)]:
+        for pooled in (True, False):
+            of = outputs if pooled else [[key] for output in outputs for key in output]
+            ask = Ask([of], [pooled], [home], dim=16, rank=0, ranks=ranks)
+            assert summed_tables(routing.request(ask.wanted())) == [summed and pooled]
+
+
+def test_more_keys_than_positions_can_number_are_refused():
+    many = int64([1]).expand(2**31)
+    wanted = Wanted([many], [many], [False], (-1,), dim=4, rank=0, ranks=1)
+    with pytest.raises(ConfigError, match=r"2,147,483,648 keys .* more micro-batches"):
+        native_routing.request(wanted)
+    counts = int64([2**31]).view(1, 1, 1)
+    with pytest.raises(ConfigError, match=r"2,147,483,648 keys .* smaller batch"):
+        native_routing.unite(Asked(many, many[:0], counts, counts, 0))
+
+
+# Features of tables
+
+
+FEATURES = {"history": "items", "candidates": "items", "tags": "tags", "words": "tags", "user": "u"}
+
+
+def group_of(pooled: bool, placement: str) -> TableGroup:
+    (group,) = group_tables(
+        [
+            Table(name="items", dim=4, features=("history", "candidates")),
+            Table(
+                name="tags",
+                dim=4,
+                features=("tags", "words"),
+                pooling="sum" if pooled else "none",
+                placement=placement,  # type: ignore[arg-type]
+            ),
+            Table(name="u", dim=4, pooling="sum", placement=placement),  # type: ignore[arg-type]
+        ]
+    )
+    return group
+
+
+GROUPS = st.builds(group_of, st.booleans(), st.sampled_from(["rows", "table"]))
+BATCHES = st.integers(0, 5).flatmap(
+    lambda size: st.fixed_dictionaries(
+        {
+            name: st.lists(st.lists(st.one_of(FEW, ANY), max_size=5), min_size=size, max_size=size)
+            for name in FEATURES
+        }
+    )
+)
+
+
+def value_of(key: int, table: int) -> float:
+    """A row's number: small and whole, so that sums are exact in any order."""
+    return float((key * 31 + table * 17) % 1001)
+
+
+@given(GROUPS, BATCHES, st.integers(1, 4), st.data())
+def test_a_model_sees_the_rows_of_its_features_and_hands_back_their_gradients(
+    group, batch, ranks, data
+):
+    rank = data.draw(st.integers(0, ranks - 1))
+    keys = {name: Jagged.from_lists(lists) for name, lists in batch.items()}
+    for wanted in (True, False):
+        with native(wanted):
+            request = make_request(keys, group, rank, ranks)
+            check_features(request, group, batch, rank)
+
+
+def check_features(request: Request, group: TableGroup, batch, rank: int) -> None:
+    rows = rows_that_come(request, rank)
+    came = torch.tensor([sum(value_of(k, r.table) for k in r.keys) for r in rows])
+    own = sum(row.owner == rank for row in rows)
+    delivered: list[torch.Tensor] = []
+    seen = spread_rows(
+        came.view(-1, 1).repeat(1, group.dim),
+        request,
+        lambda sent, mine: delivered.extend([sent, *mine]),
+        own,
+    )
+    gradient_of_row = [0.0] * len(rows)
+    terms, number = iter(lists_of(request.seen)), 0
+    for feature in group.features:
+        lists = batch[feature.name]
+        outputs = lists if feature.pooled else [[key] for keys in lists for key in keys]
+        expected = [sum(value_of(key, feature.table) for key in keys) for keys in outputs]
+        assert seen[feature.name][:, 0].tolist() == expected
+        for _ in outputs:
+            number += 1
+            for term in next(terms):
+                gradient_of_row[term] += number
+    first, loss = 0, torch.zeros(())
+    for rows_OD in seen.values():
+        weights = torch.arange(first + 1.0, first + 1 + len(rows_OD))
+        loss = loss + (rows_OD * weights[:, None]).sum()
+        first += len(rows_OD)
+    loss.backward()
+    assert len(delivered[0]) == len(rows) - own
+    assert torch.cat(delivered)[:, -1].tolist() == gradient_of_row
+
+
+def test_gradients_of_any_layout_are_taken():
+    """Torch gives what is equal everywhere, or empty, or a column, strides of its own."""
+    (group,) = group_tables([Table(name="a", dim=1), Table(name="b", dim=1)])
+    for lists in ([[1], [2]], [[1]], []):
+        keys = {name: Jagged.from_lists(lists) for name in ("a", "b")}
+        request = make_request(keys, group, 0, 1)
+        delivered: list[torch.Tensor] = []
+        seen = spread_rows(
+            torch.zeros(len(request.back), 1),
+            request,
+            lambda sent, mine, into=delivered: into.extend([sent, *mine]),
+            len(request.back),
+        )
+        (seen["a"].sum() + (torch.ones(1, len(lists)) @ seen["b"]).sum()).backward()
+        assert torch.cat(delivered).tolist() == [[1.0]] * len(request.back)
+
+
+# The owner's side
+
+
+@dataclass(frozen=True)
+class World:
+    """Requests of every rank and micro-batch."""
+
+    requests: list[list[Request]]
+    """[rank][micro]"""
+
+    @property
+    def ranks(self) -> int:
+        return len(self.requests)
+
+    @property
+    def micros(self) -> int:
+        return len(self.requests[0])
+
+    def asked(self, owner: int) -> Asked:
+        """What an owner finds in its letters."""
+        letters = [letters_to_owners(of, rank) for rank, of in enumerate(self.requests)]
+        to_owner = [letters[r][seats(r, self.ranks).index(owner)] for r in range(self.ranks)]
+        key_counts = torch.stack(
+            [torch.stack([r.key_counts_RC[owner] for r in of]) for of in self.requests]
+        )
+        row_counts = torch.stack(
+            [torch.stack([r.row_counts_RC[owner] for r in of]) for of in self.requests]
+        )
+        assert expected_numbers(key_counts, row_counts) == [len(letter) for letter in to_owner]
+        came = torch.cat([to_owner[r] for r in seats(owner, self.ranks)])
+        return open_letters(came, key_counts, row_counts, owner)
+
+    def rows(self, requester: int, micro: int, owner: int) -> list[Row]:
+        """What the requester wants of the owner, in the order in which it counts on it."""
+        every = rows_that_come(self.requests[requester][micro], requester)
+        return [row for row in every if row.owner == owner]
+
+
+@st.composite
+def worlds(draw) -> World:
+    ranks, micros = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    group = draw(GROUPS)
+
+    def one(rank: int) -> Request:
+        keys = {name: Jagged.from_lists(lists) for name, lists in draw(BATCHES).items()}
+        with native(draw(st.booleans())):
+            return make_request(keys, group, rank, ranks)
+
+    return World([[one(rank) for _ in range(micros)] for rank in range(ranks)])
+
+
+@given(worlds())
+def test_letters_tell_an_owner_what_was_asked(world):
+    for owner in range(world.ranks):
+        asked = world.asked(owner)
+        keys, lengths = iter(asked.keys_A.tolist()), iter(asked.lengths_L.tolist())
+        for requester in seats(owner, world.ranks):
+            for micro in range(world.micros):
+                for row in world.rows(requester, micro, owner):
+                    assert [next(keys) for _ in row.keys] == row.keys
+                sums = asked.row_counts_RMC[requester, micro]
+                for table, summed in enumerate(sums < asked.key_counts_RMC[requester, micro]):
+                    rows = world.rows(requester, micro, owner)
+                    sizes = [len(row.keys) for row in rows if row.table == table]
+                    assert not summed or [next(lengths) for _ in sizes] == sizes
+        assert next(keys, None) is next(lengths, None) is None
+
+
+@TWINS
+@given(worlds())
+def test_an_owner_serves_what_was_asked_and_gathers_what_comes_back(routing, world):
+    for owner in range(world.ranks):
+        united = routing.unite(world.asked(owner))
+        keys = [
+            (table, key)
+            for table, part in enumerate(torch.split(united.keys_K, united.table_counts))
+            for key in part.tolist()
+        ]
+        everything = [
+            (row.table, key)
+            for requester in range(world.ranks)
+            for micro in range(world.micros)
+            for row in world.rows(requester, micro, owner)
+            for key in row.keys
+        ]
+        assert len(keys) == len(set(keys))
+        assert set(keys) == set(everything)
+        for micro in range(world.micros):
+            back: list[list[int]] = [[] for _ in keys]
+            wanted: list[list[tuple[int, int]]] = []
+            start_of: dict[int, int] = {}
+            for requester in seats(owner, world.ranks):
+                start_of[requester] = len(wanted)
+                for row in world.rows(requester, micro, owner):
+                    wanted.append([(row.table, key) for key in row.keys])
+            for requester in range(world.ranks):
+                for number, row in enumerate(world.rows(requester, micro, owner)):
+                    for key in row.keys:
+                        back[keys.index((row.table, key))].append(start_of[requester] + number)
+            served = lists_of(united.serve[micro])
+            assert [[keys[term] for term in terms] for terms in served] == wanted
+            assert lists_of(united.gather_back[micro]) == back
+
+
+@given(worlds())
+def test_native_and_plain_owners_differ_only_in_the_order_of_their_keys(world):
+    for owner in range(world.ranks):
+        asked = world.asked(owner)
+        fast, plain = native_routing.unite(asked), plain_routing.unite(asked)
+        assert fast.table_counts == plain.table_counts
+        for one, other in zip(
+            torch.split(fast.keys_K, fast.table_counts),
+            torch.split(plain.keys_K, plain.table_counts),
+            strict=True,
+        ):
+            assert one.sort().values.tolist() == other.tolist()
+        for one, other in zip(fast.serve, plain.serve, strict=True):
+            assert (one.ends_S1 is None) == (other.ends_S1 is None)
+            assert list(map(len, lists_of(one))) == list(map(len, lists_of(other)))
+
+
+@given(st.lists(st.tuples(st.sets(FEW), st.sets(FEW)), min_size=1, max_size=3), st.randoms())
+def test_rows_that_two_batches_share_are_found_in_both(tables, random):
+    def flat(sets, order):
+        return int64([key for keys in sets for key in order(keys)]), [len(keys) for keys in sets]
+
+    def shuffled(keys):
+        return random.sample(sorted(keys), len(keys))
+
+    now, before = zip(*tables, strict=True)
+    shared = [(table, key) for table, (a, b) in enumerate(tables) for key in a & b]
+    for routing, order in [
+        (plain_routing, sorted),
+        (native_routing, sorted),
+        (native_routing, shuffled),
+    ]:
+        now_K, counts = flat(now, order)
+        before_K, counts_before = flat(before, order)
+        here, there = routing.match(now_K, counts, before_K, counts_before)
+        assert torch.equal(now_K[here], before_K[there])
+        found = [
+            (sum(position >= end for end in int64(of).cumsum(0).tolist()), int(keys[position]))
+            for positions, keys, of in [(here, now_K, counts), (there, before_K, counts_before)]
+            for position in positions.tolist()
+        ]
+        half = len(found) // 2
+        assert found[:half] == found[half:]
+        assert sorted(found[:half]) == sorted(shared)
+
+
+@given(BATCHES, BATCHES)
+def test_a_working_set_knows_what_is_new_to_it(old, new):
+    def working(batch, before):
+        keys = {name: Jagged.from_lists(lists) for name, lists in batch.items()}
+        request = make_request(keys, group, 0, 1)
+        return make_working_set(World([[request]]).asked(0), before)
+
+    group = group_of(pooled=True, placement="rows")
+    for wanted in (True, False):
+        with native(wanted):
+            before = working(old, None)
+            now = working(new, before)
+        mask = now.new_mask()
+        assert torch.equal(now.keys_K[now.shared_K], before.keys_K[now.shared_before])
+        assert not mask[now.shared_K].any()
+        fresh = [
+            len(set(here.tolist()) - set(there.tolist()))
+            for here, there in zip(
+                torch.split(now.keys_K, now.table_counts),
+                torch.split(before.keys_K, before.table_counts),
+                strict=True,
+            )
+        ]
+        assert now.counts_where(mask) == fresh
+
+
+def test_a_rank_sits_last_at_its_own_table():
+    assert seats(0, 1) == [0]
+    assert seats(1, 4) == [0, 2, 3, 1]
+    assert in_rank_order([10, 12, 13, 11], 1) == [10, 11, 12, 13]
 
 
 def test_owners_share_the_keys_evenly():
@@ -95,6 +529,17 @@ def test_owners_share_the_keys_evenly():
         share = torch.bincount(owner_of(keys, 0, ranks), minlength=ranks) / len(keys)
         assert (share - 1 / ranks).abs().max() < 0.01
     assert not torch.equal(owner_of(keys, 0, 8), owner_of(keys, 1, 8))
+
+
+def test_whole_tables_take_turns_over_the_ranks():
+    tables = [
+        Table(name="a", dim=4, placement="table"),
+        Table(name="b", dim=8, placement="table"),
+        Table(name="c", dim=4),
+        Table(name="d", dim=4, placement="table"),
+    ]
+    assert [group.homes for group in group_tables(tables)] == [(0, -1, 2), (1,)]
+    assert owner_of(torch.arange(5), 0, 2, home=2).tolist() == [0] * 5
 
 
 @pytest.mark.parametrize(

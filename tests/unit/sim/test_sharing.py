@@ -112,13 +112,14 @@ def test_what_runs_under_dense_on_the_same_core_is_not_free():
 
 
 def test_a_collective_takes_its_part_of_the_core():
-    """Rows of the next micro-batch arrive under dense, which gets what they leave of the core."""
+    """Rows of the next micro-batch arrive under dense; both get less than they would alone."""
     window = plan("frozen_window", PlanOptions(micros=2))
-    dear = {Kind.DENSE: 10.0, Kind.ROWS: 10.0}
-    sharing = Sharing((0,), OFF_NETWORK, collective_draw=0.25)
+    dear = {Kind.DENSE: 10.0, Kind.ROWS: 9.0}
+    sharing = Sharing((0,), OFF_NETWORK, collective_draw=0.2)
     trace = replay_shared(window, lambda op, rank: dear.get(op.kind, 0.0), sharing, batches=12)
-    # Rows 0 alone; dense 0 at 1/1.25 beside rows 1, which end after 10; what is left alone.
-    assert step_ms(trace) == pytest.approx(10 + 10 + 2 + 10, abs=1e-3)
+    # Rows 0 alone take 9. Under dense 0, at 1 / 1.2, rows 1 take 9 * (0.8 + 0.2 * 1.2), so 9.36;
+    # by then 7.8 of dense are done, the other 2.2 and dense 1 have the core for themselves.
+    assert step_ms(trace) == pytest.approx(9 + 9.36 + 2.2 + 10, abs=1e-3)
 
 
 def test_too_short_a_trace_is_refused():
