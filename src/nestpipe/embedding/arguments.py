@@ -29,8 +29,13 @@ def check_layout(layout: StoreLayout) -> None:
 
 def check_rows(layout: StoreLayout, keys_K: Tensor, counts: Sequence[int], rows_KW: Tensor) -> None:
     """Refuse keys, counts and rows that do not belong together."""
-    _check_tensor("keys", keys_K, torch.int64, (keys_K.numel(),))
+    check_keys(layout, keys_K, counts)
     _check_tensor("rows", rows_KW, torch.float32, (keys_K.numel(), layout.width))
+
+
+def check_keys(layout: StoreLayout, keys_K: Tensor, counts: Sequence[int]) -> None:
+    """Refuse keys and counts that do not belong together."""
+    _check_tensor("keys", keys_K, torch.int64, (keys_K.numel(),))
     if len(counts) != layout.num_tables or any(count < 0 for count in counts):
         raise ValueError(f"counts are {list(counts)}; give one, 0 or more, for each table")
     if sum(counts) != keys_K.numel():

@@ -1,6 +1,5 @@
 """Routing in native code, on the host: linear in the keys, one call for all tables."""
 
-# pyright: strict
 from __future__ import annotations
 
 import ctypes
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nestpipe.embedding.routing import Asked, Routed, United, Wanted
+from nestpipe.errors import ConfigError
 from nestpipe.kernels.host_memory import empty
 from nestpipe.kernels.native import Status, library
 from nestpipe.kernels.rows import Bags
@@ -66,9 +66,14 @@ class _United(ctypes.Structure):
 
 def request(wanted: Wanted) -> Routed:
     """What to send, and what to do with the rows that come."""
+    terms, outputs = sum(map(len, wanted.keys)), sum(map(len, wanted.lengths))
+    _check_positions(
+        max(terms, outputs),
+        "a micro-batch of one rank",
+        "use more micro-batches or a smaller batch",
+    )
     keys_T = _joined(wanted.keys)
     lengths_O = _joined(wanted.lengths)
-    terms, outputs = len(keys_T), len(lengths_O)
     term_ends = torch.tensor([len(k) for k in wanted.keys]).cumsum(0)
     output_ends = torch.tensor([len(n) for n in wanted.lengths]).cumsum(0)
     pooled = torch.tensor(wanted.pooled, dtype=torch.uint8)
@@ -110,6 +115,7 @@ def unite(asked: Asked) -> United:
     """The owner's unique keys, and which of them go where."""
     ranks, micros, tables = asked.key_counts_RMC.shape
     total = len(asked.keys_A)
+    _check_positions(total, "one batch of one owner", "use a smaller batch or more ranks")
     rows_M = asked.row_counts_RMC.sum((0, 2)).tolist()
     keys_M = asked.key_counts_RMC.sum((0, 2)).tolist()
     keys_K, serve_T, back_T = _int64s(total), _int32s(total), _int32s(total)
@@ -171,6 +177,12 @@ def _int32s(count: int) -> Tensor:
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
     return parts[0].contiguous() if len(parts) == 1 else torch.cat(list(parts))
+
+
+def _check_positions(count: int, where: str, remedy: str) -> None:
+    """Positions are 32-bit numbers."""
+    if count >= 2**31:
+        raise ConfigError(f"{count:,} keys in {where} are too many to number; {remedy}")
 
 
 def _check(status: int) -> None:

@@ -10,7 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nestpipe.embedding.arguments import MASK, check_layout, check_rows, repeated, too_many_rows
+from nestpipe.embedding.arguments import (
+    MASK,
+    check_keys,
+    check_layout,
+    check_rows,
+    repeated,
+    too_many_rows,
+)
 from nestpipe.embedding.store import StoreLayout
 from nestpipe.errors import CapacityError
 from nestpipe.kernels.native import Report, Shape, Status, library
@@ -59,10 +66,11 @@ class NativeStore:
         Rows never move. While they are used there, nobody may gather or scatter them.
         """
         assert self.layout.dtype == "float32", "rows in place are float32"
+        check_keys(self.layout, keys_K, counts)
         places = self._locate(keys_K, counts)
-        if not bool((places.addresses_K == 0).any()):
-            return places
         new_K = places.addresses_K == 0
+        if not bool(new_K.any()):
+            return places
         new_counts = [int(part.sum()) for part in torch.split(new_K, list(counts))]
         rows_KW = torch.empty(sum(new_counts), self.layout.width)
         self.gather(keys_K[new_K], new_counts, rows_KW)

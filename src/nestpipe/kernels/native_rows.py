@@ -103,6 +103,7 @@ def update(
     count = len(rows)
     if not count:
         return
+    assert parts, "there are no gradients to apply"
     target, alive = _rows_of([rows] if isinstance(rows, Tensor) else rows)
     sources = [_rows_of(part.rows) for part in parts]
     positions = [(_int32(part.terms_T), _int32(part.ends_K1)) for part in parts]
@@ -144,7 +145,9 @@ def _rows_of(rows: Sequence[Tensor] | Places) -> tuple[_Rows, Tensor | None]:
         return _Rows(None, 0, rows.addresses_K.data_ptr()), rows.addresses_K
     for tensor in rows:
         assert tensor.dtype == torch.float32, f"rows are {tensor.dtype}"
-        assert tensor.stride(1) == 1, "rows must lie in one piece"
+        # Where there is nothing, or one column, strides may be anything.
+        in_one_piece = tensor.stride(1) == 1 or tensor.shape[1] == 1 or not len(tensor)
+        assert in_one_piece, f"the numbers of a row lie {tensor.stride(1)} apart"
     if len(rows) == 1:
         return _Rows(rows[0].data_ptr(), rows[0].stride(0) * 4, None), None
     addresses = _addresses(rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from nestpipe.runtime.garbage import between_batches, collected_by_hand
+from nestpipe.runtime.interpreter import between_batches, quiet_interpreter
 from nestpipe.runtime.lanes import Act, Event, Lanes, Work
 from nestpipe.runtime.spans import HostSpans, Spans
 from nestpipe.schedule import Kind, Op, Plan, Shape
@@ -37,7 +37,7 @@ def run(
     acts = {kind: _until(batches, spans.timed(act)) for kind, act in work.items()}
     done: dict[Op, Event] = {}
     spans.begin()
-    with collected_by_hand(), lanes:
+    with quiet_interpreter(), lanes:
         for step in plan.stream(batches):
             op = step.op
             if op.kind is Kind.PREFETCH:

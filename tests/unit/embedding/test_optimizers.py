@@ -1,9 +1,10 @@
 """Row optimizers against their dense twins in torch.optim, on the rows touched."""
 
+import numpy as np
 import pytest
 import torch
 
-from nestpipe.embedding.optimizers import OPTIMIZERS, row_optimizer
+from nestpipe.embedding.optimizers import OPTIMIZERS, root, row_optimizer
 from nestpipe.errors import ConfigError
 
 ROWS, DIM, STEPS = 12, 5, 6
@@ -67,3 +68,9 @@ def test_state_is_part_of_the_row(name, state):
 def test_an_unknown_optimizer_is_named():
     with pytest.raises(ConfigError, match="unknown row optimizer 'lion'"):
         row_optimizer("lion")
+
+
+def test_roots_are_rounded_as_ieee_says():
+    bits = torch.randint(0, 0x7F800000, (1 << 20,), generator=torch.Generator().manual_seed(0))
+    numbers = bits.to(torch.int32).view(torch.float32)
+    assert torch.equal(root(numbers), torch.from_numpy(np.sqrt(numbers.numpy())))

@@ -57,6 +57,10 @@ inline void sum_bag(const Rows& rows, const Bags& bags, int64_t sum, int64_t las
   for (int64_t i = begin + kAheadTerms; i < std::min(end + kAheadTerms, last); ++i) {
     prefetch_row(rows.row(bags.term(i)), dim);
   }
+  if (bags.ends == nullptr) {  // a row as it is: added to zero it would lose the sign of a zero
+    std::copy_n(rows.row(bags.term(begin)), dim, out);
+    return;
+  }
   int64_t at = 0;
   for (; at + 8 * kBlock <= dim; at += 8 * kBlock) {
     sum_block<kBlock>(rows, bags, begin, end, at, out);

@@ -1,6 +1,8 @@
 // Threads that all kernels of a process share.
 #pragma once
 
+#include <algorithm>
+#include <cstdint>
 #include <functional>
 #include <map>
 #include <memory>

@@ -116,9 +116,9 @@ class Route {
     }
     const int64_t begin = first_term(t), end = in_.term_ends[t];
     unique_.begin(end - begin);
-    for (int64_t i = begin; i < end; ++i) {
-      numbers_[size_t(i)] = unique_.number(in_.keys[i]);
-    }
+    uint32_t* const numbers = numbers_.data() + begin;
+    unique_.number_all(in_.keys + begin, end - begin,
+                       [numbers](int64_t i, uint32_t number) { numbers[i] = number; });
     const auto& keys = unique_.keys();
     unique_keys_.insert(unique_keys_.end(), keys.begin(), keys.end());
     unique_starts_.push_back(unique_keys_.size());

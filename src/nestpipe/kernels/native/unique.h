@@ -32,6 +32,15 @@ class Unique {
     return number - 1;
   }
 
+  // Numbers many keys: `use(i, number)` for each; places are fetched ahead.
+  template <typename Use>
+  void number_all(const int64_t* keys, int64_t count, Use use) {
+    for (int64_t i = 0; i < count; ++i) {
+      if (i + kAhead < count) __builtin_prefetch(&places_[hash_of(keys[i + kAhead]) & mask_], 1);
+      use(i, number(keys[i]));
+    }
+  }
+
   // The number of a key, or -1.
   int64_t find(int64_t key) const {
     uint64_t at = hash_of(key) & mask_;
@@ -44,6 +53,8 @@ class Unique {
   const std::vector<int64_t>& keys() const { return keys_; }
 
  private:
+  static constexpr int64_t kAhead = 16;
+
   void resize(uint64_t size) {
     if (places_.size() < size) places_.resize(size);
     std::fill(places_.begin(), places_.begin() + static_cast<int64_t>(size), 0U);

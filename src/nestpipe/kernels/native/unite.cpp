@@ -102,9 +102,10 @@ class Unite {
       for (int64_t r = 0; r < in_.ranks; ++r) {
         for (int64_t m = 0; m < in_.micros; ++m) {
           const Segment& s = segment(r, m, t);
-          for (int64_t i = s.first_key; i < s.first_key + s.keys; ++i) {
-            positions_[size_t(i)] = first + unique_.number(in_.keys[i]);
-          }
+          uint32_t* const positions = positions_.data() + s.first_key;
+          unique_.number_all(
+              in_.keys + s.first_key, s.keys,
+              [positions, first](int64_t i, uint32_t number) { positions[i] = first + number; });
         }
       }
       std::copy(unique_.keys().begin(), unique_.keys().end(), out_.keys + num_unique_);
@@ -179,7 +180,7 @@ int64_t match(int64_t tables, const int64_t* now, const int64_t* now_counts, con
   int64_t found = 0, start = 0, start_before = 0;
   for (int64_t t = 0; t < tables; ++t) {
     unique.begin(before_counts[t]);
-    for (int64_t i = 0; i < before_counts[t]; ++i) unique.number(before[start_before + i]);
+    unique.number_all(before + start_before, before_counts[t], [](int64_t, uint32_t) {});
     for (int64_t i = start; i < start + now_counts[t]; ++i) {
       const int64_t place = unique.find(now[i]);
       if (place < 0) continue;

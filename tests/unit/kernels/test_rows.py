@@ -1,0 +1,206 @@
+"""Sums and updates of rows: native code and its plain twin give the same bits."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from nestpipe.embedding.optimizers import OPTIMIZERS, row_optimizer
+from nestpipe.kernels import native_rows
+from nestpipe.kernels.native_rows import Gradients, Places
+from nestpipe.kernels.rows import Bags, add_bags, bags_of_targets, ends_of, plain_sums, sum_bags
+
+DIMS = st.one_of(st.integers(1, 130), st.sampled_from([8, 16, 64, 65, 72, 128]))
+MANY_DIMS = (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 48, 63, 64, 65, 72, 96, 100, 127, 128, 129)
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def assert_same_bits(first: Tensor, second: Tensor) -> None:
+    """As numbers and in the signs of zeros."""
+    assert first.shape == second.shape
+    differ = first.contiguous().view(torch.int32) != second.contiguous().view(torch.int32)
+    assert not differ.any(), f"{int(differ.sum())} of {differ.numel()} numbers differ"
+
+
+def draw_rows(rng: torch.Generator, rows: int, dim: int) -> Tensor:
+    """Numbers of very different sizes, so that another order of sums shows; some are -0."""
+    numbers = torch.randn(rows, dim, generator=rng) * 10.0 ** torch.randint(
+        -4, 4, (rows, dim), generator=rng
+    )
+    return torch.where(torch.rand(rows, dim, generator=rng) < 0.05, -0.0, numbers)
+
+
+def draw_bags(rng: torch.Generator, sums: int, rows: int) -> Bags:
+    """Sums of none to six rows each."""
+    lengths = torch.randint(0, 7, (sums,), generator=rng) if rows else torch.zeros(sums).long()
+    terms = torch.randint(0, max(rows, 1), (int(lengths.sum()),), generator=rng)
+    return Bags(terms, ends_of(lengths))
+
+
+def in_parts(rows_ND: Tensor, sizes: list[int], strided: bool) -> list[Tensor]:
+    """The same rows in several tensors, each in the middle of a wider one where asked for."""
+
+    def one(part: Tensor) -> Tensor:
+        if not strided:
+            return part.clone()
+        wide = torch.full((len(part), part.shape[1] + 3), torch.nan)
+        wide[:, 1:-2] = part
+        return wide[:, 1:-2]
+
+    return [one(part) for part in torch.split(rows_ND, sizes)]
+
+
+def places_of(rows_ND: Tensor) -> Places:
+    steps = torch.arange(len(rows_ND)) * rows_ND.stride(0) * 4
+    return Places(steps + rows_ND.data_ptr(), rows_ND.stride(0))
+
+
+@given(DIMS, st.lists(st.integers(0, 9), min_size=1, max_size=4), st.booleans(), st.integers(0, 99))
+def test_native_sums_are_those_of_torch(dim, sizes, strided, seed):
+    rng = torch.Generator().manual_seed(seed)
+    rows_ND = draw_rows(rng, sum(sizes), dim)
+    parts = in_parts(rows_ND, sizes, strided)
+    each = torch.randint(0, max(len(rows_ND), 1), (11 if len(rows_ND) else 0,), generator=rng)
+    for bags in (draw_bags(rng, 11, len(rows_ND)), Bags(each)):
+        expected = plain_sums(bags, rows_ND)
+        out = [torch.full((n, dim), torch.nan) for n in (4, len(bags) - 4)] if len(bags) else []
+        for source in [parts, places_of(rows_ND)] if out else []:
+            sum_bags(bags, source, out)
+            assert_same_bits(torch.cat(out), expected)
+
+
+@given(DIMS, st.integers(0, 12), st.booleans(), st.integers(0, 99))
+def test_native_sums_are_added_to_what_is_there(dim, rows, strided, seed):
+    rng = torch.Generator().manual_seed(seed)
+    rows_ND = draw_rows(rng, rows, dim)
+    bags = draw_bags(rng, 9, rows)
+    there = draw_rows(rng, 9, dim) + 0.0
+    expected = there + plain_sums(bags, rows_ND)
+    (total,) = in_parts(there, [9], strided)
+    add_bags(bags, in_parts(rows_ND, [rows], strided), total)
+    assert_same_bits(total, expected)
+
+
+def test_the_plain_form_sums_in_the_same_order(monkeypatch):
+    """The slow twin must itself be a loop from the first term to the last."""
+    rng = torch.Generator().manual_seed(0)
+    for dim in MANY_DIMS:
+        rows_ND = draw_rows(rng, 20, dim)
+        bags = draw_bags(rng, 30, 20)
+        assert bags.ends_S1 is not None
+        expected = torch.zeros(30, dim)
+        for number, out in enumerate(expected):
+            for term in bags.rows_T[bags.ends_S1[number] : bags.ends_S1[number + 1]]:
+                out += rows_ND[term]
+        monkeypatch.setenv("NESTPIPE_NATIVE", "0")
+        out = torch.empty(30, dim)
+        sum_bags(bags, [rows_ND[:8], rows_ND[8:]], [out[:12], out[12:]])
+        assert_same_bits(out, expected)
+        add_bags(bags, [rows_ND], out)
+        assert_same_bits(out, expected + expected)
+
+
+def test_terms_find_their_sums_in_order():
+    bags = bags_of_targets(torch.tensor([2, 0, 2, 0]), 4, torch.tensor([9, 8, 7, 6]))
+    assert bags.rows_T.tolist() == [8, 6, 9, 7]
+    assert bags.ends_S1 is not None
+    assert bags.ends_S1.tolist() == [0, 2, 2, 4, 4]
+    assert bags_of_targets(torch.tensor([1, 0, 1]), 2).rows_T.tolist() == [1, 0, 2]
+
+
+def test_rows_that_do_not_lie_in_one_piece_are_refused():
+    with pytest.raises(AssertionError, match="lie 3 apart"):
+        sum_bags(Bags(torch.zeros(1).long()), [torch.zeros(2, 3).T], [torch.zeros(1, 2)])
+
+
+def update_plainly(optimizer, rows_KW: Tensor, gradients_KD: Tensor, times: float, step: int):
+    optimizer.update(rows_KW, gradients_KD * times, step)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@settings(max_examples=40)
+@given(dim=DIMS, rows=st.integers(1, 7), seed=st.integers(0, 99))
+def test_native_updates_are_those_of_torch(name, dim, rows, seed):
+    rng = torch.Generator().manual_seed(seed)
+    optimizer = row_optimizer(name, lr=0.07, eps=1e-5)
+    width = dim + optimizer.state_dim(dim)
+    plain_KW = torch.cat([draw_rows(rng, rows, dim), torch.zeros(rows, width - dim)], 1)
+    copied_KW, in_place_KW = plain_KW.clone(), plain_KW.clone()
+    for step in (1, 2, 5):
+        gradients_ND = draw_rows(rng, 10, dim)
+        bags = draw_bags(rng, rows, 10)
+        summed_KD = plain_sums(bags, gradients_ND)
+        update_plainly(optimizer, plain_KW, summed_KD, 1 / 3, step)
+        given_rows = in_parts(gradients_ND, [4, 6], strided=bool(seed % 2))
+        whole = [Gradients(given_rows, bags.rows_T, bags.ends_S1)]
+        optimizer.update_native(copied_KW, dim, whole, 1 / 3, step)
+        summed = [Gradients([summed_KD], None, None)]
+        optimizer.update_native(places_of(in_place_KW), dim, summed, 1 / 3, step)
+        assert_same_bits(copied_KW, plain_KW)
+        assert_same_bits(in_place_KW, plain_KW)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("dim", [1, 5, 16, 64, 100])
+def test_gradients_in_parts_are_summed_part_by_part(name, dim):
+    rng = torch.Generator().manual_seed(dim)
+    optimizer = row_optimizer(name)
+    rows_KW = draw_rows(rng, 6, dim + optimizer.state_dim(dim)).abs()
+    expected_KW = rows_KW.clone()
+    micros = [(draw_rows(rng, 8, dim), draw_bags(rng, 6, 8)) for _ in range(3)]
+    total_KD = torch.zeros(6, dim)
+    for gradients_ND, bags in micros:
+        total_KD += plain_sums(bags, gradients_ND)
+    update_plainly(optimizer, expected_KW, total_KD, 0.25, 1)
+    parts = [Gradients([g], bags.rows_T, bags.ends_S1) for g, bags in micros]
+    optimizer.update_native(rows_KW, dim, parts, 0.25, 1)
+    assert_same_bits(rows_KW, expected_KW)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_any_number_of_threads_gives_the_same_bits(name):
+    rows, dim = 7000, 20  # several tasks for a thread
+    rng = torch.Generator().manual_seed(4)
+    optimizer = row_optimizer(name)
+    start_KW = draw_rows(rng, rows, dim + optimizer.state_dim(dim)).abs()
+    gradients_ND, bags = draw_rows(rng, 3000, dim), draw_bags(rng, rows, 3000)
+
+    def result(count: int) -> tuple[Tensor, Tensor, Tensor]:
+        with threads(count):
+            rows_KW, sums_KD = start_KW.clone(), torch.empty(rows, dim)
+            sum_bags(bags, [gradients_ND], [sums_KD])
+            added_KD = sums_KD.clone()
+            add_bags(bags, [gradients_ND], added_KD)
+            parts = [Gradients([gradients_ND], bags.rows_T, bags.ends_S1)]
+            optimizer.update_native(rows_KW, dim, parts, 0.5, 3)
+        return rows_KW, sums_KD, added_KD
+
+    alone, together = result(1), result(3)
+    for one, other in zip(alone, together, strict=True):
+        assert_same_bits(one, other)
+    update_plainly(optimizer, start_KW, alone[1], 0.5, 3)
+    assert_same_bits(alone[0], start_KW)
+
+
+def test_an_update_of_no_rows_or_without_gradients():
+    optimizer = row_optimizer("sgd")
+    optimizer.update_native(torch.empty(0, 4), 4, [], 1.0, 1)
+    with pytest.raises(AssertionError, match="no gradients"):
+        optimizer.update_native(torch.zeros(1, 4), 4, [], 1.0, 1)
+
+
+def test_every_optimizer_has_its_number_in_native_code():
+    assert native_rows.KINDS == OPTIMIZERS
