@@ -13,7 +13,7 @@ from nestpipe.bench.host_ranks import launch_on_hosts
 from nestpipe.bench.hosts import shaped_hosts
 from nestpipe.bench.one_gpu import launch_on_one_gpu
 from nestpipe.bench.pipeline_cases import PipelineCase, Variant
-from nestpipe.bench.pipeline_files import read_points, read_rounds, write_task
+from nestpipe.bench.pipeline_files import Points, read_points, read_rounds, write_task
 from nestpipe.bench.pipeline_report import PointReport, report
 from nestpipe.comm import launch
 from nestpipe.errors import ConfigError, RunError
@@ -25,6 +25,18 @@ def run_pipeline(
     case: PipelineCase, variants: Sequence[Variant], folder: Path, *, hosts: bool
 ) -> list[PointReport]:
     """Measure every variant, and predict its step from the traces of `serial`."""
+    sharing = sharing_of(case, hosts=hosts)
+    done = measure_rounds(case, variants, folder, hosts=hosts)
+    return [
+        report(case, passes, sharing, {v: read_rounds(folder, case, point, v) for v in variants})
+        for point, passes in enumerate(done.passes)
+    ]
+
+
+def measure_rounds(
+    case: PipelineCase, variants: Sequence[Variant], folder: Path, *, hosts: bool
+) -> Points:
+    """Start the ranks and let them run every variant; their traces are then in the folder."""
     if case.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"case {case.name!r} needs a GPU and torch finds none; use --device cpu")
     write_task(folder, case, variants)
@@ -32,11 +44,7 @@ def run_pipeline(
     status = _launch(case, command, hosts)
     if status != 0:
         raise RunError(f"the benchmark ended with status {status}; see above")
-    done, sharing = read_points(folder), sharing_of(case, hosts=hosts)
-    return [
-        report(case, passes, sharing, {v: read_rounds(folder, case, point, v) for v in variants})
-        for point, passes in enumerate(done.passes)
-    ]
+    return read_points(folder)
 
 
 def _launch(case: PipelineCase, command: Sequence[str], hosts: bool) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Literal
 
 from nestpipe.config import fraction, not_negative, positive
@@ -56,6 +57,8 @@ class PipelineCase:
     """Timed rounds of each plan."""
     curve: bool = False
     """Scale the compute so that the serial step runs through the ratios of `CURVE`."""
+    plans: str = ",".join(EXACT_PLANS)
+    """Compared unless told otherwise, separated by commas."""
 
     def __post_init__(self) -> None:
         for field in (
@@ -75,18 +78,44 @@ class PipelineCase:
             raise ConfigError(f"dim is {self.dim}; make it a multiple of heads, {self.heads}")
 
 
+WARM_STEPS, TIMED_STEPS = 6, 12
+"""How TorchRec's lab script times a pipeline: so many batches on the clock, after so many."""
+LAST_STEPS = 2
+"""Batches that follow, so that the clock stops in the middle of the run."""
+
+
+def lab(name: str, *, ranks: int, rows: int, blocks: int, width: int) -> PipelineCase:
+    """A configuration that TorchRec is timed on too, with the same batches and the same layers."""
+    return PipelineCase(
+        name=name,
+        device="cuda",
+        ranks=ranks,
+        batch=1024 // ranks,
+        keys=512,
+        rows=rows,
+        dim=128,
+        full=True,
+        width=width,
+        blocks=blocks,
+        distinct=WARM_STEPS + TIMED_STEPS + LAST_STEPS,  # as many as that script draws
+        steps=WARM_STEPS + TIMED_STEPS + LAST_STEPS,
+        plans="serial,nested",
+    )
+
+
 CASES = {
     case.name: case
     for case in (
         PipelineCase(
             name="network",
-            rate="120mbit",
-            batch=128,
+            rate="115mbit",
+            batch=256,
             keys=32,
             dim=256,
             passes=12,
             micros=16,
-            steps=12,
+            steps=10,
+            rounds=2,
         ),
         PipelineCase(
             name="paper",
@@ -126,6 +155,10 @@ CASES = {
             steps=16,
             rounds=2,
         ),
+        lab("lab_a", ranks=2, rows=20_000_000, blocks=4, width=512),
+        lab("lab_b", ranks=2, rows=40_000_000, blocks=1, width=256),
+        lab("lab_c", ranks=4, rows=40_000_000, blocks=1, width=512),
+        lab("lab_d", ranks=4, rows=40_000_000, blocks=4, width=512),
     )
 }
 
@@ -154,19 +187,26 @@ def case_of(name: str) -> PipelineCase:
     return CASES[name]
 
 
-def variants_of(case: PipelineCase, plans: tuple[str, ...], forms: tuple[str, ...]):
-    """The runs to compare: each plan in each form of retrieval.
-
-    `serial` is always among them, in both forms: it is what the others are measured against, and
-    what their steps are predicted from. It also runs without micro-batches, which it has no use
-    for, so that the comparison is with the best of it.
-    """
+def check_names(plans: Iterable[str], forms: Iterable[str]) -> None:
+    """Refuse plans and forms of retrieval that do not exist."""
     for name in plans:
         if name not in PLANS:
             raise ConfigError(f"unknown plan {name!r}; the plans are {', '.join(PLANS)}")
     for form in forms:
         if form not in list(Retrieval):
             raise ConfigError(f"unknown retrieval {form!r}; use {' or '.join(Retrieval)}")
+
+
+def variants_of(
+    case: PipelineCase, plans: tuple[str, ...], forms: tuple[str, ...]
+) -> list[Variant]:
+    """The runs to compare: each plan in each form of retrieval.
+
+    `serial` is always among them, in both forms: it is what the others are measured against, and
+    what their steps are predicted from. It also runs without micro-batches, which it has no use
+    for, so that the comparison is with the best of it.
+    """
+    check_names(plans, forms)
     whole_only = {"stale_prefetch"}
     others = [
         Variant(name, form, case.micros)
@@ -178,9 +218,3 @@ def variants_of(case: PipelineCase, plans: tuple[str, ...], forms: tuple[str, ..
     serial = [Variant("serial", form, case.micros) for form in Retrieval]
     unsplit = [Variant("serial", form, 1) for form in Retrieval] if case.micros > 1 else []
     return [*unsplit, *serial, *others]
-
-
-def resized(case: PipelineCase, **changes: object) -> PipelineCase:
-    """The case with what is not None put in its place."""
-    given = {name: value for name, value in changes.items() if value is not None}
-    return replace(case, **given)  # pyright: ignore[reportArgumentType]

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from nestpipe.batch import Batch
-from nestpipe.bench.cases import log_uniform
 from nestpipe.bench.pipeline_cases import PipelineCase
 from nestpipe.config import Table
 from nestpipe.embedding.routing import owner_of
@@ -100,8 +99,8 @@ def make_batches(case: PipelineCase, rank: int) -> list[Batch]:
 
 
 def _make_batch(case: PipelineCase, generator: torch.Generator) -> Batch:
-    label_B = torch.randint(0, 2, (case.batch,), generator=generator)
     keys_T = draw_keys(case, case.batch * case.keys, generator)
+    label_B = torch.randint(0, 2, (case.batch,), generator=generator)
     history = Jagged(keys_T, torch.full((case.batch,), case.keys))
     if case.model == "blocks":
         return Batch(case.batch, {"label": label_B.float()}, {"history": history})
@@ -112,10 +111,15 @@ def _make_batch(case: PipelineCase, generator: torch.Generator) -> Batch:
 
 
 def draw_keys(case: PipelineCase, count: int, generator: torch.Generator) -> Tensor:
-    """A few hot keys and a long tail, mixed as the case says."""
-    hot = log_uniform(count, case.rows, generator)
+    """A few hot keys and a long tail, mixed as the case says.
+
+    Half and half it draws, number by number, what TorchRec's lab script draws for its batches.
+    """
+    uniform = torch.rand(count, generator=generator)
+    hot = torch.exp(uniform * torch.log(torch.tensor(float(case.rows)))).long().sub_(1)
+    is_any = torch.rand(count, generator=generator) < 1 - case.hot
     any_ = torch.randint(0, case.rows, (count,), generator=generator)
-    return torch.where(torch.rand(count, generator=generator) < case.hot, hot, any_)
+    return torch.where(is_any, any_, hot).clamp_(0, case.rows - 1)
 
 
 class Repeated:

@@ -27,6 +27,7 @@ from nestpipe.bench.pipeline_model import (
     make_model,
     make_tables,
 )
+from nestpipe.bench.pipeline_report import step_times
 from nestpipe.comm import Communicator, LocalCommunicator, connect
 from nestpipe.errors import NestpipeError
 from nestpipe.runtime import Lanes, Spans, lanes_for
@@ -126,12 +127,14 @@ def measure(case: PipelineCase, variants: Sequence[Variant], comm: Communicator,
     points = curve_passes(rounds) if case.curve else [case.passes]
     for point, passes in enumerate(points):
         rounds.set_passes(passes)
+        at = f"{passes} passes, " if case.curve else ""
         for number in range(case.rounds + 1):
             for variant in variants:
                 trace = rounds.run(variant)
                 if number > 0:  # the first one warms everything up
                     write_chrome(trace, trace_file(folder, point, variant, number, comm.rank))
-            say(f"point {point + 1} of {len(points)}: round {number} of {case.rounds} done")
+                step_ms = median(step_times(trace))
+                say(f"{at}round {number} of {case.rounds}, {variant.name}: {step_ms:,.0f} ms")
     stored = sum(store.num_bytes() for store in rounds.trainer.stores)
     if comm.rank == 0:
         write_points(folder, points, stored)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from nestpipe.cli.options import JsonFile
@@ -26,14 +27,16 @@ DEFAULT_CASE = {"cpu": "network", "cuda": "paper"}
 def bench_pipeline(
     case: Annotated[
         str | None,
-        typer.Option(help="network, paper, host or curve; default: network, on a GPU paper."),
+        typer.Option(
+            help="network, paper, host, curve or lab_a to lab_d; default: network, on a GPU paper."
+        ),
     ] = None,
     device: Annotated[
         str | None, typer.Option(help="cpu or cuda; default: where the case belongs.")
     ] = None,
     ranks: Annotated[int | None, typer.Option(min=1, help="Ranks; default: the case's.")] = None,
     plans: Annotated[
-        str | None, typer.Option(help="Plans, separated by commas; default: all exact ones.")
+        str | None, typer.Option(help="Plans, separated by commas; default: the case's.")
     ] = None,
     retrieval: Annotated[
         str, typer.Option(help="Forms of retrieval to run them in, separated by commas.")
@@ -60,14 +63,14 @@ def bench_pipeline(
     Example: nestpipe bench pipeline --hosts --rate 150mbit --json out/pipeline.json
     """
     from nestpipe.bench.pipeline import run_pipeline
-    from nestpipe.bench.pipeline_cases import EXACT_PLANS, variants_of
+    from nestpipe.bench.pipeline_cases import variants_of
 
     chosen = _case(case, device, ranks, rate if hosts else None, set_ or [])
     if rate is not None and not hosts:
         raise ConfigError(f"rate is {rate!r} but ranks are not hosts; add --hosts or drop --rate")
     variants = variants_of(
         chosen,
-        tuple(plans.split(",")) if plans else EXACT_PLANS,
+        tuple((plans or chosen.plans).split(",")),
         tuple(retrieval.split(",")),
     )
     with _folder(traces) as folder:
@@ -120,34 +123,37 @@ def _table(case: PipelineCase, point: PointReport) -> Table:
     shares = ", ".join(f"{name} {100 * part:.0f} %" for name, part in point.shares.items())
     table = Table(
         title=f"{case.name}: {case.ranks} ranks of {case.batch} samples ({case.device})",
-        caption=f"ms per step. Of the serial step: {shares}. x: over serial, over the best serial. "
-        "Busiest lane: its busy time over the step. Predicted: from serial's trace alone.",
+        caption=f"ms per step. Of the serial step: {shares}. x: gain over serial in the same form "
+        "with as many micro-batches, and over the best serial. Efficiency: busy time of the "
+        "busiest lane over the step. Predicted: by the simulator, from the traces of serial.",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
     )
-    table.add_column("plan", no_wrap=True)
-    table.add_column("rows", no_wrap=True)
-    for name in ("N", "step", "x", "x best", "busiest lane", "lookup", "exchange", "samples/s"):
-        table.add_column(name, justify="right")
-    table.add_column("predicted", justify="right", no_wrap=True)
+    table.add_column("plan, rows, N", no_wrap=True)
+    for name in ("step", "x", "best", "efficiency", "lookup", "exchange", "samples/s", "predicted"):
+        table.add_column(name, justify="right", no_wrap=True)
     for seen in point.variants:
         table.add_row(*_cells(seen))
     return table
 
 
 def _cells(seen: VariantReport) -> list[str]:
-    error = seen.error
+    variant, error = seen.variant, seen.error
     return [
-        seen.variant.plan,
-        seen.variant.retrieval,
-        str(seen.variant.micros),
-        f"{seen.step_ms:,.1f}",
+        f"{variant.plan} {variant.retrieval} {variant.micros}",
+        _ms(seen.step_ms),
         f"{seen.ratio:.2f}",
         f"{seen.ratio_best:.2f}",
-        f"{seen.busiest_lane} {seen.efficiency:.2f}",
-        f"{seen.lookup_ms:,.1f}",
-        f"{seen.exchange_ms:,.1f}",
+        f"{seen.efficiency:.2f} {seen.busiest_lane}",
+        _ms(seen.lookup_ms),
+        _ms(seen.exchange_ms),
         f"{seen.samples_per_s:,.0f}",
-        "" if error is None else f"{seen.predicted_ms:,.1f} ({100 * error:+.1f} %)",
+        "" if error is None else f"{_ms(seen.predicted_ms or 0.0)} {100 * error:+.0f} %",
     ]
+
+
+def _ms(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
 
 
 def _curve(points: Sequence[PointReport]) -> Table:

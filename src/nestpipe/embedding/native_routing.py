@@ -171,8 +171,8 @@ def _int64s(count: int) -> Tensor:
 
 
 def _int32s(count: int) -> Tensor:
-    """For positions in a batch, which are few enough and many; a GPU may want to have them."""
-    return empty((count,), torch.int32, _CPU, pinned=torch.cuda.is_available())
+    """For positions in a batch: they are many, and few enough."""
+    return empty((count,), torch.int32, _CPU)
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

@@ -7,8 +7,8 @@ answer is a list of rows, and what the model sees are sums of those.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from nestpipe.embedding.groups import TableGroup
 from nestpipe.embedding.routing import Wanted
 from nestpipe.jagged import Jagged
 from nestpipe.kernels.native import native_wanted
-from nestpipe.kernels.rows import Bags
+from nestpipe.kernels.rows import Bags, bags_on
 
 # Shapes: A keys that are sent, L sums among the rows that come back, R ranks, C tables of the group
 
@@ -51,13 +51,8 @@ class Request:
         return self.row_counts_RC.sum(1).tolist()
 
 
-def make_request(
-    keys: Mapping[str, Jagged], group: TableGroup, rank: int, ranks: int, device: torch.device
-) -> Request:
-    """Find what a micro-batch needs and put it in the order in which it travels.
-
-    The keys are in host memory; the rows that come will be on the device.
-    """
+def make_request(keys: Mapping[str, Jagged], group: TableGroup, rank: int, ranks: int) -> Request:
+    """Find what a micro-batch needs and put it in the order in which it travels."""
     wanted = _wanted(keys, group, rank, ranks)
     routed = (native_routing if native_wanted() else plain_routing).request(wanted)
     sizes = {
@@ -69,11 +64,20 @@ def make_request(
         routed.lengths_L,
         routed.key_counts_RC,
         routed.row_counts_RC,
-        routed.seen.to(device),
-        routed.back.to(device),
+        routed.seen,
+        routed.back,
         sizes,
         _straight(routed.straight, group, sizes),
     )
+
+
+def requests_on(device: torch.device, requests: Sequence[Request]) -> list[Request]:
+    """The same requests for rows that will come to a device; keys and counts stay on the host."""
+    moved = bags_on(device, [bags for r in requests for bags in (r.seen, r.back)])
+    return [
+        replace(r, seen=seen, back=back)
+        for r, seen, back in zip(requests, moved[::2], moved[1::2], strict=True)
+    ]
 
 
 def _straight(

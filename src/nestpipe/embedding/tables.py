@@ -28,7 +28,7 @@ from nestpipe.embedding.letters import (
 )
 from nestpipe.embedding.messages import exchange
 from nestpipe.embedding.optimizers import RowOptimizer
-from nestpipe.embedding.requests import make_request
+from nestpipe.embedding.requests import make_request, requests_on
 from nestpipe.embedding.row_buffers import RowBuffers
 from nestpipe.embedding.spread import spread_rows
 from nestpipe.embedding.store import RowStore
@@ -71,15 +71,11 @@ class ShardedTables:
     def dedup(self, batch: int, micro_keys: Sequence[Mapping[str, Jagged]]) -> None:
         """Find what every micro-batch needs, and order it by owner."""
         self._check_features(micro_keys[0])
-        self.flights[batch] = InFlight(
-            [
-                [
-                    make_request(keys, group, self.comm.rank, self.comm.size, self.device)
-                    for keys in micro_keys
-                ]
-                for group in self.groups
-            ]
-        )
+        rank, ranks = self.comm.rank, self.comm.size
+        requests = [
+            [make_request(keys, group, rank, ranks) for keys in micro_keys] for group in self.groups
+        ]
+        self.flights[batch] = InFlight([requests_on(self.device, of) for of in requests])
 
     def _check_features(self, keys: Mapping[str, Jagged]) -> None:
         known = {feature.name for group in self.groups for feature in group.features}

@@ -10,7 +10,7 @@ from torch import Tensor
 from nestpipe.embedding import native_routing, plain_routing
 from nestpipe.embedding.routing import Asked
 from nestpipe.kernels.native import native_wanted
-from nestpipe.kernels.rows import Bags
+from nestpipe.kernels.rows import Bags, bags_on
 
 # Shapes: K unique keys of the owner, n some of them, R ranks, M micro-batches, C tables
 
@@ -58,12 +58,14 @@ def make_working_set(asked: Asked, before: WorkingSet | None, device: torch.devi
         if before is not None
         else (nothing, nothing)
     )
+    moved = bags_on(device, [*united.serve, *united.gather_back])
+    micros = len(united.serve)
     return WorkingSet(
         keys_K=united.keys_K,
         table_counts=united.table_counts,
-        serve=[bags.to(device) for bags in united.serve],
+        serve=moved[:micros],
         serve_counts=asked.row_counts_RMC.sum(2).T.tolist(),
-        gather_back=[bags.to(device) for bags in united.gather_back],
+        gather_back=moved[micros:],
         shared_K=shared_K,
         shared_before=shared_before,
         shared_there=shared_K.to(device, non_blocking=True),

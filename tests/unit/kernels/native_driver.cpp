@@ -143,6 +143,8 @@ void cluster(int64_t samples, int64_t parts) {
 
 }  // namespace
 
+void check_routing();  // native_routing_driver.cpp
+
 int main() {
   run(511, 1, 0, 6);  // whole cache lines, enough of them to be written past the caches
   run(5, 2, 1, 20);   // bfloat16, odd
@@ -150,6 +152,7 @@ int main() {
   for (const int64_t parts : {1, 7, 16, 33, 100}) {
     for (const int64_t samples : {0, 1, 60, 1100}) cluster(samples, parts);
   }
+  check_routing();
   std::puts("done");
   return 0;
 }

@@ -1,4 +1,4 @@
-"""The native store does random work from several threads under the compiler's sanitizers."""
+"""Native code does random work from several threads under the compiler's sanitizers."""
 
 import os
 import subprocess
@@ -9,7 +9,9 @@ import pytest
 from nestpipe.errors import ConfigError
 from nestpipe.kernels.build import SOURCES, find_compiler
 
-DRIVER = Path(__file__).with_name("native_driver.cpp")
+DRIVERS = [
+    Path(__file__).with_name(name) for name in ("native_driver.cpp", "native_routing_driver.cpp")
+]
 
 
 def compile_and_run(folder: Path, sources: list[Path], sanitizer: str):
@@ -40,6 +42,6 @@ def test_random_work_from_threads_is_clean(tmp_path: Path, sanitizer: str):
     probe = compile_and_run(tmp_path, [empty], sanitizer)
     if probe.returncode:
         pytest.skip(f"no runtime for -fsanitize={sanitizer}: {probe.stderr.strip()[:200]}")
-    result = compile_and_run(tmp_path, [DRIVER, *sorted(SOURCES.glob("*.cpp"))], sanitizer)
+    result = compile_and_run(tmp_path, [*DRIVERS, *sorted(SOURCES.glob("*.cpp"))], sanitizer)
     assert result.returncode == 0, result.stderr[-4000:]
     assert result.stdout == "done\n"

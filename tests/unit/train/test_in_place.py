@@ -254,16 +254,21 @@ def test_evaluation_makes_no_rows(ranks):
     run_ranks(ranks, one)
 
 
-def test_a_full_table_is_named_before_any_row_changes():
-    tables = [replace(t, max_rows=41) if t.name == "items" else t for t in TABLES]
-    trainer = Trainer(Model(), tables, settings())
-    trainer.fit(Samples(make_samples().slice(0, BATCH)), epochs=1)  # type: ignore[arg-type]
-    before = outcome(trainer)
-    with pytest.raises(CapacityError, match="may have 41; raise its max_rows"):
-        trainer.fit(Samples(make_samples()), epochs=2)  # type: ignore[arg-type]
-    after = outcome(trainer)
-    assert {name: after[name] for name in before if "dense" not in name}.keys() <= before.keys()
-    assert sum(name.startswith("items.") for name in after) <= 41
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_full_table_is_an_error_that_changes_no_row(in_place):
+    first, then = make_samples().slice(0, BATCH), make_samples().slice(BATCH, SAMPLES)
+    items = {key for f in ("history", "candidate") for key in first.sparse[f].values.tolist()}
+    tables = [replace(t, max_rows=len(items)) if t.name == "items" else t for t in TABLES]
+    trainer = Trainer(Model(), tables, settings(in_place=in_place))
+    trainer.fit(Samples(first), epochs=1)  # type: ignore[arg-type]
+    rows = [list(store.export()) for store in trainer.stores]
+    with pytest.raises(CapacityError, match=f"may have {len(items)}; raise its max_rows"):
+        trainer.fit(Samples(then), epochs=2)  # type: ignore[arg-type]
+    for before, store in zip(rows, trainer.stores, strict=True):
+        for old, new in zip(before, store.export(), strict=True):
+            assert old[0] == new[0]
+            assert torch.equal(old[1], new[1])
+            assert torch.equal(old[2], new[2])
     trainer.close()
 
 

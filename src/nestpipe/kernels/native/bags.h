@@ -5,6 +5,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "abi.h"
+
 namespace nestpipe {
 
 // Rows of floats: one after the other at a stride, or each at an address of its own.
@@ -74,3 +76,7 @@ inline void sum_bag(const Rows& rows, const Bags& bags, int64_t sum, int64_t las
 }
 
 }  // namespace nestpipe
+
+// out[i] = sum i, or out[i] += sum i for all that have terms.
+NESTPIPE_API int nestpipe_sum(const nestpipe::Rows* rows, const nestpipe::Bags* bags, int64_t sums,
+                              int64_t dim, const nestpipe::Rows* out, int64_t add, int64_t threads);

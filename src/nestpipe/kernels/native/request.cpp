@@ -1,44 +1,13 @@
 // The requester's routing of one micro-batch: unique keys, or sums at the owner where those are
 // fewer bytes; who owns what; how rows that come back make what the model sees.
-//
-// Owners stand in "seats": the other ranks in order, then this rank itself, so that all that
-// travels lies in one piece. Sums are always taken in the order of the ranks.
 #include <algorithm>
 #include <cstdint>
 #include <vector>
 
-#include "abi.h"
+#include "routing.h"
 #include "unique.h"
 
 namespace nestpipe {
-
-struct Wanted {
-  int64_t tables;
-  int64_t ranks;
-  int64_t rank;  // this one
-  int64_t dim;
-  const int64_t* term_ends;    // by table: where its keys end
-  const int64_t* output_ends;  // by table: where what the model sees of it ends
-  const int64_t* keys;         // T, by table
-  const int64_t* lengths;      // O: keys of each output; null: one each
-  const uint8_t* pooled;       // by table: whether the owner may sum
-  const int64_t* homes;        // by table: its one owner; -1: each key has its own
-};
-
-struct Routed {
-  int64_t* keys;        // T: what is sent, by seat and table
-  int64_t* lengths;     // T: keys of each sum, where a seat and table have fewer rows than keys
-  int64_t* key_counts;  // rank x table
-  int64_t* row_counts;  // rank x table: rows that come back
-  int32_t* seen_rows;   // T: rows of each output, by rank of the owner
-  int32_t* seen_ends;   // 1 + O
-  int32_t* back_outputs;  // T: outputs of each row
-  int32_t* back_ends;     // 1 + rows, room for 1 + T
-  int64_t* straight;      // by table: the row of its first output, where output i is row i; or -1
-  int64_t num_lengths;
-  int64_t num_rows;
-  int64_t num_seen;
-};
 
 namespace {
 

@@ -2,11 +2,9 @@
 #include <cstdint>
 #include <vector>
 
-#include "abi.h"
 #include "bags.h"
 #include "pool.h"
 
-// out[i] = sum i, or out[i] += sum i for all that have terms.
 NESTPIPE_API int nestpipe_sum(const nestpipe::Rows* rows, const nestpipe::Bags* bags, int64_t sums,
                               int64_t dim, const nestpipe::Rows* out, int64_t add,
                               int64_t threads) {

@@ -4,30 +4,10 @@
 #include <cstdint>
 #include <vector>
 
-#include "abi.h"
+#include "routing.h"
 #include "unique.h"
 
 namespace nestpipe {
-
-struct Asked {
-  int64_t tables;
-  int64_t ranks;
-  int64_t rank;  // this one, whose own keys come last
-  int64_t micros;
-  const int64_t* key_counts;  // rank x micro x table
-  const int64_t* row_counts;  // rank x micro x table
-  const int64_t* keys;        // A, by seat, micro, table
-  const int64_t* lengths;     // keys of each sum, where there are fewer rows than keys
-};
-
-struct United {
-  int64_t* keys;          // unique, by table; room for A
-  int64_t* table_counts;  // unique keys of each table
-  int32_t* serve_rows;    // A: positions among the unique keys, by micro, seat, table
-  int32_t* serve_ends;    // micros + all rows: per micro where each sum ends, a zero before them
-  int32_t* back_served;   // A: served rows of each unique key, by rank of the requester
-  int32_t* back_ends;     // micros x (1 + unique keys), room for micros x (1 + A)
-};
 
 namespace {
 
@@ -206,7 +186,6 @@ NESTPIPE_API int nestpipe_unite(const nestpipe::Asked* asked, nestpipe::United* 
   }
 }
 
-// Unique keys that two batches share: their positions in both; returns how many, -1: no memory.
 NESTPIPE_API int64_t nestpipe_match(int64_t tables, const int64_t* now, const int64_t* now_counts,
                                     const int64_t* before, const int64_t* before_counts,
                                     int64_t* here, int64_t* there) {

@@ -1,0 +1,71 @@
+// What Python hands to routing and gets back; all memory is the caller's. T, O, A: numbers of keys,
+// of outputs (rows that the model sees) and of keys that travel.
+//
+// Owners stand in "seats": the other ranks in order, then this rank itself, so that all that
+// travels lies in one piece. Sums are always taken in the order of the ranks.
+#pragma once
+
+#include <cstdint>
+
+#include "abi.h"
+
+namespace nestpipe {
+
+struct Wanted {
+  int64_t tables;
+  int64_t ranks;
+  int64_t rank;  // this one
+  int64_t dim;
+  const int64_t* term_ends;    // by table: where its keys end
+  const int64_t* output_ends;  // by table: where what the model sees of it ends
+  const int64_t* keys;         // T, by table
+  const int64_t* lengths;      // O: keys of each output; null: one each
+  const uint8_t* pooled;       // by table: whether the owner may sum
+  const int64_t* homes;        // by table: its one owner; -1: each key has its own
+};
+
+struct Routed {
+  int64_t* keys;        // T: what is sent, by seat and table
+  int64_t* lengths;     // T: keys of each sum, where a seat and table have fewer rows than keys
+  int64_t* key_counts;  // rank x table
+  int64_t* row_counts;  // rank x table: rows that come back
+  int32_t* seen_rows;   // T: rows of each output, by rank of the owner
+  int32_t* seen_ends;   // 1 + O
+  int32_t* back_outputs;  // T: outputs of each row
+  int32_t* back_ends;     // 1 + rows, room for 1 + T
+  int64_t* straight;      // by table: the row of its first output, where output i is row i; or -1
+  int64_t num_lengths;
+  int64_t num_rows;
+  int64_t num_seen;
+};
+
+struct Asked {
+  int64_t tables;
+  int64_t ranks;
+  int64_t rank;  // this one, whose own keys come last
+  int64_t micros;
+  const int64_t* key_counts;  // rank x micro x table
+  const int64_t* row_counts;  // rank x micro x table
+  const int64_t* keys;        // A, by seat, micro, table
+  const int64_t* lengths;     // keys of each sum, where there are fewer rows than keys
+};
+
+struct United {
+  int64_t* keys;          // unique, by table; room for A
+  int64_t* table_counts;  // unique keys of each table
+  int32_t* serve_rows;    // A: positions among the unique keys, by micro, seat, table
+  int32_t* serve_ends;    // micros + all rows: per micro where each sum ends, a zero before them
+  int32_t* back_served;   // A: served rows of each unique key, by rank of the requester
+  int32_t* back_ends;     // micros x (1 + unique keys), room for micros x (1 + A)
+};
+
+}  // namespace nestpipe
+
+// The requester's side, for one micro-batch.
+NESTPIPE_API int nestpipe_request(const nestpipe::Wanted* wanted, nestpipe::Routed* routed);
+// The owner's side, for all micro-batches of a batch.
+NESTPIPE_API int nestpipe_unite(const nestpipe::Asked* asked, nestpipe::United* united);
+// Unique keys that two batches share: their positions in both; returns how many, -1: no memory.
+NESTPIPE_API int64_t nestpipe_match(int64_t tables, const int64_t* now, const int64_t* now_counts,
+                                    const int64_t* before, const int64_t* before_counts,
+                                    int64_t* here, int64_t* there);

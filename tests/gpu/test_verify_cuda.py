@@ -1,0 +1,160 @@
+"""On a GPU too: whatever the plan, the data and the optimizers, the bits of `serial`."""
+
+import importlib.util
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import combinations, product
+from pathlib import Path
+
+import pytest
+import torch
+
+from nestpipe.bench.one_gpu import QUEUES, mps_daemon
+from nestpipe.comm import LocalCommunicator
+from nestpipe.embedding.optimizers import OPTIMIZERS
+from nestpipe.runtime import Work, inject_delays
+from nestpipe.runtime.lanes import Act
+from nestpipe.schedule import Op
+
+PROGRAM = Path(__file__).with_name("verify_world.py")
+DEVICE = "cuda"
+MAX_MS, MAX_CYCLES = 1.0, 2_000_000
+"""Delays of the host, and of the device: about a millisecond."""
+SEEDS = 10
+
+
+def _load_world():
+    spec = importlib.util.spec_from_file_location("verify_world", PROGRAM)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its dataclasses look themselves up there
+    spec.loader.exec_module(module)
+    return module
+
+
+world = _load_world()
+Case = dict[str, object]
+AXES: Mapping[str, Sequence[object]] = {
+    "plan": ("dual_buffer", "frozen_window", "nested"),
+    "micro_batches": (1, 2, 3, 4, 5, 6, 7, 8),
+    "keys": tuple(world.KEYS),
+    "retrieval": ("whole", "new"),
+    "optimizer": OPTIMIZERS,
+    "dense": ("sgd", "adam"),
+}
+
+
+def case_number(n: int) -> Case:
+    """Axes whose sizes have no common factor go round together; the others are shifted by a turn
+    of the longest one."""
+    turn = n // len(AXES["micro_batches"])
+    places = {"retrieval": turn + n // 16, "optimizer": n + turn, "dense": n // 2 + turn}
+    return {axis: values[places.get(axis, n) % len(values)] for axis, values in AXES.items()}
+
+
+ON_ONE_RANK = [case_number(n) for n in range(40)]
+ON_RANKS = ON_ONE_RANK[:15]
+STALE: Case = {
+    "plan": "stale_prefetch",
+    "micro_batches": 2,
+    "keys": "some shared",
+    "retrieval": "whole",
+    "optimizer": "rowwise_adagrad",
+    "dense": "sgd",
+}
+
+
+def name_of(case: Case) -> str:
+    return "-".join(str(value) for value in case.values())
+
+
+def pairs_of(case: Case) -> set[frozenset[tuple[str, object]]]:
+    return {frozenset(pair) for pair in combinations(case.items(), 2)}
+
+
+def test_any_two_values_meet_in_some_case():
+    met = set().union(*(pairs_of(case) for case in ON_ONE_RANK))
+    for one, two in combinations(AXES, 2):
+        for a, b in product(AXES[one], AXES[two]):
+            assert frozenset([(one, a), (two, b)]) in met
+
+
+def test_on_ranks_every_plan_meets_every_kind_of_data_and_every_value_occurs():
+    met = {(case["plan"], case["keys"]) for case in ON_RANKS}
+    assert met == set(product(AXES["plan"], AXES["keys"]))
+    for axis, values in AXES.items():
+        assert {case[axis] for case in ON_RANKS} == set(values)
+
+
+def assert_identical(figures: Mapping[str, object], case: Case, ranks: int) -> None:
+    assert figures["first_difference"] is None
+    assert figures["identical"] is True
+    assert (figures["ranks"], figures["steps"]) == (ranks, world.STEPS)
+    assert figures["rows_compared"] == world.Samples(case["keys"]).num_rows()
+    assert int(str(figures["tensors_compared"])) >= 9 * ranks
+
+
+@pytest.mark.parametrize("case", ON_ONE_RANK, ids=name_of)
+def test_a_plan_changes_no_bit(case):
+    assert_identical(world.prove(case, LocalCommunicator(), DEVICE).figures(), case, 1)
+
+
+def test_a_stale_plan_is_caught():
+    verdict = world.prove(STALE, LocalCommunicator(), DEVICE)
+    assert verdict.rows_different > 0
+    assert verdict.first_different_step == 2, "batch 1 is the first that can see a stale row"
+    assert verdict.first_difference.startswith("on rank 0, table 'history', key ")
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_no_delay_of_host_or_device_changes_a_bit(seed):
+    case = {**case_number(seed), "plan": "nested"}
+    around = partial(delayed, seed=seed)
+    assert_identical(world.prove(case, LocalCommunicator(), DEVICE, around).figures(), case, 1)
+
+
+def delayed(work: Work, seed: int) -> Work:
+    """Every op takes longer by chance: on its thread, and before and after its work on its
+    stream."""
+
+    def on_device(act: Act) -> Act:
+        def call(op: Op) -> None:
+            chance = random.Random(f"{seed} device {op}")
+            torch.cuda._sleep(chance.randrange(MAX_CYCLES))
+            act(op)
+            torch.cuda._sleep(chance.randrange(MAX_CYCLES))
+
+        return call
+
+    slower = {kind: on_device(act) for kind, act in work.items()}
+    return inject_delays(slower, seed=seed, max_ms=MAX_MS)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_nccl_ranks_on_one_gpu_change_no_bit_and_catch_a_stale_plan(tmp_path, ranks):
+    """One start of the ranks for all cases: that is what takes time."""
+    *figures, stale = verdicts_of([*ON_RANKS, STALE], ranks, tmp_path)
+    for case, found in zip(ON_RANKS, figures, strict=True):
+        assert_identical(found, case, ranks)
+    assert stale["identical"] is False
+    assert stale["rows_different"] > 0
+    assert stale["first_different_step"] == 2
+
+
+def verdicts_of(cases: Sequence[Case], ranks: int, folder: Path) -> list[dict]:
+    given, out = folder / "cases.json", folder / "verdicts.json"
+    given.write_text(json.dumps(cases))
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
+    command += ["--standalone", str(PROGRAM), str(given), str(out), DEVICE]
+    with mps_daemon():
+        # The daemon's folders are in the environment only inside.
+        environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": QUEUES, "OMP_NUM_THREADS": "2"}
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(out.read_text())

@@ -1,0 +1,184 @@
+"""Small jobs for `verify` on any device, and as many of them as asked for on the ranks of a group.
+
+python verify_world.py CASES OUT DEVICE    (under torchrun; CASES: a JSON list, OUT: the verdicts)
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from nestpipe.batch import Batch
+from nestpipe.bench.one_gpu import look_like_a_host
+from nestpipe.comm import Communicator, LocalCommunicator, connect
+from nestpipe.config import Table, build
+from nestpipe.jagged import Jagged
+from nestpipe.models import Loss
+from nestpipe.runtime import Work
+from nestpipe.train.settings import PipelineSettings, TrainSettings
+from nestpipe.train.trainer import Trainer
+from nestpipe.train.verify import Verdict, verify
+
+BATCH, STEPS = 48, 6
+DIM, USER_DIM, FEATURES = 16, 8, 3
+TIMEOUT_S = 60.0
+
+Case = dict[str, object]
+PIPELINE = ("plan", "retrieval", "micro_batches")
+
+
+def one_batch(b: int, first: int, vocabulary: int, keys_seed: int | None = None) -> Batch:
+    """Batch b, keys from `first` to before `first + vocabulary`; the last batch is shorter."""
+    size = BATCH if b < STEPS - 1 else BATCH // 3
+    of_keys = torch.Generator().manual_seed(b if keys_seed is None else keys_seed)
+    of_values = torch.Generator().manual_seed(b)
+
+    def keys(count: int) -> Tensor:
+        return torch.randint(first, first + vocabulary, (count,), generator=of_keys) * 7919 - 50
+
+    def lists(most: int) -> Jagged:
+        lengths = torch.randint(0, most + 1, (size,), generator=of_keys)
+        return Jagged(keys(int(lengths.sum())), lengths)
+
+    dense = {
+        "label": torch.rand(size, generator=of_values).round(),
+        "features": torch.randn(size, FEATURES, generator=of_values),
+    }
+    sparse = {"history": lists(6), "tags": lists(3), "user": Jagged.one_each(keys(size))}
+    return Batch(size, dense, sparse)
+
+
+KEYS: Mapping[str, Callable[[int], Batch]] = {
+    "some shared": lambda b: one_batch(b, 0, 150),
+    "none shared": lambda b: one_batch(b, 1000 * b, 150),
+    "all shared": lambda b: one_batch(b, 0, 150, keys_seed=0),
+    "growing": lambda b: one_batch(b, 0, 20 + 60 * b),
+    "empty on some ranks": lambda b: one_batch(b, 0, 150),
+}
+"""How the keys of neighbouring batches meet: batch b of each kind of data."""
+
+
+@dataclass(frozen=True)
+class Samples:
+    """`STEPS` global batches, cut into parts for the ranks."""
+
+    keys: str
+
+    @property
+    def num_samples(self) -> int:
+        return sum(KEYS[self.keys](b).size for b in range(STEPS))
+
+    def empty(self) -> Batch:
+        return KEYS[self.keys](0).empty()
+
+    def batches(self, *, rank: int, ranks: int, start: int, **_: int) -> Iterator[Batch]:
+        return (self._part(b, rank, ranks) for b in range(start, STEPS))
+
+    def _part(self, b: int, rank: int, ranks: int) -> Batch:
+        batch, members = KEYS[self.keys](b), list(range(ranks))
+        if self.keys == "empty on some ranks" and ranks > 1:
+            members = [r for r in members if (b + r) % 2 == 0]
+        if rank not in members:
+            return batch.empty()
+        place, parts = members.index(rank), len(members)
+        return batch.slice(batch.size * place // parts, batch.size * (place + 1) // parts)
+
+    def num_rows(self) -> int:
+        """Different rows that training touches, counted the plain way."""
+        batches = [KEYS[self.keys](b).sparse for b in range(STEPS)]
+        names = batches[0]
+        return sum(len({k for b in batches for k in b[name].values.tolist()}) for name in names)
+
+
+class Model(nn.Module):
+    """Sequences, pooled lists and single keys; its sums have one order on every device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        inputs = 2 * DIM + USER_DIM + FEATURES
+        self.top = nn.Sequential(nn.Linear(inputs, 32), nn.Tanh(), nn.Linear(32, 1))
+
+    def sparse_keys(self, batch: Batch) -> Mapping[str, Jagged]:
+        return batch.sparse
+
+    def dense(self, rows: Mapping[str, Tensor], batch: Batch) -> Loss:
+        lengths_B, rows_TD = batch.sparse["history"].lengths, rows["history"]
+        samples_B = torch.arange(batch.size, device=lengths_B.device)
+        sample_T = torch.repeat_interleave(lengths_B, output_size=len(rows_TD))
+        # A product, not an index_add: that adds by atomics on a GPU.
+        history_BD = (samples_B[:, None] == sample_T).to(rows_TD.dtype) @ rows_TD
+        parts = [history_BD, rows["tags"], rows["user"], batch.dense["features"]]
+        logits_B = self.top(torch.cat(parts, 1)).squeeze(1)
+        losses = nn.functional.binary_cross_entropy_with_logits
+        return Loss(losses(logits_B, batch.dense["label"], reduction="sum"), batch.size)
+
+
+TABLES = [
+    build(Table, {"name": "history", "dim": DIM, "init_std": 0.3}),
+    build(Table, {"name": "tags", "dim": DIM, "pooling": "sum", "init_std": 0.3}),
+    build(Table, {"name": "user", "dim": USER_DIM, "init_std": 0.3}),
+]
+"""Two stores: one of width 16 with two tables, one of width 8."""
+
+
+def make_trainer(
+    case: Case,
+    pipeline: PipelineSettings,
+    comm: Communicator,
+    device: str,
+    around: Callable[[Work], Work] = lambda work: work,
+) -> Trainer:
+    given = {
+        "batch": BATCH,
+        "device": device,
+        "seed": 3,
+        "store_threads": 1,
+        "rows": {"optimizer": case["optimizer"], "lr": 0.05, "eps": 1e-6},
+        "dense": {"optimizer": case["dense"], "lr": 0.01},
+    }
+    settings = replace(build(TrainSettings, given), pipeline=pipeline)
+    return Trainer(Model(), TABLES, settings, comm, around=around)
+
+
+def prove(
+    case: Case,
+    comm: Communicator,
+    device: str,
+    around: Callable[[Work], Work] = lambda work: work,
+) -> Verdict:
+    """The verdict on one case; only the plan's own run has something `around` its work."""
+    pipeline = build(PipelineSettings, {name: case[name] for name in PIPELINE})
+    source = Samples(str(case["keys"]))
+
+    def start(settings: PipelineSettings):
+        hook = around if settings == pipeline else (lambda work: work)
+        return make_trainer(case, settings, comm, device, hook), source
+
+    return verify(start, pipeline)  # pyright: ignore[reportArgumentType]  columns are not asked for
+
+
+def main() -> None:
+    """One rank: every case, one after the other; rank 0 writes the verdicts."""
+    cases, out, device = sys.argv[1:]
+    if int(os.environ["WORLD_SIZE"]) == 1:
+        comm = LocalCommunicator()
+    elif device == "cuda":
+        look_like_a_host()
+        comm = connect("nccl", timeout_s=TIMEOUT_S)
+    else:
+        comm = connect("gloo", timeout_s=TIMEOUT_S)
+    verdicts = [prove(case, comm, device) for case in json.loads(Path(cases).read_text())]
+    if comm.rank == 0:
+        Path(out).write_text(json.dumps([verdict.figures() for verdict in verdicts]))
+    comm.barrier()
+    comm.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""The comparison with TorchRec: the same work, the same clock."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from nestpipe.bench.lab import (
+    NESTPIPE,
+    TORCHREC,
+    Comparison,
+    Reading,
+    gathered,
+    lab_case,
+    lab_variants,
+    time_nestpipe,
+    timed_step,
+)
+from nestpipe.bench.pipeline_cases import CASES, case_of
+from nestpipe.bench.pipeline_model import make_batches, make_model
+from nestpipe.errors import ConfigError
+from nestpipe.trace import Span, Trace
+
+LAB = [name for name in CASES if name.startswith("lab_")]
+
+
+def their_keys(count: int, rows: int, generator: torch.Generator) -> torch.Tensor:
+    """As the script that times TorchRec draws them."""
+    u = torch.rand(count, generator=generator)
+    hot = torch.exp(u * torch.log(torch.tensor(float(rows)))).long() - 1
+    mask = torch.rand(count, generator=generator) < 0.5
+    uniform = torch.randint(0, rows, (count,), generator=generator)
+    return torch.where(mask, uniform, hot).clamp_(0, rows - 1)
+
+
+@pytest.mark.parametrize("name", LAB)
+def test_both_systems_train_on_the_same_batches(name):
+    case = replace(case_of(name), distinct=2, batch=8)
+    for rank in range(2):
+        generator = torch.Generator().manual_seed(rank)
+        for batch in make_batches(case, rank):
+            theirs = their_keys(8 * 512, case.rows, generator)
+            assert torch.equal(batch.sparse["history"].values, theirs)
+            label = torch.randint(0, 2, (8,), generator=generator).float()
+            assert torch.equal(batch.dense["label"], label)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("lab_a", (2, 512, 20_000_000, 4, 512)),
+        ("lab_b", (2, 512, 40_000_000, 1, 256)),
+        ("lab_c", (4, 256, 40_000_000, 1, 512)),
+        ("lab_d", (4, 256, 40_000_000, 4, 512)),
+    ],
+)
+def test_the_lab_cases_have_the_sizes_of_the_table(name, sizes):
+    case = case_of(name)
+    assert (case.ranks, case.batch, case.rows, case.blocks, case.width) == sizes
+    assert (case.keys, case.dim, case.full, case.passes) == (512, 128, True, 1)
+    assert (case.steps, case.distinct) == (20, 20)
+    assert case.plans == "serial,nested"
+
+
+def test_the_dense_half_has_their_layers():
+    case = case_of("lab_b")
+    width = case.width
+    assert [p.shape for p in make_model(case).parameters()] == [
+        *(p.shape for p in nn.Linear(case.dim, width).parameters()),
+        *(p.shape for p in nn.LayerNorm(width).parameters()),
+        *(p.shape for p in nn.Linear(width, 4 * width).parameters()),
+        *(p.shape for p in nn.Linear(4 * width, width).parameters()),
+        *(p.shape for p in nn.Linear(width, 1).parameters()),
+    ]
+
+
+def test_the_clock_runs_from_update_to_update_of_the_last_rank():
+    def update(batch: int, rank: int, end: float) -> Span:
+        return Span("update", "compute", batch, None, rank, end - 1, end)
+
+    ends = (5.0, 20.0, 31.0, 40.0, 52.0)
+    spans = [update(batch, 0, end) for batch, end in enumerate(ends)]
+    late = [update(batch, 1, end + 2 * batch) for batch, end in enumerate(ends)]
+    assert timed_step(Trace((*spans, *late)), warm=2, timed=2) == ((40 + 6) - (20 + 2)) / 2
+
+
+def test_the_best_of_each_is_compared_and_serial_is_no_contender():
+    theirs = gathered([("Base", 30.0), ("Prefetch", 26.0), ("Base", 20.0), ("Prefetch", 22.0)])
+    assert [(r.pipeline, r.step_ms) for r in theirs] == [("Base", 25.0), ("Prefetch", 24.0)]
+    ours = [Reading(NESTPIPE, name, ms, (ms,), {}) for name, ms in (("serial", 1), ("nested", 16))]
+    result = Comparison("A", case_of("lab_a"), (*theirs, *ours))
+    assert result.ratio == pytest.approx(1.5)
+    assert result.best(TORCHREC) == theirs[1]
+    assert result.as_json()["ratio"] == pytest.approx(1.5)
+    assert Comparison("A", case_of("lab_a"), tuple(ours)).ratio is None
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda: lab_case("E"), "unknown configuration 'E'; use A, B, C, D"),
+        (lambda: lab_case("A", 0), "steps is 0"),
+        (lambda: lab_variants(case_of("lab_a"), ["nestd"], ["new"], [8]), "unknown plan 'nestd'"),
+        (lambda: lab_variants(case_of("lab_a"), ["nested"], ["new"], [513]), "micros is 513"),
+    ],
+)
+def test_what_the_lab_does_not_know_is_named(call, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        call()
+
+
+def test_more_steps_need_more_batches():
+    case = lab_case("B", 36)
+    assert (case.steps, case.distinct) == (44, 44)
+
+
+def test_every_variant_is_timed_on_the_way(capfd):
+    """A tiny case on the CPU: only the shape of the answer counts."""
+    tiny = {"device": "cpu", "ranks": 1, "batch": 4, "keys": 3, "rows": 100, "dim": 4, "width": 4}
+    case = replace(lab_case("A", 3), **tiny, micros=2, rounds=2)
+    variants = lab_variants(case, ["nested", "serial"], ["new"], [1, 2])
+    readings = time_nestpipe(case, variants)
+    assert [r.pipeline for r in readings] == [
+        "nested new, 1 micro-batches",
+        "nested new, 2 micro-batches",
+        "serial new, 1 micro-batches",
+        "serial new, 2 micro-batches",
+    ]
+    for reading in readings:
+        assert len(reading.readings_ms) == 2
+        assert 0 < reading.parts_ms["compute"] <= reading.step_ms
+    assert "storing 100 rows" in capfd.readouterr().err
