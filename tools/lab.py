@@ -6,8 +6,7 @@ it, `torchrec_lab.py`. They are kept outside the checkout, in ~/.cache/nestpipe-
 NESTPIPE_LAB says. Needs only Python with torch, and NestPipe's sources beside this file.
 
     tools/lab.py put .lab/torchrec/torchrec_lab.py .lab/torchrec/piece.0
-    tools/lab.py put .lab/torchrec/piece.1
-    tools/lab.py put .lab/torchrec/piece.2
+    tools/lab.py put .lab/torchrec/piece.1      (and so on: each may come by itself)
     tools/lab.py unpack
     tools/lab.py compare A D --json out/lab.json
 """
@@ -39,7 +38,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 from nestpipe.errors import ConfigError, NestpipeError, RunError  # noqa: E402
 
 if TYPE_CHECKING:
-    from nestpipe.bench.lab import Comparison, Peer
+    from nestpipe.bench.lab import Comparison, Peer, Reading
     from nestpipe.bench.pipeline_cases import PipelineCase
 
 
@@ -93,6 +92,8 @@ def compare(options: argparse.Namespace) -> None:
 
     cases = {c: replace(lab_case(c, options.steps), rounds=options.rounds) for c in options.configs}
     peer = find_peer(options)
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
     results: list[Comparison] = []
     for config, case in cases.items():
         results.append(_compare_one(config, case, peer, options))
@@ -100,9 +101,14 @@ def compare(options: argparse.Namespace) -> None:
         if options.json:  # after each: a run that is cut short leaves what it had
             document = {"results": [result.as_json() for result in results]}
             options.json.write_text(json.dumps(document, indent=2) + "\n")
-    missing = [result.config for result in results if peer and result.ratio is None]
-    if missing:
-        raise RunError(f"TorchRec gave no figure for {', '.join(missing)}; see above")
+    failed = [result.config for result in results if not _complete(result, peer)]
+    if failed:
+        raise RunError(f"no figures of one side for {', '.join(failed)}; see above")
+
+
+def _complete(result: Comparison, peer: Peer | None) -> bool:
+    systems = {reading.system for reading in result.readings}
+    return systems >= ({"NestPipe", "TorchRec"} if peer else {"NestPipe"})
 
 
 def _compare_one(
@@ -117,7 +123,12 @@ def _compare_one(
         say(f"{config}: TorchRec, reading {repeat + 1} of {options.repeats}")
         theirs += time_torchrec(peer, config, options.steps)
     say(f"{config}: NestPipe, {len(variants)} variants in {case.rounds} rounds and one to warm up")
-    return Comparison(config, case, (*gathered(theirs), *time_nestpipe(case, variants)))
+    ours: list[Reading] = []
+    try:
+        ours = time_nestpipe(case, variants)
+    except RunError as error:  # what TorchRec took the time for, and what follows, still counts
+        say(f"{config}: {error}")
+    return Comparison(config, case, (*gathered(theirs), *ours))
 
 
 def _table(result: Comparison) -> str:

@@ -127,7 +127,7 @@ def _table(case: PipelineCase, point: PointReport) -> Table:
         "with as many micro-batches, and over the best serial. Efficiency: busy time of the "
         "busiest lane over the step. Predicted: by the simulator, from the traces of serial.",
         box=SIMPLE_HEAD,
-        pad_edge=False,
+        padding=(0, 0, 0, 1),
     )
     table.add_column("plan, rows, N", no_wrap=True)
     for name in ("step", "x", "best", "efficiency", "lookup", "exchange", "samples/s", "predicted"):

@@ -162,7 +162,7 @@ def assert_same_bits(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) 
 def test_the_samples_choose_sums_where_the_tests_count_on_it():
     group, _ = group_tables(TABLES)
     batch = make_samples().slice(0, BATCH // 2)
-    request = make_request(batch.sparse, group, 0, 2, torch.device("cpu"))
+    request = make_request(batch.sparse, group, 0, 2)
     summed = (request.row_counts_RC < request.key_counts_RC).any(0).tolist()
     assert summed == [False, True, True]
     assert {f.name for f in group.features if summed[f.table]} == set(SUMMED)
