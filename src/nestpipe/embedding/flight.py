@@ -17,6 +17,14 @@ OfRows = tuple[Tensor, list[Tensor]]
 """The gradients of rows that came: other ranks' in one piece, and this rank's own."""
 
 
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The rows of a whole window that came, and their gradients so far."""
+
+    rows_PD: Tensor
+    gradients_PD: Tensor
+
+
 @dataclass(slots=True)
 class InFlight:
     """One batch, group by group.
@@ -37,6 +45,8 @@ class InFlight:
     """[micro][group] (P, D) rows."""
     gradients: dict[int, dict[int, OfRows]] = field(default_factory=dict[int, dict[int, OfRows]])
     """[micro][group] the gradients of those rows, where the model used them."""
+    windows: list[Window] = field(default_factory=list[Window])
+    """[group] where micro-batches share rows."""
     sums: list[Gradients] = field(default_factory=list[Gradients])
     """[group] row gradients so far."""
     kept: list[object] = field(default_factory=list[object])

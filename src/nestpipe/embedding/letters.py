@@ -1,4 +1,8 @@
-"""What an owner is told in one message: the keys of every micro-batch, then the lengths of sums."""
+"""What an owner is told in one message: the keys of every micro-batch, then the lengths of sums.
+
+In a window also the last micro-batch that uses each row that is not a sum: with that one's
+gradients comes its own.
+"""
 
 from __future__ import annotations
 
@@ -17,40 +21,46 @@ def letters_to_owners(requests: Sequence[Request], rank: int) -> list[Tensor]:
     """One letter for each rank, this one last."""
     ranks = len(requests[0].key_counts_RC)
     order = seats(rank, ranks)
-    keys = [torch.split(r.keys_A, r.key_counts_RC.sum(1)[order].tolist()) for r in requests]
-    if not any(len(r.lengths_L) for r in requests):
-        return [joined([of[seat] for of in keys]) for seat in range(ranks)]
-    lengths = [
-        torch.split(
-            r.lengths_L, _lengths_sent(r.key_counts_RC, r.row_counts_RC).sum(1)[order].tolist()
-        )
+    parts = [_split(r.keys_A, r.key_counts_RC, order) for r in requests]
+    if any(len(r.lengths_L) for r in requests):
+        parts += [_split(r.lengths_L, _lengths_sent(*_counts(r)), order) for r in requests]
+    parts += [
+        _split(r.window.lasts_Q, _lasts_sent(*_counts(r)), order)
         for r in requests
+        if r.window is not None
     ]
-    return [
-        torch.cat([*(of[seat] for of in keys), *(of[seat] for of in lengths)])
-        for seat in range(ranks)
-    ]
+    return [joined([of[seat] for of in parts]) for seat in range(ranks)]
 
 
-def expected_numbers(key_counts_RMC: Tensor, row_counts_RMC: Tensor) -> list[int]:
+def expected_numbers(
+    key_counts_RMC: Tensor, row_counts_RMC: Tensor, *, window: bool = False
+) -> list[int]:
     """How long the letter of each rank is."""
-    lengths = _lengths_sent(key_counts_RMC, row_counts_RMC)
-    return (key_counts_RMC + lengths).sum((1, 2)).tolist()
+    counts = key_counts_RMC, row_counts_RMC
+    numbers = key_counts_RMC + _lengths_sent(*counts)
+    if window:
+        numbers = numbers + _lasts_sent(*counts)
+    return numbers.sum((1, 2)).tolist()
 
 
 def open_letters(
-    letters: Tensor, key_counts_RMC: Tensor, row_counts_RMC: Tensor, rank: int
+    letters: Tensor,
+    key_counts_RMC: Tensor,
+    row_counts_RMC: Tensor,
+    rank: int,
+    *,
+    window: bool = False,
 ) -> Asked:
-    """Keys and lengths apart; the letters come in the order of seats."""
+    """Keys, lengths and last uses apart; the letters come in the order of seats."""
+    counts = key_counts_RMC, row_counts_RMC
     order = seats(rank, len(key_counts_RMC))
-    keys = key_counts_RMC.sum((1, 2))[order].tolist()
-    lengths = _lengths_sent(key_counts_RMC, row_counts_RMC).sum((1, 2))[order].tolist()
-    if not any(lengths):
-        return Asked(letters, letters[:0], key_counts_RMC, row_counts_RMC, rank)
-    parts = torch.split(letters, [n for pair in zip(keys, lengths, strict=True) for n in pair])
-    return Asked(
-        torch.cat(parts[::2]), torch.cat(parts[1::2]), key_counts_RMC, row_counts_RMC, rank
-    )
+    sent = [key_counts_RMC, _lengths_sent(*counts), *([_lasts_sent(*counts)] if window else [])]
+    sizes = torch.stack([of.sum((1, 2)) for of in sent], 1)[order]
+    if not window and not int(sizes[:, 1].sum()):
+        return Asked(letters, letters[:0], *counts, rank)
+    parts = torch.split(letters, sizes.reshape(-1).tolist())
+    keys, lengths, *lasts = (torch.cat(parts[kind :: len(sent)]) for kind in range(len(sent)))
+    return Asked(keys, lengths, *counts, rank, *lasts)
 
 
 def in_rank_order(of_seats: Sequence[int], rank: int) -> list[int]:
@@ -67,6 +77,20 @@ def joined(parts: Sequence[Tensor], like: Tensor | None = None) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
+def _counts(request: Request) -> tuple[Tensor, Tensor]:
+    return request.key_counts_RC, request.row_counts_RC
+
+
+def _split(numbers: Tensor, counts_RC: Tensor, order: list[int]) -> Sequence[Tensor]:
+    """What goes to each seat."""
+    return torch.split(numbers, counts_RC.sum(1)[order].tolist())
+
+
 def _lengths_sent(key_counts: Tensor, row_counts: Tensor) -> Tensor:
     """Sums have a length each; where there are as many rows as keys, all would be one."""
     return torch.where(row_counts < key_counts, row_counts, 0)
+
+
+def _lasts_sent(key_counts: Tensor, row_counts: Tensor) -> Tensor:
+    """A sum belongs to one micro-batch; any other row may be used by several."""
+    return torch.where(row_counts < key_counts, 0, row_counts)

@@ -9,7 +9,7 @@ from ctypes import c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from nestpipe.embedding.routing import Asked, Routed, United, Wanted
+from nestpipe.embedding.routing import Asked, Routed, Slice, United, Wanted
 from nestpipe.errors import ConfigError
 from nestpipe.kernels.host_memory import empty
 from nestpipe.kernels.native import Status, library
@@ -48,10 +48,34 @@ class _Routed(ctypes.Structure):
     num_seen: int
 
 
+class _Whole(ctypes.Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("tables", "ranks", "rank", "micros")),
+        *(
+            (name, c_void_p)
+            for name in (
+                *("output_ends", "keys", "lengths", "key_counts", "row_counts"),
+                *("seen_rows", "seen_ends"),
+            )
+        ),
+    )
+
+
+class _Cut(ctypes.Structure):
+    _fields_ = tuple(
+        (name, c_void_p)
+        for name in (
+            *("keys", "lengths", "lasts", "key_counts", "row_counts", "seen_rows", "seen_ends"),
+            *("back_outputs", "back_ends", "again_rows", "leaving", "leaving_counts"),
+            *("num_lengths", "num_lasts", "num_seen", "num_again"),
+        )
+    )
+
+
 class _Asked(ctypes.Structure):
     _fields_ = (
         *((name, c_int64) for name in ("tables", "ranks", "rank", "micros")),
-        *((name, c_void_p) for name in ("key_counts", "row_counts", "keys", "lengths")),
+        *((name, c_void_p) for name in ("key_counts", "row_counts", "keys", "lengths", "lasts")),
     )
 
 
@@ -111,6 +135,70 @@ def request(wanted: Wanted) -> Routed:
     )
 
 
+def cut(whole: Routed, outputs_CM: Tensor, rank: int) -> list[Slice]:
+    """The micro-batches of a routed batch, of which each asks only for what no earlier one has."""
+    tables, micros = outputs_CM.shape
+    ranks = len(whole.key_counts_RC)
+    terms, rows = len(whole.seen.rows_T), int(whole.row_counts_RC.sum())
+    output_ends = outputs_CM.reshape(-1).cumsum(0)
+    seen_ends = whole.seen.ends_S1
+    keys_A, lengths_L, lasts_Q = _int64s(len(whole.keys_A)), _int64s(rows), _int64s(rows)
+    key_counts = torch.empty(micros, ranks, tables, dtype=torch.int64)
+    row_counts = torch.empty_like(key_counts)
+    leaving_counts = torch.empty(micros, ranks, dtype=torch.int64)
+    nums = torch.empty(4, micros, dtype=torch.int64)
+    seen_S, back_S, again_n, leaving_P = (_int32s(n) for n in (terms, terms, terms, rows))
+    seen_O = _int32s(int(output_ends[-1]) + micros)
+    back_ends = _int32s(rows + terms + micros)
+    given = _Whole(
+        *(tables, ranks, rank, micros),
+        *(output_ends.data_ptr(), whole.keys_A.data_ptr(), whole.lengths_L.data_ptr()),
+        *(whole.key_counts_RC.data_ptr(), whole.row_counts_RC.data_ptr()),
+        *(whole.seen.rows_T.data_ptr(), None if seen_ends is None else seen_ends.data_ptr()),
+    )
+    made = _Cut(
+        *(keys_A.data_ptr(), lengths_L.data_ptr(), lasts_Q.data_ptr()),
+        *(key_counts.data_ptr(), row_counts.data_ptr(), seen_S.data_ptr(), seen_O.data_ptr()),
+        *(back_S.data_ptr(), back_ends.data_ptr(), again_n.data_ptr(), leaving_P.data_ptr()),
+        leaving_counts.data_ptr(),
+        *(num.data_ptr() for num in nums),
+    )
+    _check(library().nestpipe_cut(ctypes.byref(given), ctypes.byref(made)))
+    num_lengths, num_lasts, num_seen, num_again = nums.tolist()
+    new = row_counts.sum((1, 2)).tolist()
+    keys = _parts(keys_A, key_counts.sum((1, 2)).tolist())
+    lengths, lasts = _parts(lengths_L, num_lengths), _parts(lasts_Q, num_lasts)
+    seen, backs = _parts(seen_S, num_seen), _parts(back_S, num_seen)
+    seen_ends_M = _parts(seen_O, (outputs_CM.sum(0) + 1).tolist())
+    ends_M = _parts(back_ends, [1 + a + b for a, b in zip(new, num_again, strict=True)])
+    again, leaving = _parts(again_n, num_again), _parts(leaving_P, leaving_counts.sum(1).tolist())
+    slices: list[Slice] = []
+    for m in range(micros):
+        ends = ends_M[m]
+        split = int(ends[new[m]])
+        slices.append(
+            Slice(
+                keys_A=keys[m],
+                lengths_L=lengths[m],
+                lasts_Q=lasts[m],
+                key_counts_RC=key_counts[m],
+                row_counts_RC=row_counts[m],
+                seen=Bags(seen[m], None if seen_ends is None else seen_ends_M[m]),
+                back=Bags(backs[m][:split], ends[: new[m] + 1]),
+                again=Bags(backs[m][split:], ends[new[m] :] - split),
+                again_n=again[m],
+                leaving_n=leaving[m],
+                leaving_counts=leaving_counts[m].tolist(),
+            )
+        )
+    return slices
+
+
+def _parts(tensor: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
+    """Parts of so many elements; more may follow."""
+    return torch.split(tensor[: sum(sizes)], list(sizes))
+
+
 def unite(asked: Asked) -> United:
     """The owner's unique keys, and which of them go where."""
     ranks, micros, tables = asked.key_counts_RMC.shape
@@ -124,9 +212,11 @@ def unite(asked: Asked) -> United:
     table_counts = torch.empty(tables, dtype=torch.int64)
     key_counts, row_counts = asked.key_counts_RMC.contiguous(), asked.row_counts_RMC.contiguous()
     keys_A, lengths_L = asked.keys_A.contiguous(), asked.lengths_L.contiguous()
+    lasts_Q = None if asked.lasts_Q is None else _at_some_place(asked.lasts_Q)
     given = _Asked(
         *(tables, ranks, asked.rank, micros),
         *(key_counts.data_ptr(), row_counts.data_ptr(), keys_A.data_ptr(), lengths_L.data_ptr()),
+        None if lasts_Q is None else lasts_Q.data_ptr(),
     )
     made = _United(
         *(keys_K.data_ptr(), table_counts.data_ptr(), serve_T.data_ptr(), serve_ends.data_ptr()),
@@ -143,6 +233,8 @@ def unite(asked: Asked) -> United:
             torch.split(serve_T, keys_M), rows_M, keys_M, ends, strict=True
         )
     ]
+    if lasts_Q is not None:
+        keys_M = [int(end[-1]) for end in backs]
     gather_back = [
         Bags(terms, end) for terms, end in zip(torch.split(back_T, keys_M), backs, strict=True)
     ]
@@ -164,6 +256,11 @@ def match(
     if found < 0:
         raise MemoryError("no memory left to compare two batches")
     return here[:found], there[:found]
+
+
+def _at_some_place(numbers: Tensor) -> Tensor:
+    """The same numbers in one piece, at an address even where there are none."""
+    return numbers.contiguous() if len(numbers) else numbers.new_zeros(1)
 
 
 def _int64s(count: int) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 from nestpipe.embedding.routing import (
     Asked,
     Routed,
+    Slice,
     United,
     Wanted,
     mixed,
@@ -128,6 +129,71 @@ def _starts(counts_RC: Tensor, order: Sequence[int]) -> Tensor:
     return starts_RC
 
 
+def cut(whole: Routed, outputs_CM: Tensor, rank: int) -> list[Slice]:
+    """The micro-batches of a routed batch, of which each asks only for what no earlier one has."""
+    micros = outputs_CM.shape[1]
+    order = seats(rank, len(whole.key_counts_RC))
+    rows_cells = whole.row_counts_RC[order].reshape(-1)
+    cell_P = torch.repeat_interleave(rows_cells)
+    summed = (whole.row_counts_RC < whole.key_counts_RC)[order].reshape(-1)[cell_P]
+    lengths_P = torch.ones_like(cell_P).masked_scatter(summed, whole.lengths_L)
+    keys = torch.split(whole.keys_A, lengths_P.tolist())
+    # Uses: which row, by which output of which micro-batch.
+    micro_O = torch.arange(micros).repeat(len(outputs_CM)).repeat_interleave(outputs_CM.reshape(-1))
+    terms_O = whole.seen.lengths()
+    micro_S = torch.repeat_interleave(micro_O, terms_O)
+    row_S = whole.seen.rows_T.long()
+    first_P = torch.full_like(cell_P, micros).scatter_reduce(0, row_S, micro_S, "amin")
+    last_P = torch.full_like(cell_P, -1).scatter_reduce(0, row_S, micro_S, "amax")
+    by_number = torch.argsort(first_P, stable=True)
+    number_P = torch.empty_like(by_number)
+    number_P[by_number] = torch.arange(len(by_number))
+    seat_P = cell_P // outputs_CM.shape[0]
+    slices: list[Slice] = []
+    for micro in range(micros):
+        new = by_number[first_P[by_number] == micro]
+        row_counts = torch.bincount(cell_P[new], minlength=len(rows_cells))
+        key_counts = torch.bincount(
+            cell_P[new], weights=lengths_P[new].double(), minlength=len(rows_cells)
+        ).long()
+        sums = (row_counts < key_counts)[cell_P[new]]
+        seen_S = number_P[row_S[micro_S == micro]]
+        seen_terms_O = terms_O[micro_O == micro]
+        output_S = torch.repeat_interleave(seen_terms_O)
+        start = int((first_P < micro).sum())
+        again_n = torch.unique(seen_S[seen_S < start])
+        fresh = seen_S >= start
+        # In each seat by number: the owner counts rows in the order in which it was asked.
+        leaving = by_number[last_P[by_number] == micro]
+        leaving = leaving[torch.argsort(seat_P[leaving], stable=True)]
+        of_seats = torch.bincount(seat_P[leaving], minlength=len(order)).tolist()
+        slices.append(
+            Slice(
+                keys_A=torch.cat([whole.keys_A[:0], *(keys[row] for row in new.tolist())]),
+                lengths_L=lengths_P[new[sums]],
+                lasts_Q=last_P[new[~sums]],
+                key_counts_RC=_by_rank(key_counts, order),
+                row_counts_RC=_by_rank(row_counts, order),
+                seen=Bags(seen_S, None if whole.seen.ends_S1 is None else ends_of(seen_terms_O)),
+                back=bags_of_targets(seen_S[fresh] - start, len(new), output_S[fresh]),
+                again=bags_of_targets(
+                    torch.searchsorted(again_n, seen_S[~fresh]), len(again_n), output_S[~fresh]
+                ),
+                again_n=again_n,
+                leaving_n=number_P[leaving],
+                leaving_counts=[of_seats[order.index(r)] for r in range(len(order))],
+            )
+        )
+    return slices
+
+
+def _by_rank(of_cells: Tensor, order: Sequence[int]) -> Tensor:
+    """(R, C) counts that came by seat and table."""
+    counts_RC = torch.empty(len(order), len(of_cells) // len(order), dtype=torch.int64)
+    counts_RC[list(order)] = of_cells.view(counts_RC.shape)
+    return counts_RC
+
+
 def unite(asked: Asked) -> United:
     """The owner's unique keys, and which of them go where."""
     ranks, micros, tables = asked.key_counts_RMC.shape
@@ -146,28 +212,35 @@ def unite(asked: Asked) -> United:
         unique.append(keys_U)
         start += len(keys_U)
     lengths = _lengths(asked, cells, key_counts, row_counts)
-    serve, gather_back = [], []
+    serve: list[Bags] = []
     for micro in range(micros):
         mine = [(r, micro, c) for r in order for c in range(tables)]
         rows_T = torch.cat([place[c] for c in mine])
-        served_T = torch.repeat_interleave(
-            torch.cat([lengths[c] for c in mine]), output_size=len(rows_T)
-        )
         summed = any(row_counts[r][m][c] < key_counts[r][m][c] for r, m, c in mine)
         lengths_P = torch.cat([lengths[c] for c in mine])
         serve.append(Bags(rows_T, ends_of(lengths_P) if summed else None))
-        of_served = dict(
-            zip(mine, torch.split(served_T, [len(place[c]) for c in mine]), strict=True)
-        )
-        by_rank = sorted(mine)
-        gather_back.append(
-            bags_of_targets(
-                torch.cat([place[c] for c in by_rank]),
-                start,
-                torch.cat([of_served[c] for c in by_rank]),
-            )
-        )
-    return United(torch.cat(unique), [len(u) for u in unique], serve, gather_back)
+    back = _gather_back(asked, [lengths[c] for c in cells], [place[c] for c in cells], start)
+    return United(torch.cat(unique), [len(u) for u in unique], serve, back)
+
+
+def _gather_back(
+    asked: Asked, lengths: Sequence[Tensor], places: Sequence[Tensor], unique: int
+) -> list[Bags]:
+    """For each micro-batch, which of the gradients that come with it each unique key gets."""
+    ranks, micros, _ = asked.row_counts_RMC.shape
+    order = seats(asked.rank, ranks)
+    rank_P = torch.repeat_interleave(torch.tensor(order), asked.row_counts_RMC.sum((1, 2))[order])
+    micro_P = asked.gradient_micros()
+    lengths_P, place_A = torch.cat(list(lengths)), torch.cat(list(places))
+    row_A = torch.repeat_interleave(lengths_P, output_size=len(place_A))
+    back: list[Bags] = []
+    for micro in range(micros):
+        comes_P = micro_P == micro
+        number_P = comes_P.cumsum(0) - 1
+        terms = comes_P[row_A].nonzero().squeeze(1)
+        terms = terms[torch.argsort(rank_P[row_A[terms]], stable=True)]
+        back.append(bags_of_targets(place_A[terms], unique, number_P[row_A[terms]]))
+    return back
 
 
 def _lengths(

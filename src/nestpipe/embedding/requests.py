@@ -7,7 +7,7 @@ answer is a list of rows, and what the model sees are sums of those.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,7 +20,28 @@ from nestpipe.jagged import Jagged
 from nestpipe.kernels.native import native_wanted
 from nestpipe.kernels.rows import Bags, bags_on
 
-# Shapes: A keys that are sent, L sums among the rows that come back, R ranks, C tables of the group
+# Shapes: A keys that are sent, L sums among the rows that come back, Q the other rows, n some rows,
+# R ranks, C tables of the group, M micro-batches
+
+
+@dataclass(frozen=True, slots=True)
+class InWindow:
+    """What a micro-batch does with rows of its window, which are numbered over all of it."""
+
+    window_rows: int
+    """Rows of the whole window."""
+    first_row: int
+    """The number of the first row that this micro-batch asks for."""
+    again: Bags
+    again_n: Tensor
+    """Rows of earlier micro-batches that this one uses too, and their gradients from what the
+    model sees."""
+    leaving: Bags
+    """Rows whose last use this is, in the order in which their gradients are sent."""
+    leaving_counts: list[int]
+    """How many of them go to each owner, in rank order."""
+    lasts_Q: Tensor
+    """The last micro-batch that uses each row asked for now, where it is not a sum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,20 +66,23 @@ class Request:
     """Rows that the model sees of each feature, in order."""
     straight: list[int] | None
     """Where each feature's rows begin among those that came, if all come just as they are seen."""
+    window: InWindow | None = None
+    """None: the rows of this micro-batch serve no other."""
 
     @property
     def rows_per_owner(self) -> list[int]:
         return self.row_counts_RC.sum(1).tolist()
 
+    @property
+    def gradients_per_owner(self) -> list[int]:
+        return self.rows_per_owner if self.window is None else self.window.leaving_counts
+
 
 def make_request(keys: Mapping[str, Jagged], group: TableGroup, rank: int, ranks: int) -> Request:
     """Find what a micro-batch needs and put it in the order in which it travels."""
-    wanted = _wanted(keys, group, rank, ranks)
+    wanted = _wanted([keys], group, rank, ranks)
     routed = (native_routing if native_wanted() else plain_routing).request(wanted)
-    sizes = {
-        f.name: keys[f.name].num_samples if f.pooled else len(keys[f.name].values)
-        for f in group.features
-    }
+    sizes = _sizes(keys, group)
     return Request(
         routed.keys_A,
         routed.lengths_L,
@@ -71,13 +95,75 @@ def make_request(keys: Mapping[str, Jagged], group: TableGroup, rank: int, ranks
     )
 
 
+def make_window(
+    micro_keys: Sequence[Mapping[str, Jagged]], group: TableGroup, rank: int, ranks: int
+) -> list[Request]:
+    """The same for all micro-batches of a window: what one has asked for, the later ones have.
+
+    The batch is routed as a whole, so it asks for no key twice whatever the number of
+    micro-batches, and then cut.
+    """
+    routing = native_routing if native_wanted() else plain_routing
+    sizes = [_sizes(keys, group) for keys in micro_keys]
+    outputs_CM = torch.tensor(
+        [
+            [sum(of[f.name] for f in group.features if f.table == table) for of in sizes]
+            for table in range(len(group.tables))
+        ]
+    )
+    slices = routing.cut(routing.request(_wanted(micro_keys, group, rank, ranks)), outputs_CM, rank)
+    new = [int(s.row_counts_RC.sum()) for s in slices]
+    return [
+        Request(
+            s.keys_A,
+            s.lengths_L,
+            s.key_counts_RC,
+            s.row_counts_RC,
+            s.seen,
+            s.back,
+            of,
+            None,
+            InWindow(
+                sum(new),
+                sum(new[:micro]),
+                s.again,
+                s.again_n,
+                Bags(s.leaving_n),
+                s.leaving_counts,
+                s.lasts_Q,
+            ),
+        )
+        for micro, (s, of) in enumerate(zip(slices, sizes, strict=True))
+    ]
+
+
 def requests_on(device: torch.device, requests: Sequence[Request]) -> list[Request]:
     """The same requests for rows that will come to a device; keys and counts stay on the host."""
-    moved = bags_on(device, [bags for r in requests for bags in (r.seen, r.back)])
-    return [
-        replace(r, seen=seen, back=back)
-        for r, seen, back in zip(requests, moved[::2], moved[1::2], strict=True)
+    if device.type == "cpu":
+        return list(requests)
+    bags = [bags for r in requests for bags in (r.seen, r.back)]
+    bags += [
+        bags
+        for r in requests
+        if r.window is not None
+        for bags in (r.window.again, Bags(r.window.again_n), r.window.leaving)
     ]
+    moved = iter(bags_on(device, bags))
+    there = [replace(r, seen=next(moved), back=next(moved)) for r in requests]
+    return [r if r.window is None else replace(r, window=_on(r.window, moved)) for r in there]
+
+
+def _on(window: InWindow, moved: Iterator[Bags]) -> InWindow:
+    again, again_n, leaving = next(moved), next(moved).rows_T, next(moved)
+    return replace(window, again=again, again_n=again_n, leaving=leaving)
+
+
+def _sizes(keys: Mapping[str, Jagged], group: TableGroup) -> dict[str, int]:
+    """How many rows the model sees of each feature."""
+    return {
+        f.name: keys[f.name].num_samples if f.pooled else len(keys[f.name].values)
+        for f in group.features
+    }
 
 
 def _straight(
@@ -93,21 +179,22 @@ def _straight(
     return starts
 
 
-def _wanted(keys: Mapping[str, Jagged], group: TableGroup, rank: int, ranks: int) -> Wanted:
+def _wanted(
+    micro_keys: Sequence[Mapping[str, Jagged]], group: TableGroup, rank: int, ranks: int
+) -> Wanted:
+    """What several micro-batches need together; of a table, one micro-batch after the other."""
     tables = range(len(group.tables))
-    of_table = [[f for f in group.features if f.table == number] for number in tables]
-    values = [[keys[f.name].values for f in features] for features in of_table]
-    lengths = [
-        [
-            keys[f.name].lengths if f.pooled else torch.ones_like(keys[f.name].values)
-            for f in features
-        ]
-        for features in of_table
+    of_table = [
+        [(f, keys[f.name]) for keys in micro_keys for f in group.features if f.table == number]
+        for number in tables
     ]
     return Wanted(
-        keys=[_joined(v) for v in values],
-        lengths=[_joined(v) for v in lengths],
-        pooled=[any(f.pooled for f in features) for features in of_table],
+        keys=[_joined([keys.values for _, keys in of]) for of in of_table],
+        lengths=[
+            _joined([keys.lengths if f.pooled else torch.ones_like(keys.values) for f, keys in of])
+            for of in of_table
+        ],
+        pooled=[any(f.pooled for f, _ in of) for of in of_table],
         homes=group.homes,
         dim=group.dim,
         rank=rank,

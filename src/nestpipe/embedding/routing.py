@@ -13,7 +13,8 @@ from torch import Tensor
 
 from nestpipe.kernels.rows import Bags
 
-# Shapes: A keys that travel, L sums, K unique keys of an owner, R ranks, M micro-batches, C tables
+# Shapes: A keys that travel, L sums, Q rows that are not sums, P all rows, n some of them,
+# K unique keys of an owner, R ranks, M micro-batches, C tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,28 @@ class Routed:
 
 
 @dataclass(frozen=True, slots=True)
+class Slice:
+    """One micro-batch of a routed batch; its rows are numbered over the whole window."""
+
+    keys_A: Tensor
+    """Of the rows that no earlier micro-batch has."""
+    lengths_L: Tensor
+    lasts_Q: Tensor
+    """Of each new row that is not a sum: the last micro-batch that uses it"""
+    key_counts_RC: Tensor
+    row_counts_RC: Tensor
+    seen: Bags
+    back: Bags
+    again: Bags
+    again_n: Tensor
+    """Rows of earlier micro-batches that are used again, whose gradients `again` makes"""
+    leaving_n: Tensor
+    """Rows whose last use this is, by seat of the owner, then by number"""
+    leaving_counts: list[int]
+    """... and how many there are of each owner, in rank order"""
+
+
+@dataclass(frozen=True, slots=True)
 class Asked:
     """What an owner was asked for, by seat of the requester, micro-batch and table."""
 
@@ -56,6 +79,30 @@ class Asked:
     key_counts_RMC: Tensor
     row_counts_RMC: Tensor
     rank: int
+    lasts_Q: Tensor | None = None
+    """In a window: of each row that is not a sum, the micro-batch with which its gradient comes"""
+
+    def gradient_micros(self) -> Tensor:
+        """(P,) the micro-batch with which the gradient of each row comes."""
+        ranks, micros, tables = self.row_counts_RMC.shape
+        order = seats(self.rank, ranks)
+        rows = self.row_counts_RMC[order].reshape(-1)
+        sums = (self.row_counts_RMC < self.key_counts_RMC)[order].reshape(-1)
+        own = torch.arange(micros)[None, :, None].expand(ranks, micros, tables).reshape(-1)
+        micro_P = torch.repeat_interleave(own, rows)
+        if self.lasts_Q is not None:
+            micro_P[~torch.repeat_interleave(sums, rows)] = self.lasts_Q
+        return micro_P
+
+    def gradient_counts(self) -> list[list[int]]:
+        """For each micro-batch, how many gradients come from each requester, in rank order."""
+        ranks, micros, _ = self.row_counts_RMC.shape
+        order = seats(self.rank, ranks)
+        rank_P = torch.repeat_interleave(
+            torch.tensor(order), self.row_counts_RMC.sum((1, 2))[order]
+        )
+        cells = torch.bincount(self.gradient_micros() * ranks + rank_P, minlength=micros * ranks)
+        return cells.view(micros, ranks).tolist()
 
 
 @dataclass(frozen=True, slots=True)

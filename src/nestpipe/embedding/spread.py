@@ -10,26 +10,28 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nestpipe.embedding.requests import Request
-from nestpipe.kernels.rows import empty_rows, sum_bags
+from nestpipe.kernels.rows import add_bags_at, empty_rows, sum_bags
 
 # Shapes: P rows that came, D width
 
 Deliver = Callable[[Tensor, list[Tensor]], None]
 """Takes the gradients of the rows that came: those of other ranks, in one piece, and this one's."""
+Take = Callable[[Sequence[Tensor]], None]
+"""Takes the gradients of what the model saw, feature by feature."""
 
 
 class _Spread(torch.autograd.Function):
     """All features of a group at once.
 
-    Gradients leave by `deliver`, not as the gradient of an input: they go straight into the memory
+    Gradients leave by `take`, not as the gradient of an input: they go straight into the memory
     from which they are sent.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: Tensor, came: list[Tensor], request: Request, deliver: Deliver, own: int
+        ctx: Any, anchor: Tensor, came: list[Tensor], request: Request, take: Take
     ) -> tuple[Tensor, ...]:
-        ctx.request, ctx.deliver, ctx.own = request, deliver, own
+        ctx.take = take
         (rows_PD,) = came
         if request.straight is not None:
             starts = zip(request.straight, request.sizes.values(), strict=True)
@@ -42,9 +44,8 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:
-        plain = [g if g.stride(1) == 1 else g.contiguous() for g in gradients]
-        ctx.deliver(*_of_rows(ctx.request, plain, ctx.own))
-        return None, None, None, None, None
+        ctx.take([g if g.stride(1) == 1 else g.contiguous() for g in gradients])
+        return None, None, None, None
 
 
 def _of_rows(
@@ -70,7 +71,27 @@ def spread_rows(rows_PD: Tensor, request: Request, deliver: Deliver, own: int) -
 
     The last `own` rows are this rank's.
     """
+    return _spread(rows_PD, request, lambda gradients: deliver(*_of_rows(request, gradients, own)))
+
+
+def spread_window(rows_PD: Tensor, request: Request, gradients_PD: Tensor) -> dict[str, Tensor]:
+    """The same from the rows of a window, and to their gradients so far."""
+    return _spread(
+        rows_PD, request, lambda gradients: _add_to_window(request, gradients, gradients_PD)
+    )
+
+
+def _spread(rows_PD: Tensor, request: Request, take: Take) -> dict[str, Tensor]:
     # Something that wants a gradient, so that the backward pass comes by.
     anchor = torch.zeros(0, requires_grad=True)
-    seen: tuple[Tensor, ...] = _Spread.apply(anchor, [rows_PD], request, deliver, own)  # type: ignore[assignment]
+    seen: tuple[Tensor, ...] = _Spread.apply(anchor, [rows_PD], request, take)  # type: ignore[assignment]
     return dict(zip(request.sizes, seen, strict=True))
+
+
+def _add_to_window(request: Request, gradients: Sequence[Tensor], window_PD: Tensor) -> None:
+    """Rows that are new in this micro-batch get their first gradient, the others one more."""
+    window = request.window
+    assert window is not None
+    first = window.first_row
+    sum_bags(request.back, gradients, [window_PD[first : first + len(request.back)]])
+    add_bags_at(window.again, gradients, window_PD, window.again_n)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from nestpipe.comm.communicator import Communicator
-from nestpipe.embedding.flight import InFlight, OfRows
+from nestpipe.embedding.flight import InFlight, OfRows, Window
 from nestpipe.embedding.groups import TableGroup
 from nestpipe.embedding.letters import (
     expected_numbers,
@@ -28,16 +28,16 @@ from nestpipe.embedding.letters import (
 )
 from nestpipe.embedding.messages import exchange
 from nestpipe.embedding.optimizers import RowOptimizer
-from nestpipe.embedding.requests import make_request, requests_on
+from nestpipe.embedding.requests import make_request, make_window, requests_on
 from nestpipe.embedding.row_buffers import RowBuffers
-from nestpipe.embedding.spread import spread_rows
+from nestpipe.embedding.spread import spread_rows, spread_window
 from nestpipe.embedding.store import RowStore
 from nestpipe.embedding.working_set import make_working_set
 from nestpipe.errors import ConfigError
 from nestpipe.jagged import Jagged
 from nestpipe.kernels.native_rows import Gradients, Places
 from nestpipe.kernels.rows import Bags, Rows, add_bags, empty_rows, sum_bags, use_native
-from nestpipe.schedule.schedule import Retrieval, Shape
+from nestpipe.schedule.schedule import Exchange, Retrieval, Shape
 
 # Shapes: P rows that come for a micro-batch, K rows of a working set, D weights, W weights and
 # state, R ranks, M micro-batches, C tables of a group, G groups
@@ -72,9 +72,13 @@ class ShardedTables:
         """Find what every micro-batch needs, and order it by owner."""
         self._check_features(micro_keys[0])
         rank, ranks = self.comm.rank, self.comm.size
-        requests = [
-            [make_request(keys, group, rank, ranks) for keys in micro_keys] for group in self.groups
-        ]
+        if self.shape.exchange is Exchange.WINDOW:
+            requests = [make_window(micro_keys, group, rank, ranks) for group in self.groups]
+        else:
+            requests = [
+                [make_request(keys, group, rank, ranks) for keys in micro_keys]
+                for group in self.groups
+            ]
         self.flights[batch] = InFlight([requests_on(self.device, of) for of in requests])
 
     def _check_features(self, keys: Mapping[str, Jagged]) -> None:
@@ -102,11 +106,12 @@ class ShardedTables:
         return int(all_samples.sum())
 
     def keys(self, batch: int) -> None:
-        """Send every owner its keys, by micro-batch and table, then the lengths of sums."""
+        """Send every owner its keys, by micro-batch and table, then the rest of the letter."""
         flight, rank = self.flights[batch], self.comm.rank
+        window = self.shape.exchange is Exchange.WINDOW
         letters = [letters_to_owners(of, rank) for of in flight.requests]
         expected = [
-            expected_numbers(keys, rows)
+            expected_numbers(keys, rows, window=window)
             for keys, rows in zip(flight.asked_keys, flight.asked_rows, strict=True)
         ]
         own = [letter[-1] for letter in letters]
@@ -122,7 +127,7 @@ class ShardedTables:
             expected,
         )
         flight.asked = [
-            open_letters(torch.cat([theirs, mine]), keys, rows, rank)
+            open_letters(torch.cat([theirs, mine]), keys, rows, rank, window=window)
             for theirs, mine, keys, rows in zip(
                 received, own, flight.asked_keys, flight.asked_rows, strict=True
             )
@@ -175,7 +180,7 @@ class ShardedTables:
         for g, (group, working) in enumerate(zip(self.groups, flight.working, strict=True)):
             own = sent_splits[g][rank]
             sent_PD = empty_rows(sum(sent_splits[g]) - own, group.dim, self.device)
-            received_PD = empty_rows(sum(received_splits[g]), group.dim, self.device)
+            received_PD = self._place_of(flight, g, micro)
             others = len(received_PD) - own
             weights = _weights_of(self.buffers.of(batch)[g], group.dim)
             sum_bags(working.serve[micro], weights, [sent_PD, received_PD[others:]])
@@ -185,11 +190,31 @@ class ShardedTables:
         exchange(self.comm, sent, sent_splits, from_others, received_splits)
         flight.received[micro] = received
 
+    def _place_of(self, flight: InFlight, g: int, micro: int) -> Tensor:
+        """Where the rows of a micro-batch come to; those of a window stand behind each other."""
+        request, dim = flight.requests[g][micro], self.groups[g].dim
+        window, count = request.window, sum(request.rows_per_owner)
+        if window is None:
+            return empty_rows(count, dim, self.device)
+        if g == len(flight.windows):
+            rows = window.window_rows
+            flight.windows.append(
+                Window(empty_rows(rows, dim, self.device), empty_rows(rows, dim, self.device))
+            )
+        return flight.windows[g].rows_PD[window.first_row : window.first_row + count]
+
     def spread(self, batch: int, micro: int) -> dict[str, Tensor]:
         """The rows of every feature, as the model sees them."""
         flight = self.flights[batch]
-        gradients = flight.gradients[micro] = {}
         seen: dict[str, Tensor] = {}
+        if flight.windows:
+            for window, of in zip(flight.windows, flight.requests, strict=True):
+                if micro == 0:
+                    # Not every row need get a gradient: a model may leave a feature unused.
+                    window.gradients_PD.zero_()
+                seen.update(spread_window(window.rows_PD, of[micro], window.gradients_PD))
+            return seen
+        gradients = flight.gradients[micro] = {}
         for g, of in enumerate(flight.requests):
             own = flight.working[g].serve_counts[micro][self.comm.rank]
             deliver = partial(_keep, gradients, g)
@@ -199,12 +224,8 @@ class ShardedTables:
     def grads(self, batch: int, micro: int) -> None:
         """Row gradients back to their owners, added up by requester in rank order."""
         flight, rank = self.flights[batch], self.comm.rank
-        made = flight.gradients[micro]
-        gradients = [
-            made[g] if g in made else _none(rows, flight.working[g].serve_counts[micro][rank])
-            for g, rows in enumerate(flight.received[micro])
-        ]
-        received_splits = [working.serve_counts[micro] for working in flight.working]
+        gradients = [self._made(flight, g, micro) for g in range(len(self.groups))]
+        received_splits = [working.back_counts[micro] for working in flight.working]
         received = [
             empty_rows(sum(splits) - splits[rank], group.dim, self.device)
             for splits, group in zip(received_splits, self.groups, strict=True)
@@ -212,7 +233,7 @@ class ShardedTables:
         exchange(
             self.comm,
             [to_others for to_others, _ in gradients],
-            [of[micro].rows_per_owner for of in flight.requests],
+            [of[micro].gradients_per_owner for of in flight.requests],
             received,
             received_splits,
         )
@@ -221,7 +242,24 @@ class ShardedTables:
             self._add_up(flight, g, working.gather_back[micro], [received[g], *own])
         if self.device.type == "cpu":
             # Nobody uses them any more; on a GPU a stream may.
-            del flight.gradients[micro], flight.received[micro]
+            flight.gradients.pop(micro, None)
+            del flight.received[micro]
+            if micro == self.shape.micros - 1:
+                flight.windows.clear()
+
+    def _made(self, flight: InFlight, g: int, micro: int) -> OfRows:
+        """The gradients that a micro-batch sends: of its rows, or of those last used by it."""
+        own = flight.working[g].back_counts[micro][self.comm.rank]
+        window = flight.requests[g][micro].window
+        if window is not None:
+            leaving_PD = empty_rows(len(window.leaving), self.groups[g].dim, self.device)
+            sum_bags(window.leaving, [flight.windows[g].gradients_PD], [leaving_PD])
+        elif g in flight.gradients[micro]:
+            return flight.gradients[micro][g]
+        else:  # the model did not use them
+            leaving_PD = torch.zeros_like(flight.received[micro][g])
+        others = len(leaving_PD) - own
+        return leaving_PD[:others], [leaving_PD[others:]]
 
     def _add_up(self, flight: InFlight, g: int, bags: Bags, gradients: list[Tensor]) -> None:
         """Add the gradients of a micro-batch; a single one is summed by the update itself."""
@@ -260,9 +298,3 @@ def _weights_of(rows: Tensor | Places, dim: int) -> Rows:
 
 def _keep(gradients: dict[int, OfRows], g: int, sent: Tensor, own: list[Tensor]) -> None:
     gradients[g] = sent, own
-
-
-def _none(rows_PD: Tensor, own: int) -> OfRows:
-    """The gradients of rows that the model did not use."""
-    zeros_PD = torch.zeros_like(rows_PD)
-    return zeros_PD[: len(rows_PD) - own], [zeros_PD[len(rows_PD) - own :]]

@@ -28,6 +28,8 @@ class WorkingSet:
     """For each micro-batch, how many rows go to each requester, in rank order."""
     gather_back: list[Bags]
     """For each micro-batch, the gradients of each row, by requester in rank order."""
+    back_counts: list[list[int]]
+    """For each micro-batch, how many gradients come from each requester, in rank order."""
     shared_K: Tensor
     """Positions whose rows the batch before had too ..."""
     shared_before: Tensor
@@ -60,12 +62,14 @@ def make_working_set(asked: Asked, before: WorkingSet | None, device: torch.devi
     )
     moved = bags_on(device, [*united.serve, *united.gather_back])
     micros = len(united.serve)
+    serve_counts = asked.row_counts_RMC.sum(2).T.tolist()
     return WorkingSet(
         keys_K=united.keys_K,
         table_counts=united.table_counts,
         serve=moved[:micros],
-        serve_counts=asked.row_counts_RMC.sum(2).T.tolist(),
+        serve_counts=serve_counts,
         gather_back=moved[micros:],
+        back_counts=serve_counts if asked.lasts_Q is None else asked.gradient_counts(),
         shared_K=shared_K,
         shared_before=shared_before,
         shared_there=shared_K.to(device, non_blocking=True),

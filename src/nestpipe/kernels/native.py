@@ -60,6 +60,7 @@ _SIGNATURES = {
     "nestpipe_store_keys": (c_int64, [c_void_p, c_int64, c_void_p, c_int64]),
     "nestpipe_cluster": (c_int, [c_void_p, c_void_p]),
     "nestpipe_request": (c_int, [c_void_p, c_void_p]),
+    "nestpipe_cut": (c_int, [c_void_p, c_void_p]),
     "nestpipe_unite": (c_int, [c_void_p, c_void_p]),
     "nestpipe_match": (c_int64, [c_int64, *[c_void_p] * 6]),
     "nestpipe_sum": (c_int, [c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int64]),

@@ -64,14 +64,14 @@ def sum_bags(
     terms_T: Tensor,
     ends_S1: Tensor | None,
     rows: Sequence[Tensor] | Places,
-    out_SD: Tensor,
+    out: Tensor | Places,
     *,
     add: bool,
 ) -> None:
     """Write or add the sums of some rows."""
-    count, dim = out_SD.shape
+    count, dim = out.shape if isinstance(out, Tensor) else (len(out), out.width)
     source, alive = _rows_of(rows)
-    target, _ = _rows_of([out_SD])
+    target, _ = _rows_of([out] if isinstance(out, Tensor) else out)
     terms, ends = _int32(terms_T), _int32(ends_S1)
     bags = _Bags(_pointer(terms), _pointer(ends))
     status = library().nestpipe_sum(

@@ -36,6 +36,10 @@ class Bags:
     def __len__(self) -> int:
         return len(self.rows_T) if self.ends_S1 is None else len(self.ends_S1) - 1
 
+    def lengths(self) -> Tensor:
+        """(S,) how many rows each sum has."""
+        return torch.ones_like(self.rows_T) if self.ends_S1 is None else self.ends_S1.diff()
+
     def part(self, start: int, stop: int) -> Bags:
         """Only the sums from `start` to `stop`; for native code, which takes ends as they are."""
         if self.ends_S1 is None:
@@ -78,6 +82,20 @@ def add_bags(bags: Bags, rows: Sequence[Tensor], out_SD: Tensor) -> None:
         native_rows.sum_bags(bags.rows_T, bags.ends_S1, rows, out_SD, add=True)
     else:
         out_SD.add_(plain_sums(bags, joined(rows)))
+
+
+def add_bags_at(bags: Bags, rows: Sequence[Tensor], out_ND: Tensor, places_S: Tensor) -> None:
+    """Add every sum to the row at its place; no place comes twice."""
+    if use_native(out_ND.device):
+        native_rows.sum_bags(bags.rows_T, bags.ends_S1, rows, _at(out_ND, places_S), add=True)
+    else:
+        added_SD = out_ND.index_select(0, places_S) + plain_sums(bags, joined(rows))
+        out_ND.index_copy_(0, places_S.long(), added_SD)
+
+
+def _at(rows_ND: Tensor, places_S: Tensor) -> Places:
+    stride = rows_ND.stride(0) * rows_ND.element_size()
+    return Places(places_S.long() * stride + rows_ND.data_ptr(), rows_ND.shape[1])
 
 
 def plain_sums(bags: Bags, rows_ND: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from nestpipe.schedule.nominal import nominal_trace
 from nestpipe.schedule.op import LANE_OF, MICRO_KINDS, Kind, Lane, Op
 from nestpipe.schedule.order import HappensBefore, happens_before, redundant_edges
 from nestpipe.schedule.plans import PLANS, Plan, PlanOptions, plan
-from nestpipe.schedule.schedule import Retrieval, Schedule, Shape, Step
+from nestpipe.schedule.schedule import Exchange, Retrieval, Schedule, Shape, Step
 from nestpipe.schedule.text import from_text, to_text
 from nestpipe.schedule.toy import Interpreter, Outcome, ToyData
 
@@ -13,6 +13,7 @@ __all__ = [
     "LANE_OF",
     "MICRO_KINDS",
     "PLANS",
+    "Exchange",
     "HappensBefore",
     "Interpreter",
     "Kind",

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from nestpipe.schedule.op import Kind, Op
-from nestpipe.schedule.schedule import Retrieval, Shape
+from nestpipe.schedule.schedule import Exchange, Retrieval, Shape
 
 K = Kind
 Cell = tuple[str, int]
@@ -36,13 +36,14 @@ CONTENT_OF = {
     "active": "marks of the active buffer",
     "received": "received rows",
     "sent": "row gradients to send",
+    "window_sum": "row gradients of the window",
     "row_sum": "summed row gradients",
     "dense_sum": "summed dense gradients",
     "weights": "dense weights",
 }
 """How a cell is called in a sentence."""
 
-SUMS = frozenset({"row_sum", "dense_sum"})
+SUMS = frozenset({"window_sum", "row_sum", "dense_sum"})
 """Cells that several ops add to; the order of the terms is part of the result."""
 
 WRITTEN_AT_START = frozenset({"row_sum", "dense_sum", "weights", "active"})
@@ -92,6 +93,15 @@ def effects(op: Op, shape: Shape) -> Effects:
             return Effects(writes=active)
         case K.ROWS:
             return Effects(reads=(wanted, asked, buffer, *active), writes=(received,))
+        case K.DENSE if shape.exchange is Exchange.WINDOW:
+            # A cell for each micro-batch: rows that come with it, rows whose last use it is.
+            came: tuple[Cell, ...] = tuple(("received", micro) for micro in range(m + 1))
+            sums: tuple[Cell, ...] = tuple(("window_sum", n) for n in range(m, shape.micros))
+            added = sums if m > 0 else ()  # the first micro-batch begins them
+            reads = (batch, *came, weights, dense_sum, *added)
+            return Effects(reads=reads, writes=(*sums, dense_sum))
+        case K.GRADS if shape.exchange is Exchange.WINDOW:
+            return Effects(reads=(("window_sum", m), asked, row_sum), writes=(row_sum,))
         case K.DENSE:
             return Effects(reads=(batch, received, weights, dense_sum), writes=(sent, dense_sum))
         case K.GRADS:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from nestpipe.errors import PlanError
 from nestpipe.schedule.op import Kind, Op
-from nestpipe.schedule.schedule import Retrieval, Schedule, Shape, Step
+from nestpipe.schedule.schedule import Exchange, Retrieval, Schedule, Shape, Step
 from nestpipe.schedule.ticks import (
     Ahead,
     Slot,
@@ -97,6 +97,8 @@ class PlanOptions:
     """Which rows travel between host memory and the device."""
     stages: int = LOOKUP_STAGES
     """Over how many batches the lookup may be spread; 1 prefetches in a single stage."""
+    exchange: Exchange = Exchange.MICRO
+    """Whether micro-batches of a window share rows, or each asks for its own."""
     mirror_every: int = 0
     """Merge replicas after every so many batches (2D parallelism); 0: no replicas."""
 
@@ -174,6 +176,8 @@ def _plan(
 ) -> Plan:
     whole = options.retrieval is Retrieval.WHOLE
     lookahead = ahead.prefetch + 1
+    # One micro-batch is a window of its own: both exchanges are the same.
+    exchange = options.exchange if options.micros > 1 else Exchange.MICRO
     shape = Shape(
         plan=name,
         micros=options.micros,
@@ -181,8 +185,15 @@ def _plan(
         lookahead=lookahead,
         slots=lookahead if whole else lookahead + 1,
         buffers=1 if whole and ahead.retrieve == 0 else 2,
-        receive=1 if window is taking_turns else rows_lead(options.micros) + 1,
+        receive=_receive(options.micros, exchange, window),
         mirror_every=options.mirror_every,
+        exchange=exchange,
         stale=stale,
     )
     return Plan(shape, tuple(tick(shape, ahead, window)))
+
+
+def _receive(micros: int, exchange: Exchange, window: Window) -> int:
+    if exchange is Exchange.WINDOW:
+        return micros  # what came stays until the window ends
+    return 1 if window is taking_turns else rows_lead(micros) + 1

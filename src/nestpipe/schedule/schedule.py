@@ -18,6 +18,15 @@ class Retrieval(StrEnum):
     """Only rows that the active buffer does not hold are read, only rows that leave are written."""
 
 
+class Exchange(StrEnum):
+    """What the micro-batches of a window ask other ranks for, and what they send back."""
+
+    MICRO = "micro"
+    """Each its own rows and gradients, as in the paper."""
+    WINDOW = "window"
+    """Each only rows that no earlier one has, and gradients after the last use of their row."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
     """What a schedule promises to stay within; every op's memory follows from it."""
@@ -38,6 +47,8 @@ class Shape:
     """Places for the rows and row gradients of a micro-batch, used in turn."""
     mirror_every: int = 0
     """Replicas are merged after every so many batches; 0: there are no replicas."""
+    exchange: Exchange = Exchange.MICRO
+    """Whether the micro-batches of a window share the rows that come, and their gradients."""
     stale: bool = False
     """Whether batches may train on rows that miss the update of the batch before."""
 

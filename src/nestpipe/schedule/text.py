@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from nestpipe.errors import ParseError
 from nestpipe.schedule.op import Op
-from nestpipe.schedule.schedule import Retrieval, Schedule, Shape, Step
+from nestpipe.schedule.schedule import Exchange, Retrieval, Schedule, Shape, Step
 
 _T = TypeVar("_T")
 _EXAMPLE_OF = {
@@ -30,9 +30,12 @@ _EXAMPLE_OF = {
     "buffers": "2",
     "receive": "2",
     "mirror_every": "0",
+    "exchange": "window",
     "stale": "no",
 }
 """Every fact at the head of a schedule, with a value it may have."""
+_USUAL = {"exchange": "micro"}
+"""Facts that are only told where they are otherwise."""
 
 
 def to_text(schedule: Schedule) -> str:
@@ -48,9 +51,10 @@ def to_text(schedule: Schedule) -> str:
         "buffers": shape.buffers,
         "receive": shape.receive,
         "mirror_every": shape.mirror_every,
+        "exchange": shape.exchange,
         "stale": "yes" if shape.stale else "no",
     }
-    head = [f"{name} {value}" for name, value in facts.items()]
+    head = [f"{name} {value}" for name, value in facts.items() if _USUAL.get(name) != value]
     return "\n".join([*head, "", *map(str, schedule), ""])
 
 
@@ -100,6 +104,7 @@ def _schedule(facts: dict[str, str], steps: list[Step]) -> Schedule:
         buffers=_read(facts, "buffers", _at_least(1)),
         receive=_read(facts, "receive", _at_least(1)),
         mirror_every=_read(facts, "mirror_every", _at_least(0)),
+        exchange=_read({**_USUAL, **facts}, "exchange", Exchange),
         stale=_read(facts, "stale", _yes),
     )
     batches = _read(facts, "batches", _at_least(1))

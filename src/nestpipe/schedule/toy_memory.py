@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from nestpipe.schedule.effects import CARRIES, STATE
 from nestpipe.schedule.op import Kind, Op
-from nestpipe.schedule.schedule import Retrieval, Shape
+from nestpipe.schedule.schedule import Exchange, Retrieval, Shape
 
 K = Kind
 PRIME = 2_147_483_647
@@ -42,6 +42,7 @@ class Rank:
     queue: list[MicroKeys]
     batch: list[MicroKeys]
     wanted: list[dict[int, MicroKeys]]
+    """By owner: the keys that each micro-batch asks for, then those whose gradients it sends."""
     sizes: list[dict[int, int]]
     asked: list[dict[int, MicroKeys]]
     owned: list[frozenset[int]]
@@ -116,10 +117,16 @@ def _copy(world: World, rank: Rank, t: int) -> None:
 
 def _dedup(world: World, rank: Rank, t: int) -> None:
     slot = t % world.shape.slots
+    micros = [frozenset(keys) for keys in rank.batch[slot]]
+    asked, sent = micros, micros
+    if world.shape.exchange is Exchange.WINDOW:
+        nothing = frozenset[int]()
+        asked = [keys - nothing.union(*micros[:m]) for m, keys in enumerate(micros)]
+        sent = [keys - nothing.union(*micros[m + 1 :]) for m, keys in enumerate(micros)]
     rank.wanted[slot] = {
         owner: tuple(
-            tuple(sorted({key for key in keys if rank.owner(key) == owner}))
-            for keys in rank.batch[slot]
+            tuple(sorted(key for key in keys if rank.owner(key) == owner))
+            for keys in (*asked, *sent)
         )
         for owner in rank.group
     }
@@ -159,14 +166,29 @@ def _dense(world: World, rank: Rank, t: int, m: int) -> None:
     place = m % world.shape.receive
     micros = rank.batch[t % world.shape.slots]
     keys = micros[m] if m < len(micros) else ()
+    came = rank.received[place]
+    if world.shape.exchange is Exchange.WINDOW:
+        came = {key: row for part in rank.received[: m + 1] for key, row in part.items()}
     gradients: dict[int, int] = {}
     for sample, key in enumerate(keys):
-        row = rank.received[place].get(key, GARBAGE)
+        row = came.get(key, GARBAGE)
         gradient = (row * 31 + rank.weights * 7 + sample + 1) % PRIME
         gradients[key] = (gradients.get(key, 0) * 13 + gradient) % PRIME
         rank.dense_sum = (rank.dense_sum * 11 + gradient * row + 1) % PRIME
     rank.dense_sum = (rank.dense_sum * 3 + m + 1) % PRIME
-    rank.sent[place] = gradients
+    if world.shape.exchange is Exchange.WINDOW:
+        _add_to_window(rank, micros, m, gradients)
+    else:
+        rank.sent[place] = gradients
+
+
+def _add_to_window(rank: Rank, micros: MicroKeys, m: int, gradients: dict[int, int]) -> None:
+    """Add to the sums that leave with the last micro-batch that uses their key."""
+    if m == 0:
+        rank.sent = [{} for _ in rank.sent]
+    for key, gradient in gradients.items():
+        last = max(n for n, keys in enumerate(micros) if key in keys)
+        rank.sent[last][key] = (rank.sent[last].get(key, 0) * 23 + gradient) % PRIME
 
 
 def _update(world: World, rank: Rank, t: int) -> None:
@@ -218,9 +240,9 @@ def _cut(micros: MicroKeys, sizes: dict[int, int], peer: int) -> MicroKeys:
     return tuple(kept)
 
 
-def _asked_of(rank: Rank, slot: int, peer: int, m: int) -> tuple[int, ...]:
-    micros = rank.asked[slot].get(peer, ())
-    return micros[m] if m < len(micros) else ()
+def _asked_of(rank: Rank, slot: int, peer: int, part: int) -> tuple[int, ...]:
+    parts = rank.asked[slot].get(peer, ())
+    return parts[part] if part < len(parts) else ()
 
 
 def _rows(world: World, members: list[Rank], t: int, m: int) -> None:
@@ -239,7 +261,7 @@ def _grads(world: World, members: list[Rank], t: int, m: int) -> None:
     slot, place = t % world.shape.slots, m % world.shape.receive
     for owner in members:
         for peer in members:
-            for key in _asked_of(owner, slot, peer.number, m):
+            for key in _asked_of(owner, slot, peer.number, world.shape.micros + m):
                 gradient = peer.sent[place].get(key, GARBAGE)
                 owner.row_sum[key] = (owner.row_sum.get(key, 0) * 17 + gradient) % PRIME
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from nestpipe.schedule.op import Kind, Op
-from nestpipe.schedule.schedule import Retrieval, Shape
+from nestpipe.schedule.schedule import Exchange, Retrieval, Shape
 
 K = Kind
 
@@ -70,16 +70,25 @@ def _rows(op: Op, shape: Shape) -> Iterator[Op]:
 
 def _dense(op: Op, shape: Shape) -> Iterator[Op]:
     assert op.micro is not None
-    yield Op(K.ROWS, op.batch, op.micro)
+    for micro in _shared(op, shape):
+        yield Op(K.ROWS, op.batch, micro)
     if op.micro > 0:
-        # Dense gradients are summed in the order of the micro-batches.
+        # Dense gradients, and in a window row gradients, are summed in the order of micro-batches.
         yield Op(K.DENSE, op.batch, op.micro - 1)
     if op.micro >= shape.receive:
         yield Op(K.GRADS, op.batch, op.micro - shape.receive)
 
 
 def _grads(op: Op, shape: Shape) -> Iterator[Op]:
-    yield Op(K.DENSE, op.batch, op.micro)
+    for micro in _shared(op, shape):
+        yield Op(K.DENSE, op.batch, micro)
+
+
+def _shared(op: Op, shape: Shape) -> range:
+    """The micro-batches whose rows and gradients the op uses: in a window all up to its own."""
+    assert op.micro is not None
+    first = 0 if shape.exchange is Exchange.WINDOW else op.micro
+    return range(first, op.micro + 1)
 
 
 def _reduce(op: Op, shape: Shape) -> Iterator[Op]:

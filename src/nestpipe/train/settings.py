@@ -7,12 +7,15 @@ from typing import Literal
 
 from nestpipe.config import positive
 from nestpipe.errors import ConfigError
-from nestpipe.schedule import PLANS, Plan, PlanOptions, Retrieval, plan
+from nestpipe.schedule import PLANS, Exchange, Plan, PlanOptions, Retrieval, plan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineSettings:
-    """The schedule of a run; it changes how fast training is, never what comes out."""
+    """The schedule of a run; it changes how fast training is, never what comes out.
+
+    Micro-batches and the exchange decide in which order numbers are added, no more.
+    """
 
     plan: str = "serial"
     """How ops overlap: one of the plans of `nestpipe draw`."""
@@ -20,6 +23,9 @@ class PipelineSettings:
     """Slices of one batch inside a frozen window; 1 turns the inner pipeline off."""
     retrieval: Literal["whole", "new"] = "whole"
     """Rows fetched per batch: the whole working set, or only what the device does not hold."""
+    exchange: Literal["micro", "window"] = "micro"
+    """Between ranks: each micro-batch asks for its own rows, or only for those that no earlier
+    one of the batch has, and sends a row's gradient after its last use."""
 
     def __post_init__(self) -> None:
         if self.plan not in PLANS:
@@ -27,7 +33,11 @@ class PipelineSettings:
         positive("micro_batches", self.micro_batches)
 
     def make_plan(self) -> Plan:
-        options = PlanOptions(micros=self.micro_batches, retrieval=Retrieval(self.retrieval))
+        options = PlanOptions(
+            micros=self.micro_batches,
+            retrieval=Retrieval(self.retrieval),
+            exchange=Exchange(self.exchange),
+        )
         return plan(self.plan, options)
 
 

@@ -39,6 +39,43 @@ struct Routed {
   int64_t num_seen;
 };
 
+// A routed batch that is to be cut into micro-batches; its outputs come by table and micro-batch.
+struct Whole {
+  int64_t tables;
+  int64_t ranks;
+  int64_t rank;  // this one
+  int64_t micros;
+  const int64_t* output_ends;  // table x micro
+  // As in Routed; seen_ends null: one row for each output.
+  const int64_t* keys;
+  const int64_t* lengths;
+  const int64_t* key_counts;
+  const int64_t* row_counts;
+  const int32_t* seen_rows;
+  const int32_t* seen_ends;
+};
+
+// Rows are numbered over the whole window: by the micro-batch that asks for them, seat, table. What
+// comes by micro-batch lies behind each other; `num_` says how much there is of it in each.
+struct Cut {
+  int64_t* keys;        // by micro, seat, table
+  int64_t* lengths;     // ... of sums
+  int64_t* lasts;       // ... of the other rows: the last micro-batch that uses each
+  int64_t* key_counts;  // micro x rank x table
+  int64_t* row_counts;  // micro x rank x table: new rows
+  int32_t* seen_rows;   // by micro: rows of each output
+  int32_t* seen_ends;   // by micro: 1 + its outputs
+  int32_t* back_outputs;  // by micro: outputs of each new row, then of each row used again
+  int32_t* back_ends;     // by micro: 1 + those rows
+  int32_t* again_rows;    // by micro: rows used again
+  int32_t* leaving;       // by micro, seat: rows whose last use this is
+  int64_t* leaving_counts;  // micro x rank
+  int64_t* num_lengths;     // by micro
+  int64_t* num_lasts;
+  int64_t* num_seen;
+  int64_t* num_again;
+};
+
 struct Asked {
   int64_t tables;
   int64_t ranks;
@@ -48,6 +85,8 @@ struct Asked {
   const int64_t* row_counts;  // rank x micro x table
   const int64_t* keys;        // A, by seat, micro, table
   const int64_t* lengths;     // keys of each sum, where there are fewer rows than keys
+  // Of every other row the micro-batch with whose gradients its own comes; null: its own.
+  const int64_t* lasts;
 };
 
 struct United {
@@ -55,14 +94,16 @@ struct United {
   int64_t* table_counts;  // unique keys of each table
   int32_t* serve_rows;    // A: positions among the unique keys, by micro, seat, table
   int32_t* serve_ends;    // micros + all rows: per micro where each sum ends, a zero before them
-  int32_t* back_served;   // A: served rows of each unique key, by rank of the requester
+  int32_t* back_served;   // A: gradients of each unique key, by micro, rank of the requester
   int32_t* back_ends;     // micros x (1 + unique keys), room for micros x (1 + A)
 };
 
 }  // namespace nestpipe
 
-// The requester's side, for one micro-batch.
+// The requester's side, for one micro-batch or a whole batch.
 NESTPIPE_API int nestpipe_request(const nestpipe::Wanted* wanted, nestpipe::Routed* routed);
+// The same for a window: what was made of a whole batch, micro-batch by micro-batch.
+NESTPIPE_API int nestpipe_cut(const nestpipe::Whole* whole, nestpipe::Cut* cut);
 // The owner's side, for all micro-batches of a batch.
 NESTPIPE_API int nestpipe_unite(const nestpipe::Asked* asked, nestpipe::United* united);
 // Unique keys that two batches share: their positions in both; returns how many, -1: no memory.

@@ -38,11 +38,12 @@ class Unite {
     number_keys();
     int64_t row = 0, term = 0;
     for (int64_t m = 0; m < in_.micros; ++m) serve(m, row, term);
+    if (in_.lasts != nullptr) turn_window_back();
   }
 
  private:
   struct Segment {
-    int64_t first_key = 0, keys = 0, first_length = 0, rows = 0;
+    int64_t first_key = 0, keys = 0, first_length = 0, first_last = 0, rows = 0;
     bool sums() const { return rows < keys; }
   };
 
@@ -55,15 +56,15 @@ class Unite {
 
   void place_segments() {
     segments_.resize(size_t(in_.ranks * in_.micros * in_.tables));
-    int64_t key = 0, length = 0;
+    int64_t key = 0, length = 0, last = 0;
     for (int64_t seat = 0; seat < in_.ranks; ++seat) {
       for (int64_t m = 0; m < in_.micros; ++m) {
         for (int64_t t = 0; t < in_.tables; ++t) {
           Segment& s = segment(rank_of(seat), m, t);
           const int64_t c = (rank_of(seat) * in_.micros + m) * in_.tables + t;
-          s = {key, in_.key_counts[c], length, in_.row_counts[c]};
+          s = {key, in_.key_counts[c], length, last, in_.row_counts[c]};
           key += s.keys;
-          if (s.sums()) length += s.rows;
+          (s.sums() ? length : last) += s.rows;
         }
       }
     }
@@ -117,7 +118,7 @@ class Unite {
         }
       }
     }
-    turn_back(m, out_.back_served + term);
+    if (in_.lasts == nullptr) turn_back(m, out_.back_served + term);
     row += served;
     term += num;
   }
@@ -144,11 +145,70 @@ class Unite {
     }
   }
 
+  // The micro-batch with whose gradients that of a row comes, in a window.
+  int64_t last_of(const Segment& s, int64_t m, int64_t row) const {
+    return s.sums() ? m : in_.lasts[s.first_last + row];
+  }
+
+  // Calls each(micro of its gradient, positions, how many) for every row of a requester, in order.
+  template <typename Each>
+  void every_row(int64_t rank, Each each) {
+    for (int64_t m = 0; m < in_.micros; ++m) {
+      for (int64_t t = 0; t < in_.tables; ++t) {
+        const Segment& s = segment(rank, m, t);
+        const uint32_t* position = positions_.data() + s.first_key;
+        for (int64_t r = 0; r < s.rows; ++r) {
+          const int64_t terms = s.sums() ? in_.lengths[s.first_length + r] : 1;
+          each(last_of(s, m, r), position, terms);
+          position += terms;
+        }
+      }
+    }
+  }
+
+  // The same for gradients that come after the last use of their row in a window.
+  void turn_window_back() {
+    const auto wide = static_cast<size_t>(num_unique_ + 1);
+    const auto micros = static_cast<size_t>(in_.micros);
+    int32_t* const ends = out_.back_ends;
+    std::fill(ends, ends + micros * wide, 0);
+    first_served_.assign(size_t(in_.ranks) * micros, 0);
+    std::vector<int64_t> arrived(micros, 0);
+    for (int64_t seat = 0; seat < in_.ranks; ++seat) {
+      const int64_t rank = rank_of(seat);
+      std::copy(arrived.begin(), arrived.end(), first_served_.begin() + rank * in_.micros);
+      every_row(rank, [&](int64_t m, const uint32_t* position, int64_t terms) {
+        ++arrived[size_t(m)];
+        for (int64_t i = 0; i < terms; ++i) ++ends[size_t(m) * wide + position[i] + 1];
+      });
+    }
+    // Where the gradients of each unique key go next; all micro-batches behind each other.
+    next_.resize(micros * wide);
+    uint32_t start = 0;
+    for (size_t m = 0; m < micros; ++m) {
+      int32_t* const of = ends + m * wide;
+      for (size_t k = 0; k < wide; ++k) {
+        if (k) of[k] += of[k - 1];
+        next_[m * wide + k] = start + static_cast<uint32_t>(of[k]);
+      }
+      start += static_cast<uint32_t>(of[wide - 1]);
+    }
+    for (int64_t rank = 0; rank < in_.ranks; ++rank) {
+      int64_t* const number = first_served_.data() + rank * in_.micros;
+      every_row(rank, [&](int64_t m, const uint32_t* position, int64_t terms) {
+        const auto gradient = static_cast<int32_t>(number[m]++);
+        for (int64_t i = 0; i < terms; ++i) {
+          out_.back_served[next_[size_t(m) * wide + position[i]]++] = gradient;
+        }
+      });
+    }
+  }
+
   const Asked& in_;
   United& out_;
   int64_t num_unique_ = 0;
   std::vector<Segment> segments_;
-  std::vector<int64_t> first_served_;  // by rank and table
+  std::vector<int64_t> first_served_;  // by rank and table, or rank and micro
   Unique& unique_;
   std::vector<uint32_t>& positions_;
   std::vector<uint32_t>& next_;
