@@ -31,6 +31,7 @@ _EXAMPLE_OF = {
     "receive": "2",
     "mirror_every": "0",
     "stale": "no",
+    "keys_apart": "no",
 }
 """Every fact at the head of a schedule, with a value it may have."""
 
@@ -49,6 +50,7 @@ def to_text(schedule: Schedule) -> str:
         "receive": shape.receive,
         "mirror_every": shape.mirror_every,
         "stale": "yes" if shape.stale else "no",
+        **({"keys_apart": "yes"} if shape.keys_apart else {}),
     }
     head = [f"{name} {value}" for name, value in facts.items()]
     return "\n".join([*head, "", *map(str, schedule), ""])
@@ -101,6 +103,7 @@ def _schedule(facts: dict[str, str], steps: list[Step]) -> Schedule:
         receive=_read(facts, "receive", _at_least(1)),
         mirror_every=_read(facts, "mirror_every", _at_least(0)),
         stale=_read(facts, "stale", _yes),
+        keys_apart=_read({"keys_apart": "no", **facts}, "keys_apart", _yes),
     )
     batches = _read(facts, "batches", _at_least(1))
     for name, count in (("batches", batches), ("micros", shape.micros)):
