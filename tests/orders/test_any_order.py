@@ -6,7 +6,19 @@ from functools import cache
 
 import pytest
 
-from nestpipe.schedule import PLANS, Interpreter, Outcome, PlanOptions, Retrieval, ToyData, plan
+from nestpipe.schedule import (
+    PLANS,
+    Interpreter,
+    Outcome,
+    PlanOptions,
+    Retrieval,
+    ToyData,
+    check,
+    from_text,
+    plan,
+    to_text,
+    with_keys_apart,
+)
 
 BATCHES = 8
 SEEDS = 300
@@ -53,6 +65,20 @@ def seeds_that_end_elsewhere(
         if found != expected:
             elsewhere[seed] = found.trouble or "another table"
     return elsewhere
+
+
+@every_exact_plan
+@pytest.mark.parametrize("micros", [1, 3])
+def test_keys_in_a_network_of_their_own_change_nothing(
+    name: str, retrieval: Retrieval, micros: int
+) -> None:
+    options = PlanOptions(micros=micros, retrieval=retrieval)
+    schedule = with_keys_apart(plan(name, options)).schedule(BATCHES)
+    check(schedule)
+    assert from_text(to_text(schedule)) == schedule
+    reference = interpreter("serial", PlanOptions(micros=micros))
+    data = random_data(micros)
+    assert not seeds_that_end_elsewhere(Interpreter(schedule), reference, data, 60)
 
 
 @every_exact_plan

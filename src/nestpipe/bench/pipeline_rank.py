@@ -32,7 +32,7 @@ from nestpipe.comm import Communicator, LocalCommunicator, connect
 from nestpipe.errors import NestpipeError
 from nestpipe.runtime import Lanes, Spans, lanes_for
 from nestpipe.runtime.lanes import Act
-from nestpipe.schedule import Op
+from nestpipe.schedule import Lane, Op
 from nestpipe.sim import figures
 from nestpipe.trace import Span, Trace, write_chrome
 from nestpipe.trace.span import Fact
@@ -59,8 +59,8 @@ class SharedClock:
         self._spans.begin()
         self.began_ms, self.net_cpu_ms = time.perf_counter() * 1e3, 0.0
 
-    def timed(self, act: Act) -> Act:
-        timed = self._spans.timed(act)
+    def timed(self, act: Act, lane: Lane) -> Act:
+        timed = self._spans.timed(act, lane)
 
         def counted(op: Op) -> None:
             before = time.process_time()
@@ -93,7 +93,8 @@ class Rounds:
 
     def run(self, variant: Variant) -> Trace:
         """One round; its trace, by the clock of the machine."""
-        trainer, plan = self.trainer, variant.make_plan()
+        trainer = self.trainer
+        plan = trainer.placed(variant.make_plan())
         trainer.plan, trainer.lanes = plan, self._lanes_of(plan.name)
         trainer.spans, trainer.trace = self._clock, Trace(())
         self.comm.barrier()

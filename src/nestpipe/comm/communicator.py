@@ -20,8 +20,9 @@ class Communicator(Protocol):
 
     Tensors may be on the device or in host memory, whatever connects the devices.
 
-    They are called from one thread at a time. When a peer is lost, or does not come within the
-    timeout, a collective raises `RunError` with the name that `doing` gave it; none may follow.
+    They are called from one thread at a time; with `hosts_apart`, one for each network. When a
+    peer is lost, or does not come within the timeout, a collective raises `RunError` with the name
+    that `doing` gave it; none may follow.
     """
 
     @property
@@ -39,6 +40,11 @@ class Communicator(Protocol):
 
         A sum over all ranks counts as two rounds of a ring.
         """
+        ...
+
+    @property
+    def hosts_apart(self) -> bool:
+        """Whether tensors in host memory have a network of their own, and may have a thread."""
         ...
 
     def all_to_all(

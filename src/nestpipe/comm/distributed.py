@@ -75,11 +75,18 @@ def connect(
             f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} could not meet its peers at "
             f"{place} within {meet_s:g} s: {error}"
         ) from error
-    host_group = dist.new_group(backend="gloo") if device.type == "cuda" else None
+    host_group = _host_group() if device.type == "cuda" else None
     lost = LostPeers(PrefixStore("lost", store), rank, size, timeout_s)
     comm = DistributedCommunicator(rank, size, device, lost, host_group)
     explain_sigterm(comm.whereabouts)
     return comm
+
+
+def _host_group() -> dist.ProcessGroup:
+    """A group for tensors in host memory, beside that of the devices."""
+    group = dist.new_group(backend="gloo")
+    assert isinstance(group, dist.ProcessGroup), "every rank is a member"
+    return group
 
 
 def _meet(store: Store, rank: int, size: int, timeout: timedelta) -> None:
@@ -117,12 +124,19 @@ class DistributedCommunicator:
         self.size = size
         self.device = device
         self.doing = Doing()
-        self.bytes_sent = 0
         self._lost = lost
-        self._host_group = host_group
-        self._inside: str | None = None
+        self.hosts_apart = host_group is not None
+        self._groups = {"devices": None, "hosts": host_group}
+        self._sent = {"devices": 0, "hosts": 0}
+        self._inside: dict[str, str] = {}
+        """The collective that this rank is in, by network: each may have a thread."""
         self._last = "any collective"
         self._broken: str | None = None
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that went to other ranks so far."""
+        return sum(self._sent.values())
 
     def all_to_all(
         self,
@@ -132,26 +146,28 @@ class DistributedCommunicator:
         sent_splits: Sequence[int],
     ) -> None:
         check_exchange(received, sent, received_splits, sent_splits, self.size)
-        self.bytes_sent += bytes_to_others(sent, sent_splits, self.rank)
+        network = self._network(sent)
+        self._sent[network] += bytes_to_others(sent, sent_splits, self.rank)
         row = row_bytes(sent)
-        with self._collective("all_to_all"):
+        with self._collective("all_to_all", network):
             dist.all_to_all_single(
                 as_bytes(received),
                 as_bytes(sent.contiguous()),
                 [rows * row for rows in received_splits],
                 [rows * row for rows in sent_splits],
-                group=self._group_of(sent),
+                group=self._groups[network],
             )
 
     def all_reduce(self, tensor: Tensor) -> None:
         assert tensor.is_contiguous(), "all_reduce works in place on contiguous memory"
-        self.bytes_sent += bytes_of_sum(tensor, self.size)
-        with self._collective("all_reduce"):
-            dist.all_reduce(tensor.detach(), group=self._group_of(tensor))
+        network = self._network(tensor)
+        self._sent[network] += bytes_of_sum(tensor, self.size)
+        with self._collective("all_reduce", network):
+            dist.all_reduce(tensor.detach(), group=self._groups[network])
 
     def all_gather_values(self, value: object) -> list[object]:
         data = encode(value)
-        with self._collective("all_gather_values"):
+        with self._collective("all_gather_values", "devices"):
             sizes = [int(size) for size in self._gather(torch.tensor([len(data)]))]
             padded = data.ljust(max(sizes))
             parts = self._gather(torch.frombuffer(bytearray(padded), dtype=torch.uint8))
@@ -159,8 +175,8 @@ class DistributedCommunicator:
         return [decode(text[:size]) for text, size in zip(texts, sizes, strict=True)]
 
     def barrier(self) -> None:
-        with self._collective("barrier"):
-            dist.barrier(group=self._host_group)
+        with self._collective("barrier", "hosts"):
+            dist.barrier(group=self._groups["hosts"])
 
     def close(self) -> None:
         """Leave the group, also after a failure: an open group can abort the process at its end."""
@@ -171,12 +187,12 @@ class DistributedCommunicator:
         """Which collective this rank is in, was in last, or failed in."""
         if self._broken is not None:
             return self._broken
-        where = f"was in {self._inside}" if self._inside else f"had left {self._last}"
+        inside = " and ".join(self._inside.values())
+        where = f"was in {inside}" if inside else f"had left {self._last}"
         return f"rank {self.rank} {where}"
 
-    def _group_of(self, tensor: Tensor) -> dist.ProcessGroup | None:
-        """None: the group of all devices."""
-        return self._host_group if tensor.device.type == "cpu" else None
+    def _network(self, tensor: Tensor) -> str:
+        return "hosts" if self.hosts_apart and tensor.device.type == "cpu" else "devices"
 
     def _gather(self, part: Tensor) -> list[Tensor]:
         """The parts of all ranks, of equal size, on the host."""
@@ -186,12 +202,12 @@ class DistributedCommunicator:
         return [part.cpu() for part in parts]
 
     @contextmanager
-    def _collective(self, collective: str) -> Iterator[None]:
+    def _collective(self, collective: str, network: str) -> Iterator[None]:
         """Turn what the backend says about lost peers and timeouts into one sentence."""
         call = self.doing.name(collective)
         if self._broken is not None:
             raise RunError(f"rank {self.rank} cannot start {call} after it failed: {self._broken}")
-        self._inside = self._last = call
+        self._inside[network] = self._last = call
         try:
             yield
         except torch.OutOfMemoryError:
@@ -201,4 +217,4 @@ class DistributedCommunicator:
             time.sleep(CULPRIT_FIRST_S)
             raise RunError(self._broken) from error
         finally:
-            self._inside = None
+            self._inside.pop(network, None)

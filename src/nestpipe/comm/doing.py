@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -9,20 +10,24 @@ from contextlib import contextmanager
 class Doing:
     """What a rank is doing on the network: `with doing("rows 3.1"): ...`.
 
-    Belongs to the one thread that issues collectives.
+    Each thread that issues collectives has a name of its own.
     """
 
     def __init__(self) -> None:
-        self.what = ""
+        self._of_thread = threading.local()
+
+    @property
+    def what(self) -> str:
+        return getattr(self._of_thread, "what", "")
 
     @contextmanager
     def __call__(self, what: str) -> Iterator[None]:
         """Name the collectives inside; the name before comes back afterwards."""
-        before, self.what = self.what, what
+        before, self._of_thread.what = self.what, what
         try:
             yield
         finally:
-            self.what = before
+            self._of_thread.what = before
 
     def name(self, collective: str) -> str:
         """A collective as messages call it: `rows 3.1` (all_to_all)."""

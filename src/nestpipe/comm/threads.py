@@ -98,6 +98,7 @@ class _ThreadCommunicator:
         self.size = meeting.size
         self.doing = Doing()
         self.bytes_sent = 0
+        self.hosts_apart = False
         self._meeting = meeting
 
     def all_to_all(

@@ -26,8 +26,9 @@ class Table:
     dtype: Literal["float32", "bfloat16"] = "float32"
     """How weights are stored; sums, gradients and optimizer state are float32."""
     placement: Literal["rows", "table"] = "rows"
-    """`rows`: every row has a worker of its own, so a table may be larger than any of them; `table`:
-    one worker keeps all rows, which is less traffic for pooled features of small tables."""
+    """`rows`: every row has a worker of its own, so a table may be larger than any of them;
+    `table`: one worker keeps all rows, which is less traffic for pooled features of small tables.
+    """
     max_rows: int = 0
     """Rows of the table over all workers at most; 0: as many as memory holds."""
 

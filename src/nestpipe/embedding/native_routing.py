@@ -263,6 +263,20 @@ def _at_some_place(numbers: Tensor) -> Tensor:
     return numbers.contiguous() if len(numbers) else numbers.new_zeros(1)
 
 
+def others(positions: Tensor, counts: Sequence[int]) -> tuple[Tensor, list[int]]:
+    """All positions of some tables but the given ones, and how many of each table."""
+    found_n, counts_C = _int64s(sum(counts)), torch.tensor(list(counts))
+    of_table = torch.empty_like(counts_C)
+    found = library().nestpipe_others(
+        len(counts_C),
+        *(counts_C.data_ptr(), positions.data_ptr(), len(positions)),
+        *(found_n.data_ptr(), of_table.data_ptr()),
+    )
+    if found < 0:
+        raise MemoryError("no memory left to tell rows that leave from those that stay")
+    return found_n[:found], of_table.tolist()
+
+
 def _int64s(count: int) -> Tensor:
     return empty((count,), torch.int64, _CPU)
 

@@ -280,3 +280,11 @@ def match(
         start += len(now)
         start_before += len(old)
     return torch.cat(here), torch.cat(there)
+
+
+def others(positions: Tensor, counts: Sequence[int]) -> tuple[Tensor, list[int]]:
+    """All positions of some tables but the given ones, and how many of each table."""
+    mask = torch.ones(sum(counts), dtype=torch.bool, device=positions.device)
+    mask[positions] = False
+    of_table = [int(part.sum()) for part in torch.split(mask, list(counts))]
+    return mask.nonzero().squeeze(1), of_table

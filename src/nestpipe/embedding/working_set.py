@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -44,15 +45,12 @@ class WorkingSet:
 
     def without(self, positions: Tensor) -> tuple[Tensor, list[int]]:
         """(n,) all other positions, and how many of each table."""
-        others_K = torch.ones(self.size, dtype=torch.bool)
-        others_K[positions] = False
-        counts = [int(part.sum()) for part in torch.split(others_K, self.table_counts)]
-        return others_K.nonzero().squeeze(1), counts
+        return _routing().others(positions, self.table_counts)
 
 
 def make_working_set(asked: Asked, before: WorkingSet | None, device: torch.device) -> WorkingSet:
     """Unite what all requesters asked for."""
-    routing = native_routing if native_wanted() else plain_routing
+    routing = _routing()
     united = routing.unite(asked)
     nothing = united.keys_K[:0]
     shared_K, shared_before = (
@@ -75,3 +73,7 @@ def make_working_set(asked: Asked, before: WorkingSet | None, device: torch.devi
         shared_there=shared_K.to(device, non_blocking=True),
         shared_before_there=shared_before.to(device, non_blocking=True),
     )
+
+
+def _routing() -> ModuleType:
+    return native_routing if native_wanted() else plain_routing

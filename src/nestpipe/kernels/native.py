@@ -63,6 +63,7 @@ _SIGNATURES = {
     "nestpipe_cut": (c_int, [c_void_p, c_void_p]),
     "nestpipe_unite": (c_int, [c_void_p, c_void_p]),
     "nestpipe_match": (c_int64, [c_int64, *[c_void_p] * 6]),
+    "nestpipe_others": (c_int64, [c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_void_p]),
     "nestpipe_sum": (c_int, [c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int64]),
     "nestpipe_update": (
         c_int,

@@ -19,7 +19,9 @@ from nestpipe.trace.span import Fact
 
 TRIES = 5
 """How often the two clocks are compared; the shortest time between counts."""
-_Timed = tuple[Op, torch.cuda.Event, torch.cuda.Event]
+_Timed = tuple[Op, Lane, torch.cuda.Event, torch.cuda.Event]
+HOST_CLOCK = frozenset({Lane.LOADER, Lane.ROUTE})
+"""Lanes whose work is the host's; what they put on a stream is small."""
 
 
 class CudaSpans:
@@ -41,26 +43,29 @@ class CudaSpans:
         torch.cuda.synchronize()
         _, self._start, self._host_start = min(map(_meet, range(TRIES)), key=lambda met: met[0])
 
-    def timed(self, act: Act) -> Act:
-        def recorded(op: Op) -> None:
-            if op.lane is Lane.LOADER:
-                start = self._host_now()
-                act(op)
-                self._host.add(op.batch, span_of(op, self._rank, start, self._host_now()))
-            else:
-                first = _now()
-                act(op)
-                self._timed.add(op.batch, (op, first, _now()))
+    def timed(self, act: Act, lane: Lane) -> Act:
+        def by_the_host(op: Op) -> None:
+            start = self._host_now()
+            act(op)
+            self._host.add(op.batch, span_of(op, lane, self._rank, start, self._host_now()))
 
-        return recorded
+        def by_the_device(op: Op) -> None:
+            first = _now()
+            act(op)
+            self._timed.add(op.batch, (op, lane, first, _now()))
+
+        return by_the_host if lane in HOST_CLOCK else by_the_device
 
     def trace(self, facts: Mapping[str, Fact]) -> Trace:
         """Waits for the GPU to reach the last event."""
         timed = self._timed.all()
-        for _, _, end in timed:
+        for *_, end in timed:
             end.synchronize()
         since = self._start.elapsed_time
-        device = [span_of(op, self._rank, since(start), since(end)) for op, start, end in timed]
+        device = [
+            span_of(op, lane, self._rank, since(start), since(end))
+            for op, lane, start, end in timed
+        ]
         return trace_of([*device, *self._host.all()], facts)
 
     def _host_now(self) -> float:

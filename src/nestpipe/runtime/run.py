@@ -34,7 +34,8 @@ def run(
     The first failure of any op is raised here, after all lanes have stopped.
     """
     spans = spans or HostSpans()
-    acts = {kind: _until(batches, spans.timed(act)) for kind, act in work.items()}
+    lane_of = {kind: plan.shape.lane(kind) for kind in work}
+    acts = {k: _until(batches, spans.timed(act, lane_of[k])) for k, act in work.items()}
     done: dict[Op, Event] = {}
     spans.begin()
     with quiet_interpreter(), lanes:
@@ -43,7 +44,8 @@ def run(
             if op.kind is Kind.PREFETCH:
                 _make_room(op.batch, plan.shape, done)
                 between_batches(op.batch)
-            done[op] = lanes[op.lane].submit(acts[op.kind], op, [done[b] for b in step.after])
+            lane = lanes[lane_of[op.kind]]
+            done[op] = lane.submit(acts[op.kind], op, [done[b] for b in step.after])
     return spans.trace({**_facts(plan.shape), **(facts or {})})
 
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from nestpipe.runtime.kept import LastBatches
 from nestpipe.runtime.lanes import Act
-from nestpipe.schedule import Op
+from nestpipe.schedule import Lane, Op
 from nestpipe.trace import Span, Trace
 from nestpipe.trace.span import Fact
 
@@ -22,8 +22,8 @@ class Spans(Protocol):
         """Forget everything; times count from now."""
         ...
 
-    def timed(self, act: Act) -> Act:
-        """The same act, recorded; may run on any lane."""
+    def timed(self, act: Act, lane: Lane) -> Act:
+        """The same act, which runs on that lane, recorded."""
         ...
 
     def trace(self, facts: Mapping[str, Fact]) -> Trace:
@@ -43,11 +43,11 @@ class HostSpans:
         self._kept.clear()
         self._start = time.perf_counter()
 
-    def timed(self, act: Act) -> Act:
+    def timed(self, act: Act, lane: Lane) -> Act:
         def recorded(op: Op) -> None:
             start = self._now()
             act(op)
-            self._kept.add(op.batch, span_of(op, self._rank, start, self._now()))
+            self._kept.add(op.batch, span_of(op, lane, self._rank, start, self._now()))
 
         return recorded
 
@@ -58,9 +58,9 @@ class HostSpans:
         return (time.perf_counter() - self._start) * 1e3
 
 
-def span_of(op: Op, rank: int, start: float, end: float) -> Span:
+def span_of(op: Op, lane: Lane, rank: int, start: float, end: float) -> Span:
     """What an op leaves in the trace."""
-    return Span(op.kind, op.lane, op.batch, op.micro, rank, start, end)
+    return Span(op.kind, lane, op.batch, op.micro, rank, start, end)
 
 
 def trace_of(spans: Iterable[Span], facts: Mapping[str, Fact]) -> Trace:

@@ -4,7 +4,7 @@ from nestpipe.schedule.check import Violation, check, violations
 from nestpipe.schedule.nominal import nominal_trace
 from nestpipe.schedule.op import LANE_OF, MICRO_KINDS, Kind, Lane, Op
 from nestpipe.schedule.order import HappensBefore, happens_before, redundant_edges
-from nestpipe.schedule.plans import PLANS, Plan, PlanOptions, plan
+from nestpipe.schedule.plans import PLANS, Plan, PlanOptions, plan, with_keys_apart
 from nestpipe.schedule.schedule import Exchange, Retrieval, Schedule, Shape, Step
 from nestpipe.schedule.text import from_text, to_text
 from nestpipe.schedule.toy import Interpreter, Outcome, ToyData
@@ -36,4 +36,5 @@ __all__ = [
     "redundant_edges",
     "to_text",
     "violations",
+    "with_keys_apart",
 ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from nestpipe.errors import ScheduleError
 from nestpipe.schedule.effects import (
@@ -96,8 +96,11 @@ def violations(
 
 
 def _one_network_order(schedule: Schedule, order: HappensBefore) -> Iterator[Violation]:
-    collectives = [op for op in schedule.ops if op.collective]
-    for first, second in pairwise(collectives):
+    networks: dict[str, list[Op]] = {}
+    for op in schedule.ops:
+        if (network := schedule.shape.network(op.kind)) is not None:
+            networks.setdefault(network, []).append(op)
+    for first, second in chain.from_iterable(pairwise(ops) for ops in networks.values()):
         if not order(first, second):
             yield Violation(
                 "one network order",

@@ -18,10 +18,11 @@ def nominal_trace(schedule: Schedule) -> Trace:
     for step in schedule:
         op = step.op
         ready = max((end_of.get(before, 0) for before in step.after), default=0)
-        start = max(free_at[op.lane], ready)
+        lane = schedule.shape.lane(op.kind)
+        start = max(free_at[lane], ready)
         end = start + TICKS_OF.get(op.kind, 1)
-        free_at[op.lane] = end_of[op] = end
-        spans.append(Span(op.kind, op.lane, op.batch, op.micro, 0, float(start), float(end)))
+        free_at[lane] = end_of[op] = end
+        spans.append(Span(op.kind, lane, op.batch, op.micro, 0, float(start), float(end)))
     shape = schedule.shape
     facts = {"plan": shape.plan, "micros": shape.micros, "retrieval": str(shape.retrieval)}
     return Trace(tuple(spans), facts)

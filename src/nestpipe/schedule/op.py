@@ -76,6 +76,8 @@ LANE_OF = {
     Kind.WRITEBACK: Lane.HOST,
 }
 
+ROUTING_COLLECTIVES = frozenset({Kind.COUNTS, Kind.KEYS})
+"""Collectives that only hosts need to take part in: their data is in host memory."""
 MICRO_KINDS = frozenset({Kind.ROWS, Kind.DENSE, Kind.GRADS})
 """Kinds that come once per micro-batch; every other comes once per batch."""
 

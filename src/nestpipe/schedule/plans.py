@@ -8,7 +8,7 @@ ranks start them in one order.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nestpipe.errors import PlanError
 from nestpipe.schedule.op import Kind, Op
@@ -53,7 +53,8 @@ class Plan:
         An edge never reaches further back than `lookahead + 1` batches, so a reader needs to
         remember no more than that.
         """
-        last_net: Op | None = None
+        last_in: dict[str, Op] = {}
+        """The last collective of each network."""
         opened = -max(slot.ahead for slot in self.tick)
         drain = -min(slot.ahead for slot in self.tick)
         while True:
@@ -65,10 +66,10 @@ class Plan:
                 if op.kind is K.MIRROR and not self.shape.has_mirror(op.batch):
                     continue
                 after = [b for b in waits(op, self.shape) if _exists(b, end)]
-                if op.collective:
+                if (network := self.shape.network(op.kind)) is not None:
                     # Also where the end became known after it: it was issued, so it counts.
-                    after += [last_net] if last_net is not None else []
-                    last_net = op
+                    after += [last_in[network]] if network in last_in else []
+                    last_in[network] = op
                 yield Step(op, tuple(dict.fromkeys(after)))
             opened += 1
             end = batches()
@@ -80,6 +81,11 @@ class Plan:
         if batches < 1:
             raise PlanError(f"cannot plan {batches} batches; ask for at least 1")
         return Schedule(self.shape, batches, tuple(self.stream(lambda: batches)))
+
+
+def with_keys_apart(plan: Plan) -> Plan:
+    """The same plan with counts and keys in a network of their own, which hold up nothing else."""
+    return replace(plan, shape=replace(plan.shape, keys_apart=True))
 
 
 def _exists(op: Op, end: int | None) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from nestpipe.schedule.op import Kind, Op
+from nestpipe.schedule.op import LANE_OF, ROUTING_COLLECTIVES, Kind, Lane, Op
 
 
 class Retrieval(StrEnum):
@@ -51,6 +51,18 @@ class Shape:
     """Whether the micro-batches of a window share the rows that come, and their gradients."""
     stale: bool = False
     """Whether batches may train on rows that miss the update of the batch before."""
+    keys_apart: bool = False
+    """Whether counts and keys travel in a network of their own, that of the hosts."""
+
+    def lane(self, kind: Kind) -> Lane:
+        """Where an op runs: counts and keys that are apart hold up routing alone."""
+        return Lane.ROUTE if self.keys_apart and kind in ROUTING_COLLECTIVES else LANE_OF[kind]
+
+    def network(self, kind: Kind) -> str | None:
+        """The network of a collective; in each of them all collectives have one order."""
+        if LANE_OF[kind] is not Lane.NET:
+            return None
+        return "hosts" if self.keys_apart and kind in ROUTING_COLLECTIVES else "devices"
 
     def retire(self, batch: int) -> Op:
         """The op after which a batch counts as done.

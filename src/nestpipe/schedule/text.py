@@ -32,9 +32,10 @@ _EXAMPLE_OF = {
     "mirror_every": "0",
     "exchange": "window",
     "stale": "no",
+    "keys_apart": "no",
 }
 """Every fact at the head of a schedule, with a value it may have."""
-_USUAL = {"exchange": "micro"}
+_USUAL = {"exchange": "micro", "keys_apart": "no"}
 """Facts that are only told where they are otherwise."""
 
 
@@ -53,6 +54,7 @@ def to_text(schedule: Schedule) -> str:
         "mirror_every": shape.mirror_every,
         "exchange": shape.exchange,
         "stale": "yes" if shape.stale else "no",
+        "keys_apart": "yes" if shape.keys_apart else "no",
     }
     head = [f"{name} {value}" for name, value in facts.items() if _USUAL.get(name) != value]
     return "\n".join([*head, "", *map(str, schedule), ""])
@@ -93,6 +95,7 @@ def _step(number: int, line: str) -> Step:
 
 
 def _schedule(facts: dict[str, str], steps: list[Step]) -> Schedule:
+    facts = {**_USUAL, **facts}
     if not steps:
         raise ParseError("the schedule has no op; add lines like `prefetch 0`")
     shape = Shape(
@@ -104,8 +107,9 @@ def _schedule(facts: dict[str, str], steps: list[Step]) -> Schedule:
         buffers=_read(facts, "buffers", _at_least(1)),
         receive=_read(facts, "receive", _at_least(1)),
         mirror_every=_read(facts, "mirror_every", _at_least(0)),
-        exchange=_read({**_USUAL, **facts}, "exchange", Exchange),
+        exchange=_read(facts, "exchange", Exchange),
         stale=_read(facts, "stale", _yes),
+        keys_apart=_read(facts, "keys_apart", _yes),
     )
     batches = _read(facts, "batches", _at_least(1))
     for name, count in (("batches", batches), ("micros", shape.micros)):

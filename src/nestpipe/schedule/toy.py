@@ -101,8 +101,9 @@ class Interpreter:
         missing = [[len(befores) for befores in self.befores] for _ in world.ranks]
         done = [bytearray(len(self.ops)) for _ in world.ranks]
         ready = [(r, i) for r in range(len(world.ranks)) for i in self._free_at_start()]
-        inside: dict[int, int] = {}
-        """Which collective each rank is waiting in."""
+        inside: dict[tuple[int, str], int] = {}
+        """Which collective each rank is waiting in, by network."""
+        network = [self.schedule.shape.network(op.kind) for op in self.ops]
 
         def finish(r: int, i: int) -> None:
             done[r][i] = 1
@@ -113,26 +114,26 @@ class Interpreter:
 
         left = len(self.ops) * len(world.ranks)
         while left:
-            runnable = [(r, i) for r, i in ready if r not in inside or not self.ops[i].collective]
+            runnable = [(r, i) for r, i in ready if (r, network[i]) not in inside]
             if not runnable:
-                waiting = {r: str(self.ops[i]) for r, i in sorted(inside.items())}
+                waiting = {r: str(self.ops[i]) for (r, _), i in sorted(inside.items())}
                 return Outcome(None, f"deadlock: ranks wait in {waiting}")
             r, i = runnable[choose(runnable)]
             ready.remove((r, i))
             op, retire = self.ops[i], self.retirement[i]
             if retire is not None and not done[r][retire]:
                 return Outcome(None, f"overrun: `{op}` starts beyond the look-ahead")
-            if not op.collective:
+            if (of_op := network[i]) is None:
                 do_local(world, world.ranks[r], op)
                 finish(r, i)
                 left -= 1
                 continue
-            inside[r] = i
+            inside[r, of_op] = i
             members = members_of(world, world.ranks[r], op)
-            if all(inside.get(member) == i for member in members):
+            if all(inside.get((member, of_op)) == i for member in members):
                 do_collective(world, [world.ranks[member] for member in members], op)
                 for member in members:
-                    del inside[member]
+                    del inside[member, of_op]
                     finish(member, i)
                 left -= len(members)
         return Outcome(_table(world))

@@ -52,12 +52,13 @@ def replay(
     update_ends: list[float] = []
     for step in plan.stream(lambda: batches):
         op = step.op
-        start_W = _start(step, free_W[op.lane], ended)
+        lane = plan.shape.lane(op.kind)
+        start_W = _start(step, free_W[lane], ended)
         end_W = start_W + costs[op.kind] * factor.of(op)
         if op.collective:
             end_W = _slowest(end_W, op.kind, scale)
-        free_W[op.lane] = ended[op] = end_W
-        spans += [_span(op, rank, start_W, end_W) for rank in recorded]
+        free_W[lane] = ended[op] = end_W
+        spans += [_span(op, lane, rank, start_W, end_W) for rank in recorded]
         if op.kind is Kind.UPDATE:
             update_ends.append(float(end_W.max()))
             progress(op.batch)
@@ -87,10 +88,8 @@ def _slowest(end_W: Times, kind: Kind, scale: Scale) -> Times:
     return np.broadcast_to(end_GS.max(axis=across, keepdims=True), end_GS.shape).reshape(-1)
 
 
-def _span(op: Op, rank: int, start_W: Times, end_W: Times) -> Span:
-    return Span(
-        op.kind, op.lane, op.batch, op.micro, rank, float(start_W[rank]), float(end_W[rank])
-    )
+def _span(op: Op, lane: Lane, rank: int, start_W: Times, end_W: Times) -> Span:
+    return Span(op.kind, lane, op.batch, op.micro, rank, float(start_W[rank]), float(end_W[rank]))
 
 
 class _Memory:

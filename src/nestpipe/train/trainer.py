@@ -20,7 +20,7 @@ from nestpipe.embedding.tables import ShardedTables
 from nestpipe.errors import ConfigError
 from nestpipe.models.protocol import RecModel
 from nestpipe.runtime import End, Lanes, Work, lanes_for, name_collectives, run, spans_for
-from nestpipe.schedule import Kind, Plan, Retrieval, check
+from nestpipe.schedule import Kind, Plan, Retrieval, check, with_keys_apart
 from nestpipe.trace import Trace
 from nestpipe.train.checkpoint import RunState, load_checkpoint, save_checkpoint
 from nestpipe.train.settings import DenseSettings, TrainSettings
@@ -58,7 +58,7 @@ class Trainer:
         self.device = choose_device(self.settings.device)
         self.model = _checked(model).to(self.device)
         _share_first_weights(self.model, self.comm)
-        self.plan = self.settings.pipeline.make_plan()
+        self.plan = self.placed(self.settings.pipeline.make_plan())
         check(self.plan.schedule(2 * self.plan.shape.lookahead + 3), stale=self.plan.name)
         self.lanes = lanes or lanes_for(self.plan.name, self.device)
         self.spans = spans_for(self.device, self.comm.rank)
@@ -80,6 +80,11 @@ class Trainer:
             for group in self.groups
         ]
         self.progress = Progress()
+
+    def placed(self, plan: Plan) -> Plan:
+        """The plan as it runs here: beside GPUs, hosts have a network of their own for keys."""
+        apart = self.device.type == "cuda" and self.comm.hosts_apart
+        return with_keys_apart(plan) if apart else plan
 
     def make_tables(self, plan: Plan, *, in_place: bool = False) -> ShardedTables:
         """The tables as ops of that plan see them."""

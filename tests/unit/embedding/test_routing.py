@@ -606,3 +606,15 @@ def test_tables_of_one_width_and_type_share_a_store():
         ]
     )
     assert [[t.name for t in g.tables] for g in groups] == [["a", "c"], ["b"], ["d"]]
+
+
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=4), st.data())
+def test_all_other_positions_are_found_by_both_forms(counts, data):
+    total = sum(counts)
+    given_positions = data.draw(st.sets(st.integers(0, max(total - 1, 0)), max_size=total))
+    positions = torch.tensor(sorted(p for p in given_positions if p < total), dtype=torch.int64)
+    left, left_counts = native_routing.others(positions, counts)
+    plain, plain_counts = plain_routing.others(positions, counts)
+    assert left.tolist() == plain.tolist() == sorted(set(range(total)) - set(positions.tolist()))
+    assert left_counts == plain_counts
+    assert sum(left_counts) == len(left)

@@ -110,3 +110,8 @@ NESTPIPE_API int nestpipe_unite(const nestpipe::Asked* asked, nestpipe::United* 
 NESTPIPE_API int64_t nestpipe_match(int64_t tables, const int64_t* now, const int64_t* now_counts,
                                     const int64_t* before, const int64_t* before_counts,
                                     int64_t* here, int64_t* there);
+// All positions of some tables but the given ones, and how many of each table; returns how many,
+// -1: no memory.
+NESTPIPE_API int64_t nestpipe_others(int64_t tables, const int64_t* table_counts,
+                                     const int64_t* positions, int64_t count, int64_t* others,
+                                     int64_t* other_counts);

@@ -255,3 +255,24 @@ NESTPIPE_API int64_t nestpipe_match(int64_t tables, const int64_t* now, const in
     return -1;
   }
 }
+
+int64_t nestpipe_others(int64_t tables, const int64_t* table_counts, const int64_t* positions,
+                        int64_t count, int64_t* others, int64_t* other_counts) {
+  try {
+    int64_t total = 0;
+    for (int64_t t = 0; t < tables; ++t) total += table_counts[t];
+    std::vector<bool> given(static_cast<size_t>(total), false);
+    for (int64_t i = 0; i < count; ++i) given[static_cast<size_t>(positions[i])] = true;
+    int64_t found = 0, position = 0;
+    for (int64_t t = 0; t < tables; ++t) {
+      const int64_t before = found, end = position + table_counts[t];
+      for (; position < end; ++position) {
+        if (!given[static_cast<size_t>(position)]) others[found++] = position;
+      }
+      other_counts[t] = found - before;
+    }
+    return found;
+  } catch (...) {
+    return -1;
+  }
+}
