@@ -8,6 +8,7 @@ import pytest
 
 from nestpipe.schedule import (
     PLANS,
+    Exchange,
     Interpreter,
     Outcome,
     PlanOptions,
@@ -87,6 +88,18 @@ def test_any_legal_order_matches_serial(name: str, retrieval: Retrieval, micros:
     run = interpreter(name, PlanOptions(micros=micros, retrieval=retrieval))
     serial = interpreter("serial", PlanOptions(micros=micros))
     assert seeds_that_end_elsewhere(run, serial, random_data(micros), SEEDS) == {}
+
+
+@every_exact_plan
+@pytest.mark.parametrize("micros", [2, 4])
+def test_any_legal_order_of_a_shared_window_matches_serial(
+    name: str, retrieval: Retrieval, micros: int
+) -> None:
+    run = interpreter(
+        name, PlanOptions(micros=micros, retrieval=retrieval, exchange=Exchange.WINDOW)
+    )
+    serial = interpreter("serial", PlanOptions(micros=micros, exchange=Exchange.WINDOW))
+    assert seeds_that_end_elsewhere(run, serial, random_data(micros), 100) == {}
 
 
 @every_exact_plan

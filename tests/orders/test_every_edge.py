@@ -14,6 +14,7 @@ import pytest
 
 from nestpipe.schedule import (
     PLANS,
+    Exchange,
     Interpreter,
     Op,
     Outcome,
@@ -51,6 +52,7 @@ class Case:
     def __str__(self) -> str:
         o = self.options
         facts = [self.name, str(o.retrieval), f"micros {o.micros}", f"stages {o.stages}"]
+        facts += ["window exchange"] if o.exchange is Exchange.WINDOW else []
         return ", ".join([*facts, f"mirror every {o.mirror_every}"] if o.mirror_every else facts)
 
     @property
@@ -85,6 +87,13 @@ def cases() -> Iterator[Case]:
 
 
 CASES = list(cases())
+WINDOW_CASES = [
+    Case(name, PlanOptions(micros=micros, retrieval=retrieval, exchange=Exchange.WINDOW))
+    for name in ("serial", "frozen_window", "nested")
+    for retrieval in Retrieval
+    for micros in (2, 4)
+]
+"""Micro-batches that share rows."""
 
 
 class Mutations:
@@ -138,7 +147,7 @@ class Mutations:
         return ""
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES, *WINDOW_CASES], ids=str)
 def test_every_edge_is_implied_or_necessary(case: Case) -> None:
     mutations = Mutations(case, refuses)
     assert not mutations.faults, "\n".join(["", *mutations.faults])
@@ -185,13 +194,13 @@ def template(before: Op, after: Op) -> str:
     return f"{after.kind} t{own} after {before.kind} t{f'{away:+d}' if away else ''}{micro}"
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES, *WINDOW_CASES], ids=str)
 def test_a_schedule_without_edges_is_refused(case: Case) -> None:
     steps = tuple(Step(step.op) for step in case.schedule)
     assert refuses(Schedule(case.schedule.shape, BATCHES, steps))
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES, *WINDOW_CASES], ids=str)
 def test_dropping_every_implied_edge_changes_nothing(case: Case) -> None:
     """Not only one by one: all together they add nothing to the order."""
     schedule = case.schedule
@@ -202,7 +211,9 @@ def test_dropping_every_implied_edge_changes_nothing(case: Case) -> None:
     assert not refuses(reduced)
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if c.options.micros == 2], ids=str)
+@pytest.mark.parametrize(
+    "case", [c for c in (*CASES, *WINDOW_CASES) if c.options.micros == 2], ids=str
+)
 def test_what_the_checker_accepts_runs_as_before_and_what_it_refuses_does_not(case: Case) -> None:
     """Removes several edges at once: an implied edge can be the one that saves the day."""
     rng = random.Random(0)

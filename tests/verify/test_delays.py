@@ -25,6 +25,7 @@ def pipeline(plan: str, seed: int) -> PipelineSettings:
         "plan": plan,
         "micro_batches": 1 + seed % 3,
         "retrieval": ("whole", "new")[seed // 3 % 2] if plan != "stale_prefetch" else "whole",
+        "exchange": ("micro", "window")[seed // 6 % 2],
     }
     return build(PipelineSettings, given)
 
@@ -67,10 +68,11 @@ def train(
 
 @pytest.fixture(scope="module")
 def twins(make_world):
-    """The serial run without delays, by number of micro-batches; made once."""
+    """The serial run without delays, by micro-batches and exchange; made once."""
     world = make_world(optimizer="adam")
-    made = {1 + seed: train(world, serial_twin(pipeline("nested", seed))) for seed in range(3)}
-    return world, made
+    serials = {serial_twin(pipeline("nested", seed)) for seed in range(SEEDS)}
+    assert len(serials) == 6
+    return world, {settings: train(world, settings) for settings in serials}
 
 
 def findings(
@@ -80,7 +82,7 @@ def findings(
     settings = pipeline(plan, seed)
     delayed = train(world, settings, seed, change)
     found = [
-        compare(one, two) for one, two in zip(made[settings.micro_batches], delayed, strict=True)
+        compare(one, two) for one, two in zip(made[serial_twin(settings)], delayed, strict=True)
     ]
     for trained in delayed:
         trained.trainer.close()

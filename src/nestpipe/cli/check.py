@@ -8,6 +8,7 @@ import typer
 
 from nestpipe.cli.options import (
     Batches,
+    ExchangeForm,
     JsonFile,
     Micros,
     MirrorEvery,
@@ -18,7 +19,7 @@ from nestpipe.cli.options import (
 )
 from nestpipe.cli.output import write_json
 from nestpipe.errors import ScheduleError
-from nestpipe.schedule import PLANS, Retrieval, redundant_edges, violations
+from nestpipe.schedule import PLANS, Exchange, Retrieval, redundant_edges, violations
 from nestpipe.schedule import check as prove
 
 REFUSED = 1
@@ -35,6 +36,7 @@ def check(
     retrieval: RetrievalForm = Retrieval.WHOLE,
     stages: Stages = 4,
     mirror_every: MirrorEvery = 0,
+    exchange: ExchangeForm = Exchange.MICRO,
     stale: Annotated[
         str | None,
         typer.Option(metavar="PLAN", help="Accept this plan although it is stale."),
@@ -45,7 +47,7 @@ def check(
 
     Example: nestpipe check nested --micros 8 --retrieval new
     """
-    options = plan_options(micros, retrieval, stages, mirror_every)
+    options = plan_options(micros, retrieval, stages, mirror_every, exchange)
     schedule = schedule_from(source, options, batches)
     if json is not None:
         found = list(violations(schedule, stale=stale))

@@ -12,6 +12,7 @@ import typer
 
 from nestpipe.cli.options import (
     Batches,
+    ExchangeForm,
     Micros,
     MirrorEvery,
     RetrievalForm,
@@ -23,7 +24,7 @@ from nestpipe.cli.options import (
 )
 from nestpipe.cli.output import STDOUT, console, write_text
 from nestpipe.errors import PlanError
-from nestpipe.schedule import PLANS, PlanOptions, Retrieval, nominal_trace, to_text
+from nestpipe.schedule import PLANS, Exchange, PlanOptions, Retrieval, nominal_trace, to_text
 from nestpipe.trace import Trace, grid, read_chrome, svg, to_chrome
 
 
@@ -49,6 +50,7 @@ def draw(
     retrieval: RetrievalForm = Retrieval.WHOLE,
     stages: Stages = 4,
     mirror_every: MirrorEvery = 0,
+    exchange: ExchangeForm = Exchange.MICRO,
     format: Annotated[  # noqa: A002 - the option is called so
         Format,
         typer.Option(
@@ -66,7 +68,7 @@ def draw(
 
     Example: nestpipe draw nested --batches 3 --micros 2 --format svg -o nested.svg
     """
-    options = plan_options(micros, retrieval, stages, mirror_every)
+    options = plan_options(micros, retrieval, stages, mirror_every, exchange)
     if format is Format.SCHEDULE:
         if _is_trace(source):
             raise PlanError(f"{source!r} is a trace, which has no edges; draw it as text or svg")

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from nestpipe.errors import ConfigError, ParseError
-from nestpipe.schedule import PLANS, PlanOptions, Retrieval, Schedule, from_text, plan
+from nestpipe.schedule import PLANS, Exchange, PlanOptions, Retrieval, Schedule, from_text, plan
 
 MOST_BATCHES = 1000
 
@@ -17,6 +17,10 @@ Batches = Annotated[int, typer.Option("--batches", help="Batches.")]
 RetrievalForm = Annotated[
     Retrieval,
     typer.Option("--retrieval", help="Rows fetched per batch: the whole working set, or new ones."),
+]
+ExchangeForm = Annotated[
+    Exchange,
+    typer.Option("--exchange", help="Rows asked for: each micro-batch its own, or none twice."),
 ]
 Stages = Annotated[
     int, typer.Option("--stages", help="Batches over which lookup is spread, 1 to 4.")
@@ -30,9 +34,21 @@ JsonFile = Annotated[
 ]
 
 
-def plan_options(micros: int, retrieval: Retrieval, stages: int, mirror_every: int) -> PlanOptions:
+def plan_options(
+    micros: int,
+    retrieval: Retrieval,
+    stages: int,
+    mirror_every: int,
+    exchange: Exchange = Exchange.MICRO,
+) -> PlanOptions:
     """The choices about a plan that the command line offers."""
-    return PlanOptions(micros=micros, retrieval=retrieval, stages=stages, mirror_every=mirror_every)
+    return PlanOptions(
+        micros=micros,
+        retrieval=retrieval,
+        stages=stages,
+        mirror_every=mirror_every,
+        exchange=exchange,
+    )
 
 
 def read_text(path: Path) -> str:

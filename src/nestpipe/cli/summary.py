@@ -36,6 +36,7 @@ def summary_lines(summary: Summary) -> str:
             + (f"{100 * shared:.1f} %" if shared is not None else "not compared by this plan"),
             f"rows per batch and rank: {summary.rows_read:,.0f} read, "
             f"{summary.rows_refreshed:,.0f} refreshed, {summary.rows_written:,.0f} written",
+            f"keys asked for per batch and rank: {summary.keys_asked:,.0f}",
             f"sent per batch and rank: {_size(summary.bytes_sent)}",
             f"times: mean of {summary.batches} steady batches over all ranks",
         ]

@@ -16,6 +16,9 @@ from nestpipe.embedding.routing import Asked, seats
 
 # Shapes: R ranks, M micro-batches, C tables
 
+_IN_ONE = 4
+"""Micro-batches are counted in 16 bits."""
+
 
 def letters_to_owners(requests: Sequence[Request], rank: int) -> list[Tensor]:
     """One letter for each rank, this one last."""
@@ -24,11 +27,13 @@ def letters_to_owners(requests: Sequence[Request], rank: int) -> list[Tensor]:
     parts = [_split(r.keys_A, r.key_counts_RC, order) for r in requests]
     if any(len(r.lengths_L) for r in requests):
         parts += [_split(r.lengths_L, _lengths_sent(*_counts(r)), order) for r in requests]
-    parts += [
+    lasts = [
         _split(r.window.lasts_Q, _lasts_sent(*_counts(r)), order)
         for r in requests
         if r.window is not None
     ]
+    if lasts:
+        parts.append([_packed(torch.cat([of[seat] for of in lasts])) for seat in range(ranks)])
     return [joined([of[seat] for of in parts]) for seat in range(ranks)]
 
 
@@ -36,11 +41,7 @@ def expected_numbers(
     key_counts_RMC: Tensor, row_counts_RMC: Tensor, *, window: bool = False
 ) -> list[int]:
     """How long the letter of each rank is."""
-    counts = key_counts_RMC, row_counts_RMC
-    numbers = key_counts_RMC + _lengths_sent(*counts)
-    if window:
-        numbers = numbers + _lasts_sent(*counts)
-    return numbers.sum((1, 2)).tolist()
+    return _sizes(key_counts_RMC, row_counts_RMC, window).sum(1).tolist()
 
 
 def open_letters(
@@ -54,13 +55,16 @@ def open_letters(
     """Keys, lengths and last uses apart; the letters come in the order of seats."""
     counts = key_counts_RMC, row_counts_RMC
     order = seats(rank, len(key_counts_RMC))
-    sent = [key_counts_RMC, _lengths_sent(*counts), *([_lasts_sent(*counts)] if window else [])]
-    sizes = torch.stack([of.sum((1, 2)) for of in sent], 1)[order]
-    if not window and not int(sizes[:, 1].sum()):
+    sizes = _sizes(*counts, window)[order]
+    if not int(sizes[:, 1:].sum()) and not window:
         return Asked(letters, letters[:0], *counts, rank)
     parts = torch.split(letters, sizes.reshape(-1).tolist())
-    keys, lengths, *lasts = (torch.cat(parts[kind :: len(sent)]) for kind in range(len(sent)))
-    return Asked(keys, lengths, *counts, rank, *lasts)
+    keys, lengths = torch.cat(parts[::3]), torch.cat(parts[1::3])
+    if not window:
+        return Asked(keys, lengths, *counts, rank)
+    rows = _lasts_sent(*counts).sum((1, 2))[order].tolist()
+    lasts = [_unpacked(part, count) for part, count in zip(parts[2::3], rows, strict=True)]
+    return Asked(keys, lengths, *counts, rank, torch.cat(lasts))
 
 
 def in_rank_order(of_seats: Sequence[int], rank: int) -> list[int]:
@@ -75,6 +79,26 @@ def joined(parts: Sequence[Tensor], like: Tensor | None = None) -> Tensor:
         assert like is not None
         return like[:0]
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
+def _sizes(key_counts_RMC: Tensor, row_counts_RMC: Tensor, window: bool) -> Tensor:
+    """(R, 3) numbers in the letter of each rank: keys, lengths, last uses."""
+    counts = key_counts_RMC, row_counts_RMC
+    lasts = _lasts_sent(*counts).sum((1, 2))
+    packed = lasts.add(_IN_ONE - 1).div(_IN_ONE, rounding_mode="floor")
+    keys, lengths = key_counts_RMC.sum((1, 2)), _lengths_sent(*counts).sum((1, 2))
+    return torch.stack([keys, lengths, packed if window else torch.zeros_like(packed)], 1)
+
+
+def _packed(small: Tensor) -> Tensor:
+    """Small numbers, several in one: they travel with keys of 64 bits."""
+    room = torch.zeros(-(-len(small) // _IN_ONE) * _IN_ONE, dtype=torch.int16)
+    room[: len(small)] = small
+    return room.view(torch.int64)
+
+
+def _unpacked(packed: Tensor, count: int) -> Tensor:
+    return packed.view(torch.int16)[:count].long()
 
 
 def _counts(request: Request) -> tuple[Tensor, Tensor]:

@@ -81,6 +81,10 @@ class ShardedTables:
             ]
         self.flights[batch] = InFlight([requests_on(self.device, of) for of in requests])
 
+    def keys_asked(self, batch: int) -> int:
+        """How many keys this rank asks for, itself included, in all micro-batches."""
+        return sum(len(r.keys_A) for of in self.flights[batch].requests for r in of)
+
     def _check_features(self, keys: Mapping[str, Jagged]) -> None:
         known = {feature.name for group in self.groups for feature in group.features}
         if known != set(keys):

@@ -31,6 +31,7 @@ class Traffic:
     rows_written: int = 0
     rows_compared: int = 0
     """Rows of the batches that could share some with the batch before."""
+    keys_asked: int = 0
     bytes_sent: int = 0
 
     def count(self, report: StepReport, *, rows: int, compared: bool) -> None:
@@ -40,6 +41,7 @@ class Traffic:
         self.rows_refreshed += report.rows_refreshed
         self.rows_written += report.rows_written
         self.rows_compared += rows if compared else 0
+        self.keys_asked += report.keys_asked
 
     @classmethod
     def total(cls, ranks: Sequence[Traffic]) -> Traffic:
@@ -80,6 +82,8 @@ class Summary:
     rows_read: float
     rows_refreshed: float
     rows_written: float
+    keys_asked: float
+    """Keys that a rank asks owners for, itself included."""
     bytes_sent: float
 
 
@@ -109,6 +113,7 @@ def summarise(trace: Trace, traffic: Traffic) -> Summary:
         rows_read=traffic.rows_read / batches,
         rows_refreshed=traffic.rows_refreshed / batches,
         rows_written=traffic.rows_written / batches,
+        keys_asked=traffic.keys_asked / batches,
         bytes_sent=traffic.bytes_sent / batches,
     )
 

@@ -38,6 +38,8 @@ class StepReport:
     rows_refreshed: int
     rows_written: int
     """Rows that this rank read from host memory, refreshed from the batch before, and wrote."""
+    keys_asked: int = 0
+    """Keys that this rank asked owners for, itself included."""
 
 
 @dataclass(slots=True)
@@ -57,6 +59,7 @@ class _InFlight:
     weight: float = 0.0
     totals: Tensor = field(default_factory=lambda: torch.zeros(2))
     """Loss and weight of the global batch, on the device."""
+    asked: int = 0
     read: int = 0
     refreshed: int = 0
     kept: list[object] = field(default_factory=list[object])
@@ -127,6 +130,7 @@ class TrainingWork:
         flight = self.flights[op.batch]
         mine = sum(micro.size for micro in flight.on_host)
         flight.samples = self.tables.counts(op.batch, mine)
+        flight.asked = self.tables.keys_asked(op.batch)
         if flight.samples == 0:
             self.data_ended = True
             self.end.found_at(op.batch)
@@ -180,7 +184,8 @@ class TrainingWork:
         written = self.tables.writeback(op.batch)
         # Another stream may still hold what the batch before used; this one's update is over.
         self.flights.pop(op.batch)
-        self.on_step(StepReport(step, loss, flight.samples, flight.read, flight.refreshed, written))
+        moved = flight.read, flight.refreshed, written, flight.asked
+        self.on_step(StepReport(step, loss, flight.samples, *moved))
 
     @property
     def _model(self) -> RecModel:

@@ -5,6 +5,7 @@ import pytest
 from nestpipe.errors import ScheduleError
 from nestpipe.schedule import (
     PLANS,
+    Exchange,
     Interpreter,
     Kind,
     Op,
@@ -15,8 +16,10 @@ from nestpipe.schedule import (
     ToyData,
     Violation,
     check,
+    from_text,
     plan,
     redundant_edges,
+    to_text,
     violations,
 )
 from nestpipe.schedule.effects import CARRIES, WEIGHT
@@ -454,3 +457,25 @@ def test_adding_every_missing_edge_mends_the_schedule(name: str, retrieval: Retr
         assert missing
         assert None not in missing
         assert [v.sentence for v in violations(mended, stale=name)] == [], gone
+
+
+def test_a_shared_window_needs_a_place_for_each_micro_batch() -> None:
+    shared = PlanOptions(micros=2, exchange=Exchange.WINDOW)
+    text = to_text(plan("serial", shared).schedule(3))
+    assert "\nreceive 2\n" in text
+    too_small = from_text(text.replace("\nreceive 2\n", "\nreceive 1\n"))
+    with pytest.raises(ScheduleError, match=r"`dense 0\.1` reads the received rows, which no"):
+        check(too_small)
+
+
+def test_gradients_of_a_shared_window_wait_for_every_use_of_their_rows() -> None:
+    """Also where no order of the network and no other op implies it."""
+    schedule = plan("nested", PlanOptions(micros=3, exchange=Exchange.WINDOW)).schedule(3)
+    late, grads = Op.parse("dense 1.1"), Op.parse("grads 1.2")
+    assert schedule.edges.count((late, grads)) == 1
+    hasty = schedule.without_edge(late, Op.parse("dense 1.2")).without_edge(late, grads)
+    for op in ("grads 1.1", "reduce 1"):
+        hasty = hasty.without_edge(late, Op.parse(op))
+    (first, *_) = [v for v in violations(hasty) if v.missing == (late, Op.parse("dense 1.2"))]
+    assert first.rule == "fixed summation order"
+    assert "change the row gradients of the window before `dense 1.1`" in first.sentence

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from nestpipe.errors import PlanError
 from nestpipe.schedule import (
     PLANS,
+    Exchange,
     Kind,
     Op,
     Plan,
@@ -41,6 +42,7 @@ def any_plan(draw: st.DrawFn) -> Plan:
         micros=draw(st.integers(1, 4)),
         retrieval=retrieval,
         stages=draw(st.integers(1, 4)),
+        exchange=draw(st.sampled_from(Exchange)),
         mirror_every=draw(st.integers(0, 3)),
     )
     return plan(name, options)
@@ -55,6 +57,16 @@ def test_a_plan_equals_its_golden_schedule(name: str, retrieval: Retrieval, gold
 def test_nested_with_a_mirror_equals_its_golden_schedule(golden: Golden) -> None:
     schedule = plan("nested", PlanOptions(micros=2, mirror_every=2)).schedule(3)
     golden("nested_whole_mirror.txt", to_text(schedule))
+
+
+def test_nested_with_a_shared_window_equals_its_golden_schedule(golden: Golden) -> None:
+    schedule = plan("nested", PlanOptions(micros=3, exchange=Exchange.WINDOW)).schedule(3)
+    golden("nested_whole_window.txt", to_text(schedule))
+
+
+def test_one_micro_batch_shares_its_rows_with_none() -> None:
+    shared, usual = (plan("nested", PlanOptions(exchange=exchange)) for exchange in Exchange)
+    assert shared == usual
 
 
 @every_plan

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from nestpipe.errors import ParseError
 from nestpipe.schedule import (
     PLANS,
+    Exchange,
     Kind,
     PlanOptions,
     Retrieval,
@@ -28,6 +29,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
         micros=draw(st.integers(1, 8)),
         retrieval=Retrieval.WHOLE if whole_only else draw(st.sampled_from(Retrieval)),
         stages=draw(st.integers(1, 4)),
+        exchange=draw(st.sampled_from(Exchange)),
         mirror_every=draw(st.integers(0, 3)),
     )
     return plan(name, options).schedule(draw(st.integers(1, 9)))
@@ -144,6 +146,11 @@ def test_a_missing_fact_is_named_with_a_line_to_add(fact: str, example: str) -> 
     ("line", "broken", "sentence"),
     [
         ("micros 1", "micros 0", "'micros' cannot be '0'; write it like `micros 2`"),
+        (
+            "micros 1",
+            "micros 1\nexchange own",
+            "'exchange' cannot be 'own'; write it like `exchange window`",
+        ),
         ("micros 1", "micros one", "'micros' cannot be 'one'; write it like `micros 2`"),
         ("micros 1", "micros", "'micros' cannot be ''; write it like `micros 2`"),
         ("batches 1", "batches -3", "'batches' cannot be '-3'; write it like `batches 3`"),

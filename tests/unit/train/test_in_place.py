@@ -99,7 +99,15 @@ class Model(nn.Module):
         return Loss(total, batch.size)
 
 
-def settings(*, in_place=True, native=True, optimizer="rowwise_adagrad", micros=1, plan="serial"):
+def settings(
+    *,
+    in_place=True,
+    native=True,
+    optimizer="rowwise_adagrad",
+    micros=1,
+    plan="serial",
+    exchange="micro",
+):
     return TrainSettings(
         batch=BATCH,
         device="cpu",
@@ -108,7 +116,9 @@ def settings(*, in_place=True, native=True, optimizer="rowwise_adagrad", micros=
         seed=3,
         rows=build(RowSettings, {"optimizer": optimizer, "lr": 0.05, "eps": 1e-6}),
         dense=DenseSettings(optimizer="adam", lr=0.01),
-        pipeline=build(PipelineSettings, {"plan": plan, "micro_batches": micros}),
+        pipeline=build(
+            PipelineSettings, {"plan": plan, "micro_batches": micros, "exchange": exchange}
+        ),
     )
 
 
@@ -170,11 +180,11 @@ def test_the_samples_choose_sums_where_the_tests_count_on_it():
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("micros", [1, 3])
+@pytest.mark.parametrize(("micros", "exchange"), [(1, "micro"), (3, "micro"), (3, "window")])
 def test_rows_in_place_and_copied_and_all_plain_give_the_same_bits(
-    optimizer, ranks, micros, monkeypatch
+    optimizer, ranks, micros, exchange, monkeypatch
 ):
-    chosen = {"optimizer": optimizer, "micros": micros}
+    chosen = {"optimizer": optimizer, "micros": micros, "exchange": exchange}
     located = count_calls(monkeypatch, "locate")
     in_place = train(ranks, **chosen)
     assert located

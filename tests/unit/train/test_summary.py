@@ -69,11 +69,12 @@ def test_traffic_is_per_batch_and_rank():
     for traffic in (mine, peer):
         for step in (1, 2, 3):
             refreshed = 0 if step == 1 else 30
-            report = StepReport(step, 0.5, 8, 100, refreshed, 70)
+            report = StepReport(step, 0.5, 8, 100, refreshed, 70, 250)
             traffic.count(report, rows=100, compared=step > 1)
     peer.bytes_sent = 6000
     summary = summarise(Trace(tuple(steps())), Traffic.total([mine, peer]))
     assert (summary.rows_read, summary.rows_refreshed, summary.rows_written) == (100, 20, 70)
+    assert summary.keys_asked == 250
     assert summary.bytes_sent == 1000
     assert summary.shared_keys == pytest.approx(0.3), "the first batch had none before it"
 
