@@ -45,6 +45,7 @@ AXES: Mapping[str, Sequence[object]] = {
     "micro_batches": (1, 2, 3, 4, 5, 6, 7, 8),
     "keys": tuple(world.KEYS),
     "retrieval": ("whole", "new"),
+    "exchange": ("micro", "window"),
     "optimizer": OPTIMIZERS,
     "dense": ("sgd", "adam"),
 }
@@ -54,7 +55,12 @@ def case_number(n: int) -> Case:
     """Axes whose sizes have no common factor go round together; the others are shifted by a turn
     of the longest one."""
     turn = n // len(AXES["micro_batches"])
-    places = {"retrieval": turn + n // 16, "optimizer": n + turn, "dense": n // 2 + turn}
+    places = {
+        "retrieval": turn + n // 16,
+        "exchange": n // 3 + turn,
+        "optimizer": n + turn,
+        "dense": n // 2 + turn,
+    }
     return {axis: values[places.get(axis, n) % len(values)] for axis, values in AXES.items()}
 
 
@@ -65,6 +71,7 @@ STALE: Case = {
     "micro_batches": 2,
     "keys": "some shared",
     "retrieval": "whole",
+    "exchange": "micro",
     "optimizer": "rowwise_adagrad",
     "dense": "sgd",
 }

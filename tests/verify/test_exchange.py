@@ -5,7 +5,9 @@ import torch
 
 from nestpipe.comm import run_ranks
 from nestpipe.config import build
+from nestpipe.embedding import row_buffers, tables
 from nestpipe.embedding.tables import ShardedTables
+from nestpipe.kernels import rows
 from nestpipe.train.settings import PipelineSettings
 
 RTOL, ATOL = 2e-4, 2e-6
@@ -22,8 +24,8 @@ def trained(world, ranks: int, **pipeline: object) -> tuple[dict, int, int]:
         numbers = {
             (group.tables[table].name, key): row[: group.dim].clone()
             for group, store in zip(trainer.groups, trainer.stores, strict=True)
-            for table, keys, rows in store.export()
-            for key, row in zip(keys.tolist(), rows, strict=True)
+            for table, keys, of_table in store.export()
+            for key, row in zip(keys.tolist(), of_table, strict=True)
         }
         numbers |= {name: value.clone() for name, value in trainer.model.state_dict().items()}
         trainer.close()
@@ -72,9 +74,9 @@ def test_a_feature_that_a_model_leaves_unused_gets_no_gradient(make_world):
     """Rows that a later micro-batch uses again begin with none, and none is added."""
 
     class Forgetful(type(make_world().model)):
-        def dense(self, rows, batch):
-            users = torch.zeros_like(rows["users"])
-            return super().dense({**rows, "users": users}, batch)
+        def dense(self, seen, batch):
+            users = torch.zeros_like(seen["users"])
+            return super().dense({**seen, "users": users}, batch)
 
     model = Forgetful()
     micro, _, _ = trained(make_world(model=model), 2, micro_batches=3, exchange="micro")
@@ -97,3 +99,18 @@ def test_a_window_frees_its_memory(make_world, monkeypatch):
     trained(make_world(), 2, plan="nested", micro_batches=3, exchange="window")
     assert flights
     assert not any(flight.windows or flight.received for flight in flights)
+
+
+@pytest.mark.parametrize("exchange", ["micro", "window"])
+def test_sums_by_torch_of_natively_routed_rows_have_the_same_bits(
+    make_world, exchange, monkeypatch
+):
+    """As on a GPU, where keys are routed on the host and rows are added by torch."""
+    chosen = {"micro_batches": 3, "exchange": exchange}
+    native, _, _ = trained(make_world(), 2, **chosen)
+    for module in (rows, row_buffers, tables):
+        monkeypatch.setattr(module, "use_native", lambda device: False)
+    by_torch, _, _ = trained(make_world(), 2, **chosen)
+    assert native.keys() == by_torch.keys()
+    for name, value in native.items():
+        assert torch.equal(value, by_torch[name]), name
