@@ -21,6 +21,8 @@ PIPELINE: Mapping[str, Sequence[object]] = {
     "plan": ("sparse_dist", "dual_buffer", "frozen_window", "nested"),
     "retrieval": ("whole", "new"),
     "micro_batches": (1, 2, 3, 4, 5, 6, 7, 8),
+    "cut": ("contiguous", "clustered"),
+    "ends": (1.0, 0.5),
 }
 """Keys of `[pipeline]`, and the values that must not change a bit."""
 WORLD: Mapping[str, Sequence[object]] = {

@@ -12,7 +12,11 @@ from nestpipe.schedule import PLANS, Plan, PlanOptions, Retrieval, plan
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineSettings:
-    """The schedule of a run; it changes how fast training is, never what comes out."""
+    """The schedule of a run: how fast training is.
+
+    The plan and the retrieval never change what comes out; micro-batches, their cut and their sizes
+    change only the order of sums.
+    """
 
     plan: str = "serial"
     """How ops overlap: one of the plans of `nestpipe draw`."""
@@ -20,11 +24,17 @@ class PipelineSettings:
     """Slices of one batch inside a frozen window; 1 turns the inner pipeline off."""
     retrieval: Literal["whole", "new"] = "whole"
     """Rows fetched per batch: the whole working set, or only what the device does not hold."""
+    cut: Literal["contiguous", "random", "clustered"] = "contiguous"
+    """How samples are dealt to micro-batches; `clustered`: those that share keys meet."""
+    ends: float = 1.0
+    """Size of the first and the last micro-batch over that of the others: their exchange is what no
+    compute can hide."""
 
     def __post_init__(self) -> None:
         if self.plan not in PLANS:
             raise ConfigError(f"plan is {self.plan!r}; use one of {', '.join(PLANS)}")
         positive("micro_batches", self.micro_batches)
+        positive("ends", self.ends)
 
     def make_plan(self) -> Plan:
         options = PlanOptions(micros=self.micro_batches, retrieval=Retrieval(self.retrieval))
