@@ -66,6 +66,11 @@ class ShardedTables:
         self.buffers = RowBuffers(list(stores), shape, device, in_place=in_place)
         self.flights: dict[int, InFlight] = {}
 
+    @property
+    def table_of(self) -> dict[str, str]:
+        """The table of each feature."""
+        return {f.name: g.tables[f.table].name for g in self.groups for f in g.features}
+
     # Routing, in host memory
 
     def dedup(self, batch: int, micro_keys: Sequence[Mapping[str, Jagged]]) -> None:

@@ -12,9 +12,10 @@ from nestpipe.schedule import PLANS, Exchange, Plan, PlanOptions, Retrieval, pla
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineSettings:
-    """The schedule of a run; it changes how fast training is, never what comes out.
+    """The schedule of a run: how fast training is.
 
-    Micro-batches and the exchange decide in which order numbers are added, no more.
+    The plan and the retrieval never change what comes out; micro-batches, their cut, their
+    sizes and their exchange change only the order of sums.
     """
 
     plan: str = "serial"
@@ -26,11 +27,17 @@ class PipelineSettings:
     exchange: Literal["micro", "window"] = "micro"
     """Between ranks: each micro-batch asks for its own rows, or only for those that no earlier
     one of the batch has, and sends a row's gradient after its last use."""
+    cut: Literal["contiguous", "random", "clustered"] = "contiguous"
+    """How samples are dealt to micro-batches; `clustered`: those that share keys meet."""
+    ends: float = 1.0
+    """Size of the first and the last micro-batch over that of the others: their exchange is what no
+    compute can hide."""
 
     def __post_init__(self) -> None:
         if self.plan not in PLANS:
             raise ConfigError(f"plan is {self.plan!r}; use one of {', '.join(PLANS)}")
         positive("micro_batches", self.micro_batches)
+        positive("ends", self.ends)
 
     def make_plan(self) -> Plan:
         options = PlanOptions(

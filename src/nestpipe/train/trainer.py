@@ -23,6 +23,7 @@ from nestpipe.runtime import End, Lanes, Work, lanes_for, name_collectives, run,
 from nestpipe.schedule import Kind, Plan, Retrieval, check, with_keys_apart
 from nestpipe.trace import Trace
 from nestpipe.train.checkpoint import RunState, load_checkpoint, save_checkpoint
+from nestpipe.train.micros import Cut
 from nestpipe.train.settings import DenseSettings, TrainSettings
 from nestpipe.train.summary import Traffic
 from nestpipe.train.work import StepReport, TrainingWork
@@ -143,6 +144,9 @@ class Trainer:
             empty=source.empty(),
             comm=self.comm,
             device=self.device,
+            cut=Cut(
+                self.plan.shape.micros, self.settings.pipeline.cut, self.settings.pipeline.ends
+            ),
             first_step=self.progress.step,
             on_step=self._counted(on_step, self.progress.step),
             end=End(most),

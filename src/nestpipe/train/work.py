@@ -20,6 +20,7 @@ from nestpipe.errors import RunError
 from nestpipe.models.protocol import RecModel
 from nestpipe.runtime import End
 from nestpipe.schedule.op import Kind, Op
+from nestpipe.train.micros import Cut
 
 K = Kind
 
@@ -77,6 +78,7 @@ class TrainingWork:
     empty: Batch
     comm: Communicator
     device: torch.device
+    cut: Cut
     first_step: int = 0
     """Batches that were trained before this run (a checkpoint's)."""
     on_step: Callable[[StepReport], None] = lambda report: None
@@ -112,8 +114,7 @@ class TrainingWork:
 
     def prefetch(self, op: Op) -> None:
         batch = next(self.batches, self.empty)
-        count = self.tables.shape.micros
-        micros = [batch] if count == 1 else batch.split(even_sizes(batch.size, count))
+        micros = self.cut.of(batch, self._model, self.tables.table_of)
         if self.device.type == "cuda":
             micros = [micro.pin_memory() for micro in micros]
         self.flights[op.batch] = _InFlight(micros)
@@ -190,12 +191,6 @@ class TrainingWork:
     @property
     def _model(self) -> RecModel:
         return self.model  # type: ignore[return-value]
-
-
-def even_sizes(total: int, parts: int) -> list[int]:
-    """Sizes that differ by one at most, the larger ones first."""
-    small, extra = divmod(total, parts)
-    return [small + (i < extra) for i in range(parts)]
 
 
 def _set_gradients(parameters: list[nn.Parameter], flat: Tensor) -> None:
