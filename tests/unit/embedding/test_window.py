@@ -4,7 +4,7 @@ Native code and its plain twin are both held against a reference in plain lists.
 """
 
 import os
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -139,8 +139,12 @@ def test_a_window_sends_what_the_whole_batch_would(native, world):
             whole = world.whole(rank)
             sent = torch.cat([r.keys_A for r in of])
             assert sorted(sent.tolist()) == sorted(whole.keys_A.tolist())
-            assert torch.equal(sum(r.key_counts_RC for r in of), whole.key_counts_RC)
-            assert torch.equal(sum(r.row_counts_RC for r in of), whole.row_counts_RC)
+            keys, rows = (
+                torch.stack([getattr(r, name) for r in of]).sum(0)
+                for name in ("key_counts_RC", "row_counts_RC")
+            )
+            assert torch.equal(keys, whole.key_counts_RC)
+            assert torch.equal(rows, whole.row_counts_RC)
             gradients = torch.tensor([r.gradients_per_owner for r in of]).sum(0)
             assert gradients.tolist() == whole.rows_per_owner
 
@@ -209,7 +213,7 @@ def test_rows_reach_the_model_and_gradients_their_owner(native, world):
             ]
             for o in owners
         ]
-        sums: list[Counter[tuple[int, int]]] = [Counter() for _ in owners]
+        sums: list[dict[tuple[int, int], float]] = [defaultdict(float) for _ in owners]
         rows = [torch.empty(in_window(of[0]).window_rows, 4) for of in windows]
         gradients = [torch.zeros_like(of) for of in rows]
         for micro in range(world.micros):
@@ -290,7 +294,7 @@ def leave(world, windows, owners, table_of, gradients, micro, sums) -> None:
 
 def expected_sums(world: World, owner: int) -> dict[tuple[int, int], float]:
     """The gradient of every key of an owner, the plain way."""
-    sums: Counter[tuple[int, int]] = Counter()
+    sums: dict[tuple[int, int], float] = defaultdict(float)
     for rank, of in enumerate(world.wanted):
         for micro, batch in enumerate(of):
             output = 0
