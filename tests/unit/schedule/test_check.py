@@ -468,14 +468,20 @@ def test_a_shared_window_needs_a_place_for_each_micro_batch() -> None:
         check(too_small)
 
 
-def test_gradients_of_a_shared_window_wait_for_every_use_of_their_rows() -> None:
-    """Also where no order of the network and no other op implies it."""
+def test_uses_of_a_shared_row_are_added_in_turn_and_before_its_gradient_leaves() -> None:
     schedule = plan("nested", PlanOptions(micros=3, exchange=Exchange.WINDOW)).schedule(3)
-    late, grads = Op.parse("dense 1.1"), Op.parse("grads 1.2")
-    assert schedule.edges.count((late, grads)) == 1
-    hasty = schedule.without_edge(late, Op.parse("dense 1.2")).without_edge(late, grads)
-    for op in ("grads 1.1", "reduce 1"):
-        hasty = hasty.without_edge(late, Op.parse(op))
-    (first, *_) = [v for v in violations(hasty) if v.missing == (late, Op.parse("dense 1.2"))]
-    assert first.rule == "fixed summation order"
-    assert "change the row gradients of the window before `dense 1.1`" in first.sentence
+    use, next_use = edge("dense 1.1", "dense 1.2")
+    after_use = [after for before, after in schedule.edges if before == use]
+    assert {"dense 1.2", "grads 1.1", "grads 1.2"} == set(map(str, after_use))
+    hasty = schedule
+    for after in after_use:
+        hasty = hasty.without_edge(use, after)
+    found = {v.sentence for v in violations(hasty)}
+    assert (
+        f"`{next_use}` can change the row gradients of the window before `{use}` has had its turn; "
+        f"make `{next_use}` wait for `{use}`"
+    ) in found
+    assert (
+        f"`grads 1.1` can read the row gradients of the window before `{use}` has run; "
+        f"make `grads 1.1` wait for `{use}`"
+    ) in found
