@@ -1,7 +1,8 @@
 """Rows between host memory and the device: read, refreshed and written back.
 
 `retrieve` fills the idle buffer while the active one is in use; `sync` copies the rows that both
-batches have, after the active batch's update; `writeback` saves the rows that leave.
+batches have, after the active batch's update; `writeback` saves the rows that leave. While a batch
+is in flight it is remembered where its rows live, so that writing them needs no search.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from nestpipe.embedding.native_store import NativeStore
 from nestpipe.embedding.store import RowStore
 from nestpipe.embedding.working_set import WorkingSet
 from nestpipe.kernels.host_memory import empty
-from nestpipe.kernels.native_rows import Places
+from nestpipe.kernels.native import native_wanted
+from nestpipe.kernels.native_rows import Places, copy_rows
 from nestpipe.kernels.rows import empty_rows, use_native
 from nestpipe.schedule.schedule import Retrieval, Shape
 
@@ -30,45 +32,78 @@ class RowBuffers:
     def __init__(
         self, stores: Sequence[RowStore], shape: Shape, device: torch.device, *, in_place: bool
     ) -> None:
+        """`in_place`: rows may be made where they will live as soon as they are looked up."""
         self._stores = stores
         self._shape = shape
         self._device = device
-        self.in_place = in_place and can_work_in_place(shape, device, stores)
+        self._located = in_place and native_wanted() and all(map(can_locate, stores))
+        self.in_place = self._located and shape.buffers == 1 and use_native(device)
+        """Whether rows are not copied at all: one batch at a time, all in the same memory."""
         self._rows: dict[int, list[Tensor | Places]] = {}
         """[batch][group] (K, W) rows on the device, or where they live."""
+        self._places: dict[int, list[Places]] = {}
+        """[batch][group] where the rows live, if that is known."""
 
     def of(self, batch: int) -> list[Tensor | Places]:
         return self._rows[batch]
 
     def retrieve(self, batch: int, working: Sequence[WorkingSet]) -> int:
         """Rows from host memory into the idle buffer; returns how many were read."""
-        read = 0
-        rows: list[Tensor | Places] = []
-        for store, of_store in zip(self._stores, working, strict=True):
-            if self.in_place:
-                assert isinstance(store, NativeStore)
-                rows.append(store.locate(of_store.keys_K, of_store.table_counts))
-                read += of_store.size
-            else:
-                rows_KW, count = self._read(store, of_store)
-                rows.append(rows_KW)
-                read += count
-        self._rows[batch] = rows
-        return read
+        read = [self._new_positions(of_store) for of_store in working]
+        if self._located:
+            self._places[batch] = [
+                self._locate(batch, g, read[g], w) for g, w in enumerate(working)
+            ]
+        if self.in_place:
+            self._rows[batch] = list(self._places[batch])
+        else:
+            self._rows[batch] = [self._read(batch, g, read[g], w) for g, w in enumerate(working)]
+        return sum(
+            of_store.size if new is None else len(new[0])
+            for new, of_store in zip(read, working, strict=True)
+        )
 
-    def _read(self, store: RowStore, working: WorkingSet) -> tuple[Tensor, int]:
-        rows_KW = empty_rows(working.size, store.layout.width, self._device)
+    def _new_positions(self, working: WorkingSet) -> tuple[Tensor, list[int]] | None:
+        """Rows to read and how many of each table; None: all."""
         if self._shape.retrieval is Retrieval.NEW and len(working.shared_K):
-            new_n, counts = working.without(working.shared_K)
-            rows_nW = self._staging(len(new_n), store)
-            store.gather(working.keys_K[new_n], counts, rows_nW)
+            return working.without(working.shared_K)
+        return None
+
+    def _locate(
+        self, batch: int, g: int, new: tuple[Tensor, list[int]] | None, working: WorkingSet
+    ) -> Places:
+        store = self._stores[g]
+        assert isinstance(store, NativeStore)
+        if new is None:
+            return store.locate(working.keys_K, working.table_counts)
+        new_n, counts = new
+        addresses_K = torch.empty_like(working.keys_K)
+        addresses_K[new_n] = store.locate(working.keys_K[new_n], counts).addresses_K
+        before = self._places[batch - 1][g].addresses_K
+        addresses_K[working.shared_K] = before[working.shared_before]
+        return Places(addresses_K, store.layout.width)
+
+    def _read(
+        self, batch: int, g: int, new: tuple[Tensor, list[int]] | None, working: WorkingSet
+    ) -> Tensor:
+        store = self._stores[g]
+        rows_KW = empty_rows(working.size, store.layout.width, self._device)
+        new_n, counts = new or (None, working.table_counts)
+        if self._located and not rows_KW.is_cuda:
+            self._copy(batch, g, new_n, rows_KW, new_n, to_places=False)
+            return rows_KW
+        keys_n = working.keys_K if new_n is None else working.keys_K[new_n]
+        direct = new_n is None and not rows_KW.is_cuda
+        rows_nW = rows_KW if direct else self._staging(len(keys_n), store)
+        if self._located:
+            self._copy(batch, g, new_n, rows_nW, None, to_places=False)
+        else:
+            store.gather(keys_n, counts, rows_nW)
+        if new_n is not None:
             rows_KW.index_copy_(0, self._on_device(new_n), self._on_device(rows_nW))
-            return rows_KW, len(new_n)
-        staging_KW = self._staging(working.size, store) if rows_KW.is_cuda else rows_KW
-        store.gather(working.keys_K, working.table_counts, staging_KW)
-        if rows_KW.is_cuda:
-            rows_KW.copy_(staging_KW, non_blocking=True)
-        return rows_KW, working.size
+        elif not direct:
+            rows_KW.copy_(rows_nW, non_blocking=True)
+        return rows_KW
 
     def sync(self, batch: int, working: Sequence[WorkingSet]) -> int:
         """Rows that the batch before had too, from its buffer; returns how many."""
@@ -93,23 +128,66 @@ class RowBuffers:
         `then` is the working set of the next batch, where what it shares stays.
         """
         written = 0
-        for g, (store, of_store) in enumerate(zip(self._stores, working, strict=True)):
+        for g, of_store in enumerate(working):
             rows_KW = self._rows[batch][g]
             if isinstance(rows_KW, Places):
                 written += of_store.size
                 continue
-            keys_n, counts, rows_nW = of_store.keys_K, of_store.table_counts, rows_KW
-            if then is not None:
-                leaving_n, counts = of_store.without(then[g].shared_before)
-                keys_n = of_store.keys_K[leaving_n]
-                rows_nW = rows_KW.index_select(0, self._on_device(leaving_n))
-            store.scatter(keys_n, counts, self._on_host(rows_nW, store))
-            written += len(keys_n)
+            leaving_n, counts = (
+                (None, of_store.table_counts)
+                if then is None
+                else of_store.without(then[g].shared_before)
+            )
+            written += of_store.size if leaving_n is None else len(leaving_n)
+            self._write(batch, g, leaving_n, counts, of_store, rows_KW)
         return written
+
+    def _write(
+        self,
+        batch: int,
+        g: int,
+        leaving_n: Tensor | None,
+        counts: list[int],
+        working: WorkingSet,
+        rows_KW: Tensor,
+    ) -> None:
+        if self._located and not rows_KW.is_cuda:
+            self._copy(batch, g, leaving_n, rows_KW, leaving_n, to_places=True)
+            return
+        if leaving_n is not None:
+            rows_KW = rows_KW.index_select(0, self._on_device(leaving_n))
+        rows_nW = self._on_host(rows_KW, g)
+        if self._located:
+            self._copy(batch, g, leaving_n, rows_nW, None, to_places=True)
+        else:
+            keys_n = working.keys_K if leaving_n is None else working.keys_K[leaving_n]
+            self._stores[g].scatter(keys_n, counts, rows_nW)
 
     def forget(self, batch: int) -> None:
         """Drop the rows of a batch."""
         self._rows.pop(batch, None)
+        self._places.pop(batch, None)
+
+    def _copy(
+        self,
+        batch: int,
+        g: int,
+        which_n: Tensor | None,
+        rows: Tensor,
+        positions_n: Tensor | None,
+        *,
+        to_places: bool,
+    ) -> None:
+        """Copy some of the batch's rows between host memory and where they live."""
+        store = self._stores[g]
+        assert isinstance(store, NativeStore)
+        copy_rows(
+            self._places[batch][g].at(which_n),
+            rows,
+            positions_n=positions_n,
+            to_places=to_places,
+            threads=store.threads,
+        )
 
     def _staging(self, rows: int, store: RowStore) -> Tensor:
         pinned = self._device.type == "cuda"
@@ -118,19 +196,15 @@ class RowBuffers:
     def _on_device(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._device, non_blocking=True)
 
-    def _on_host(self, rows_nW: Tensor, store: RowStore) -> Tensor:
+    def _on_host(self, rows_nW: Tensor, g: int) -> Tensor:
         if not rows_nW.is_cuda:
             return rows_nW
-        staging_nW = self._staging(len(rows_nW), store)
+        staging_nW = self._staging(len(rows_nW), self._stores[g])
         staging_nW.copy_(rows_nW, non_blocking=True)
         torch.cuda.current_stream().synchronize()
         return staging_nW
 
 
-def can_work_in_place(shape: Shape, device: torch.device, stores: Sequence[RowStore]) -> bool:
-    """Whether rows can be used where the store has them: one batch at a time, same memory."""
-    return (
-        shape.buffers == 1
-        and use_native(device)
-        and all(isinstance(s, NativeStore) and s.layout.dtype == "float32" for s in stores)
-    )
+def can_locate(store: RowStore) -> bool:
+    """Whether a store can say where its rows live, as plain float32 numbers."""
+    return isinstance(store, NativeStore) and store.layout.dtype == "float32"

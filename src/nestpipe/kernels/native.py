@@ -64,6 +64,10 @@ _SIGNATURES = {
     "nestpipe_unite": (c_int, [c_void_p, c_void_p]),
     "nestpipe_match": (c_int64, [c_int64, *[c_void_p] * 6]),
     "nestpipe_others": (c_int64, [c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_void_p]),
+    "nestpipe_copy_rows": (
+        c_int,
+        [c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_int64],
+    ),
     "nestpipe_sum": (c_int, [c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int64]),
     "nestpipe_update": (
         c_int,

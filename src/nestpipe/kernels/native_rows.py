@@ -59,6 +59,10 @@ class Places:
     def __len__(self) -> int:
         return len(self.addresses_K)
 
+    def at(self, positions_n: Tensor | None) -> Places:
+        """Some of the rows; None: all."""
+        return self if positions_n is None else Places(self.addresses_K[positions_n], self.width)
+
 
 def sum_bags(
     terms_T: Tensor,
@@ -127,6 +131,30 @@ def update(
         torch.get_num_threads(),
     )
     del alive, sources
+    _check(status)
+
+
+def copy_rows(
+    places: Places,
+    rows_KW: Tensor,
+    *,
+    positions_n: Tensor | None = None,
+    to_places: bool,
+    threads: int,
+) -> None:
+    """Copy rows from where they live into a buffer, or from the buffer to where they live.
+
+    `positions_n`: which row of the buffer belongs to each place; None: all, in order.
+    """
+    rows = len(rows_KW) if positions_n is None else len(positions_n)
+    assert rows == len(places), f"{rows} rows for {len(places)} places"
+    assert rows_KW.shape[1] == places.width, f"rows of {rows_KW.shape[1]}, not {places.width}"
+    assert rows_KW.stride(1) == 1 or not rows, "rows must lie in one piece"
+    status = library().nestpipe_copy_rows(
+        *(places.addresses_K.data_ptr(), rows, places.width * 4),
+        *(rows_KW.data_ptr(), rows_KW.stride(0) * 4, _pointer(positions_n)),
+        *(int(to_places), threads),
+    )
     _check(status)
 
 

@@ -81,7 +81,7 @@ class RunConfig:
     native: bool = True
     """Keep rows in the native host store; off: in its plain twin, slow and readable."""
     in_place: bool = True
-    """On the host, with one batch at a time: use rows where the store has them, without copies."""
+    """Remember where rows in flight live; on the host, use them there if possible."""
     timeout_s: float = DEFAULT_TIMEOUT_S
     """Seconds that a rank waits for its peers in one collective before it gives up."""
     eval_every: int = 0

@@ -88,8 +88,8 @@ class TrainSettings:
     native: bool = True
     """Keep rows in the native host store; off: in its plain twin, slow and readable."""
     in_place: bool = True
-    """Where a plan has one batch at a time and all is on the host: use rows where the store has
-    them instead of copying them out and back. The result is the same, bit for bit."""
+    """Remember where rows of the batches in flight live, so that writing them needs no search; with
+    one batch at a time on the host, use them right there. The result is the same, bit for bit."""
     store_threads: int = 0
     """Threads of the host store; 0: as many as torch uses."""
     pipeline: PipelineSettings = field(default_factory=PipelineSettings)

@@ -106,6 +106,7 @@ def settings(
     optimizer="rowwise_adagrad",
     micros=1,
     plan="serial",
+    retrieval="whole",
     exchange="micro",
 ):
     return TrainSettings(
@@ -117,7 +118,13 @@ def settings(
         rows=build(RowSettings, {"optimizer": optimizer, "lr": 0.05, "eps": 1e-6}),
         dense=DenseSettings(optimizer="adam", lr=0.01),
         pipeline=build(
-            PipelineSettings, {"plan": plan, "micro_batches": micros, "exchange": exchange}
+            PipelineSettings,
+            {
+                "plan": plan,
+                "micro_batches": micros,
+                "retrieval": retrieval,
+                "exchange": exchange,
+            },
         ),
     )
 
@@ -210,11 +217,17 @@ def count_calls(monkeypatch, name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("plan", ["dual_buffer", "nested"])
-def test_plans_with_two_buffers_copy_and_change_no_bit(plan, monkeypatch):
-    serial = train(2, micros=2)
-    located = count_calls(monkeypatch, "locate")
-    assert_same_bits(serial, train(2, micros=2, plan=plan))
-    assert not located
+@pytest.mark.parametrize("retrieval", ["whole", "new"])
+def test_plans_with_two_buffers_write_to_remembered_places(plan, retrieval, monkeypatch):
+    chosen = {"micros": 2, "plan": plan, "retrieval": retrieval}
+    by_key = train(2, in_place=False, **chosen)
+    written = count_calls(monkeypatch, "scatter")
+    by_place = train(2, **chosen)
+    assert_same_bits(by_key, by_place)
+    new_rows = len(written)
+    written.clear()
+    train(2, in_place=False, **chosen)
+    assert new_rows < len(written), "what has a place is written there, not by its key"
 
 
 def test_rows_in_bfloat16_are_not_used_in_place(monkeypatch):
