@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -120,20 +120,6 @@ def draw_keys(case: PipelineCase, count: int, generator: torch.Generator) -> Ten
     is_any = torch.rand(count, generator=generator) < 1 - case.hot
     any_ = torch.randint(0, case.rows, (count,), generator=generator)
     return torch.where(is_any, any_, hot).clamp_(0, case.rows - 1)
-
-
-class Repeated:
-    """A source that yields given batches in turn, so many in all."""
-
-    def __init__(self, batches: Sequence[Batch], count: int) -> None:
-        self._batches = batches
-        self._count = count
-
-    def batches(self, **_: int) -> Iterator[Batch]:
-        return (self._batches[i % len(self._batches)] for i in range(self._count))
-
-    def empty(self) -> Batch:
-        return self._batches[0].empty()
 
 
 def fill_store(trainer: Trainer, case: PipelineCase) -> int:

@@ -21,13 +21,13 @@ from nestpipe.bench.one_gpu import look_like_a_host
 from nestpipe.bench.pipeline_cases import CURVE, PipelineCase, Variant
 from nestpipe.bench.pipeline_files import NET_CPU, read_task, trace_file, write_points
 from nestpipe.bench.pipeline_model import (
-    Repeated,
     fill_store,
     make_batches,
     make_model,
     make_tables,
 )
 from nestpipe.bench.pipeline_report import step_times
+from nestpipe.bench.repeated import Repeated
 from nestpipe.comm import Communicator, LocalCommunicator, connect
 from nestpipe.errors import NestpipeError
 from nestpipe.runtime import Lanes, Spans, lanes_for

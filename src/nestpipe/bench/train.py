@@ -9,7 +9,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 from statistics import median
@@ -18,6 +18,7 @@ import torch
 
 from nestpipe.batch import Batch
 from nestpipe.bench.cases import CASES, BenchModel, Case
+from nestpipe.bench.repeated import Repeated
 from nestpipe.bench.torchrec_peer import make_step as make_peer_step
 from nestpipe.comm import Communicator, connect
 from nestpipe.errors import NestpipeError
@@ -25,20 +26,6 @@ from nestpipe.train.settings import DenseSettings, PipelineSettings, RowSettings
 from nestpipe.train.trainer import Trainer
 
 LR = 0.05
-
-
-class FixedBatches:
-    """A source that yields given batches in turn, so many in all."""
-
-    def __init__(self, batches: Sequence[Batch], count: int) -> None:
-        self._batches = batches
-        self._count = count
-
-    def batches(self, **_: int) -> Iterator[Batch]:
-        return (self._batches[i % len(self._batches)] for i in range(self._count))
-
-    def empty(self) -> Batch:
-        return self._batches[0].empty()
 
 
 def make_own_rounds(
@@ -53,7 +40,7 @@ def make_own_rounds(
         dense=DenseSettings(optimizer="sgd", lr=1e-3),
     )
     trainer = Trainer(BenchModel(case), case.tables(), settings, comm)
-    source = FixedBatches(batches, steps)
+    source = Repeated(batches, steps)
     epochs = 0
 
     def go() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable, Generator
@@ -16,28 +15,24 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from nestpipe.cli.job import (
+    ConfigFile,
+    Ranks,
+    Settings,
+    launch_ranks,
+    quieten,
+    read_job,
+    starts_ranks,
+)
 from nestpipe.cli.options import JsonFile
 from nestpipe.cli.output import LOG_EVERY_S, STDOUT, console, write_json
 from nestpipe.cli.summary import summary_lines, summary_table
-from nestpipe.config import build, override, read
 from nestpipe.errors import ConfigError
 from nestpipe.trace import write_chrome
 
 if TYPE_CHECKING:
-    from nestpipe.train.job import JobConfig
     from nestpipe.train.loop import Outcome
     from nestpipe.train.work import StepReport
-
-ConfigFile = Annotated[
-    Path | None, typer.Argument(metavar="[CONFIG]", help="TOML file; left out: generated data.")
-]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set", metavar="SECTION.KEY=VALUE", help="Override the config; may be repeated."
-    ),
-]
-Ranks = Annotated[int, typer.Option(help="Rank processes to start on this machine.")]
 
 
 def train(
@@ -62,12 +57,12 @@ def train(
 
     Example: torchrun --nproc-per-node 2 -m nestpipe train config.toml
     """
-    job_config = _job_config(config, settings)
+    job_config = read_job(config, settings)
     if trace is not None:
         _check_folder_of(trace)
-    if _starts_ranks(ranks):
-        raise typer.Exit(_launch(ranks))
-    _quieten()
+    if starts_ranks(ranks):
+        raise typer.Exit(launch_ranks(ranks))
+    quieten()
     from nestpipe.train.loop import communicator, prepare, total_steps, train_job
 
     comm = communicator(job_config)
@@ -95,10 +90,10 @@ def evaluate(
 
     Example: nestpipe eval runs/demo --config demo.toml
     """
-    job_config = _job_config(config, settings)
-    if _starts_ranks(ranks):
-        raise typer.Exit(_launch(ranks))
-    _quieten()
+    job_config = read_job(config, settings)
+    if starts_ranks(ranks):
+        raise typer.Exit(launch_ranks(ranks))
+    quieten()
     from nestpipe.train.evaluate import evaluate as measure
     from nestpipe.train.loop import communicator, prepare
 
@@ -112,37 +107,6 @@ def evaluate(
             console().print(_metrics_table("evaluation", metrics))
     job.trainer.close()
     comm.close()
-
-
-def _job_config(config: Path | None, settings: list[str] | None) -> JobConfig:
-    try:
-        from nestpipe.train.job import JobConfig
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"training needs {error.name}, which is not installed; pip install 'nestpipe[train]'"
-        ) from None
-    given = read(config) if config is not None else {}
-    return build(JobConfig, override(given, settings or []))
-
-
-def _starts_ranks(ranks: int) -> bool:
-    """Whether this process is the one that starts the ranks, not a rank itself."""
-    if ranks < 1:
-        raise ConfigError(f"cannot start {ranks} ranks; ask for at least 1")
-    return ranks > 1 and "RANK" not in os.environ
-
-
-def _launch(ranks: int) -> int:
-    from nestpipe.comm import launch
-
-    return launch(ranks, [sys.executable, "-m", "nestpipe", *sys.argv[1:]])
-
-
-def _quieten() -> None:
-    """Leave out what torch says of machines without a GPU."""
-    import warnings
-
-    warnings.filterwarnings("ignore", module="torch.*")
 
 
 @contextmanager

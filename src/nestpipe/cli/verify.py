@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nestpipe.cli.options import JsonFile
-from nestpipe.cli.output import STDOUT, console, progress_bar, write_json
-from nestpipe.cli.train import (
+from nestpipe.cli.job import (
     ConfigFile,
     Ranks,
     Settings,
-    _job_config,  # pyright: ignore[reportPrivateUsage]
-    _launch,  # pyright: ignore[reportPrivateUsage]
-    _quieten,  # pyright: ignore[reportPrivateUsage]
-    _starts_ranks,  # pyright: ignore[reportPrivateUsage]
+    launch_ranks,
+    quieten,
+    read_job,
+    starts_ranks,
 )
+from nestpipe.cli.options import JsonFile
+from nestpipe.cli.output import STDOUT, console, progress_bar, write_json
 
 if TYPE_CHECKING:
     from nestpipe.train.job import JobConfig
@@ -50,10 +50,10 @@ def verify(
 
     Example: nestpipe verify config.toml --plan dual_buffer --json -
     """
-    job_config = _chosen(_job_config(config, [*(settings or []), *_overrides(steps, plan)]), plan)
-    if _starts_ranks(ranks):
-        raise typer.Exit(_launch(ranks))
-    _quieten()
+    job_config = _chosen(read_job(config, [*(settings or []), *_overrides(steps, plan)]), plan)
+    if starts_ranks(ranks):
+        raise typer.Exit(launch_ranks(ranks))
+    quieten()
     from nestpipe.train.loop import communicator
     from nestpipe.train.verify import verify_job
 

@@ -49,5 +49,3 @@ class InFlight:
     """[group] where micro-batches share rows."""
     sums: list[Gradients] = field(default_factory=list[Gradients])
     """[group] row gradients so far."""
-    kept: list[object] = field(default_factory=list[object])
-    """What only has to live as long."""
