@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nestpipe.embedding.optimizers import OPTIMIZERS, row_optimizer
 from nestpipe.kernels import native_rows
-from nestpipe.kernels.native_rows import Gradients, Places
+from nestpipe.kernels.native_rows import Gradients, Places, copy_rows
 from nestpipe.kernels.rows import Bags, add_bags, bags_of_targets, ends_of, plain_sums, sum_bags
 
 DIMS = st.one_of(st.integers(1, 130), st.sampled_from([8, 16, 64, 65, 72, 128]))
@@ -204,3 +204,31 @@ def test_an_update_of_no_rows_or_without_gradients():
 
 def test_every_optimizer_has_its_number_in_native_code():
     assert native_rows.KINDS == OPTIMIZERS
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_rows_are_copied_to_and_from_where_they_live(threads):
+    generator = torch.Generator().manual_seed(4)
+    width, stored = 5, 6000
+    home = torch.randn(stored, width, generator=generator)
+    chosen = torch.randperm(stored, generator=generator)[:5000]
+    places = Places(home.data_ptr() + chosen * width * 4, width)
+    buffer = torch.full((5000, width), float("nan"))
+    copy_rows(places, buffer, to_places=False, threads=threads)
+    assert torch.equal(buffer, home[chosen])
+
+    # Some rows only, by their positions in a wider buffer; all others stay as they are.
+    some = torch.arange(0, 5000, 3)
+    wide = torch.full((5000, width + 2), -1.0)
+    copy_rows(places.at(some), wide[:, :width], positions_n=some, to_places=False, threads=threads)
+    assert torch.equal(wide[some, :width], home[chosen[some]])
+    assert (wide[:, width:] == -1).all()
+    untouched = torch.ones(5000, dtype=torch.bool)
+    untouched[some] = False
+    assert (wide[untouched] == -1).all()
+
+    before = home.clone()
+    wide[some, :width] += 1
+    copy_rows(places.at(some), wide[:, :width], positions_n=some, to_places=True, threads=threads)
+    before[chosen[some]] += 1
+    assert torch.equal(home, before)
