@@ -11,6 +11,7 @@ from nestpipe.schedule import (
     Exchange,
     Interpreter,
     Outcome,
+    Plan,
     PlanOptions,
     Retrieval,
     ToyData,
@@ -19,6 +20,7 @@ from nestpipe.schedule import (
     plan,
     to_text,
     with_keys_apart,
+    with_sums_apart,
 )
 
 BATCHES = 8
@@ -74,7 +76,20 @@ def test_keys_in_a_network_of_their_own_change_nothing(
     name: str, retrieval: Retrieval, micros: int
 ) -> None:
     options = PlanOptions(micros=micros, retrieval=retrieval)
-    schedule = with_keys_apart(plan(name, options)).schedule(BATCHES)
+    assert_no_difference(with_keys_apart(plan(name, options)), micros)
+
+
+@every_exact_plan
+@pytest.mark.parametrize("micros", [1, 3])
+def test_dense_sums_in_a_network_of_their_own_change_nothing(
+    name: str, retrieval: Retrieval, micros: int
+) -> None:
+    options = PlanOptions(micros=micros, retrieval=retrieval)
+    assert_no_difference(with_sums_apart(with_keys_apart(plan(name, options))), micros)
+
+
+def assert_no_difference(apart: Plan, micros: int) -> None:
+    schedule = apart.schedule(BATCHES)
     check(schedule)
     assert from_text(to_text(schedule)) == schedule
     reference = interpreter("serial", PlanOptions(micros=micros))

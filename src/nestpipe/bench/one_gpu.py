@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from nestpipe.comm import launch
 
@@ -16,7 +18,8 @@ CONTROL = "nvidia-cuda-mps-control"
 QUEUES = "16"
 """Hardware queues: with fewer, short kernels wait behind long ones; with 32, four ranks run out of
 what MPS has."""
-CONTROL_S = 30.0
+CONTROL_S, QUIT_S = 30.0, 5.0
+"""How long it may take to start, and to end."""
 
 
 def look_like_a_host() -> None:
@@ -54,13 +57,28 @@ def mps_daemon() -> Iterator[None]:
             try:
                 yield
             finally:
-                subprocess.run(
-                    [CONTROL],
-                    input=b"quit\n",
-                    stdout=subprocess.DEVNULL,
-                    check=False,
-                    timeout=CONTROL_S,
-                )
+                _stop_daemon(Path(folder))
+
+
+def _stop_daemon(folder: Path) -> None:
+    """Ask it to end; it may wait for ever for ranks that were killed, and is then ended too."""
+    ask = [CONTROL]
+    try:
+        subprocess.run(ask, input=b"quit\n", stdout=subprocess.DEVNULL, check=False, timeout=QUIT_S)
+    except subprocess.TimeoutExpired:
+        for process in _daemon_and_servers(folder):
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+
+
+def _daemon_and_servers(folder: Path) -> list[int]:
+    """The daemon whose folder it is, and the servers that it started."""
+    file = folder / f"{CONTROL}.pid"
+    if not file.exists():
+        return []
+    daemon = int(file.read_text())
+    servers = Path(f"/proc/{daemon}/task/{daemon}/children")
+    return [daemon, *(int(child) for child in servers.read_text().split())]
 
 
 @contextmanager

@@ -44,7 +44,10 @@ class Communicator(Protocol):
 
     @property
     def hosts_apart(self) -> bool:
-        """Whether tensors in host memory have a network of their own, and may have a thread."""
+        """Whether tensors in host memory have a network of their own, and may have a thread.
+
+        Then `sum_apart` has one too.
+        """
         ...
 
     def all_to_all(
@@ -63,6 +66,10 @@ class Communicator(Protocol):
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum over all ranks, in place, the same bits on every rank."""
+        ...
+
+    def sum_apart(self, tensor: Tensor) -> None:
+        """`all_reduce` that runs beside all others, where `hosts_apart` says so."""
         ...
 
     def all_gather_values(self, value: object) -> list[object]:

@@ -75,16 +75,17 @@ def connect(
             f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} could not meet its peers at "
             f"{place} within {meet_s:g} s: {error}"
         ) from error
-    host_group = _host_group() if device.type == "cuda" else None
+    host_group = _group("gloo") if device.type == "cuda" else None
+    sums_group = _group("nccl") if device.type == "cuda" else None
     lost = LostPeers(PrefixStore("lost", store), rank, size, timeout_s)
-    comm = DistributedCommunicator(rank, size, device, lost, host_group)
+    comm = DistributedCommunicator(rank, size, device, lost, host_group, sums_group)
     explain_sigterm(comm.whereabouts)
     return comm
 
 
-def _host_group() -> dist.ProcessGroup:
-    """A group for tensors in host memory, beside that of the devices."""
-    group = dist.new_group(backend="gloo")
+def _group(backend: str) -> dist.ProcessGroup:
+    """Another group of all ranks, whose collectives run beside those of the first."""
+    group = dist.new_group(backend=backend)
     assert isinstance(group, dist.ProcessGroup), "every rank is a member"
     return group
 
@@ -118,16 +119,17 @@ class DistributedCommunicator:
         device: torch.device,
         lost: LostPeers,
         host_group: dist.ProcessGroup | None = None,
+        sums_group: dist.ProcessGroup | None = None,
     ) -> None:
-        """`host_group`: among GPUs, the group for tensors in host memory."""
+        """Among GPUs, a group for tensors in host memory, and one for sums that run apart."""
         self.rank = rank
         self.size = size
         self.device = device
         self.doing = Doing()
         self._lost = lost
         self.hosts_apart = host_group is not None
-        self._groups = {"devices": None, "hosts": host_group}
-        self._sent = {"devices": 0, "hosts": 0}
+        self._groups = {"devices": None, "hosts": host_group, "sums": sums_group}
+        self._sent = dict.fromkeys(self._groups, 0)
         self._inside: dict[str, str] = {}
         """The collective that this rank is in, by network: each may have a thread."""
         self._last = "any collective"
@@ -159,8 +161,13 @@ class DistributedCommunicator:
             )
 
     def all_reduce(self, tensor: Tensor) -> None:
-        assert tensor.is_contiguous(), "all_reduce works in place on contiguous memory"
-        network = self._network(tensor)
+        self._sum(tensor, self._network(tensor))
+
+    def sum_apart(self, tensor: Tensor) -> None:
+        self._sum(tensor, "sums" if self.hosts_apart else "devices")
+
+    def _sum(self, tensor: Tensor, network: str) -> None:
+        assert tensor.is_contiguous(), "sums work in place on contiguous memory"
         self._sent[network] += bytes_of_sum(tensor, self.size)
         with self._collective("all_reduce", network):
             dist.all_reduce(tensor.detach(), group=self._groups[network])

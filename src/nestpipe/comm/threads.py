@@ -130,6 +130,10 @@ class _ThreadCommunicator:
             total += other
         tensor.detach().copy_(total)
 
+    def sum_apart(self, tensor: Tensor) -> None:
+        """Threads have one network."""
+        self.all_reduce(tensor)
+
     def all_gather_values(self, value: object) -> list[object]:
         return [decode(data) for data in self._all("all_gather_values", encode(value))]
 

@@ -106,8 +106,12 @@ def effects(op: Op, shape: Shape) -> Effects:
             return Effects(reads=(batch, received, weights, dense_sum), writes=(sent, dense_sum))
         case K.GRADS:
             return Effects(reads=(sent, asked, row_sum), writes=(row_sum,))
+        case K.REDUCE if shape.sums_apart:
+            return Effects(reads=(dense_sum,), writes=(weights, dense_sum))
         case K.REDUCE:
             return Effects(reads=(dense_sum,), writes=(dense_sum,))
+        case K.UPDATE if shape.sums_apart:
+            return Effects(reads=(owned, buffer, row_sum, *active), writes=(buffer, row_sum))
         case K.UPDATE:
             reads = (owned, buffer, row_sum, dense_sum, *active)
             return Effects(reads=reads, writes=(buffer, weights, row_sum, dense_sum))

@@ -88,6 +88,23 @@ def with_keys_apart(plan: Plan) -> Plan:
     return replace(plan, shape=replace(plan.shape, keys_apart=True))
 
 
+def with_sums_apart(plan: Plan) -> Plan:
+    """The same plan with dense gradients in a network of their own.
+
+    Rows need not wait for them: `reduce` comes after `update`, and where the next batch has been
+    looked up already, after its `sync` too.
+    """
+    shape = replace(plan.shape, sums_apart=True)
+    rest = [slot for slot in plan.tick if slot.kind is not K.REDUCE]
+    kinds = [slot.kind for slot in rest]
+    if kinds[0] is shape.handover:
+        tick = [rest[0], Slot(K.REDUCE, -1), *rest[1:]]
+    else:
+        end = kinds.index(K.MIRROR) + 1
+        tick = [*rest[:end], Slot(K.REDUCE, 0), *rest[end:]]
+    return Plan(shape, tuple(tick))
+
+
 def _exists(op: Op, end: int | None) -> bool:
     """Whether the op lies between the first batch and the last."""
     return op.batch >= 0 and (end is None or op.batch < end)

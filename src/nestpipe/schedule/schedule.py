@@ -53,16 +53,25 @@ class Shape:
     """Whether batches may train on rows that miss the update of the batch before."""
     keys_apart: bool = False
     """Whether counts and keys travel in a network of their own, that of the hosts."""
+    sums_apart: bool = False
+    """Whether dense gradients are summed in a network of their own, begun by the last `dense` and
+    ended by `reduce`, which then applies them; `update` is left with the rows."""
 
     def lane(self, kind: Kind) -> Lane:
-        """Where an op runs: counts and keys that are apart hold up routing alone."""
-        return Lane.ROUTE if self.keys_apart and kind in ROUTING_COLLECTIVES else LANE_OF[kind]
+        """Where an op runs: what is apart holds up nothing but the lane that needs it."""
+        if self.keys_apart and kind in ROUTING_COLLECTIVES:
+            return Lane.ROUTE
+        if self.sums_apart and kind is Kind.REDUCE:
+            return Lane.COMPUTE
+        return LANE_OF[kind]
 
     def network(self, kind: Kind) -> str | None:
         """The network of a collective; in each of them all collectives have one order."""
         if LANE_OF[kind] is not Lane.NET:
             return None
-        return "hosts" if self.keys_apart and kind in ROUTING_COLLECTIVES else "devices"
+        if self.keys_apart and kind in ROUTING_COLLECTIVES:
+            return "hosts"
+        return "sums" if self.sums_apart and kind is Kind.REDUCE else "devices"
 
     def retire(self, batch: int) -> Op:
         """The op after which a batch counts as done.

@@ -33,9 +33,10 @@ _EXAMPLE_OF = {
     "exchange": "window",
     "stale": "no",
     "keys_apart": "no",
+    "sums_apart": "no",
 }
 """Every fact at the head of a schedule, with a value it may have."""
-_USUAL = {"exchange": "micro", "keys_apart": "no"}
+_USUAL = {"exchange": "micro", "keys_apart": "no", "sums_apart": "no"}
 """Facts that are only told where they are otherwise."""
 
 
@@ -55,6 +56,7 @@ def to_text(schedule: Schedule) -> str:
         "exchange": shape.exchange,
         "stale": "yes" if shape.stale else "no",
         "keys_apart": "yes" if shape.keys_apart else "no",
+        "sums_apart": "yes" if shape.sums_apart else "no",
     }
     head = [f"{name} {value}" for name, value in facts.items() if _USUAL.get(name) != value]
     return "\n".join([*head, "", *map(str, schedule), ""])
@@ -110,6 +112,7 @@ def _schedule(facts: dict[str, str], steps: list[Step]) -> Schedule:
         exchange=_read(facts, "exchange", Exchange),
         stale=_read(facts, "stale", _yes),
         keys_apart=_read(facts, "keys_apart", _yes),
+        sums_apart=_read(facts, "sums_apart", _yes),
     )
     batches = _read(facts, "batches", _at_least(1))
     for name, count in (("batches", batches), ("micros", shape.micros)):

@@ -198,9 +198,15 @@ def _update(world: World, rank: Rank, t: int) -> None:
         gradient = rank.row_sum.get(key, GARBAGE)
         state = (state + gradient * gradient + 1) % PRIME
         rows[key] = ((weight * 3 - gradient * state) % PRIME, state)
-    rank.weights = (rank.weights * 5 - rank.dense_sum) % PRIME
-    rank.row_sum, rank.dense_sum = {}, 0
+    rank.row_sum = {}
     rank.updates += 1
+    if not world.shape.sums_apart:
+        _apply_dense(rank)
+
+
+def _apply_dense(rank: Rank) -> None:
+    rank.weights = (rank.weights * 5 - rank.dense_sum) % PRIME
+    rank.dense_sum = 0
 
 
 def _writeback(world: World, rank: Rank, t: int) -> None:
@@ -272,6 +278,8 @@ def _reduce(world: World, members: list[Rank], t: int) -> None:
         total = (total * 19 + rank.dense_sum) % PRIME
     for rank in members:
         rank.dense_sum = total
+        if world.shape.sums_apart:
+            _apply_dense(rank)
 
 
 def _mirror(world: World, members: list[Rank], t: int) -> None:

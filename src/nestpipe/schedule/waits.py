@@ -72,6 +72,8 @@ def _dense(op: Op, shape: Shape) -> Iterator[Op]:
     assert op.micro is not None
     for micro in _shared(op, shape):
         yield Op(K.ROWS, op.batch, micro)
+    if op.micro == 0 and shape.sums_apart:
+        yield Op(K.REDUCE, op.batch - 1)
     if op.micro > 0:
         # Dense gradients, and in a window row gradients, are summed in the order of micro-batches.
         yield Op(K.DENSE, op.batch, op.micro - 1)
@@ -98,7 +100,8 @@ def _reduce(op: Op, shape: Shape) -> Iterator[Op]:
 def _update(op: Op, shape: Shape) -> Iterator[Op]:
     for micro in range(shape.micros):
         yield Op(K.GRADS, op.batch, micro)
-    yield Op(K.REDUCE, op.batch)
+    if not shape.sums_apart:
+        yield Op(K.REDUCE, op.batch)
 
 
 def _mirror(op: Op, shape: Shape) -> Iterator[Op]:

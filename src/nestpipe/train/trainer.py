@@ -20,9 +20,10 @@ from nestpipe.embedding.tables import ShardedTables
 from nestpipe.errors import ConfigError
 from nestpipe.models.protocol import RecModel
 from nestpipe.runtime import End, Lanes, Work, lanes_for, name_collectives, run, spans_for
-from nestpipe.schedule import Kind, Plan, Retrieval, check, with_keys_apart
+from nestpipe.schedule import Kind, Plan, Retrieval, check, with_keys_apart, with_sums_apart
 from nestpipe.trace import Trace
 from nestpipe.train.checkpoint import RunState, load_checkpoint, save_checkpoint
+from nestpipe.train.early_sums import EarlySums
 from nestpipe.train.micros import Cut
 from nestpipe.train.settings import DenseSettings, TrainSettings
 from nestpipe.train.summary import Traffic
@@ -80,12 +81,19 @@ class Trainer:
             )
             for group in self.groups
         ]
+        self._early_sums = (
+            EarlySums(
+                [p for p in self.model.parameters() if p.requires_grad], self.comm, self.device
+            )
+            if self.plan.shape.sums_apart
+            else None
+        )
         self.progress = Progress()
 
     def placed(self, plan: Plan) -> Plan:
-        """The plan as it runs here: beside GPUs, hosts have a network of their own for keys."""
+        """The plan as it runs here: beside GPUs, keys and dense sums have networks of their own."""
         apart = self.device.type == "cuda" and self.comm.hosts_apart
-        return with_keys_apart(plan) if apart else plan
+        return with_sums_apart(with_keys_apart(plan)) if apart else plan
 
     def make_tables(self, plan: Plan, *, in_place: bool = False) -> ShardedTables:
         """The tables as ops of that plan see them."""
@@ -150,6 +158,7 @@ class Trainer:
             first_step=self.progress.step,
             on_step=self._counted(on_step, self.progress.step),
             end=End(most),
+            early_sums=self._early_sums,
         )
         self._run(work)
         trained = work.end()
@@ -252,6 +261,8 @@ class Trainer:
 
     def close(self) -> None:
         """Give the rows' memory back."""
+        if self._early_sums is not None:
+            self._early_sums.close()
         for store in self.stores:
             store.close()
 

@@ -20,6 +20,7 @@ from nestpipe.errors import RunError
 from nestpipe.models.protocol import RecModel
 from nestpipe.runtime import End
 from nestpipe.schedule.op import Kind, Op
+from nestpipe.train.early_sums import EarlySums
 from nestpipe.train.micros import Cut
 
 K = Kind
@@ -65,6 +66,11 @@ class _InFlight:
     refreshed: int = 0
     kept: list[object] = field(default_factory=list[object])
 
+    def totals_here(self) -> Tensor:
+        """(2,) summed loss and weight of this rank."""
+        loss = torch.stack([part.float() for part in self.losses]).sum(0, keepdim=True)
+        return torch.cat([loss, loss.new_full((1,), self.weight)])
+
 
 @dataclass(slots=True)
 class TrainingWork:
@@ -87,6 +93,10 @@ class TrainingWork:
     data_ended: bool = False
     """Whether it was the data that ended."""
     flights: dict[int, _InFlight] = field(default_factory=dict[int, _InFlight])
+    early_sums: EarlySums | None = None
+    """Sums the dense gradients where that is done apart."""
+    times: Tensor = field(default_factory=lambda: torch.ones(()))
+    """What the gradients of the batch in update are multiplied by."""
 
     @property
     def _parameters(self) -> list[nn.Parameter]:
@@ -146,17 +156,29 @@ class TrainingWork:
         flight, micro = self.flights[op.batch], op.micro or 0
         rows = self.tables.spread(op.batch, micro)
         loss = self._model.dense(rows, flight.micros[micro])
-        loss.total.backward()
         flight.losses.append(loss.total.detach())
         flight.weight += loss.weight
+        if self.early_sums is not None and micro == self.tables.shape.micros - 1:
+            flight.totals = flight.totals_here()
+            self.early_sums.sum_totals(flight.totals)
+            overlaps = self.tables.shape.plan != "serial"
+            with self.early_sums.during_backward(early=overlaps):
+                loss.total.backward()
+        else:
+            loss.total.backward()
 
     def reduce(self, op: Op) -> None:
-        """Dense gradients and the batch's loss and weight, summed over all ranks."""
+        """Dense gradients, summed over all ranks, and with them the batch's loss and weight.
+
+        Those that are summed apart are on their way, with the totals; here they are applied.
+        """
+        if self.early_sums is not None:
+            self.early_sums.finish()
+            self._step_dense()
+            return
         flight, parameters = self.flights[op.batch], self._parameters
         gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
-        loss = torch.stack([part.float() for part in flight.losses]).sum(0, keepdim=True)
-        weight = loss.new_full((1,), flight.weight)
-        flat = torch.cat([*(g.reshape(-1) for g in gradients), loss, weight])
+        flat = torch.cat([*(g.reshape(-1) for g in gradients), flight.totals_here()])
         self.comm.all_reduce(flat)
         _set_gradients(parameters, flat)
         flight.totals = flat[-2:]
@@ -167,15 +189,21 @@ class TrainingWork:
         step = self.first_step + op.batch + 1
         if self.device.type == "cpu":
             _check_loss(flight.totals, step)
+        if self.early_sums is not None:
+            self.early_sums.wait_for_totals()
         # Samples may weigh nothing: then nothing moves.
         weight = flight.totals[1]
-        times = torch.where(weight == 0, 1.0, weight).reciprocal_()
+        self.times = torch.where(weight == 0, 1.0, weight).reciprocal_()
+        if self.early_sums is None:
+            self._step_dense()
+        self.tables.update(op.batch, self.times, step)
+
+    def _step_dense(self) -> None:
         for parameter in self._parameters:
             assert parameter.grad is not None
-            parameter.grad.mul_(times)
+            parameter.grad.mul_(self.times)
         self.dense_optimizer.step()
         self.dense_optimizer.zero_grad(set_to_none=True)
-        self.tables.update(op.batch, times, step)
 
     def writeback(self, op: Op) -> None:
         """Save rows, and tell of the batch: here the host knows that it is done."""
