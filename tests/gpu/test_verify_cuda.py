@@ -48,6 +48,7 @@ AXES: Mapping[str, Sequence[object]] = {
     "exchange": ("micro", "window"),
     "optimizer": OPTIMIZERS,
     "dense": ("sgd", "adam"),
+    "pin_rows": (True, False),
 }
 
 
@@ -60,6 +61,7 @@ def case_number(n: int) -> Case:
         "exchange": n // 3 + turn,
         "optimizer": n + turn,
         "dense": n // 2 + turn,
+        "pin_rows": n // 4 + turn // 2,
     }
     return {axis: values[places.get(axis, n) % len(values)] for axis, values in AXES.items()}
 
@@ -74,6 +76,7 @@ STALE: Case = {
     "exchange": "micro",
     "optimizer": "rowwise_adagrad",
     "dense": "sgd",
+    "pin_rows": True,
 }
 
 

@@ -141,6 +141,8 @@ def make_trainer(
         "store_threads": 1,
         "rows": {"optimizer": case["optimizer"], "lr": 0.05, "eps": 1e-6},
         "dense": {"optimizer": case["dense"], "lr": 0.01},
+        # What `serial` does is the slow and plain way.
+        "pin_rows": pipeline.plan != "serial" and case["pin_rows"],
     }
     settings = replace(build(TrainSettings, given), pipeline=pipeline)
     return Trainer(Model(), TABLES, settings, comm, around=around)

@@ -22,10 +22,12 @@ from nestpipe.embedding.store import StoreLayout
 from nestpipe.errors import CapacityError
 from nestpipe.kernels.native import Report, Shape, Status, library
 from nestpipe.kernels.native_rows import Places
+from nestpipe.kernels.pinned import PinnedMemory
 
 # Shapes: K keys, W width of a row as it travels
 
 MOST_THREADS = 64
+CHUNKS_AT_ONCE = 256
 
 
 class NativeStore:
@@ -43,6 +45,7 @@ class NativeStore:
             raise ValueError(f"threads is {threads}; give 1 to {MOST_THREADS}")
         self._library = library()
         self._process = os.getpid()
+        self._pinned = [PinnedMemory() for _ in range(layout.num_tables)]
         shape = _shape(layout)
         self._address = self._library.nestpipe_store_open(ctypes.byref(shape), self.threads)
         if self._address is None:
@@ -86,6 +89,30 @@ class NativeStore:
         self._raise(status, Report(), keys_K)
         return Places(addresses_K, self.layout.width)
 
+    def pin(self) -> bool:
+        """Let GPUs read and write all rows that there are now; False: the system refuses.
+
+        To be called again when rows have been added.
+        """
+        return all(
+            pinned.extend(lambda first, table=table: self._chunks(table, first))
+            for table, pinned in enumerate(self._pinned)
+        )
+
+    def _chunks(self, table: int, first: int) -> list[tuple[int, int]]:
+        """Address and bytes of the memory of a table's rows, from piece `first` on."""
+        found: list[tuple[int, int]] = []
+        memory, sizes = (np.empty(CHUNKS_AT_ONCE, np.int64) for _ in range(2))
+        while True:
+            start = first + len(found)
+            count = self._library.nestpipe_store_chunks(
+                *(self._open, table, start, memory.ctypes.data, sizes.ctypes.data, CHUNKS_AT_ONCE)
+            )
+            new = min(count - start, CHUNKS_AT_ONCE)
+            found += zip(memory[:new].tolist(), sizes[:new].tolist(), strict=True)
+            if first + len(found) == count:
+                return found
+
     def scatter(self, keys_K: Tensor, counts: Sequence[int], rows_KW: Tensor) -> None:
         check_rows(self.layout, keys_K, counts, rows_KW)
         report = Report()
@@ -118,6 +145,8 @@ class NativeStore:
     def close(self) -> None:
         # A forked child has the memory but not the threads that `close` waits for.
         if self._address is not None and os.getpid() == self._process:
+            for pinned in self._pinned:
+                pinned.close()
             self._library.nestpipe_store_close(self._address)
         self._address = None
 

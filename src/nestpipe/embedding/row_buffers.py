@@ -7,7 +7,9 @@ is in flight it is remembered where its rows live, so that writing them needs no
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -30,19 +32,31 @@ class RowBuffers:
     """The rows, with their state, of the batches in flight."""
 
     def __init__(
-        self, stores: Sequence[RowStore], shape: Shape, device: torch.device, *, in_place: bool
+        self,
+        stores: Sequence[RowStore],
+        shape: Shape,
+        device: torch.device,
+        *,
+        in_place: bool,
+        pin: bool,
     ) -> None:
-        """`in_place`: rows may be made where they will live as soon as they are looked up."""
+        """`in_place`: rows may be made where they will live as soon as they are looked up.
+
+        `pin`: then a GPU may read and write them there itself.
+        """
         self._stores = stores
         self._shape = shape
         self._device = device
         self._located = in_place and native_wanted() and all(map(can_locate, stores))
         self.in_place = self._located and shape.buffers == 1 and use_native(device)
         """Whether rows are not copied at all: one batch at a time, all in the same memory."""
+        self._by_gpu = self._located and pin and device.type == "cuda" and has_triton()
         self._rows: dict[int, list[Tensor | Places]] = {}
         """[batch][group] (K, W) rows on the device, or where they live."""
         self._places: dict[int, list[Places]] = {}
-        """[batch][group] where the rows live, if that is known."""
+        """[batch][group] where the rows live, if that is known ..."""
+        self._addresses_there: dict[int, list[Tensor]] = {}
+        """... and the same on the device, where the GPU moves rows."""
 
     def of(self, batch: int) -> list[Tensor | Places]:
         return self._rows[batch]
@@ -54,6 +68,8 @@ class RowBuffers:
             self._places[batch] = [
                 self._locate(batch, g, read[g], w) for g, w in enumerate(working)
             ]
+        if self._by_gpu:
+            self._open_to_gpu(batch)
         if self.in_place:
             self._rows[batch] = list(self._places[batch])
         else:
@@ -61,6 +77,19 @@ class RowBuffers:
         return sum(
             of_store.size if new is None else len(new[0])
             for new, of_store in zip(read, working, strict=True)
+        )
+
+    def _open_to_gpu(self, batch: int) -> None:
+        """Let the GPU know where rows live, in memory that it can reach."""
+        if all(store.pin() for store in self._stores if isinstance(store, NativeStore)):
+            places = self._places[batch]
+            self._addresses_there[batch] = [self._sent(p.addresses_K) for p in places]
+            return
+        self._by_gpu = False
+        warnings.warn(
+            "the system does not let the GPU reach rows in host memory, so the host copies them: "
+            "slower; raise the limit on locked memory (ulimit -l), or set pin_rows = false",
+            stacklevel=2,
         )
 
     def _new_positions(self, working: WorkingSet) -> tuple[Tensor, list[int]] | None:
@@ -89,6 +118,9 @@ class RowBuffers:
         store = self._stores[g]
         rows_KW = empty_rows(working.size, store.layout.width, self._device)
         new_n, counts = new or (None, working.table_counts)
+        if self._by_gpu:
+            self._move(batch, g, new_n, rows_KW, to_places=False)
+            return rows_KW
         if self._located and not rows_KW.is_cuda:
             self._copy(batch, g, new_n, rows_KW, new_n, to_places=False)
             return rows_KW
@@ -151,6 +183,9 @@ class RowBuffers:
         working: WorkingSet,
         rows_KW: Tensor,
     ) -> None:
+        if batch in self._addresses_there:
+            self._move(batch, g, leaving_n, rows_KW, to_places=True)
+            return
         if self._located and not rows_KW.is_cuda:
             self._copy(batch, g, leaving_n, rows_KW, leaving_n, to_places=True)
             return
@@ -167,6 +202,22 @@ class RowBuffers:
         """Drop the rows of a batch."""
         self._rows.pop(batch, None)
         self._places.pop(batch, None)
+        self._addresses_there.pop(batch, None)
+
+    def _move(
+        self, batch: int, g: int, which_n: Tensor | None, rows_KW: Tensor, *, to_places: bool
+    ) -> None:
+        """Let the GPU copy some of the batch's rows between a buffer and where they live."""
+        from nestpipe.kernels.reach import copy_rows_by_gpu  # needs triton
+
+        positions_n = None if which_n is None else self._sent(which_n)
+        addresses_K = self._addresses_there[batch][g]
+        copy_rows_by_gpu(addresses_K, positions_n, rows_KW, to_places=to_places)
+
+    def _sent(self, numbers: Tensor) -> Tensor:
+        """The same numbers on the device; the host does not wait for them."""
+        staging = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+        return staging.copy_(numbers).to(self._device, non_blocking=True)
 
     def _copy(
         self,
@@ -208,3 +259,8 @@ class RowBuffers:
 def can_locate(store: RowStore) -> bool:
     """Whether a store can say where its rows live, as plain float32 numbers."""
     return isinstance(store, NativeStore) and store.layout.dtype == "float32"
+
+
+def has_triton() -> bool:
+    """Whether kernels for a GPU can be compiled; torch's builds for GPUs bring it along."""
+    return find_spec("triton") is not None

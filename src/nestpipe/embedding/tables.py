@@ -56,14 +56,18 @@ class ShardedTables:
         device: torch.device,
         *,
         in_place: bool = False,
+        pin: bool = False,
     ) -> None:
-        """`in_place`: use and update rows where the store has them, if that is possible."""
+        """`in_place`: use and update rows where the store has them, if that is possible.
+
+        `pin`: where it is not, let a GPU copy them from there itself.
+        """
         self.groups = list(groups)
         self.optimizer = optimizer
         self.comm = comm
         self.shape = shape
         self.device = device
-        self.buffers = RowBuffers(list(stores), shape, device, in_place=in_place)
+        self.buffers = RowBuffers(list(stores), shape, device, in_place=in_place, pin=pin)
         self.flights: dict[int, InFlight] = {}
 
     @property

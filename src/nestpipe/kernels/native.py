@@ -57,6 +57,10 @@ _SIGNATURES = {
     "nestpipe_store_scatter": (c_int, [c_void_p, c_void_p, c_void_p, c_void_p, POINTER(Report)]),
     "nestpipe_store_num_rows": (c_int64, [c_void_p, c_int64]),
     "nestpipe_store_num_bytes": (c_int64, [c_void_p]),
+    "nestpipe_store_chunks": (
+        c_int64,
+        [c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64],
+    ),
     "nestpipe_store_keys": (c_int64, [c_void_p, c_int64, c_void_p, c_int64]),
     "nestpipe_cluster": (c_int, [c_void_p, c_void_p]),
     "nestpipe_request": (c_int, [c_void_p, c_void_p]),

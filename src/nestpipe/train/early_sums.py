@@ -78,7 +78,7 @@ class EarlySums:
         number = self._bucket_of[parameter]
         if number < len(self._sums):
             raise RunError(
-                f"a parameter of shape {list(parameter.shape)} got a second gradient in one backward "
+                f"a parameter of shape {list(parameter.shape)} got a second gradient in a backward "
                 "pass, after its sum had left; let the model's checkpointing have "
                 "use_reentrant=False, or train with plan 'serial'"
             )

@@ -82,6 +82,8 @@ class RunConfig:
     """Keep rows in the native host store; off: in its plain twin, slow and readable."""
     in_place: bool = True
     """Remember where rows in flight live; on the host, use them there if possible."""
+    pin_rows: bool = True
+    """With a GPU: pin the rows in host memory, so that it reads and writes them itself."""
     timeout_s: float = DEFAULT_TIMEOUT_S
     """Seconds that a rank waits for its peers in one collective before it gives up."""
     eval_every: int = 0
@@ -124,6 +126,7 @@ class JobConfig:
             device=run.device,
             native=run.native,
             in_place=run.in_place,
+            pin_rows=run.pin_rows,
             pipeline=self.pipeline,
             rows=self.rows,
             dense=self.dense,

@@ -90,6 +90,9 @@ class TrainSettings:
     in_place: bool = True
     """Remember where rows of the batches in flight live, so that writing them needs no search; with
     one batch at a time on the host, use them right there. The result is the same, bit for bit."""
+    pin_rows: bool = True
+    """With a GPU and `in_place`: pin the rows in host memory, so that the GPU reads and writes them
+    there itself. The system cannot use that memory for anything else. The result is the same."""
     store_threads: int = 0
     """Threads of the host store; 0: as many as torch uses."""
     pipeline: PipelineSettings = field(default_factory=PipelineSettings)

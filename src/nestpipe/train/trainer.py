@@ -95,8 +95,8 @@ class Trainer:
         apart = self.device.type == "cuda" and self.comm.hosts_apart
         return with_sums_apart(with_keys_apart(plan)) if apart else plan
 
-    def make_tables(self, plan: Plan, *, in_place: bool = False) -> ShardedTables:
-        """The tables as ops of that plan see them."""
+    def make_tables(self, plan: Plan, *, training: bool = False) -> ShardedTables:
+        """The tables as ops of that plan see them; who only looks makes no rows."""
         return ShardedTables(
             self.groups,
             self.stores,
@@ -104,7 +104,8 @@ class Trainer:
             self.comm,
             plan.shape,
             self.device,
-            in_place=in_place,
+            in_place=training and self.settings.in_place,
+            pin=training and self.settings.pin_rows,
         )
 
     def fit(
@@ -146,7 +147,7 @@ class Trainer:
         )
         work = TrainingWork(
             model=self.model,
-            tables=self.make_tables(self.plan, in_place=self.settings.in_place),
+            tables=self.make_tables(self.plan, training=True),
             dense_optimizer=self.dense_optimizer,
             batches=iter(batches),
             empty=source.empty(),
@@ -186,6 +187,9 @@ class Trainer:
                 "samples_per_worker": self.settings.batch // self.comm.size,
             },
         )
+        if self.device.type == "cuda":
+            # The GPU may still write rows into host memory, where anybody may look for them now.
+            torch.cuda.synchronize(self.device)
         self.traffic.bytes_sent += self.comm.bytes_sent - sent
         # A run cut short, by a checkpoint or the end of the data, would tell less.
         self.trace = max(trace, self.trace, key=_num_batches)

@@ -500,3 +500,23 @@ _, status = os.waitpid(child, 0)
 assert same
 assert status == 0, status
 """
+
+
+def test_every_row_lies_in_a_known_piece_of_memory_and_pieces_are_only_added():
+    store = NativeStore(layout(tables=2, dim=16), threads=2)
+    width = store.layout.width * 4
+    seen: list[list[tuple[int, int]]] = [[], []]
+    for last in (1, 5_000, 400_000):
+        keys_K, counts = torch.arange(last), [last - last // 3, last // 3]
+        addresses = store.locate(keys_K, counts).addresses_K
+        for table, of_table in enumerate(torch.split(addresses, counts)):
+            pieces = store._chunks(table, 0)
+            assert pieces[: len(seen[table])] == seen[table]
+            assert store._chunks(table, len(pieces)) == []
+            seen[table] = pieces
+            starts = torch.tensor([start for start, _ in sorted(pieces)] or [0])
+            ends = torch.tensor([start + size for start, size in sorted(pieces)] or [0])
+            piece = torch.searchsorted(starts, of_table, right=True) - 1
+            assert bool((of_table + width <= ends[piece]).all())
+    assert len(seen[0]) > 1
+    store.close()

@@ -57,6 +57,11 @@ NESTPIPE_API int nestpipe_store_scatter(nestpipe::Store* store, const int64_t* k
 NESTPIPE_API int64_t nestpipe_store_num_rows(nestpipe::Store* store, int64_t table);
 NESTPIPE_API int64_t nestpipe_store_num_bytes(nestpipe::Store* store);
 
+// The pieces of memory that a table's rows live in, from number `first` on; later ones are added, none
+// ever goes. Writes at most `room` of them and returns how many there are in all.
+NESTPIPE_API int64_t nestpipe_store_chunks(nestpipe::Store* store, int64_t table, int64_t first,
+                                           void** memory, int64_t* bytes, int64_t room);
+
 // The keys of a table in any order; writes at most `room` of them and returns how many there are.
 NESTPIPE_API int64_t nestpipe_store_keys(nestpipe::Store* store, int64_t table, int64_t* keys,
                                          int64_t room);

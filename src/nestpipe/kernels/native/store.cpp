@@ -96,6 +96,18 @@ int64_t nestpipe_store_num_rows(Store* store, int64_t table) {
   return static_cast<int64_t>(store->tables[static_cast<size_t>(table)]->num_rows);
 }
 
+int64_t nestpipe_store_chunks(Store* store, int64_t table, int64_t first, void** memory,
+                              int64_t* bytes, int64_t room) {
+  const std::lock_guard<std::mutex> lock(store->writing);
+  const auto& chunks = store->tables[static_cast<size_t>(table)]->chunks();
+  const auto count = static_cast<int64_t>(chunks.size());
+  for (int64_t i = first; i < count && i - first < room; ++i) {
+    memory[i - first] = chunks[static_cast<size_t>(i)].memory;
+    bytes[i - first] = static_cast<int64_t>(chunks[static_cast<size_t>(i)].bytes);
+  }
+  return count;
+}
+
 int64_t nestpipe_store_num_bytes(Store* store) {
   const std::lock_guard<std::mutex> lock(store->writing);
   size_t total = sizeof(Store) + store->arena.num_bytes() + store->scratch.num_bytes();

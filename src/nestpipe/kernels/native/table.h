@@ -63,6 +63,8 @@ class Table {
     return chunk.memory + (row - chunk.first) * stride_;
   }
 
+  const std::vector<Chunk>& chunks() const { return chunks_; }
+
   size_t num_bytes() const {
     size_t total = kShards * sizeof(Shard) + chunks_.capacity() * sizeof(Chunk);
     for (const Chunk& chunk : chunks_) total += chunk.bytes;
