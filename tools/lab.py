@@ -178,7 +178,7 @@ def parser() -> argparse.ArgumentParser:
     add("--json", type=Path, metavar="FILE", help="write all figures, after each configuration")
     add("--plans", type=_words, default="nested", help="our plans; serial never counts as best")
     add("--forms", type=_words, default="new,whole", help="our forms of retrieval")
-    add("--micros", type=_numbers, default="8", help="our micro-batches")
+    add("--micros", type=_numbers, default="4", help="our micro-batches")
     add("--rounds", type=int, default=3, help="our timed rounds of each variant")
     add("--steps", type=int, default=12, help="steps on the clock, of both")
     add("--repeats", type=int, default=1, help="readings of TorchRec")

@@ -49,6 +49,8 @@ class PipelineCase:
     """hstu: attention heads, each `dim` / `heads` wide."""
     micros: int = 8
     """Micro-batches of a batch."""
+    ends: float = 1.0
+    """Size of the first and the last micro-batch over that of the others."""
     distinct: int = 8
     """Different batches, drawn before the clock starts and then repeated."""
     steps: int = 24
@@ -67,6 +69,7 @@ class PipelineCase:
         ):
             positive(field, getattr(self, field))
         fraction("hot", self.hot)
+        positive("ends", self.ends)
         not_negative("steps", self.steps)
         if self.steps < 8:
             raise ConfigError(f"steps is {self.steps}; give at least 8, for a steady state")
@@ -97,6 +100,8 @@ def lab(name: str, *, ranks: int, rows: int, blocks: int, width: int) -> Pipelin
         full=True,
         width=width,
         blocks=blocks,
+        micros=4,
+        ends=0.5,
         distinct=WARM_STEPS + TIMED_STEPS + LAST_STEPS,  # as many as that script draws
         steps=WARM_STEPS + TIMED_STEPS + LAST_STEPS,
         plans="serial,nested",

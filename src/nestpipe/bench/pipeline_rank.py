@@ -36,7 +36,7 @@ from nestpipe.schedule import Lane, Op
 from nestpipe.sim import figures
 from nestpipe.trace import Span, Trace, write_chrome
 from nestpipe.trace.span import Fact
-from nestpipe.train.settings import DenseSettings, RowSettings, TrainSettings
+from nestpipe.train.settings import DenseSettings, PipelineSettings, RowSettings, TrainSettings
 from nestpipe.train.trainer import Trainer
 
 CALIBRATION_PASSES = (1, 9)
@@ -83,6 +83,7 @@ class Rounds:
             device=case.device,
             rows=RowSettings(optimizer="rowwise_adagrad"),
             dense=DenseSettings(optimizer="sgd"),
+            pipeline=PipelineSettings(ends=case.ends),
         )
         self.case = case
         self.comm = comm
@@ -181,8 +182,7 @@ def main() -> None:
     """One rank of the benchmark."""
     folder = Path(sys.argv[1])
     case, variants = read_task(folder)
-    if case.device == "cpu":
-        torch.set_num_threads(1)
+    torch.set_num_threads(1)
     try:
         with closing(_connect(case)) as comm:
             measure(case, variants, comm, folder)

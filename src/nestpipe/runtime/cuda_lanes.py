@@ -64,6 +64,9 @@ class StreamPlace:
 
     def entered(self) -> AbstractContextManager[object]:
         """The stream is the thread's current one; autograd's backward follows its forward there."""
+        # Else each lane gets a team of threads for its small operations on the host, which spin
+        # between them: with four ranks on 16 cores they took most of the machine.
+        torch.set_num_threads(1)
         return self.current(self.stream)
 
     def wait_for(self, marks: Sequence[Mark]) -> None:
