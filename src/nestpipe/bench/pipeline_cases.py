@@ -113,14 +113,14 @@ CASES = {
     for case in (
         PipelineCase(
             name="network",
-            rate="115mbit",
+            rate="100mbit",
             batch=256,
             keys=32,
             dim=256,
             passes=12,
             micros=16,
             steps=10,
-            rounds=2,
+            rounds=3,
         ),
         PipelineCase(
             name="paper",
