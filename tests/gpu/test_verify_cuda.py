@@ -59,14 +59,14 @@ def case_number(n: int) -> Case:
     places = {
         "retrieval": turn + n // 16,
         "exchange": n // 3 + turn,
-        "optimizer": n + turn,
+        "optimizer": n - turn,
         "dense": n // 2 + turn,
         "pin_rows": n // 4 + turn // 2,
     }
     return {axis: values[places.get(axis, n) % len(values)] for axis, values in AXES.items()}
 
 
-ON_ONE_RANK = [case_number(n) for n in range(40)]
+ON_ONE_RANK = [case_number(n) for n in range(52)]
 ON_RANKS = ON_ONE_RANK[:15]
 STALE: Case = {
     "plan": "stale_prefetch",

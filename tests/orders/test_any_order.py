@@ -10,6 +10,7 @@ from nestpipe.schedule import (
     PLANS,
     Exchange,
     Interpreter,
+    Merge,
     Outcome,
     Plan,
     PlanOptions,
@@ -136,6 +137,21 @@ def test_any_legal_order_matches_serial_on_groups_with_replicas(
     serial = interpreter("serial", PlanOptions(micros=2, mirror_every=mirror_every))
     data = random_data(2, ranks=4, groups=2)
     assert seeds_that_end_elsewhere(interpreter(name, options), serial, data, 100) == {}
+
+
+@every_exact_plan
+@pytest.mark.parametrize("apart", [False, True])
+def test_any_legal_order_matches_serial_on_groups_that_sum_gradients(
+    name: str, retrieval: Retrieval, apart: bool
+) -> None:
+    exact = {"micros": 2, "mirror_every": 1, "merge": Merge.EXACT}
+    made = plan(name, PlanOptions(retrieval=retrieval, **exact))
+    schedule = (with_sums_apart(with_keys_apart(made)) if apart else made).schedule(BATCHES)
+    check(schedule)
+    assert from_text(to_text(schedule)) == schedule
+    serial = interpreter("serial", PlanOptions(**exact))
+    data = random_data(2, ranks=4, groups=2)
+    assert seeds_that_end_elsewhere(Interpreter(schedule), serial, data, 100) == {}
 
 
 def uneven(seed: int) -> ToyData:

@@ -16,6 +16,7 @@ from nestpipe.schedule import (
     PLANS,
     Exchange,
     Interpreter,
+    Merge,
     Op,
     Outcome,
     PlanOptions,
@@ -53,6 +54,7 @@ class Case:
         o = self.options
         facts = [self.name, str(o.retrieval), f"micros {o.micros}", f"stages {o.stages}"]
         facts += ["window exchange"] if o.exchange is Exchange.WINDOW else []
+        facts += ["exact groups"] if o.merge is Merge.EXACT else []
         return ", ".join([*facts, f"mirror every {o.mirror_every}"] if o.mirror_every else facts)
 
     @property
@@ -81,6 +83,8 @@ def cases() -> Iterator[Case]:
             for micros in (8, 4, 2, 1):
                 yield Case(name, PlanOptions(micros=micros, retrieval=retrieval))
             yield Case(name, PlanOptions(micros=2, retrieval=retrieval, mirror_every=2))
+            exact = PlanOptions(micros=2, retrieval=retrieval, mirror_every=1, merge=Merge.EXACT)
+            yield Case(name, exact)
             if name not in ("serial", "frozen_window"):  # their lookup has one stage in any case
                 for stages in (1, 2, 3):
                     yield Case(name, PlanOptions(micros=2, retrieval=retrieval, stages=stages))

@@ -92,8 +92,21 @@ KEYS: Mapping[str, Callable[[int], Batch]] = {
     "all shared": lambda b: _one_batch(b, 0, 40, lists_seed=0),
     "growing": lambda b: _one_batch(b, 0, 10 + 15 * b),
     "empty on some ranks": lambda b: _one_batch(b, 0, 40),
+    "each rank its own": lambda b: _one_batch(b, 0, 40),
 }
 """How the keys of neighbouring batches meet: batch b of each kind of data."""
+
+
+def _own_keys(batch: Batch, rank: int) -> Batch:
+    """The same with keys of which most are this rank's alone."""
+    sparse = {
+        name: Jagged(
+            torch.where(keys.values % 3 == 0, keys.values, keys.values + 10**7 * (rank + 1)),
+            keys.lengths,
+        )
+        for name, keys in batch.sparse.items()
+    }
+    return Batch(batch.size, batch.dense, sparse)
 
 
 @dataclass(frozen=True)
@@ -126,7 +139,8 @@ class Samples:
         if rank not in members:
             return batch.empty()
         place, parts = members.index(rank), len(members)
-        return batch.slice(batch.size * place // parts, batch.size * (place + 1) // parts)
+        part = batch.slice(batch.size * place // parts, batch.size * (place + 1) // parts)
+        return _own_keys(part, rank) if self.keys == "each rank its own" else part
 
     def num_rows(self) -> int:
         """Different rows that training touches, counted the plain way."""
@@ -144,7 +158,9 @@ class World:
     dtype: str = "float32"
     optimizer: str = "rowwise_adagrad"
     dense: str = "adam"
+    dense_lr: float = 0.01
     in_place: bool = True
+    parallel: Mapping[str, object] = field(default_factory=dict[str, object])
     model: Model = field(default_factory=Model)
     """Made here, not in the threads of the ranks, which share one random state."""
 
@@ -164,8 +180,9 @@ class World:
             "seed": 3,
             "store_threads": 1,
             "in_place": self.in_place,
+            "parallel": self.parallel,
             "rows": {"optimizer": self.optimizer, "lr": 0.05, "eps": 1e-6},
-            "dense": {"optimizer": self.dense, "lr": 0.01},
+            "dense": {"optimizer": self.dense, "lr": self.dense_lr},
         }
         settings = replace(build(TrainSettings, given), pipeline=pipeline)
         return Trainer(deepcopy(self.model), tables(self.dtype), settings, comm, around=around)

@@ -62,7 +62,7 @@ def sharing_of(case: PipelineCase, *, hosts: bool) -> Sharing:
     """What the ranks of a run compute with, and have to share."""
     everyone = (0,) * case.ranks
     if case.device == "cuda":
-        return Sharing(everyone, frozenset({Lane.COMPUTE, Lane.ROUTE}))
+        return Sharing(everyone, frozenset({Lane.COMPUTE}))  # routing is done in host memory
     off_network = frozenset(Lane) - {Lane.NET}
     cores = len(os.sched_getaffinity(0))
     if hosts:  # each has one core, as `launch_on_hosts` gives them out

@@ -8,7 +8,16 @@ from typing import Literal
 
 from nestpipe.config import fraction, not_negative, positive
 from nestpipe.errors import ConfigError
-from nestpipe.schedule import PLANS, Plan, PlanOptions, Retrieval, plan
+from nestpipe.schedule import (
+    PLANS,
+    Exchange,
+    Plan,
+    PlanOptions,
+    Retrieval,
+    plan,
+    with_keys_apart,
+    with_sums_apart,
+)
 
 EXACT_PLANS = ("serial", "sparse_dist", "dual_buffer", "frozen_window", "nested")
 """What is compared unless told otherwise: every plan that is never stale."""
@@ -175,14 +184,27 @@ class Variant:
     plan: str
     retrieval: str
     micros: int
+    exchange: str = "micro"
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """What tells it apart; the exchange only where it is not the usual one."""
+        usual = self.exchange == Exchange.MICRO
+        return (self.plan, self.retrieval, str(self.micros), *(() if usual else (self.exchange,)))
 
     @property
     def name(self) -> str:
-        return f"{self.plan}-{self.retrieval}-{self.micros}"
+        return "-".join(self.words)
 
-    def make_plan(self) -> Plan:
-        options = PlanOptions(micros=self.micros, retrieval=Retrieval(self.retrieval))
-        return plan(self.plan, options)
+    def make_plan(self, device: str = "cpu") -> Plan:
+        """Its plan, as `Trainer.placed` has it on that device."""
+        options = PlanOptions(
+            micros=self.micros,
+            retrieval=Retrieval(self.retrieval),
+            exchange=Exchange(self.exchange),
+        )
+        made = plan(self.plan, options)
+        return with_sums_apart(with_keys_apart(made)) if device == "cuda" else made
 
 
 def case_of(name: str) -> PipelineCase:
@@ -192,34 +214,49 @@ def case_of(name: str) -> PipelineCase:
     return CASES[name]
 
 
-def check_names(plans: Iterable[str], forms: Iterable[str]) -> None:
-    """Refuse plans and forms of retrieval that do not exist."""
+def check_names(
+    plans: Iterable[str], forms: Iterable[str], exchanges: Iterable[str] = ("micro",)
+) -> None:
+    """Refuse plans and forms of retrieval and exchange that do not exist."""
     for name in plans:
         if name not in PLANS:
             raise ConfigError(f"unknown plan {name!r}; the plans are {', '.join(PLANS)}")
     for form in forms:
         if form not in list(Retrieval):
             raise ConfigError(f"unknown retrieval {form!r}; use {' or '.join(Retrieval)}")
+    for exchange in exchanges:
+        if exchange not in list(Exchange):
+            raise ConfigError(f"unknown exchange {exchange!r}; use {' or '.join(Exchange)}")
 
 
 def variants_of(
-    case: PipelineCase, plans: tuple[str, ...], forms: tuple[str, ...]
+    case: PipelineCase,
+    plans: tuple[str, ...],
+    forms: tuple[str, ...],
+    exchanges: tuple[str, ...] = ("micro",),
 ) -> list[Variant]:
-    """The runs to compare: each plan in each form of retrieval.
+    """The runs to compare: each plan in each form of retrieval and of exchange.
 
-    `serial` is always among them, in both forms: it is what the others are measured against, and
-    what their steps are predicted from. It also runs without micro-batches, which it has no use
-    for, so that the comparison is with the best of it.
+    `serial` is always among them, in both forms of retrieval and with every exchange: it is what
+    the others are measured against, and what their steps are predicted from. It also runs without
+    micro-batches, which it has no use for, so that the comparison is with the best of it.
     """
-    check_names(plans, forms)
+    check_names(plans, forms, exchanges)
+    if case.micros == 1 and Exchange.WINDOW in exchanges:
+        raise ConfigError(
+            "exchange is 'window' and micros 1: one micro-batch has nobody to share rows with; "
+            "set more micros or use micro"
+        )
     whole_only = {"stale_prefetch"}
+    ways = list(dict.fromkeys(exchanges))
     others = [
-        Variant(name, form, case.micros)
+        Variant(name, form, case.micros, exchange)
         for name in dict.fromkeys(plans)
         if name != "serial"
         for form in dict.fromkeys(forms)
         if form == "whole" or name not in whole_only
+        for exchange in ways
     ]
-    serial = [Variant("serial", form, case.micros) for form in Retrieval]
+    serial = [Variant("serial", form, case.micros, way) for way in ways for form in Retrieval]
     unsplit = [Variant("serial", form, 1) for form in Retrieval] if case.micros > 1 else []
     return [*unsplit, *serial, *others]

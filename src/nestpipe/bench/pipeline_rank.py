@@ -34,8 +34,10 @@ from nestpipe.runtime import Lanes, Spans, lanes_for
 from nestpipe.runtime.lanes import Act
 from nestpipe.schedule import Lane, Op
 from nestpipe.sim import figures
+from nestpipe.sim.serial_costs import BUCKETS
 from nestpipe.trace import Span, Trace, write_chrome
 from nestpipe.trace.span import Fact
+from nestpipe.train.early_sums import buckets_of
 from nestpipe.train.settings import DenseSettings, PipelineSettings, RowSettings, TrainSettings
 from nestpipe.train.trainer import Trainer
 
@@ -100,7 +102,12 @@ class Rounds:
         trainer.spans, trainer.trace = self._clock, Trace(())
         self.comm.barrier()
         trainer.fit(self.source, epochs=trainer.progress.epoch + 1)  # type: ignore[arg-type]
-        facts = {**trainer.trace.facts, NET_CPU: self._clock.net_cpu_ms}
+        parameters = trainer.model.parameters()
+        facts = {
+            **trainer.trace.facts,
+            NET_CPU: self._clock.net_cpu_ms,
+            BUCKETS: len(buckets_of([p for p in parameters if p.requires_grad])),
+        }
         return Trace(_shifted(trainer.trace.spans, self._clock.began_ms), facts)
 
     def set_passes(self, passes: int) -> None:

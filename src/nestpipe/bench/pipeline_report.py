@@ -13,7 +13,7 @@ from nestpipe.bench.pipeline_files import NET_CPU
 from nestpipe.schedule import Kind
 from nestpipe.sim.report import EXCHANGE_KINDS, LOOKUP_KINDS
 from nestpipe.sim.serial_costs import SerialRuns
-from nestpipe.sim.sharing import Sharing
+from nestpipe.sim.sharing import COLLECTIVES, Sharing
 from nestpipe.trace import IDLE, LANES, Span, Trace, exposure, lane_busy
 
 NET = "net"
@@ -40,7 +40,7 @@ class VariantReport:
     busy_ms: Mapping[str, float]
     """Busy time by lane; a collective is busy from its last start on any rank to its last end."""
     ratio: float
-    """Step of `serial` in the same form and with the same micro-batches over this step."""
+    """Step of `serial` in the same form, with the same micro-batches and exchange, over this."""
     ratio_best: float
     """Step of the fastest `serial` over this step."""
     predicted_ms: float | None
@@ -65,6 +65,7 @@ class VariantReport:
             "plan": self.variant.plan,
             "retrieval": self.variant.retrieval,
             "micros": self.variant.micros,
+            "exchange": self.variant.exchange,
             "step_ms": self.step_ms,
             "samples_per_s": self.samples_per_s,
             "ratio": self.ratio,
@@ -89,10 +90,14 @@ class PointReport:
     variants: tuple[VariantReport, ...]
 
     def serial(self, retrieval: str = "whole") -> VariantReport:
-        """The reference: as many micro-batches as the others."""
+        """The reference: as many micro-batches as the others, the first of their exchanges."""
         micros = max(seen.variant.micros for seen in self.variants)
-        wanted = Variant("serial", retrieval, micros)
-        return next(seen for seen in self.variants if seen.variant == wanted)
+        wanted = ("serial", retrieval, micros)
+        return next(
+            seen
+            for seen in self.variants
+            if (seen.variant.plan, seen.variant.retrieval, seen.variant.micros) == wanted
+        )
 
     @property
     def shares(self) -> dict[str, float]:
@@ -153,18 +158,27 @@ def report(
 def without_waiting(trace: Trace) -> Trace:
     """The same trace, in which a collective begins when its last member comes."""
     last = _last_starts(trace)
-    return _with_net(trace, lambda s: replace(s, start=min(s.end, last[s.name])))
+    return _changed(
+        trace,
+        lambda s: s.kind in COLLECTIVES,
+        lambda s: replace(s, start=min(s.end, last[s.name])),
+    )
 
 
 def network_in_use(trace: Trace) -> Trace:
-    """The same trace, in which a collective lasts, for all, until its last member has ended.
+    """The same trace, in which the network lane's ops last until their last member has ended.
 
-    The network does one collective at a time: a rank that is done early finds it in use.
+    It does one collective at a time: a rank that is done early finds it in use. Collectives on
+    other lanes hold up nobody else's.
     """
     last, ends = _last_starts(trace), defaultdict[str, float](float)
     for span in trace.spans:
         ends[span.name] = max(ends[span.name], span.end)
-    return _with_net(trace, lambda s: replace(s, start=last[s.name], end=ends[s.name]))
+    return _changed(
+        without_waiting(trace),
+        lambda s: s.lane == NET,
+        lambda s: replace(s, start=last[s.name], end=ends[s.name]),
+    )
 
 
 def _last_starts(trace: Trace) -> dict[str, float]:
@@ -174,8 +188,8 @@ def _last_starts(trace: Trace) -> dict[str, float]:
     return last
 
 
-def _with_net(trace: Trace, change: Callable[[Span], Span]) -> Trace:
-    spans = (change(span) if span.lane == NET else span for span in trace.spans)
+def _changed(trace: Trace, which: Callable[[Span], bool], change: Callable[[Span], Span]) -> Trace:
+    spans = (change(span) if which(span) else span for span in trace.spans)
     return Trace(tuple(spans), trace.facts)
 
 
@@ -236,15 +250,20 @@ def _mean(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def _predict(
     case: PipelineCase, sharing: Sharing, rounds: Mapping[Variant, Sequence[Trace]]
 ) -> dict[Variant, float]:
-    """The step of every variant, from the traces of `serial` with as many micro-batches."""
-    whole, new = (Variant("serial", form, case.micros) for form in ("whole", "new"))
-    draw = collective_draw(rounds[whole]) if case.device == "cpu" else 0.0
-    runs = SerialRuns(rounds[whole], rounds[new], replace(sharing, collective_draw=draw))
-    return {
-        variant: median(step_times(runs.predict(variant.make_plan(), batches=PREDICTED_BATCHES)))
-        for variant in rounds
-        if variant.micros == case.micros
-    }
+    """The step of every variant, from `serial` with its micro-batches and its exchange."""
+    split = [variant for variant in rounds if variant.micros == case.micros]
+    predicted: dict[Variant, float] = {}
+    for exchange in dict.fromkeys(variant.exchange for variant in split):
+        whole, new = (
+            rounds[Variant("serial", form, case.micros, exchange)] for form in ("whole", "new")
+        )
+        draw = collective_draw(whole) if case.device == "cpu" else 0.0
+        runs = SerialRuns(whole, new, replace(sharing, collective_draw=draw))
+        for variant in split:
+            if variant.exchange == exchange:
+                made = runs.predict(variant.make_plan(case.device), batches=PREDICTED_BATCHES)
+                predicted[variant] = median(step_times(made))
+    return predicted
 
 
 def collective_draw(serial: Sequence[Trace]) -> float:
@@ -254,6 +273,6 @@ def collective_draw(serial: Sequence[Trace]) -> float:
         span.duration
         for trace in serial
         for span in without_waiting(trace).of_rank(0)
-        if span.lane == NET
+        if span.kind in COLLECTIVES
     )
     return min(1.0, used / ran) if ran else 0.0

@@ -41,6 +41,9 @@ def bench_pipeline(
     retrieval: Annotated[
         str, typer.Option(help="Forms of retrieval to run them in, separated by commas.")
     ] = "whole,new",
+    exchange: Annotated[
+        str, typer.Option(help="Forms of exchange, micro or window, separated by commas.")
+    ] = "micro",
     hosts: Annotated[
         bool, typer.Option("--hosts", help="Ranks as hosts with shaped links; needs root.")
     ] = False,
@@ -61,6 +64,8 @@ def bench_pipeline(
     Beside each measured step stands the one that the simulator predicts from `serial` alone.
 
     Example: nestpipe bench pipeline --hosts --rate 150mbit --json out/pipeline.json
+
+    Example: nestpipe bench pipeline --plans nested --retrieval new --exchange micro,window
     """
     from nestpipe.bench.pipeline import run_pipeline
     from nestpipe.bench.pipeline_cases import variants_of
@@ -72,6 +77,7 @@ def bench_pipeline(
         chosen,
         tuple((plans or chosen.plans).split(",")),
         tuple(retrieval.split(",")),
+        tuple(exchange.split(",")),
     )
     with _folder(traces) as folder:
         points = run_pipeline(chosen, variants, Path(folder), hosts=hosts)
@@ -124,8 +130,9 @@ def _table(case: PipelineCase, point: PointReport) -> Table:
     table = Table(
         title=f"{case.name}: {case.ranks} ranks of {case.batch} samples ({case.device})",
         caption=f"ms per step. Of the serial step: {shares}. x: gain over serial in the same form "
-        "with as many micro-batches, and over the best serial. Efficiency: busy time of the "
-        "busiest lane over the step. Predicted: by the simulator, from the traces of serial.",
+        "with as many micro-batches and the same exchange, and over the best serial. "
+        "Efficiency: busy time of the busiest lane over the step. Predicted: by the simulator, "
+        "from the traces of serial.",
         box=SIMPLE_HEAD,
         padding=(0, 0, 0, 1),
     )
@@ -140,7 +147,7 @@ def _table(case: PipelineCase, point: PointReport) -> Table:
 def _cells(seen: VariantReport) -> list[str]:
     variant, error = seen.variant, seen.error
     return [
-        f"{variant.plan} {variant.retrieval} {variant.micros}",
+        " ".join(variant.words),
         _ms(seen.step_ms),
         f"{seen.ratio:.2f}",
         f"{seen.ratio_best:.2f}",
@@ -162,7 +169,7 @@ def _curve(points: Sequence[PointReport]) -> Table:
     table = Table(title="gain over the best serial", caption="by (lookup + exchange) / compute")
     table.add_column("ratio", justify="right")
     for variant in names:
-        table.add_column(f"{variant.plan} {variant.retrieval}", justify="right")
+        table.add_column(" ".join(variant.words), justify="right")
     for point in points:
         gains = {seen.variant: seen.ratio_best for seen in point.variants}
         table.add_row(

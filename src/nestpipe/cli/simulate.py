@@ -8,27 +8,31 @@ from typing import Annotated
 
 import typer
 
-from nestpipe.cli.options import (
-    JsonFile,
-    Micros,
-    MirrorEvery,
-    RetrievalForm,
-    Stages,
-    plan_options,
-)
+from nestpipe.cli.options import ExchangeForm, JsonFile, Micros, RetrievalForm, Stages
 from nestpipe.cli.output import STDOUT, console, progress_bar, write_json, write_text
-from nestpipe.cli.tables import curve_table, paper_table, print_unreconciled
+from nestpipe.cli.tables import (
+    curve_table,
+    groups_answer,
+    groups_table,
+    paper_table,
+    print_2d,
+    print_unreconciled,
+)
 from nestpipe.config import build, override, read
 from nestpipe.errors import ConfigError
-from nestpipe.schedule import PLANS, Plan, Retrieval, plan
+from nestpipe.schedule import PLANS, Exchange, Merge, Plan, PlanOptions, Retrieval
 from nestpipe.sim import (
     Cluster,
     FittedCosts,
+    Layout,
     Scale,
     chart,
+    choice_as_json,
+    choose_groups,
     costs,
     curve_as_json,
     fit,
+    paper_choices,
     paper_cluster,
     paper_rows,
     replay,
@@ -36,12 +40,18 @@ from nestpipe.sim import (
     scaling_curve,
     shards_of,
     to_toml,
+    usual_groups,
 )
+from nestpipe.sim.groups import plan_for
 from nestpipe.sim.paper import SYSTEMS
 from nestpipe.sim.published import SCALES
+from nestpipe.sim.report import whole_intervals
 from nestpipe.trace import read_chrome, write_chrome
 
 MOST_WORKERS = 100_000
+MOST_BETWEEN = 1000
+"""Batches between two merges; all of them are replayed."""
+AUTO = "auto"
 
 simulate_app = typer.Typer(rich_markup_mode=None)
 
@@ -58,10 +68,25 @@ def simulate(
     micros: Micros = 8,
     retrieval: RetrievalForm = Retrieval.WHOLE,
     stages: Stages = 4,
+    exchange: ExchangeForm = Exchange.MICRO,
     groups: Annotated[
-        int, typer.Option(help="Groups of workers with a copy of the tables each (2D).")
+        str,
+        typer.Option(
+            help="Groups of workers with a copy of the tables each (2D); several numbers, or auto: "
+            "which is best."
+        ),
+    ] = "1",
+    merge_every: Annotated[
+        int, typer.Option(help="Groups merge their copies every so many batches; 0: never.")
     ] = 1,
-    mirror_every: MirrorEvery = 0,
+    merge: Annotated[
+        Merge,
+        typer.Option(help="What they merge: touched rows, averaged, or every batch's gradients."),
+    ] = Merge.AVERAGED,
+    layout: Annotated[
+        Layout,
+        typer.Option(help="Neighbours in a node: replicas of a shard, or shards of a group."),
+    ] = Layout.AUTO,
     batches: Annotated[int, typer.Option(help="Batches to replay, at least 12.")] = 40,
     hardware: Annotated[
         Path | None,
@@ -89,6 +114,10 @@ def simulate(
 
     Example: nestpipe simulate --plan nested --micros 8 --workers 128,512,1536 --svg scaling.svg
 
+    Example: nestpipe simulate --groups auto --workers 1536,4096 --merge-every 4
+
+    Example: nestpipe simulate --exchange window --set workload.split_growth=0.1
+
     Example: nestpipe simulate paper
     """
     if context.invoked_subcommand is not None:
@@ -97,12 +126,41 @@ def simulate(
     if print_hardware:
         write_text(STDOUT, to_toml(cluster))
         return
-    chosen = plan(plan_name, plan_options(micros, retrieval, stages, mirror_every))
-    scales = _scales(workers, groups)
+    if not 0 <= merge_every <= MOST_BETWEEN:
+        raise ConfigError(
+            f"merge-every is {merge_every}; give a number of batches from 0 to {MOST_BETWEEN:,}"
+        )
+    if merge is Merge.EXACT and merge_every != 1:
+        raise ConfigError(
+            f"merge-every is {merge_every} and the copies are exact, so they merge in every batch; "
+            "use --merge-every 1 or --merge averaged"
+        )
+    options = PlanOptions(
+        micros=micros,
+        retrieval=retrieval,
+        stages=stages,
+        exchange=exchange,
+        mirror_every=merge_every,
+        merge=merge,
+    )
+    plan_for(plan_name, options, 1)  # refuses what cannot be, before anything is read
+    numbers = _numbers("workers", workers, MOST_WORKERS)
     if batches < 12:
         raise ConfigError(f"{batches} batches have no steady state; replay at least 12")
     fitted = fit([read_chrome(path) for path in from_trace]) if from_trace else None
-    with progress_bar("simulating", batches * len(scales)) as advance:
+    choices = _choices(groups, numbers)
+    if choices is not None:
+        if svg is not None or trace is not None:
+            raise ConfigError(
+                f"groups is {groups!r}, and a drawing or a trace is of one number; give one number "
+                "of groups or drop --svg and --trace"
+            )
+        _choose(plan_name, options, cluster, choices, layout, batches, fitted, json)
+        return
+    scales = [Scale(number, int(groups), layout) for number in numbers]
+    chosen = plan_for(plan_name, options, int(groups))
+    of_each = whole_intervals(batches, chosen.shape.mirror_every)
+    with progress_bar("simulating", of_each * len(scales)) as advance:
         points = scaling_curve(
             chosen, cluster, scales, batches=batches, fitted=fitted, progress=advance
         )
@@ -124,15 +182,20 @@ def simulate(
 def paper(json: JsonFile = None) -> None:
     """Simulate the published table (128 to 1,536 workers) beside the published figures.
 
+    The same systems at 4,096 workers follow, with the curves extended.
+
     Example: nestpipe simulate paper --json table.json
     """
-    with progress_bar("simulating", len(SYSTEMS) * len(SCALES)) as advance:
+    with progress_bar("simulating", len(SYSTEMS) * (len(SCALES) + 1)) as advance:
         rows = paper_rows(progress=advance)
+    with progress_bar("comparing groups", None) as advance:
+        choices = paper_choices(progress=advance)
     if json is not None:
-        write_json(json, rows_as_json(rows))
+        write_json(json, rows_as_json(rows, choices))
     if json != STDOUT:
         terminal = console()
         terminal.print(paper_table(rows))
+        print_2d(terminal, rows, choices)
         print_unreconciled(terminal)
 
 
@@ -141,17 +204,69 @@ def _cluster(hardware: Path | None, settings: list[str]) -> Cluster:
     return build(Cluster, override(given, settings))
 
 
-def _scales(text: str, groups: int) -> list[Scale]:
-    scales: list[Scale] = []
-    for word in text.split(","):
-        if not word.strip().isdecimal() or not 1 <= int(word) <= MOST_WORKERS:
+def _numbers(name: str, text: str, most: int) -> list[int]:
+    words = [word.strip() for word in text.split(",")]
+    for word in words:
+        if not word.isdecimal() or not 1 <= int(word) <= most:
             raise ConfigError(
-                f"workers cannot be {word.strip()!r}; "
-                f"give whole numbers from 1 to {MOST_WORKERS:,}, separated by commas"
+                f"{name} cannot be {word!r}; "
+                f"give whole numbers from 1 to {most:,}, separated by commas"
             )
-        shards_of(int(word), groups)
-        scales.append(Scale(int(word), groups))
-    return scales
+    return [int(word) for word in words]
+
+
+def _choices(text: str, workers: list[int]) -> dict[int, list[int]] | None:
+    """The numbers of groups to compare for each number of workers; None where there is but one."""
+    if text.strip() == AUTO:
+        return {number: usual_groups(number) for number in workers}
+    groups = _numbers("groups", text, MOST_WORKERS)
+    for number in workers:
+        for count in groups:
+            shards_of(number, count)
+    return dict.fromkeys(workers, groups) if len(groups) > 1 else None
+
+
+def _choose(
+    plan_name: str,
+    options: PlanOptions,
+    cluster: Cluster,
+    choices: dict[int, list[int]],
+    layout: Layout,
+    batches: int,
+    fitted: FittedCosts | None,
+    json: str | None,
+) -> None:
+    """Compare numbers of groups, and say which is best."""
+    replicated = sum(len([m for m in groups if m > 1]) for groups in choices.values())
+    alone = len(choices) + sum(groups.count(1) for groups in choices.values())
+    longer = whole_intervals(batches, options.mirror_every)
+    with progress_bar("simulating", batches * alone + longer * replicated) as advance:
+        found = [
+            choose_groups(
+                *(plan_name, options, cluster, workers, groups),
+                layout=layout,
+                batches=batches,
+                fitted=fitted,
+                progress=advance,
+            )
+            for workers, groups in choices.items()
+        ]
+    if json is not None:
+        value: dict[str, object] = {
+            "choices": [choice_as_json(choice) for choice in found],
+            "hardware": asdict(cluster),
+        }
+        write_json(json, value | ({"fitted": _fitted_as_json(fitted)} if fitted else {}))
+    if json == STDOUT:
+        return
+    terminal = console()
+    for choice in found:
+        terminal.print(groups_table(choice, plan_name, options))
+        terminal.print(groups_answer(choice, cluster.workload), markup=False)
+    if fitted is not None:
+        scales = [Scale(c.workers, row.groups) for c in found for row in c.rows]
+        most = max(scale.groups for scale in scales)
+        terminal.print(_fit_note(fitted, plan_for(plan_name, options, most), scales))
 
 
 def _write_trace(

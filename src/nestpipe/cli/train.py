@@ -68,6 +68,8 @@ def train(
     comm = communicator(job_config)
     job = prepare(job_config, comm, resume)
     total = total_steps(job)
+    if comm.rank == 0 and job.trainer.mesh.groups > 1 and json != STDOUT:
+        console().print(job.trainer.mesh.reason, markup=False, soft_wrap=True)
     with _progress(total, job.trainer.progress.step, comm.rank) as tell:
         outcome = train_job(job, tell)
     if comm.rank == 0:

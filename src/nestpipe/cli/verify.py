@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -23,6 +23,7 @@ from nestpipe.cli.output import STDOUT, console, progress_bar, write_json
 
 if TYPE_CHECKING:
     from nestpipe.train.job import JobConfig
+    from nestpipe.train.one_dimension import Agreement
     from nestpipe.train.verify import Verdict
 
 DEFAULT_PLAN = "nested"
@@ -39,6 +40,13 @@ def verify(
         str | None,
         typer.Option(help=f"Left out: the config's, or {DEFAULT_PLAN} where that is serial."),
     ] = None,
+    one_dimension: Annotated[
+        bool,
+        typer.Option(
+            "--one-dimension",
+            help="Compare exact groups with serial in one dimension instead, but for rounding.",
+        ),
+    ] = False,
     json: JsonFile = None,
 ) -> None:
     """Prove that a plan changes no bit: train with serial and with the plan, compare everything.
@@ -49,22 +57,31 @@ def verify(
     Example: nestpipe verify --steps 20 --ranks 2 --set pipeline.micro_batches=4
 
     Example: nestpipe verify config.toml --plan dual_buffer --json -
+
+    Example: nestpipe verify --ranks 4 --set parallel.groups=2 --one-dimension
     """
     job_config = _chosen(read_job(config, [*(settings or []), *_overrides(steps, plan)]), plan)
     if starts_ranks(ranks):
         raise typer.Exit(launch_ranks(ranks))
     quieten()
     from nestpipe.train.loop import communicator
+    from nestpipe.train.one_dimension import verify_one_dimension
     from nestpipe.train.verify import verify_job
 
     comm = communicator(job_config)
-    verdict = verify_job(job_config, comm, _watch if comm.rank == 0 else _look_away)
+    watch = _watch if comm.rank == 0 else _look_away
+    if one_dimension:
+        found = verify_one_dimension(job_config, comm, watch)
+        proven, figures, lines = found.agrees, found.figures(), agreement_sentences(found)
+    else:
+        verdict = verify_job(job_config, comm, watch)
+        proven, figures, lines = verdict.identical, verdict.figures(), sentences(verdict)
     if comm.rank == 0:
-        _show(verdict, json)
+        _show(figures, lines, json)
     # A launcher stops all ranks once one has ended with 1: the result is out before any does.
     comm.barrier()
     comm.close()
-    if not verdict.identical:
+    if not proven:
         raise typer.Exit(1)
 
 
@@ -90,11 +107,11 @@ def _look_away(name: str, total: int | None) -> AbstractContextManager[Callable[
     return nullcontext(lambda report: None)
 
 
-def _show(verdict: Verdict, json: str | None) -> None:
+def _show(figures: dict[str, Any], lines: list[str], json: str | None) -> None:
     if json is not None:
-        write_json(json, verdict.figures())
+        write_json(json, figures)
     if json != STDOUT:
-        for line in sentences(verdict):
+        for line in lines:
             console().print(line, markup=False, soft_wrap=True)
 
 
@@ -115,6 +132,20 @@ def sentences(verdict: Verdict) -> list[str]:
         compared,
         f"first difference: {verdict.first_difference}",
         _extent(verdict),
+    ]
+
+
+def agreement_sentences(found: Agreement) -> list[str]:
+    """How exact groups compare with one dimension, for people."""
+    verdict = "the same but for rounding" if found.agrees else "different"
+    replicas = "identical" if found.replicas_identical else "not identical"
+    return [
+        f"{verdict}: {_count(found.groups, 'group')} and one dimension, "
+        f"{_count(found.steps, 'step')} on {_count(found.ranks, 'rank')}",
+        f"compared: {_count(found.rows_compared, 'row')} with optimizer state, "
+        f"{_count(found.tensors_compared, 'dense tensor')}; {found.rows_missing:,} rows missing",
+        f"largest difference {found.largest_difference:.2g} of the largest number of its kind, "
+        f"{found.bound:.0e} allowed; groups are {replicas} to the bit",
     ]
 
 

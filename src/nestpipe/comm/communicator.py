@@ -20,9 +20,10 @@ class Communicator(Protocol):
 
     Tensors may be on the device or in host memory, whatever connects the devices.
 
-    They are called from one thread at a time; with `hosts_apart`, one for each network. When a
-    peer is lost, or does not come within the timeout, a collective raises `RunError` with the name
-    that `doing` gave it; none may follow.
+    They are called from one thread at a time; with `hosts_apart`, one for each network; a
+    `subgroup` has networks of its own. When a peer is lost, or does not come within the timeout, a
+    collective raises `RunError` with the name that `doing` gave it; none may follow, in subgroups
+    neither.
     """
 
     @property
@@ -38,7 +39,7 @@ class Communicator(Protocol):
     def bytes_sent(self) -> int:
         """Bytes of rows, keys and gradients that went from this rank to others, so far.
 
-        A sum over all ranks counts as two rounds of a ring.
+        A sum over all ranks counts as two rounds of a ring. What subgroups sent is included.
         """
         ...
 
@@ -46,7 +47,7 @@ class Communicator(Protocol):
     def hosts_apart(self) -> bool:
         """Whether tensors in host memory have a network of their own, and may have a thread.
 
-        Then `sum_apart` has one too.
+        Then `sum_apart` has one too, except in a subgroup.
         """
         ...
 
@@ -69,7 +70,10 @@ class Communicator(Protocol):
         ...
 
     def sum_apart(self, tensor: Tensor) -> None:
-        """`all_reduce` that runs beside all others, where `hosts_apart` says so."""
+        """`all_reduce` that runs beside all others, where `hosts_apart` says so.
+
+        In a subgroup it is `all_reduce` and no more.
+        """
         ...
 
     def all_gather_values(self, value: object) -> list[object]:
@@ -81,6 +85,16 @@ class Communicator(Protocol):
 
     def barrier(self) -> None:
         """Return when every rank has come here."""
+        ...
+
+    def subgroup(self, parts: Sequence[Sequence[int]]) -> Communicator:
+        """The communicator of the part that this rank is in; a part of one costs no network.
+
+        Every rank calls this with the same `parts`, each rank in exactly one of them, in the order
+        that ranks are to have there. Each call makes new networks, so two subgroups of the same
+        ranks may be used from two threads. They share `doing`, and messages name ranks of the
+        whole. Subgroups have no subgroups.
+        """
         ...
 
     def close(self) -> None:

@@ -7,10 +7,9 @@ rank gets the same bits; with three ranks or more the terms are not in the order
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,8 +17,9 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from nestpipe.comm.doing import Doing
+from nestpipe.comm.local import LocalCommunicator
 from nestpipe.comm.loss import LostPeers, explain_sigterm
+from nestpipe.comm.parts import check_agreement, own_part
 from nestpipe.comm.payload import (
     as_bytes,
     bytes_of_sum,
@@ -29,13 +29,16 @@ from nestpipe.comm.payload import (
     encode,
     row_bytes,
 )
+from nestpipe.comm.whereabouts import Whereabouts
 from nestpipe.errors import RunError
 
 DEFAULT_TIMEOUT_S = 300.0
 """Longer than a peer may be busy between two collectives, a checkpoint included."""
-CULPRIT_FIRST_S = 1.0
-"""A survivor ends this much later, so that the launcher sees and reports who failed first."""
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+NETWORKS: tuple[str, ...] = ("devices", "hosts", "sums")
+
+_Groups = dict[str, dist.ProcessGroup | None]
+"""The group of each network; None is torch's default, of all ranks."""
 
 
 def connect(
@@ -75,19 +78,26 @@ def connect(
             f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} could not meet its peers at "
             f"{place} within {meet_s:g} s: {error}"
         ) from error
-    host_group = _group("gloo") if device.type == "cuda" else None
-    sums_group = _group("nccl") if device.type == "cuda" else None
     lost = LostPeers(PrefixStore("lost", store), rank, size, timeout_s)
-    comm = DistributedCommunicator(rank, size, device, lost, host_group, sums_group)
-    explain_sigterm(comm.whereabouts)
-    return comm
+    whereabouts = Whereabouts(rank, lost)
+    explain_sigterm(whereabouts.sentence)
+    everyone = list(range(size))
+    groups: _Groups = dict.fromkeys(NETWORKS)
+    if device.type == "cuda":
+        groups["hosts"] = _group(everyone, "gloo", timeout_s)
+        groups["sums"] = _group(everyone, "nccl", timeout_s)
+    return DistributedCommunicator(everyone, device, timeout_s, groups, whereabouts)
 
 
-def _group(backend: str) -> dist.ProcessGroup:
-    """Another group of all ranks, whose collectives run beside those of the first."""
-    group = dist.new_group(backend=backend)
-    assert isinstance(group, dist.ProcessGroup), "every rank is a member"
-    return group
+def _group(ranks: Sequence[int], backend: str, timeout_s: float) -> dist.ProcessGroup | None:
+    """Another group, whose collectives run beside those of the first; None in ranks outside it.
+
+    Every rank of the world makes every group, in the same order.
+    """
+    as_given: dict[str, Any] = {} if list(ranks) == sorted(ranks) else {"sort_ranks": False}
+    timeout = timedelta(seconds=timeout_s)
+    group = dist.new_group(list(ranks), timeout=timeout, backend=backend, **as_given)
+    return group if isinstance(group, dist.ProcessGroup) else None
 
 
 def _meet(store: Store, rank: int, size: int, timeout: timedelta) -> None:
@@ -106,7 +116,7 @@ def _device(backend: str) -> torch.device:
 
 
 class DistributedCommunicator:
-    """One rank of a process group; made by `connect`.
+    """One rank of a process group; made by `connect`, or by `subgroup` for a part of the ranks.
 
     With NCCL a collective returns before it has run, and a peer that is lost then is noticed by
     NCCL's own watchdog, which ends the process after the timeout.
@@ -114,31 +124,33 @@ class DistributedCommunicator:
 
     def __init__(
         self,
-        rank: int,
-        size: int,
+        members: Sequence[int],
         device: torch.device,
-        lost: LostPeers,
-        host_group: dist.ProcessGroup | None = None,
-        sums_group: dist.ProcessGroup | None = None,
+        timeout_s: float,
+        groups: _Groups,
+        whereabouts: Whereabouts,
+        *,
+        is_part: bool = False,
     ) -> None:
-        """Among GPUs, a group for tensors in host memory, and one for sums that run apart."""
-        self.rank = rank
-        self.size = size
+        """`members` are ranks of the world; `whereabouts` is shared with the world's."""
+        self.rank = list(members).index(whereabouts.rank)
+        self.size = len(members)
         self.device = device
-        self.doing = Doing()
-        self._lost = lost
-        self.hosts_apart = host_group is not None
-        self._groups = {"devices": None, "hosts": host_group, "sums": sums_group}
-        self._sent = dict.fromkeys(self._groups, 0)
-        self._inside: dict[str, str] = {}
-        """The collective that this rank is in, by network: each may have a thread."""
-        self._last = "any collective"
-        self._broken: str | None = None
+        self.hosts_apart = device.type == "cuda"
+        self.doing = whereabouts.doing
+        self._members = members
+        self._timeout_s = timeout_s
+        self._groups = groups
+        self._whereabouts = whereabouts
+        self._is_part = is_part
+        self._parts: list[DistributedCommunicator] = []
+        self._sent = dict.fromkeys(NETWORKS, 0)
+        """By network: each may have a thread."""
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes that went to other ranks so far."""
-        return sum(self._sent.values())
+        """Bytes that went to other ranks so far, through subgroups too."""
+        return sum(self._sent.values()) + sum(part.bytes_sent for part in self._parts)
 
     def all_to_all(
         self,
@@ -151,7 +163,7 @@ class DistributedCommunicator:
         network = self._network(sent)
         self._sent[network] += bytes_to_others(sent, sent_splits, self.rank)
         row = row_bytes(sent)
-        with self._collective("all_to_all", network):
+        with self._whereabouts.inside("all_to_all", self._members):
             dist.all_to_all_single(
                 as_bytes(received),
                 as_bytes(sent.contiguous()),
@@ -169,12 +181,12 @@ class DistributedCommunicator:
     def _sum(self, tensor: Tensor, network: str) -> None:
         assert tensor.is_contiguous(), "sums work in place on contiguous memory"
         self._sent[network] += bytes_of_sum(tensor, self.size)
-        with self._collective("all_reduce", network):
+        with self._whereabouts.inside("all_reduce", self._members):
             dist.all_reduce(tensor.detach(), group=self._groups[network])
 
     def all_gather_values(self, value: object) -> list[object]:
         data = encode(value)
-        with self._collective("all_gather_values", "devices"):
+        with self._whereabouts.inside("all_gather_values", self._members):
             sizes = [int(size) for size in self._gather(torch.tensor([len(data)]))]
             padded = data.ljust(max(sizes))
             parts = self._gather(torch.frombuffer(bytearray(padded), dtype=torch.uint8))
@@ -182,21 +194,45 @@ class DistributedCommunicator:
         return [decode(text[:size]) for text, size in zip(texts, sizes, strict=True)]
 
     def barrier(self) -> None:
-        with self._collective("barrier", "hosts"):
+        with self._whereabouts.inside("barrier", self._members):
             dist.barrier(group=self._groups["hosts"])
+
+    def subgroup(
+        self, parts: Sequence[Sequence[int]]
+    ) -> DistributedCommunicator | LocalCommunicator:
+        assert not self._is_part, "only the communicator of all ranks has subgroups"
+        own = own_part(parts, self.rank, self.size)
+        if all(len(part) == 1 for part in parts):
+            return LocalCommunicator(self.doing)
+        check_agreement(self.all_gather_values([list(part) for part in parts]))
+        with self._whereabouts.inside("subgroup", self._members):
+            made = [(part, self._groups_of(part)) for part in parts if len(part) > 1]
+        if len(own) == 1:
+            return LocalCommunicator(self.doing)
+        groups = next(groups for part, groups in made if self.rank in part)
+        part = DistributedCommunicator(
+            own, self.device, self._timeout_s, groups, self._whereabouts, is_part=True
+        )
+        self._parts.append(part)
+        return part
+
+    def _groups_of(self, part: Sequence[int]) -> _Groups:
+        """New networks of a part; its sums share that of the devices, for NCCL's are not cheap."""
+        hosts = _group(part, "gloo", self._timeout_s)
+        devices = _group(part, "nccl", self._timeout_s) if self.hosts_apart else hosts
+        return {"devices": devices, "hosts": hosts, "sums": devices}
 
     def close(self) -> None:
         """Leave the group, also after a failure: an open group can abort the process at its end."""
+        if self._is_part:
+            for group in set(self._groups.values()):
+                dist.destroy_process_group(group)
+            self._groups = {}
+            return
         if dist.is_initialized():
             dist.destroy_process_group()
-
-    def whereabouts(self) -> str:
-        """Which collective this rank is in, was in last, or failed in."""
-        if self._broken is not None:
-            return self._broken
-        inside = " and ".join(self._inside.values())
-        where = f"was in {inside}" if inside else f"had left {self._last}"
-        return f"rank {self.rank} {where}"
+        for part in self._parts:
+            part._groups = {}
 
     def _network(self, tensor: Tensor) -> str:
         return "hosts" if self.hosts_apart and tensor.device.type == "cpu" else "devices"
@@ -205,23 +241,5 @@ class DistributedCommunicator:
         """The parts of all ranks, of equal size, on the host."""
         part = part.to(self.device)
         parts = [torch.empty_like(part) for _ in range(self.size)]
-        dist.all_gather(parts, part)
+        dist.all_gather(parts, part, group=self._groups["devices"])
         return [part.cpu() for part in parts]
-
-    @contextmanager
-    def _collective(self, collective: str, network: str) -> Iterator[None]:
-        """Turn what the backend says about lost peers and timeouts into one sentence."""
-        call = self.doing.name(collective)
-        if self._broken is not None:
-            raise RunError(f"rank {self.rank} cannot start {call} after it failed: {self._broken}")
-        self._inside[network] = self._last = call
-        try:
-            yield
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            self._broken = self._lost.explain(call, error)
-            time.sleep(CULPRIT_FIRST_S)
-            raise RunError(self._broken) from error
-        finally:
-            self._inside.pop(network, None)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from nestpipe.comm.doing import Doing
+from nestpipe.comm.parts import own_part
 from nestpipe.comm.payload import check_exchange, decode, encode
 
 
@@ -18,8 +19,9 @@ class LocalCommunicator:
     bytes_sent = 0
     hosts_apart = True
 
-    def __init__(self) -> None:
-        self.doing = Doing()
+    def __init__(self, doing: Doing | None = None) -> None:
+        """As a part of a larger group it shares that group's `doing`."""
+        self.doing = doing or Doing()
 
     def all_to_all(
         self,
@@ -46,6 +48,10 @@ class LocalCommunicator:
 
     def barrier(self) -> None:
         """Everyone is here."""
+
+    def subgroup(self, parts: Sequence[Sequence[int]]) -> LocalCommunicator:
+        own_part(parts, self.rank, self.size)
+        return LocalCommunicator(self.doing)
 
     def close(self) -> None:
         """Nothing to leave."""

@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import FrameType
 
 from torch.distributed.distributed_c10d import Store
 
 GRACE_S = 2.0
 """How long survivors wait for each other's reports."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Report:
+    """What a survivor tells: the collective that failed, and for whom it waited there."""
+
+    call: str
+    part: list[int] | None
+    """The ranks of the collective, unless it was of all: those need no list."""
+
+    def encode(self) -> str:
+        return json.dumps([self.call, self.part])
+
+    @classmethod
+    def decode(cls, data: bytes) -> _Report:
+        return cls(*json.loads(data))
 
 
 class LostPeers:
@@ -26,15 +44,27 @@ class LostPeers:
         self._rank = rank
         self._size = size
         self._timeout_s = timeout_s
+        self._reported = False
 
-    def explain(self, call: str, error: RuntimeError) -> str:
-        """One sentence: who failed in what, for whom it waited, what the backend said."""
-        reports = self._exchange_reports(call)
-        silent = [r for r in range(self._size) if r != self._rank and r not in reports]
-        others = [f"rank {r} failed in {what}" for r, what in reports.items() if what != call]
+    def explain(self, call: str, error: RuntimeError, members: Sequence[int]) -> str:
+        """One sentence: who failed in what, for whom it waited, what the backend said.
+
+        `members` are the ranks that take part in the collective; a rank outside that one of them
+        waited for is named too, for it may be the one that was lost.
+        """
+        reports: dict[int, _Report] = {}
+        doubts = []
+        try:
+            self._report(call, members)
+            self._collect(members, reports)
+        except RuntimeError:
+            doubts = ["the store of reports is gone, with the rank that held it"]
+        silent = sorted(self._waited_for(members, reports) - reports.keys())
+        elsewhere = {r: told.call for r, told in sorted(reports.items()) if told.call != call}
         facts = [
             f"no sign of {_ranks(silent)}" if silent else "every peer reports a failure too",
-            *others,
+            *(f"rank {r} failed in {what}" for r, what in elsewhere.items()),
+            *doubts,
             f"the network said: {_first_sentence(error)}",
         ]
         return (
@@ -42,20 +72,35 @@ class LostPeers:
             f"{self._timeout_s:g} s: {'; '.join(facts)}"
         )
 
-    def _exchange_reports(self, call: str) -> dict[int, str]:
-        """What the other survivors were in; waits a moment for them, unless all have told."""
-        try:
-            self._store.set(str(self._rank), call)
-            peers = [r for r in range(self._size) if r != self._rank]
-            give_up = time.monotonic() + min(GRACE_S, self._timeout_s / 2)
-            while True:
-                told = [r for r in peers if self._store.check([str(r)])]
-                # Somebody is lost, so a single silent peer needs no more waiting for.
-                if len(told) >= len(peers) - 1 or time.monotonic() > give_up:
-                    return {r: self._store.get(str(r)).decode() for r in told}
-                time.sleep(0.02)
-        except RuntimeError:  # the store went down with the rank that held it
-            return {}
+    def _report(self, call: str, members: Sequence[int]) -> None:
+        """Tell what failed here first; what fails in other threads follows from it."""
+        if not self._reported:
+            part = None if len(members) == self._size else list(members)
+            self._store.set(str(self._rank), _Report(call, part).encode())
+            self._reported = True
+
+    def _collect(self, members: Sequence[int], reports: dict[int, _Report]) -> None:
+        """Fill in what the other survivors tell; waits a moment for them, unless all have told."""
+        give_up = time.monotonic() + min(GRACE_S, self._timeout_s / 2)
+        # Somebody is lost, so of all ranks a single silent one needs no more waiting for. In a part
+        # it may live, and be about to tell that it waited for a rank outside.
+        spare = 1 if len(members) == self._size else 0
+        while True:
+            silent = self._waited_for(members, reports) - reports.keys()
+            told = [r for r in silent if self._store.check([str(r)])]
+            reports.update({r: _Report.decode(self._store.get(str(r))) for r in told})
+            if told:
+                continue  # with those that they waited for
+            if len(silent) <= spare or time.monotonic() > give_up:
+                return
+            time.sleep(0.02)
+
+    def _waited_for(self, members: Sequence[int], reports: dict[int, _Report]) -> set[int]:
+        """The peers in a collective, and those for whom the ones that reported waited in turn."""
+        ranks = set(members)
+        for report in reports.values():
+            ranks.update(range(self._size) if report.part is None else report.part)
+        return ranks - {self._rank}
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -6,16 +6,22 @@ with one rounding per operation, so that native code can give the same bits.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from nestpipe.errors import ConfigError
 from nestpipe.kernels import native_rows
 from nestpipe.kernels.native_rows import Gradients, Places
 
-# Shapes: K rows, D weights of a row
+# Shapes: K rows, D weights of a row, W weights and state, U rows that are merged
+
+TOUCH_SCALED = "touch_scaled_rowwise_adagrad"
+NEWEST_SHARE = 0.25
+"""What the last merge counts for in the average number of groups that touch a row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +39,14 @@ class RowOptimizer:
     apply: Callable[[Tensor, Tensor, int, RowOptimizer], None]
     """(rows_KW, gradients_KD, step from 1, self): update rows in place."""
     betas: tuple[float, float] = (0.9, 0.999)
+    scale: float = 1.0
+    """What the scaled AdaGrads divide a row's second moment by, c: the number of groups, or, where
+    groups are counted, the most that c can be. The others leave it alone."""
+
+    @property
+    def counts_groups(self) -> bool:
+        """Whether `count_groups` changes anything."""
+        return self.name == TOUCH_SCALED
 
     def state_dim(self, dim: int) -> int:
         return self.states_per_weight * dim + self.states_per_row
@@ -59,8 +73,19 @@ class RowOptimizer:
             lr=self.lr,
             eps=self.eps,
             betas=self.betas,
-            scale=self.adam_scale(step),
+            adam_scale=self.adam_scale(step),
+            scale=self.scale,
         )
+
+    def count_groups(self, rows_UW: Tensor, dim: int, groups_U: Tensor) -> None:
+        """Let merged rows know how many groups, at least one, touched each since the last merge.
+
+        In place, and nothing at all for optimizers that do not count groups.
+        """
+        if not self.counts_groups:
+            return
+        beyond_one_U = (groups_U - 1).to(rows_UW.dtype)
+        rows_UW[:, dim + 1].mul_(1 - NEWEST_SHARE).add_(beyond_one_U * NEWEST_SHARE)
 
     def adam_scale(self, step: int) -> float:
         """Adam's learning rate with the bias correction of a step."""
@@ -80,11 +105,50 @@ def _adagrad(rows_KW: Tensor, gradients_KD: Tensor, step: int, of: RowOptimizer)
 
 
 def _rowwise_adagrad(rows_KW: Tensor, gradients_KD: Tensor, step: int, of: RowOptimizer) -> None:
+    _move(rows_KW, gradients_KD, _add_to_moments(rows_KW, gradients_KD), of)
+
+
+def _momentum_scaled(rows_KW: Tensor, gradients_KD: Tensor, step: int, of: RowOptimizer) -> None:
+    """Row-wise AdaGrad with the root of v / c; c = 1 changes no bit of it."""
+    moments_K1 = _add_to_moments(rows_KW, gradients_KD)
+    # A tensor: by a number torch divides with its reciprocal on a GPU, and rounds twice.
+    scales_K1 = torch.full_like(moments_K1, of.scale)
+    _move(rows_KW, gradients_KD, moments_K1 / scales_K1, of)
+
+
+def _touch_scaled(rows_KW: Tensor, gradients_KD: Tensor, step: int, of: RowOptimizer) -> None:
+    """The same with a c for each row, by how many groups touch it on average: c = scale / groups.
+
+    A row that one of M groups touches has a second moment M times too large, and c = M mends that.
+    One that all touch with the same gradient has the right moment, and c = M would make its steps
+    larger by the root of M. The number of groups stands in for what is not known, whether they
+    agree: a row that all touch with gradients of mean zero would want M, and gets 1.
+    """
+    moments_K1 = _add_to_moments(rows_KW, gradients_KD)
+    beyond_one_K1 = rows_KW[:, gradients_KD.shape[1] + 1 :]
+    _move(rows_KW, gradients_KD, moments_K1 / touch_scales(beyond_one_K1, of.scale), of)
+
+
+def _add_to_moments(rows_KW: Tensor, gradients_KD: Tensor) -> Tensor:
+    """Add the mean square of its gradient to each row's second moment; returns the moments."""
     dim = gradients_KD.shape[1]
-    weights_KD, sums_K1 = rows_KW[:, :dim], rows_KW[:, dim:]
-    sums_K1.add_(sum_of_squares(gradients_KD).div_(dim))
-    rates_K1 = root(sums_K1).add_(of.eps).reciprocal_().mul_(of.lr)
-    weights_KD.sub_(gradients_KD * rates_K1)
+    moments_K1 = rows_KW[:, dim : dim + 1]
+    return moments_K1.add_(sum_of_squares(gradients_KD).div_(dim))
+
+
+def _move(rows_KW: Tensor, gradients_KD: Tensor, moments_K1: Tensor, of: RowOptimizer) -> None:
+    """Move the weights of each row by its gradient over the root of a moment."""
+    rates_K1 = root(moments_K1).add_(of.eps).reciprocal_().mul_(of.lr)
+    rows_KW[:, : gradients_KD.shape[1]].sub_(gradients_KD * rates_K1)
+
+
+def touch_scales(beyond_one_K1: Tensor, scale: float) -> Tensor:
+    """What each row's moment is divided by, given how many groups beyond one touch it on average.
+
+    From `scale`, for a row that one group touches, down to 1.
+    """
+    groups_K1 = beyond_one_K1 + 1
+    return (torch.full_like(groups_K1, scale) / groups_K1).clamp_(1, scale)
 
 
 def sum_of_squares(gradients_KD: Tensor) -> Tensor:
@@ -122,14 +186,22 @@ _KINDS: dict[str, tuple[Callable[..., None], int, int]] = {
     "adagrad": (_adagrad, 1, 0),
     "rowwise_adagrad": (_rowwise_adagrad, 0, 1),
     "adam": (_adam, 2, 0),
+    "momentum_scaled_rowwise_adagrad": (_momentum_scaled, 0, 1),
+    TOUCH_SCALED: (_touch_scaled, 0, 2),
 }
 OPTIMIZERS = tuple(_KINDS)
 
 
-def row_optimizer(name: str, lr: float = 0.05, eps: float = 1e-8) -> RowOptimizer:
-    """The row optimizer of that name."""
+def row_optimizer(
+    name: str, lr: float = 0.05, eps: float = 1e-8, scale: float = 1.0
+) -> RowOptimizer:
+    """The row optimizer of that name; those that are not scaled take no notice of `scale`."""
     if name not in _KINDS:
         raise ConfigError(f"unknown row optimizer {name!r}; use one of {', '.join(OPTIMIZERS)}")
+    if not 1 <= scale < math.inf:
+        raise ConfigError(
+            f"the scale of the row optimizer is {scale}; give 1 or more, as the number of groups"
+        )
     apply, per_weight, per_row = _KINDS[name]
     return RowOptimizer(
         name=name,
@@ -139,4 +211,5 @@ def row_optimizer(name: str, lr: float = 0.05, eps: float = 1e-8) -> RowOptimize
         states_per_row=per_row,
         state_init=0.0,
         apply=apply,
+        scale=scale,
     )

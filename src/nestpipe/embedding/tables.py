@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from nestpipe.comm.communicator import Communicator
+from nestpipe.comm.mesh import Mesh
 from nestpipe.embedding.flight import InFlight, OfRows, Window
 from nestpipe.embedding.groups import TableGroup
 from nestpipe.embedding.letters import (
@@ -27,17 +27,19 @@ from nestpipe.embedding.letters import (
     open_letters,
 )
 from nestpipe.embedding.messages import exchange
+from nestpipe.embedding.mirror import average_over_groups, read_rows, sum_over_groups, write_rows
 from nestpipe.embedding.optimizers import RowOptimizer
+from nestpipe.embedding.replicas import Replicas
 from nestpipe.embedding.requests import make_request, make_window, requests_on
 from nestpipe.embedding.row_buffers import RowBuffers
 from nestpipe.embedding.spread import spread_rows, spread_window
 from nestpipe.embedding.store import RowStore
-from nestpipe.embedding.working_set import make_working_set
+from nestpipe.embedding.working_set import WideThere, make_working_set, unite
 from nestpipe.errors import ConfigError
 from nestpipe.jagged import Jagged
 from nestpipe.kernels.native_rows import Gradients, Places
-from nestpipe.kernels.rows import Bags, Rows, add_bags, empty_rows, sum_bags, use_native
-from nestpipe.schedule.schedule import Exchange, Retrieval, Shape
+from nestpipe.kernels.rows import Bags, Rows, add_bags, empty_rows, places_in, sum_bags, use_native
+from nestpipe.schedule.schedule import Exchange, Merge, Retrieval, Shape
 
 # Shapes: P rows that come for a micro-batch, K rows of a working set, D weights, W weights and
 # state, R ranks, M micro-batches, C tables of a group, G groups
@@ -51,7 +53,7 @@ class ShardedTables:
         groups: Sequence[TableGroup],
         stores: Sequence[RowStore],
         optimizer: RowOptimizer,
-        comm: Communicator,
+        mesh: Mesh,
         shape: Shape,
         device: torch.device,
         *,
@@ -64,11 +66,18 @@ class ShardedTables:
         """
         self.groups = list(groups)
         self.optimizer = optimizer
-        self.comm = comm
+        self.mesh = mesh
+        self.comm = mesh.shards
+        """The ranks among which rows are shared out; keys, rows and gradients stay among them."""
         self.shape = shape
         self.device = device
         self.buffers = RowBuffers(list(stores), shape, device, in_place=in_place, pin=pin)
         self.flights: dict[int, InFlight] = {}
+        self.replicas = (
+            Replicas(mesh.replica_keys, [len(group.tables) for group in groups], shape)
+            if shape.mirror_every
+            else None
+        )
 
     @property
     def table_of(self) -> dict[str, str]:
@@ -116,7 +125,15 @@ class ShardedTables:
         cubes = [part.reshape(ranks, micros, -1) for part in asked]
         flight.asked_keys = cubes[: len(self.groups)]
         flight.asked_rows = cubes[len(self.groups) :]
-        return int(all_samples.sum())
+        return self._of_all_groups(int(all_samples.sum()))
+
+    def _of_all_groups(self, samples: int) -> int:
+        """The samples of all ranks, from those of this rank's group."""
+        if self.mesh.groups == 1:
+            return samples
+        total = torch.tensor([samples if self.comm.rank == 0 else 0])
+        self.mesh.world.all_reduce(total)
+        return int(total)
 
     def keys(self, batch: int) -> None:
         """Send every owner its keys, by micro-batch and table, then the rest of the letter."""
@@ -150,8 +167,16 @@ class ShardedTables:
         """Unite what was asked for into the working set; compare it with the one before."""
         flight = self.flights[batch]
         before = self.flights.get(batch - 1) if self.shape.buffers > 1 else None
+        united = [unite(asked) for asked in flight.asked]
+        wide = self.replicas.unite(batch, united) if self.replicas is not None else None
         flight.working = [
-            make_working_set(asked, before.working[g] if before else None, self.device)
+            make_working_set(
+                asked,
+                before.working[g] if before else None,
+                self.device,
+                united=united[g],
+                wide=wide[g] if wide else None,
+            )
             for g, asked in enumerate(flight.asked)
         ]
         flight.asked = []
@@ -276,7 +301,8 @@ class ShardedTables:
 
     def _add_up(self, flight: InFlight, g: int, bags: Bags, gradients: list[Tensor]) -> None:
         """Add the gradients of a micro-batch; a single one is summed by the update itself."""
-        if use_native(self.device) and self.shape.micros == 1:
+        exact = self.replicas is not None and self.shape.merge is Merge.EXACT
+        if use_native(self.device) and self.shape.micros == 1 and not exact:
             flight.sums.append(Gradients(gradients, bags.rows_T, bags.ends_S1))
         elif g == len(flight.sums):
             sums_KD = empty_rows(len(bags), self.groups[g].dim, self.device)
@@ -291,22 +317,76 @@ class ShardedTables:
         The number may be a tensor on the device, of one element.
         """
         flight = self.flights[batch]
-        for group, sums, rows in zip(self.groups, flight.sums, self.buffers.of(batch), strict=True):
+        for group, working, sums, rows in zip(
+            self.groups, flight.working, flight.sums, self.buffers.of(batch), strict=True
+        ):
+            own = working.wide.own if working.wide and self.shape.merge is Merge.AVERAGED else None
             if use_native(self.device):
-                self.optimizer.update_native(rows, group.dim, [sums], float(times), step)
+                some = rows if own is None else _some_of(rows, own)
+                self.optimizer.update_native(some, group.dim, [sums], float(times), step)
             else:
                 assert isinstance(rows, Tensor)
-                self.optimizer.update(rows, sums.rows[0].mul_(times), step)
-            if group.tables[0].dtype == "bfloat16":
-                # As the host store would: else rows that stay on the device would be finer.
-                assert isinstance(rows, Tensor)
-                weights_KD = rows[:, : group.dim]
-                weights_KD.copy_(weights_KD.bfloat16())
+                some = rows if own is None else rows.index_select(0, own)
+                self.optimizer.update(some, sums.rows[0].mul_(times), step)
+                if own is not None:
+                    rows.index_copy_(0, own, some)
+            _round(group, rows)
+
+    def mirror(self, batch: int) -> None:
+        """Bring replicas in other groups together: gradients before `update`, or rows after it."""
+        flight, comm = self.flights[batch], self.mesh.replicas
+        wide = [working.wide for working in flight.working]
+        if self.shape.merge is Merge.EXACT:
+            sums = [sums.rows[0] for sums in flight.sums]
+            parts = [s.index_select(0, _there(w).merged) for s, w in zip(sums, wide, strict=True)]
+            for s, w, merged in zip(sums, wide, sum_over_groups(comm, parts), strict=True):
+                s.index_copy_(0, _there(w).merged, merged)
+            return
+        every = self.buffers.of(batch)
+        parts = [read_rows(rows, _there(w).merged) for rows, w in zip(every, wide, strict=True)]
+        for group, rows, w, merged in zip(
+            self.groups, every, wide, average_over_groups(comm, parts), strict=True
+        ):
+            self.optimizer.count_groups(merged, group.dim, _there(w).groups)
+            write_rows(rows, _there(w).merged, merged)
+            _round(group, rows)
+
+    def merge_rest(self, stores: Sequence[RowStore]) -> None:
+        """After a run: merge in host memory what its last batches touched."""
+        if self.replicas is None or not self.replicas.pending:
+            return
+        touched = self.replicas.take()
+        if self.shape.merge is Merge.EXACT:
+            return
+        for group, store, merged in zip(self.groups, stores, touched, strict=True):
+            rows_UW = torch.empty(len(merged.keys_U), store.layout.width)
+            store.gather(merged.keys_U, merged.table_counts, rows_UW)
+            there_UW = rows_UW.to(self.device)
+            (mean_UW,) = average_over_groups(self.mesh.replicas, [there_UW])
+            self.optimizer.count_groups(mean_UW, group.dim, merged.groups_U.to(self.device))
+            store.scatter(merged.keys_U, merged.table_counts, mean_UW.cpu().contiguous())
 
 
 def _weights_of(rows: Tensor | Places, dim: int) -> Rows:
     """The weights of rows that carry their state."""
     return rows if isinstance(rows, Places) else [rows[:, :dim]]
+
+
+def _some_of(rows: Tensor | Places, positions: Tensor) -> Places:
+    return rows.at(positions) if isinstance(rows, Places) else places_in(rows, positions)
+
+
+def _there(wide: WideThere | None) -> WideThere:
+    assert wide is not None, "only a batch with a wide working set is merged"
+    return wide
+
+
+def _round(group: TableGroup, rows: Tensor | Places) -> None:
+    """As the host store would: else rows that stay on the device would be finer."""
+    if group.tables[0].dtype == "bfloat16":
+        assert isinstance(rows, Tensor)
+        weights_KD = rows[:, : group.dim]
+        weights_KD.copy_(weights_KD.bfloat16())
 
 
 def _keep(gradients: dict[int, OfRows], g: int, sent: Tensor, own: list[Tensor]) -> None:

@@ -9,11 +9,22 @@ import torch
 from torch import Tensor
 
 from nestpipe.embedding import native_routing, plain_routing
-from nestpipe.embedding.routing import Asked
+from nestpipe.embedding.replicas import Wide
+from nestpipe.embedding.routing import Asked, United
 from nestpipe.kernels.native import native_wanted
 from nestpipe.kernels.rows import Bags, bags_on
 
 # Shapes: K unique keys of the owner, n some of them, R ranks, M micro-batches, C tables
+
+
+@dataclass(frozen=True, slots=True)
+class WideThere:
+    """What of a working set is the batch's own, and what replicas merge; all on the device."""
+
+    own: Tensor
+    merged: Tensor
+    groups: Tensor
+    """How many groups touched each row that is merged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +49,8 @@ class WorkingSet:
     shared_there: Tensor
     shared_before_there: Tensor
     """... and both again on the device."""
+    wide: WideThere | None = None
+    """Where the batch merges replicas."""
 
     @property
     def size(self) -> int:
@@ -48,10 +61,22 @@ class WorkingSet:
         return _routing().others(positions, self.table_counts)
 
 
-def make_working_set(asked: Asked, before: WorkingSet | None, device: torch.device) -> WorkingSet:
-    """Unite what all requesters asked for."""
+def unite(asked: Asked) -> United:
+    """What all requesters of this rank's group asked for."""
+    return _routing().unite(asked)
+
+
+def make_working_set(
+    asked: Asked,
+    before: WorkingSet | None,
+    device: torch.device,
+    *,
+    united: United | None = None,
+    wide: Wide | None = None,
+) -> WorkingSet:
+    """What an owner works on: all that it was asked for, and more where it is `wide`."""
     routing = _routing()
-    united = routing.unite(asked)
+    united = wide.united if wide is not None else united or unite(asked)
     nothing = united.keys_K[:0]
     shared_K, shared_before = (
         routing.match(united.keys_K, united.table_counts, before.keys_K, before.table_counts)
@@ -72,7 +97,13 @@ def make_working_set(asked: Asked, before: WorkingSet | None, device: torch.devi
         shared_before=shared_before,
         shared_there=shared_K.to(device, non_blocking=True),
         shared_before_there=shared_before.to(device, non_blocking=True),
+        wide=None if wide is None else _on(device, wide),
     )
+
+
+def _on(device: torch.device, wide: Wide) -> WideThere:
+    there = [part.to(device) for part in (wide.own_K, wide.merged_U, wide.groups_U)]
+    return WideThere(*there)
 
 
 def _routing() -> ModuleType:

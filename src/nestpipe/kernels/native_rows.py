@@ -31,11 +31,15 @@ class _Part(ctypes.Structure):
 class _Optimizer(ctypes.Structure):
     _fields_ = (
         ("kind", c_int64),
-        *((name, c_float) for name in ("lr", "eps", "beta1", "rest1", "beta2", "rest2", "scale")),
+        *((name, c_float) for name in ("lr", "eps", "beta1", "rest1", "beta2", "rest2")),
+        *((name, c_float) for name in ("adam_scale", "scale")),
     )
 
 
-KINDS = ("sgd", "adagrad", "rowwise_adagrad", "adam")
+KINDS = (
+    *("sgd", "adagrad", "rowwise_adagrad", "adam"),
+    *("momentum_scaled_rowwise_adagrad", "touch_scaled_rowwise_adagrad"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +105,7 @@ def update(
     lr: float,
     eps: float,
     betas: tuple[float, float],
+    adam_scale: float,
     scale: float,
 ) -> None:
     """One optimizer application per row, on its summed gradients times a number."""
@@ -118,7 +123,9 @@ def update(
         )
     )
     optimizer = _Optimizer(
-        KINDS.index(kind), lr, eps, betas[0], 1 - betas[0], betas[1], 1 - betas[1], scale
+        *(KINDS.index(kind), lr, eps),
+        *(betas[0], 1 - betas[0], betas[1], 1 - betas[1]),
+        *(adam_scale, scale),
     )
     status = library().nestpipe_update(
         ctypes.byref(optimizer),

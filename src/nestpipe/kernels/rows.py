@@ -87,13 +87,15 @@ def add_bags(bags: Bags, rows: Sequence[Tensor], out_SD: Tensor) -> None:
 def add_bags_at(bags: Bags, rows: Sequence[Tensor], out_ND: Tensor, places_S: Tensor) -> None:
     """Add every sum to the row at its place; no place comes twice."""
     if use_native(out_ND.device):
-        native_rows.sum_bags(bags.rows_T, bags.ends_S1, rows, _at(out_ND, places_S), add=True)
+        out = places_in(out_ND, places_S)
+        native_rows.sum_bags(bags.rows_T, bags.ends_S1, rows, out, add=True)
     else:
         added_SD = out_ND.index_select(0, places_S) + plain_sums(bags, joined(rows))
         out_ND.index_copy_(0, places_S.long(), added_SD)
 
 
-def _at(rows_ND: Tensor, places_S: Tensor) -> Places:
+def places_in(rows_ND: Tensor, places_S: Tensor) -> Places:
+    """Where some rows of a tensor in host memory live; it must outlive them."""
     stride = rows_ND.stride(0) * rows_ND.element_size()
     return Places(places_S.long() * stride + rows_ND.data_ptr(), rows_ND.shape[1])
 

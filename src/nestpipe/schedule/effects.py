@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from nestpipe.schedule.op import Kind, Op
-from nestpipe.schedule.schedule import Exchange, Retrieval, Shape
+from nestpipe.schedule.schedule import Exchange, Merge, Retrieval, Shape
 
 K = Kind
 Cell = tuple[str, int]
@@ -115,6 +115,8 @@ def effects(op: Op, shape: Shape) -> Effects:
         case K.UPDATE:
             reads = (owned, buffer, row_sum, dense_sum, *active)
             return Effects(reads=reads, writes=(buffer, weights, row_sum, dense_sum))
+        case K.MIRROR if shape.merge is Merge.EXACT:
+            return Effects(reads=(owned, row_sum), writes=(row_sum,))
         case K.MIRROR:
             return Effects(reads=(owned, buffer), writes=(buffer,))
         case K.WRITEBACK:
@@ -131,4 +133,7 @@ def reference_position(op: Op, shape: Shape) -> tuple[float, ...]:
     if op.kind is K.WRITEBACK and shape.retrieval is Retrieval.NEW:
         return (op.batch + 1, _STAGE[K.UNION] + 0.5)
     inside = list(Kind).index(op.kind)
-    return (op.batch, _STAGE[op.kind], op.micro or 0, inside)
+    stage = _STAGE[op.kind]
+    if op.kind is K.MIRROR and shape.merge is Merge.EXACT:
+        stage = _STAGE[K.UPDATE] - 0.5
+    return (op.batch, stage, op.micro or 0, inside)

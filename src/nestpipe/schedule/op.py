@@ -52,7 +52,8 @@ class Kind(StrEnum):
     UPDATE = "update"
     """One optimizer application per row and, unless summed apart, per dense parameter."""
     MIRROR = "mirror"
-    """Replicas of a row in other groups of workers are merged (2D parallelism)."""
+    """Replicas of a row in other groups of workers are merged: rows after `update`, or gradients
+    before it (2D parallelism)."""
     WRITEBACK = "writeback"
     """Updated rows that leave device memory go to host memory."""
 

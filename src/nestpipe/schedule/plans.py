@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from nestpipe.errors import PlanError
 from nestpipe.schedule.op import Kind, Op
-from nestpipe.schedule.schedule import Exchange, Retrieval, Schedule, Shape, Step
+from nestpipe.schedule.schedule import Exchange, Merge, Retrieval, Schedule, Shape, Step
 from nestpipe.schedule.ticks import (
     Ahead,
     Slot,
@@ -100,7 +100,7 @@ def with_sums_apart(plan: Plan) -> Plan:
     if kinds[0] is shape.handover:
         tick = [rest[0], Slot(K.REDUCE, -1), *rest[1:]]
     else:
-        end = kinds.index(K.MIRROR) + 1
+        end = max(kinds.index(K.UPDATE), kinds.index(K.MIRROR)) + 1
         tick = [*rest[:end], Slot(K.REDUCE, 0), *rest[end:]]
     return Plan(shape, tuple(tick))
 
@@ -123,7 +123,9 @@ class PlanOptions:
     exchange: Exchange = Exchange.MICRO
     """Whether micro-batches of a window share rows, or each asks for its own."""
     mirror_every: int = 0
-    """Merge replicas after every so many batches (2D parallelism); 0: no replicas."""
+    """Merge replicas in every so manieth batch (2D parallelism); 0: no replicas."""
+    merge: Merge = Merge.AVERAGED
+    """What of replicas is merged: rows after `update`, or the gradients of every batch before."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.micros <= MOST_MICROS:
@@ -132,6 +134,10 @@ class PlanOptions:
             raise PlanError(f"lookup stages cannot be {self.stages}; use 1 to {LOOKUP_STAGES}")
         if self.mirror_every < 0:
             raise PlanError(f"mirror interval cannot be {self.mirror_every}; use 0 or more")
+        if self.merge is Merge.EXACT and self.mirror_every > 1:
+            raise PlanError(
+                f"mirror interval cannot be {self.mirror_every} where replicas are exact; use 1"
+            )
 
 
 def serial(options: PlanOptions) -> Plan:
@@ -210,6 +216,7 @@ def _plan(
         buffers=1 if whole and ahead.retrieve == 0 else 2,
         receive=_receive(options.micros, exchange, window),
         mirror_every=options.mirror_every,
+        merge=options.merge,
         exchange=exchange,
         stale=stale,
     )

@@ -27,6 +27,15 @@ class Exchange(StrEnum):
     """Each only rows that no earlier one has, and gradients after the last use of their row."""
 
 
+class Merge(StrEnum):
+    """How replicas of a row in other groups of workers are kept together (2D parallelism)."""
+
+    AVERAGED = "averaged"
+    """Weights and state of all rows that changed since the last time, after `update`."""
+    EXACT = "exact"
+    """The gradients of every batch, before `update`: replicas never differ."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
     """What a schedule promises to stay within; every op's memory follows from it."""
@@ -46,7 +55,9 @@ class Shape:
     receive: int
     """Places for the rows and row gradients of a micro-batch, used in turn."""
     mirror_every: int = 0
-    """Replicas are merged after every so many batches; 0: there are no replicas."""
+    """Replicas are merged in every so manieth batch; 0: there are no replicas."""
+    merge: Merge = Merge.AVERAGED
+    """What of them is merged, and when in the batch."""
     exchange: Exchange = Exchange.MICRO
     """Whether the micro-batches of a window share the rows that come, and their gradients."""
     stale: bool = False
@@ -95,7 +106,12 @@ class Shape:
 
     def last_write(self, batch: int) -> Op:
         """The op that leaves the batch's rows in their final state."""
-        return Op(Kind.MIRROR if self.has_mirror(batch) else Kind.UPDATE, batch)
+        merged = self.merge is Merge.AVERAGED and self.has_mirror(batch)
+        return Op(Kind.MIRROR if merged else Kind.UPDATE, batch)
+
+    def sums_gradients_in_mirror(self, batch: int) -> bool:
+        """Whether the batch's gradients are summed over replicas before they are applied."""
+        return self.merge is Merge.EXACT and self.has_mirror(batch)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from nestpipe.errors import ParseError
 from nestpipe.schedule.op import Op
-from nestpipe.schedule.schedule import Exchange, Retrieval, Schedule, Shape, Step
+from nestpipe.schedule.schedule import Exchange, Merge, Retrieval, Schedule, Shape, Step
 
 _T = TypeVar("_T")
 _EXAMPLE_OF = {
@@ -30,13 +30,14 @@ _EXAMPLE_OF = {
     "buffers": "2",
     "receive": "2",
     "mirror_every": "0",
+    "merge": "exact",
     "exchange": "window",
     "stale": "no",
     "keys_apart": "no",
     "sums_apart": "no",
 }
 """Every fact at the head of a schedule, with a value it may have."""
-_USUAL = {"exchange": "micro", "keys_apart": "no", "sums_apart": "no"}
+_USUAL = {"merge": "averaged", "exchange": "micro", "keys_apart": "no", "sums_apart": "no"}
 """Facts that are only told where they are otherwise."""
 
 
@@ -53,6 +54,7 @@ def to_text(schedule: Schedule) -> str:
         "buffers": shape.buffers,
         "receive": shape.receive,
         "mirror_every": shape.mirror_every,
+        "merge": shape.merge,
         "exchange": shape.exchange,
         "stale": "yes" if shape.stale else "no",
         "keys_apart": "yes" if shape.keys_apart else "no",
@@ -109,6 +111,7 @@ def _schedule(facts: dict[str, str], steps: list[Step]) -> Schedule:
         buffers=_read(facts, "buffers", _at_least(1)),
         receive=_read(facts, "receive", _at_least(1)),
         mirror_every=_read(facts, "mirror_every", _at_least(0)),
+        merge=_read(facts, "merge", Merge),
         exchange=_read(facts, "exchange", Exchange),
         stale=_read(facts, "stale", _yes),
         keys_apart=_read(facts, "keys_apart", _yes),

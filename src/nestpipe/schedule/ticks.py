@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from nestpipe.schedule.op import Kind
-from nestpipe.schedule.schedule import Retrieval, Shape
+from nestpipe.schedule.schedule import Merge, Retrieval, Shape
 
 K = Kind
 
@@ -53,24 +53,31 @@ Tick = Callable[[Shape, Ahead, Window], list[Slot]]
 """All of a tick in issue order."""
 
 FLUSH = Slot(K.WRITEBACK, -1)
-END = [Slot(K.REDUCE, 0), Slot(K.UPDATE, 0), Slot(K.MIRROR, 0)]
+
+
+def end_of(shape: Shape) -> list[Slot]:
+    """What ends a window."""
+    reduce, update, mirror = Slot(K.REDUCE, 0), Slot(K.UPDATE, 0), Slot(K.MIRROR, 0)
+    if shape.merge is Merge.EXACT:
+        return [mirror, reduce, update]
+    return [reduce, update, mirror]
 
 
 def lookup_first(shape: Shape, ahead: Ahead, window: Window) -> list[Slot]:
     """The whole lookup of a batch, then its window: no stage runs ahead."""
     lookup = [*ahead.samples, *ahead.routing]
-    body = window(shape.micros, [], True)
+    body, end = window(shape.micros, [], True), end_of(shape)
     if shape.retrieval is Retrieval.WHOLE:
         # The write-back ends its own batch, so that nothing at all overlaps.
-        return [*lookup, Slot(K.RETRIEVE, 0), *body, *END, Slot(K.WRITEBACK, 0)]
-    return [*lookup, FLUSH, Slot(K.RETRIEVE, 0), Slot(K.SYNC, 0), *body, *END]
+        return [*lookup, Slot(K.RETRIEVE, 0), *body, *end, Slot(K.WRITEBACK, 0)]
+    return [*lookup, FLUSH, Slot(K.RETRIEVE, 0), Slot(K.SYNC, 0), *body, *end]
 
 
 def routing_ahead(shape: Shape, ahead: Ahead, window: Window) -> list[Slot]:
     """Samples and keys of later batches travel under the window; rows are fetched before it."""
     handover = [Slot(K.SYNC, 0)] if shape.handover is K.SYNC else []
     body = window(shape.micros, ahead.routing, ahead.routing_is_ready)
-    return [FLUSH, Slot(K.RETRIEVE, 0), *handover, *ahead.samples, *body, *END]
+    return [FLUSH, Slot(K.RETRIEVE, 0), *handover, *ahead.samples, *body, *end_of(shape)]
 
 
 def lookup_ahead(shape: Shape, ahead: Ahead, window: Window) -> list[Slot]:
@@ -78,7 +85,7 @@ def lookup_ahead(shape: Shape, ahead: Ahead, window: Window) -> list[Slot]:
     retrieve = Slot(K.RETRIEVE, ahead.retrieve)
     body = window(shape.micros, ahead.routing, ahead.routing_is_ready)
     body = [retrieve, *body] if ahead.route > ahead.retrieve else [*body, retrieve]
-    return [Slot(shape.handover, 0), FLUSH, *ahead.samples, *body, *END]
+    return [Slot(shape.handover, 0), FLUSH, *ahead.samples, *body, *end_of(shape)]
 
 
 def taking_turns(micros: int, routing: list[Slot], routing_is_ready: bool) -> list[Slot]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from nestpipe.schedule.effects import CARRIES, STATE
 from nestpipe.schedule.op import Kind, Op
-from nestpipe.schedule.schedule import Exchange, Retrieval, Shape
+from nestpipe.schedule.schedule import Exchange, Merge, Retrieval, Shape
 
 K = Kind
 PRIME = 2_147_483_647
@@ -283,6 +283,9 @@ def _reduce(world: World, members: list[Rank], t: int) -> None:
 
 
 def _mirror(world: World, members: list[Rank], t: int) -> None:
+    if world.shape.merge is Merge.EXACT:
+        _sum_over_replicas(world, members, t)
+        return
     slot, buffer = t % world.shape.slots, t % world.shape.buffers
     for key in frozenset[int]().union(*(rank.owned[slot] for rank in members)):
         holders = [rank for rank in members if key in rank.owned[slot]]
@@ -290,6 +293,17 @@ def _mirror(world: World, members: list[Rank], t: int) -> None:
         merged = (sum(w for w, _ in rows) % PRIME, sum(s for _, s in rows) % PRIME)
         for rank in holders:
             rank.buffers[buffer][key] = merged
+
+
+def _sum_over_replicas(world: World, members: list[Rank], t: int) -> None:
+    slot = t % world.shape.slots
+    before = [dict(rank.row_sum) for rank in members]
+    for rank in members:
+        for key in rank.owned[slot]:
+            total = 0
+            for sums in before:
+                total = (total * 29 + sums.get(key, 0)) % PRIME
+            rank.row_sum[key] = total
 
 
 LOCAL_WORK: dict[Kind, Callable[[World, Rank, int], None]] = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from nestpipe.schedule.op import Kind, Op
-from nestpipe.schedule.schedule import Exchange, Retrieval, Shape
+from nestpipe.schedule.schedule import Exchange, Merge, Retrieval, Shape
 
 K = Kind
 
@@ -102,10 +102,16 @@ def _update(op: Op, shape: Shape) -> Iterator[Op]:
         yield Op(K.GRADS, op.batch, micro)
     if not shape.sums_apart:
         yield Op(K.REDUCE, op.batch)
+    if shape.sums_gradients_in_mirror(op.batch):
+        yield Op(K.MIRROR, op.batch)
 
 
 def _mirror(op: Op, shape: Shape) -> Iterator[Op]:
-    yield Op(K.UPDATE, op.batch)
+    if shape.merge is Merge.AVERAGED:
+        yield Op(K.UPDATE, op.batch)
+        return
+    for micro in range(shape.micros):
+        yield Op(K.GRADS, op.batch, micro)
 
 
 def _writeback(op: Op, shape: Shape) -> Iterator[Op]:

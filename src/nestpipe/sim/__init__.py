@@ -12,9 +12,10 @@ from nestpipe.sim.cluster import (
     shards_of,
     to_toml,
 )
-from nestpipe.sim.costs import Costs, Scale, costs
+from nestpipe.sim.costs import Costs, Layout, Scale, costs
 from nestpipe.sim.fit import FittedCosts, fit
-from nestpipe.sim.paper import PaperRow, paper_rows, rows_as_json
+from nestpipe.sim.groups import GroupChoice, GroupRow, choice_as_json, choose_groups, usual_groups
+from nestpipe.sim.paper import PaperChoice, PaperRow, paper_choices, paper_rows, rows_as_json
 from nestpipe.sim.replay import Replay, replay
 from nestpipe.sim.report import Figures, figures, simulate
 from nestpipe.sim.scaling import Point, curve_as_json, scaling_curve
@@ -25,8 +26,12 @@ __all__ = [
     "Costs",
     "Figures",
     "FittedCosts",
+    "GroupChoice",
+    "GroupRow",
     "Host",
+    "Layout",
     "Network",
+    "PaperChoice",
     "PaperRow",
     "Point",
     "Replay",
@@ -34,10 +39,13 @@ __all__ = [
     "Stragglers",
     "Workload",
     "chart",
+    "choice_as_json",
+    "choose_groups",
     "costs",
     "curve_as_json",
     "figures",
     "fit",
+    "paper_choices",
     "paper_cluster",
     "paper_rows",
     "replay",
@@ -46,4 +54,5 @@ __all__ = [
     "shards_of",
     "simulate",
     "to_toml",
+    "usual_groups",
 ]

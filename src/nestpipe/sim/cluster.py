@@ -115,7 +115,11 @@ class Workload:
     shared_share: float = 0.3
     """Share of a batch's working set that the batch before had too."""
     split_growth: float = 0.0
-    """Growth of the exchanged rows for each doubling of the micro-batches (keys met again)."""
+    """Growth of the exchanged rows for each doubling of the micro-batches (keys met again), where
+    each micro-batch asks for its own."""
+    merge_from_host: float = 1.0
+    """Of the rows that are merged and only other groups touched: the share that must be read from
+    host memory and written back, as NestPipe does it (2D parallelism)."""
     dim: int = 512
     """Width of a row."""
     weight_bytes: int = 4
@@ -132,7 +136,7 @@ class Workload:
             positive(name, getattr(self, name))
         for name in ("sample_kb", "state_bytes", "split_growth", "dense_mb"):
             not_negative(name, getattr(self, name))
-        for name in ("unique_share", "owner_share", "shared_share"):
+        for name in ("unique_share", "owner_share", "shared_share", "merge_from_host"):
             fraction(name, getattr(self, name))
 
     @property

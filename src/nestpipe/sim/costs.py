@@ -8,16 +8,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from math import log2
 
 from nestpipe.schedule.op import Kind
-from nestpipe.schedule.schedule import Retrieval, Shape
-from nestpipe.sim.cluster import Cluster, Network, shards_of
+from nestpipe.schedule.schedule import Exchange, Retrieval, Shape
+from nestpipe.sim.cluster import Cluster, Network, Workload, shards_of
+from nestpipe.sim.merging import foreign_rows, merged_bytes, updated_rows
 
 K = Kind
 KEY_BYTES = 8
 Costs = Mapping[Kind, float]
 """Milliseconds of one op of each kind; per micro-batch where the kind comes per micro-batch."""
+
+
+class Layout(StrEnum):
+    """Which workers are next to each other, and so in one node as far as they fit."""
+
+    AUTO = "auto"
+    """Replicas where all of a shard fit into a node, else shards."""
+    REPLICAS = "replicas"
+    """The same shard in different groups: merging stays in the node."""
+    SHARDS = "shards"
+    """The shards of a group: exchange stays in the node as far as it can."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +39,28 @@ class Scale:
 
     workers: int
     groups: int = 1
+    layout: Layout = Layout.AUTO
 
     @property
     def shards(self) -> int:
         return shards_of(self.workers, self.groups)
+
+    def shards_in_node(self, workers_per_node: int) -> int:
+        """Workers of one group in a node."""
+        replicas_first = self._replicas_first(workers_per_node)
+        room = max(1, workers_per_node // self.groups) if replicas_first else workers_per_node
+        return min(self.shards, room)
+
+    def replicas_in_node(self, workers_per_node: int) -> int:
+        """Replicas of one shard in a node."""
+        replicas_first = self._replicas_first(workers_per_node)
+        room = workers_per_node if replicas_first else max(1, workers_per_node // self.shards)
+        return min(self.groups, room)
+
+    def _replicas_first(self, workers_per_node: int) -> bool:
+        if self.layout is Layout.AUTO:
+            return self.groups <= workers_per_node
+        return self.layout is Layout.REPLICAS
 
 
 def costs(cluster: Cluster, shape: Shape, scale: Scale) -> Costs:
@@ -37,7 +68,7 @@ def costs(cluster: Cluster, shape: Shape, scale: Scale) -> Costs:
     return {
         **_host_costs(cluster, shape, scale),
         **_network_costs(cluster, shape, scale),
-        **_device_costs(cluster, shape),
+        **_device_costs(cluster, shape, scale),
     }
 
 
@@ -45,7 +76,8 @@ def _host_costs(cluster: Cluster, shape: Shape, scale: Scale) -> dict[Kind, floa
     host, work = cluster.host, cluster.workload
     busy = 1 + host.contention_per_worker * scale.workers
     moved = 1 - work.shared_share if shape.retrieval is Retrieval.NEW else 1.0
-    row_bytes = work.owned_rows * work.stored_row_bytes * moved
+    foreign = work.merge_from_host * foreign_rows(work, shape, scale.groups)
+    row_bytes = (work.owned_rows * moved + foreign) * work.stored_row_bytes
     return {
         K.PREFETCH: busy * 1000 * work.samples / host.samples_per_s,
         K.COPY: busy * _transfer_ms(work.samples * work.sample_kb * 1024, host.pcie_gb_per_s),
@@ -56,24 +88,39 @@ def _host_costs(cluster: Cluster, shape: Shape, scale: Scale) -> dict[Kind, floa
 
 def _network_costs(cluster: Cluster, shape: Shape, scale: Scale) -> dict[Kind, float]:
     network, work = cluster.network, cluster.workload
-    growth = (1 + work.split_growth) ** log2(shape.micros)
-    exchanged = work.unique_keys * work.row_bytes * growth / shape.micros
+    exchanged = work.unique_keys * work.row_bytes * exchange_growth(work, shape) / shape.micros
     rows = all_to_all_ms(network, exchanged, scale)
     setup = network.setup_us_per_peer * (effective_peers(network, scale) - 1) / 1000
-    touched = work.owned_rows * work.stored_row_bytes
+    node = network.workers_per_node
+    merged = merged_bytes(work, shape, scale.groups)
+    # Taken out of the device's buffer, and put back.
+    copies = _transfer_ms(2 * merged, cluster.compute.memory_gb_per_s)
     return {
         K.COUNTS: all_to_all_ms(network, 0, scale) + setup,
         K.KEYS: all_to_all_ms(network, work.unique_keys * KEY_BYTES, scale),
         K.ROWS: rows,
         K.GRADS: rows,
-        K.REDUCE: _all_reduce_ms(network, work.dense_mb * 1e6, scale.workers),
-        K.MIRROR: _all_reduce_ms(network, touched, scale.groups),
+        K.REDUCE: _all_reduce_ms(network, work.dense_mb * 1e6, scale.workers, node),
+        K.MIRROR: _all_reduce_ms(network, merged, scale.groups, scale.replicas_in_node(node))
+        + copies,
     }
 
 
-def _device_costs(cluster: Cluster, shape: Shape) -> dict[Kind, float]:
+def exchange_growth(work: Workload, shape: Shape) -> float:
+    """Rows that all micro-batches ask for over those of the unsplit batch.
+
+    In a window none is asked for twice: then a batch has as many as it has unique keys. How the
+    window deals them out, most to the first micro-batch, is not modelled: each gets an equal part.
+    """
+    if shape.exchange is Exchange.WINDOW:
+        return 1.0
+    return (1 + work.split_growth) ** log2(shape.micros)
+
+
+def _device_costs(cluster: Cluster, shape: Shape, scale: Scale) -> dict[Kind, float]:
     compute, work = cluster.compute, cluster.workload
-    shared = work.owned_rows * work.shared_share
+    updated = updated_rows(work, shape, scale.groups)
+    shared = updated * work.shared_share
     refresh = _transfer_ms(2 * shared * work.stored_row_bytes, compute.memory_gb_per_s)
     dense = work.samples * work.gflop_per_sample / compute.tflops / shape.micros
     return {
@@ -82,9 +129,7 @@ def _device_costs(cluster: Cluster, shape: Shape) -> dict[Kind, float]:
         K.SYNC: compute.swap_ms + refresh,
         K.SWAP: compute.swap_ms,
         K.DENSE: dense,
-        K.UPDATE: _transfer_ms(
-            2 * work.owned_rows * work.stored_row_bytes, compute.memory_gb_per_s
-        ),
+        K.UPDATE: _transfer_ms(2 * updated * work.stored_row_bytes, compute.memory_gb_per_s),
     }
 
 
@@ -105,7 +150,7 @@ def all_to_all_ms(network: Network, num_bytes: float, scale: Scale) -> float:
     shards = scale.shards
     if shards == 1:
         return 0.0
-    inside = min(shards, network.workers_per_node)
+    inside = scale.shards_in_node(network.workers_per_node)
     far = num_bytes * (shards - inside) / shards
     near = num_bytes * (inside - 1) / shards
     return (
@@ -120,14 +165,18 @@ def message_ms(network: Network, members: int) -> float:
     return (network.message_us + network.message_us_per_peer * (members - 1)) / 1000
 
 
-def _all_reduce_ms(network: Network, num_bytes: float, members: int) -> float:
-    """A ring: twice the bytes pass each worker, less its own share."""
+def _all_reduce_ms(network: Network, num_bytes: float, members: int, in_node: int) -> float:
+    """Two rings: inside a node, then each of its workers between nodes with its part of the bytes.
+
+    In a ring twice the bytes pass each worker, less its own share.
+    """
     if members == 1:
         return 0.0
-    near = members <= network.workers_per_node
-    speed = network.node_gb_per_s if near else network.gb_per_s
-    share = (members - 1) / members
-    return message_ms(network, members) + _transfer_ms(2 * num_bytes * share, speed)
+    inside = min(members, in_node)
+    nodes = members / inside
+    near = _transfer_ms(2 * num_bytes * (inside - 1) / inside, network.node_gb_per_s)
+    far = _transfer_ms(2 * num_bytes / inside * (nodes - 1) / nodes, network.gb_per_s)
+    return message_ms(network, members) + near + far
 
 
 def _transfer_ms(num_bytes: float, gb_per_s: float) -> float:

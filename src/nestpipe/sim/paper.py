@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 
+from nestpipe.schedule.op import Kind
 from nestpipe.schedule.plans import Plan, PlanOptions, plan
+from nestpipe.schedule.schedule import Retrieval
 from nestpipe.sim import published as paper
-from nestpipe.sim.calibrate import GROUPS, paper_cluster
-from nestpipe.sim.costs import Scale
-from nestpipe.sim.published import PUBLISHED, SCALES, Published
+from nestpipe.sim.calibrate import GROUPS, LAYOUT, paper_cluster
+from nestpipe.sim.cluster import Cluster
+from nestpipe.sim.costs import Scale, costs
+from nestpipe.sim.groups import GroupChoice, choice_as_json, choose_groups, usual_groups
+from nestpipe.sim.published import BEYOND, LARGEST, PUBLISHED, SCALES, Published
 from nestpipe.sim.report import Figures, simulate
 
 
@@ -43,6 +47,7 @@ FITTED: dict[tuple[str, int], tuple[str, ...]] = {
     (paper.UNIEMB, 512): ("scaling_efficiency",),
     (paper.UNIEMB, 128): ("step_ms",),
     (paper.SP_2D, 1536): ("step_ms", "exposed_comm_ms"),
+    (paper.NESTPIPE_2D, 1536): ("all_to_all_ms",),
 }
 """Which published figures the calibration used; every other row is a prediction."""
 
@@ -57,6 +62,8 @@ class PaperRow:
     step_ms: float
     lookup_ms: float
     exposed_comm_ms: float
+    all_to_all_ms: float
+    """All All2Alls of rows and gradients, hidden or not."""
     speedup: float
     """Over TorchRec at the same scale."""
     qps: float
@@ -65,7 +72,8 @@ class PaperRow:
     """Percent: the 128-worker step over this one."""
     utilisation: float
     kind: str
-    """`calibrated` where a published figure of this very row was used, else `predicted`."""
+    """`calibrated` where a published figure of this very row was used, `extrapolated` past the
+    largest published scale, else `predicted`."""
     fitted: tuple[str, ...]
     """The published figures of this row that the calibration used."""
     published: Published
@@ -76,27 +84,52 @@ class PaperRow:
         return None if known is None else 100 * (getattr(self, name) / known - 1)
 
 
+@dataclass(frozen=True, slots=True)
+class PaperChoice:
+    """Numbers of groups compared for NestPipe, rows averaged every batch."""
+
+    retrieval: Retrieval
+    choice: GroupChoice
+
+
 COMPARED = tuple(f.name for f in fields(Published) if f.name != "derived")
 """The figures that can be compared with published ones."""
 
 
 def paper_rows(
-    scales: tuple[int, ...] = SCALES, progress: Callable[[], None] = lambda: None
+    scales: tuple[int, ...] = (*SCALES, BEYOND), progress: Callable[[], None] = lambda: None
 ) -> list[PaperRow]:
     """Simulate every system at every scale; `progress` is called after each run."""
     cluster = paper_cluster()
     runs: dict[tuple[str, int], Figures] = {}
     for system in SYSTEMS:
         for workers in sorted({paper.BASE, *scales}):
-            scale = Scale(workers, system.groups)
+            scale = Scale(workers, system.groups, LAYOUT)
             runs[system.name, workers] = simulate(system.make_plan(), cluster, scale)
             progress()
-    return [_row(system, workers, runs) for system in SYSTEMS for workers in scales]
+    return [_row(system, workers, runs, cluster) for system in SYSTEMS for workers in scales]
 
 
-def _row(system: System, workers: int, runs: dict[tuple[str, int], Figures]) -> PaperRow:
+def paper_choices(progress: Callable[[int], None] = lambda batch: None) -> list[PaperChoice]:
+    """Into how many groups NestPipe's workers are best split, at the largest scale and past it."""
+    cluster = paper_cluster()
+    found: list[PaperChoice] = []
+    for workers in (LARGEST, BEYOND):
+        for retrieval in Retrieval:
+            options = PlanOptions(micros=paper.MICROS, retrieval=retrieval, mirror_every=1)
+            numbers = usual_groups(workers)
+            choice = choose_groups("nested", options, cluster, workers, numbers, progress=progress)
+            found.append(PaperChoice(retrieval, choice))
+    return found
+
+
+def _row(
+    system: System, workers: int, runs: dict[tuple[str, int], Figures], cluster: Cluster
+) -> PaperRow:
     run = runs[system.name, workers]
     fitted = FITTED.get((system.name, workers), ())
+    at = costs(cluster, system.make_plan().shape, Scale(workers, system.groups, LAYOUT))
+    guessed = "predicted" if workers <= LARGEST else "extrapolated"
     return PaperRow(
         system=system.name,
         plan=system.plan,
@@ -104,22 +137,26 @@ def _row(system: System, workers: int, runs: dict[tuple[str, int], Figures]) -> 
         step_ms=run.step_ms,
         lookup_ms=run.lookup_ms,
         exposed_comm_ms=run.exposed_comm_ms,
+        all_to_all_ms=system.micros * (at[Kind.ROWS] + at[Kind.GRADS]),
         speedup=runs[paper.TORCHREC, workers].step_ms / run.step_ms,
         qps=run.samples_per_s,
         scaling_efficiency=100 * runs[system.name, paper.BASE].step_ms / run.step_ms,
         utilisation=run.utilisation,
-        kind="calibrated" if fitted else "predicted",
+        kind="calibrated" if fitted else guessed,
         fitted=fitted,
         published=PUBLISHED.get((system.name, workers), Published()),
     )
 
 
-def rows_as_json(rows: list[PaperRow]) -> dict[str, object]:
-    """The table as plain values, with the errors and what does not reconcile."""
+def rows_as_json(rows: list[PaperRow], choices: Sequence[PaperChoice] = ()) -> dict[str, object]:
+    """The table as plain values, with the errors, the groups and what does not reconcile."""
     return {
         "rows": [
             {**asdict(row), "error_percent": {name: row.error_percent(name) for name in COMPARED}}
             for row in rows
+        ],
+        "groups": [
+            {"retrieval": str(one.retrieval), **choice_as_json(one.choice)} for one in choices
         ],
         "unreconciled": list(paper.UNRECONCILED),
     }

@@ -81,11 +81,26 @@ def simulate(
         plan,
         op_costs if op_costs is not None else costs(cluster, plan.shape, scale),
         scale,
-        batches=batches,
+        batches=whole_intervals(batches, plan.shape.mirror_every),
         stragglers=cluster.stragglers,
         progress=progress,
     )
     return figures(played.trace, samples=cluster.workload.samples)
+
+
+def whole_intervals(batches: int, every: int) -> int:
+    """At least so many batches, and as many as it takes that their steady part is a whole number of
+    times `every`: else it would count a merge of replicas too often or too rarely."""
+    count = batches
+    while every > 1 and _steady_steps(count) % every:
+        count += 1
+    return count
+
+
+def _steady_steps(batches: int) -> int:
+    """How many steps `steady_interval` keeps of a replay."""
+    updates = (Span("update", "compute", t, None, 0, t, t + 1) for t in range(batches))
+    return steady_interval(updates)[2]
 
 
 def figures(trace: Trace, *, samples: float, rank: int = 0) -> Figures:

@@ -31,9 +31,7 @@ def scaling_curve(
     progress: Callable[[int], None] = lambda batch: None,
 ) -> list[Point]:
     """Simulate every scale in turn; efficiency is relative to the first."""
-    if fitted is not None and fitted.samples is not None:
-        work = replace(cluster.workload, samples=max(1, round(fitted.samples)))
-        cluster = replace(cluster, workload=work)
+    cluster = with_samples_of(cluster, fitted)
     runs = [
         simulate(
             plan,
@@ -46,6 +44,14 @@ def scaling_curve(
         for scale in scales
     ]
     return [Point(run, 100 * runs[0].step_ms / run.step_ms) for run in runs]
+
+
+def with_samples_of(cluster: Cluster, fitted: FittedCosts | None) -> Cluster:
+    """The cluster with batches as large as those of the measured run, where it tells."""
+    if fitted is None or fitted.samples is None:
+        return cluster
+    work = replace(cluster.workload, samples=max(1, round(fitted.samples)))
+    return replace(cluster, workload=work)
 
 
 def curve_as_json(points: Sequence[Point]) -> list[dict[str, object]]:

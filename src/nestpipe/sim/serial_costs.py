@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from nestpipe.errors import ParseError
-from nestpipe.schedule.op import Kind, Lane, Op
+from nestpipe.schedule.op import Kind, Op
 from nestpipe.schedule.plans import Plan
 from nestpipe.schedule.schedule import Retrieval
-from nestpipe.sim.sharing import Sharing, replay_shared
+from nestpipe.sim.sharing import COLLECTIVES, CostOf, Sharing, replay_shared
 from nestpipe.trace import Span, Trace
 
 WARM_UP = 2
@@ -24,6 +24,12 @@ WARM_UP = 2
 REFRESH_KINDS = frozenset({Kind.UNION, Kind.SYNC})
 """What plans with two buffers do for the rows that neighbours share, whatever they retrieve; of the
 serial runs only the one that retrieves new rows does it."""
+BUCKETS = "dense_buckets"
+"""A fact of a trace: in how many parts dense gradients are summed where that begins early."""
+USUAL_BUCKETS = 4
+"""Where the trace does not say: a model of some 4 million dense parameters has so many."""
+BACKWARD = 2 / 3
+"""The part of a `dense` op that is its backward pass: two products for each of the forward one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +49,32 @@ class SerialRuns:
             refreshes = shape.buffers > 1 and op.kind in REFRESH_KINDS
             return (new if shape.retrieval is Retrieval.NEW or refreshes else whole)(op, rank)
 
-        return replay_shared(plan, cost_of, self.sharing, batches=batches)
+        early = shape.sums_apart and plan.name != "serial"
+        costs = begun_early(cost_of, shape.micros, self._buckets) if early else cost_of
+        return replay_shared(plan, costs, self.sharing, batches=batches)
+
+    @property
+    def _buckets(self) -> int:
+        return int(self.whole[0].facts.get(BUCKETS, USUAL_BUCKETS))
+
+
+def begun_early(cost_of: CostOf, micros: int, buckets: int) -> CostOf:
+    """The same costs where dense gradients are summed while the last backward pass still runs.
+
+    `serial` sums them after that pass, so its `reduce` has all of the cost, R. Elsewhere the sum
+    of the last layers starts when the pass does and runs beside it, in a network of its own; the
+    op `reduce` only waits for what is left. The pass hides `BACKWARD` of the last `dense` op's
+    cost, but never the last bucket: its gradients are there when the pass has ended.
+    """
+
+    def shorter(op: Op, rank: int) -> float:
+        cost = cost_of(op, rank)
+        if op.kind is not Kind.REDUCE:
+            return cost
+        hidden = BACKWARD * cost_of(Op(Kind.DENSE, op.batch, micros - 1), rank)
+        return max(cost / buckets, cost - hidden)
+
+    return shorter
 
 
 class SerialCosts:
@@ -116,7 +147,7 @@ def _without_waiting(turns: Sequence[_Turn]) -> list[_Turn]:
     for turn in turns:
         last[turn.span.name] = max(last[turn.span.name], turn.begin)
     return [
-        _Turn(t.span, min(t.span.end, last[t.span.name])) if t.span.lane == Lane.NET else t
+        _Turn(t.span, min(t.span.end, last[t.span.name])) if t.span.kind in COLLECTIVES else t
         for t in turns
     ]
 
@@ -128,16 +159,17 @@ class _Pool:
         self._sharing = sharing
         changes: dict[float, float] = defaultdict(float)
         for turn in turns:
-            changes[turn.begin] += sharing.draw(turn.span.lane)
-            changes[turn.span.end] -= sharing.draw(turn.span.lane)
+            own = sharing.draw(turn.span.kind, turn.span.lane)
+            changes[turn.begin] += own
+            changes[turn.span.end] -= own
         self._times = sorted(changes)
         self._drawn = list(accumulate(changes[time] for time in self._times))
 
     def work_of(self, turn: _Turn) -> float:
         """How long an op would have taken alone, given all that ran beside it."""
         first, last = (bisect_left(self._times, t) for t in (turn.begin, turn.span.end))
+        own = self._sharing.draw(turn.span.kind, turn.span.lane)
         return sum(
-            (self._times[i + 1] - self._times[i])
-            * self._sharing.speed(turn.span.lane, self._drawn[i])
+            (self._times[i + 1] - self._times[i]) * self._sharing.speed(own, self._drawn[i])
             for i in range(first, last)
         )

@@ -11,13 +11,15 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from nestpipe.schedule.op import Lane, Op
+from nestpipe.schedule.op import LANE_OF, Kind, Lane, Op
 from nestpipe.schedule.plans import Plan
 from nestpipe.schedule.schedule import Step
 from nestpipe.trace import Span, Trace
 
 SOON_MS = 1e-6
 """Ops with less left than this have ended: sums of parts are not exact."""
+COLLECTIVES = frozenset(kind for kind in Kind if LANE_OF[kind] is Lane.NET)
+"""Kinds that all ranks take part in, on whatever lane a plan puts them."""
 CostOf = Callable[[Op, int], float]
 """Milliseconds that an op takes a rank which has its pool for itself."""
 
@@ -35,15 +37,14 @@ class Sharing:
     collective_draw: float = 0.0
     """What a collective takes of its rank's pool while it runs, 0 to 1: a network is not free."""
 
-    def draw(self, lane: str) -> float:
-        """How much of a pool an op of that lane asks for while it runs."""
-        if lane == Lane.NET:
+    def draw(self, kind: str, lane: str) -> float:
+        """How much of a pool an op asks for while it runs; a collective on any lane asks alike."""
+        if kind in COLLECTIVES:
             return self.collective_draw
         return 1.0 if lane in self.lanes else 0.0
 
-    def speed(self, lane: str, drawn: float) -> float:
-        """How fast an op of that lane runs while all ops of its pool ask for so much of it."""
-        own = self.draw(lane)
+    def speed(self, own: float, drawn: float) -> float:
+        """How fast an op that asks for `own` runs while all ops of its pool ask for `drawn`."""
         if own == 0.0:
             return 1.0
         # The part of its time for which it needs the pool gets longer, the rest does not.
@@ -61,7 +62,8 @@ def replay_shared(plan: Plan, cost_of: CostOf, sharing: Sharing, *, batches: int
         for rank in ranks:
             for op in rank.startable():
                 together = arrived[op] if op.collective else []
-                together.append(_Running(op, rank.number, now, cost_of(op, rank.number)))
+                lane = plan.shape.lane(op.kind)
+                together.append(_Running(op, lane, rank.number, now, cost_of(op, rank.number)))
                 if not op.collective or len(together) == len(ranks):
                     running += together
                     arrived.pop(op, None)
@@ -89,13 +91,14 @@ def replay_shared(plan: Plan, cost_of: CostOf, sharing: Sharing, *, batches: int
 @dataclass(slots=True)
 class _Running:
     op: Op
+    lane: Lane
     rank: int
     start: float
     left: float
 
     def span(self, now: float) -> Span:
         op = self.op
-        return Span(op.kind, op.lane, op.batch, op.micro, self.rank, self.start, now)
+        return Span(op.kind, self.lane, op.batch, op.micro, self.rank, self.start, now)
 
 
 @dataclass(slots=True)
@@ -112,7 +115,7 @@ class _Rank:
     def __post_init__(self) -> None:
         self.lanes = {lane: deque() for lane in Lane}
         for step in self.plan.stream(lambda: self.batches):
-            self.lanes[step.op.lane].append(step)
+            self.lanes[self.plan.shape.lane(step.op.kind)].append(step)
 
     def startable(self) -> list[Op]:
         """Ops whose lane is free and whose waits are over; they start now."""
@@ -126,13 +129,17 @@ class _Rank:
         return found
 
     def ended(self, op: Op) -> None:
-        self.busy.discard(op.lane)
+        self.busy.discard(self.plan.shape.lane(op.kind))
         self.done.add(op)
 
 
 def _speeds(running: Sequence[_Running], sharing: Sharing) -> list[float]:
     """How fast each op runs, given all that run beside it."""
+    own = [sharing.draw(one.op.kind, one.lane) for one in running]
     drawn: dict[int, float] = defaultdict(float)
-    for one in running:
-        drawn[sharing.pools[one.rank]] += sharing.draw(one.op.lane)
-    return [sharing.speed(one.op.lane, drawn[sharing.pools[one.rank]]) for one in running]
+    for one, asked in zip(running, own, strict=True):
+        drawn[sharing.pools[one.rank]] += asked
+    return [
+        sharing.speed(asked, drawn[sharing.pools[one.rank]])
+        for one, asked in zip(running, own, strict=True)
+    ]

@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from nestpipe.comm.communicator import Communicator
+from nestpipe.comm.mesh import Mesh
 from nestpipe.embedding.groups import TableGroup
 from nestpipe.embedding.routing import owner_of
 from nestpipe.embedding.store import RowStore
@@ -51,9 +52,10 @@ def save_checkpoint(
     dense_optimizer: torch.optim.Optimizer,
     groups: Sequence[TableGroup],
     stores: Sequence[RowStore],
-    comm: Communicator,
+    mesh: Mesh,
 ) -> Path:
     """Write a checkpoint; it has its name only once every rank has written all of it."""
+    comm = mesh.world
     target = folder / f"step-{state.step:08d}"
     partial = folder / f".{target.name}.partial"
     try:
@@ -61,7 +63,8 @@ def save_checkpoint(
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
         comm.barrier()
-        _save_rows(partial, groups, stores, comm.rank)
+        if mesh.group == 0:  # the others have the same
+            _save_rows(partial, groups, stores, mesh.shards.rank)
         if comm.rank == 0:
             save_file(_dense_tensors(model, dense_optimizer), partial / "dense.safetensors")
             about = {"format": FORMAT, "tables": _about_tables(groups), **asdict(state)}

@@ -20,7 +20,13 @@ from nestpipe.models import (
     LogisticRegression,
     SampledSoftmaxConfig,
 )
-from nestpipe.train.settings import DenseSettings, PipelineSettings, RowSettings, TrainSettings
+from nestpipe.train.settings import (
+    DenseSettings,
+    ParallelSettings,
+    PipelineSettings,
+    RowSettings,
+    TrainSettings,
+)
 from nestpipe.train.trainer import Trainer
 
 MOST_TIMEOUT_S = 1e6
@@ -115,6 +121,7 @@ class JobConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     run: RunConfig = field(default_factory=RunConfig)
     pipeline: PipelineSettings = field(default_factory=PipelineSettings)
+    parallel: ParallelSettings = field(default_factory=ParallelSettings)
     rows: RowSettings = field(default_factory=RowSettings)
     dense: DenseSettings = field(default_factory=DenseSettings)
 
@@ -128,6 +135,7 @@ class JobConfig:
             in_place=run.in_place,
             pin_rows=run.pin_rows,
             pipeline=self.pipeline,
+            parallel=self.parallel,
             rows=self.rows,
             dense=self.dense,
         )

@@ -7,7 +7,32 @@ from typing import Literal
 
 from nestpipe.config import positive
 from nestpipe.errors import ConfigError
-from nestpipe.schedule import PLANS, Exchange, Plan, PlanOptions, Retrieval, plan
+from nestpipe.schedule import PLANS, Exchange, Merge, Plan, PlanOptions, Retrieval, plan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelSettings:
+    """Two-dimensional parallelism: every group of ranks has all tables, sharded among them."""
+
+    groups: int = 1
+    """Groups of ranks; keys, rows and row gradients never leave one."""
+    merge: Literal["exact", "averaged"] = "exact"
+    """How groups keep together: `exact` sums the row gradients of every batch over all groups;
+    `averaged` lets each group train on its own samples, and averages the rows now and then."""
+    merge_every: int = 1
+    """averaged: batches from one time to the next."""
+    layout: Literal["auto", "replicas", "shards"] = "auto"
+    """Which ranks are neighbours: the replicas of a shard, or the shards of a group; `auto`:
+    replicas, where they fit into one machine."""
+
+    def __post_init__(self) -> None:
+        positive("groups", self.groups)
+        positive("merge_every", self.merge_every)
+        if self.merge == "exact" and self.merge_every != 1:
+            raise ConfigError(
+                f"merge_every is {self.merge_every} and merge 'exact'; exact groups merge every "
+                "batch, so leave it at 1, or use merge 'averaged'"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,11 +64,15 @@ class PipelineSettings:
         positive("micro_batches", self.micro_batches)
         positive("ends", self.ends)
 
-    def make_plan(self) -> Plan:
+    def make_plan(self, parallel: ParallelSettings | None = None) -> Plan:
+        """The plan, with what several groups of ranks add to it."""
+        replicas = parallel is not None and parallel.groups > 1
         options = PlanOptions(
             micros=self.micro_batches,
             retrieval=Retrieval(self.retrieval),
             exchange=Exchange(self.exchange),
+            mirror_every=parallel.merge_every if parallel is not None and replicas else 0,
+            merge=Merge(parallel.merge) if parallel is not None and replicas else Merge.AVERAGED,
         )
         return plan(self.plan, options)
 
@@ -52,15 +81,26 @@ class PipelineSettings:
 class RowSettings:
     """The optimizer of table rows."""
 
-    optimizer: Literal["sgd", "adagrad", "rowwise_adagrad", "adam"] = "rowwise_adagrad"
+    optimizer: Literal[
+        "sgd",
+        "adagrad",
+        "rowwise_adagrad",
+        "adam",
+        "momentum_scaled_rowwise_adagrad",
+        "touch_scaled_rowwise_adagrad",
+    ] = "rowwise_adagrad"
     lr: float = 0.05
     """Learning rate."""
     eps: float = 1e-8
     """Added to the root of AdaGrad's and Adam's second moment."""
+    scale: float = 0.0
+    """Scaled AdaGrad: what the second moment is divided by; 0: the number of averaged groups."""
 
     def __post_init__(self) -> None:
         positive("lr", self.lr)
         positive("eps", self.eps)
+        if self.scale != 0 and self.scale < 1:
+            raise ConfigError(f"scale is {self.scale}; give at least 1, or 0 for the groups")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,6 +136,7 @@ class TrainSettings:
     store_threads: int = 0
     """Threads of the host store; 0: as many as torch uses."""
     pipeline: PipelineSettings = field(default_factory=PipelineSettings)
+    parallel: ParallelSettings = field(default_factory=ParallelSettings)
     rows: RowSettings = field(default_factory=RowSettings)
     dense: DenseSettings = field(default_factory=DenseSettings)
 

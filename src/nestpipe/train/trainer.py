@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from nestpipe.comm import Communicator, LocalCommunicator
+from nestpipe.comm.mesh import make_mesh
 from nestpipe.config import Table
 from nestpipe.data import Source
 from nestpipe.embedding.groups import group_tables
@@ -60,7 +61,9 @@ class Trainer:
         self.device = choose_device(self.settings.device)
         self.model = _checked(model).to(self.device)
         _share_first_weights(self.model, self.comm)
-        self.plan = self.placed(self.settings.pipeline.make_plan())
+        parallel = self.settings.parallel
+        self.mesh = make_mesh(self.comm, parallel.groups, parallel.layout)
+        self.plan = self.placed(self.settings.pipeline.make_plan(parallel))
         check(self.plan.schedule(2 * self.plan.shape.lookahead + 3), stale=self.plan.name)
         self.lanes = lanes or lanes_for(self.plan.name, self.device)
         self.spans = spans_for(self.device, self.comm.rank)
@@ -70,12 +73,15 @@ class Trainer:
         """What this rank has moved for training, ever."""
         self._around = around
         rows = self.settings.rows
-        self.row_optimizer = row_optimizer(rows.optimizer, rows.lr, rows.eps)
+        scale = rows.scale or float(parallel.groups if parallel.merge == "averaged" else 1)
+        self.row_optimizer = row_optimizer(rows.optimizer, rows.lr, rows.eps, scale)
         self.dense_optimizer = _dense_optimizer(self.model, self.settings.dense)
         self.groups = group_tables(tables)
         self.stores = [
             open_store(
-                group.layout(self.row_optimizer, seed=self.settings.seed, ranks=self.comm.size),
+                group.layout(
+                    self.row_optimizer, seed=self.settings.seed, ranks=self.mesh.shards.size
+                ),
                 native=self.settings.native,
                 threads=self.settings.store_threads or None,
             )
@@ -101,7 +107,7 @@ class Trainer:
             self.groups,
             self.stores,
             self.row_optimizer,
-            self.comm,
+            self.mesh,
             plan.shape,
             self.device,
             in_place=training and self.settings.in_place,
@@ -151,7 +157,7 @@ class Trainer:
             dense_optimizer=self.dense_optimizer,
             batches=iter(batches),
             empty=source.empty(),
-            comm=self.comm,
+            mesh=self.mesh,
             device=self.device,
             cut=Cut(
                 self.plan.shape.micros, self.settings.pipeline.cut, self.settings.pipeline.ends
@@ -162,6 +168,8 @@ class Trainer:
             early_sums=self._early_sums,
         )
         self._run(work)
+        # Who looks at rows now, or saves them, finds the same in every group.
+        work.tables.merge_rest(self.stores)
         trained = work.end()
         assert trained is not None, "a run ends only when its end is known"
         self.progress = replace(
@@ -226,7 +234,7 @@ class Trainer:
             self.dense_optimizer,
             self.groups,
             self.stores,
-            self.comm,
+            self.mesh,
         )
 
     def load(self, checkpoint: Path | str) -> None:
@@ -237,7 +245,7 @@ class Trainer:
             self.dense_optimizer,
             self.groups,
             self.stores,
-            self.comm,
+            self.mesh.shards,
             self.row_optimizer.name,
         )
         self.progress = Progress(state.step, state.epoch, state.position)
@@ -252,10 +260,11 @@ class Trainer:
                     rows = torch.empty(len(keys), store.layout.width)
                     store.gather(keys.contiguous(), counts, rows)
                     home = group.homes[number]
-                    mine = owner_of(keys, number, self.comm.size, home) == self.comm.rank
+                    shards = self.mesh.shards
+                    mine = owner_of(keys, number, shards.size, home) == shards.rank
                     weights = torch.where(mine[:, None], rows[:, : group.dim], 0.0).contiguous()
                     weights = weights.to(self.device)
-                    self.comm.all_reduce(weights)
+                    shards.all_reduce(weights)
                     return weights.cpu()
         raise ConfigError(f"there is no table {table!r}; the tables are {self.table_names}")
 

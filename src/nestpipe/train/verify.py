@@ -53,7 +53,8 @@ class Verdict:
         return {"identical": self.identical, **asdict(self)}
 
 
-def _unwatched(name: str, total: int | None) -> AbstractContextManager[Tell]:
+def unwatched(name: str, total: int | None) -> AbstractContextManager[Tell]:
+    """Nobody looks on."""
     return nullcontext(lambda report: None)
 
 
@@ -62,7 +63,7 @@ def serial_twin(pipeline: PipelineSettings) -> PipelineSettings:
     return replace(pipeline, plan="serial", retrieval="whole")
 
 
-def verify_job(config: JobConfig, comm: Communicator, watch: Watch = _unwatched) -> Verdict:
+def verify_job(config: JobConfig, comm: Communicator, watch: Watch = unwatched) -> Verdict:
     """Train a config's job with `serial` and with its plan, and compare what came out.
 
     Nothing is evaluated or saved. All ranks take part, and all get the same verdict.
@@ -82,7 +83,7 @@ def verify(
     *,
     steps: int | None = None,
     epochs: int = 1,
-    watch: Watch = _unwatched,
+    watch: Watch = unwatched,
 ) -> Verdict:
     """Train twice from the same start, with `serial` and with `pipeline`, and compare.
 
@@ -93,7 +94,7 @@ def verify(
         def train(settings: PipelineSettings, name: str) -> Trained:
             trainer, source = start(settings)
             closing.callback(trainer.close)
-            with watch(name, _expected_steps(trainer, source, steps, epochs)) as tell:
+            with watch(name, expected_steps(trainer, source, steps, epochs)) as tell:
                 return train_to_compare(trainer, source, name, steps, epochs, tell)
 
         serial = train(serial_twin(pipeline), "serial")
@@ -111,7 +112,8 @@ def verify(
         )
 
 
-def _expected_steps(trainer: Trainer, source: Source, steps: int | None, epochs: int) -> int | None:
+def expected_steps(trainer: Trainer, source: Source, steps: int | None, epochs: int) -> int | None:
+    """How many steps a run will have, if that can be known."""
     if source.num_samples is None:
         return steps
     every = epochs * -(-source.num_samples // trainer.settings.batch)

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from nestpipe.batch import Batch
-from nestpipe.comm.communicator import Communicator
+from nestpipe.comm.mesh import Mesh
 from nestpipe.embedding.tables import ShardedTables
 from nestpipe.errors import RunError
 from nestpipe.models.protocol import RecModel
 from nestpipe.runtime import End
 from nestpipe.schedule.op import Kind, Op
+from nestpipe.schedule.schedule import Merge
 from nestpipe.train.early_sums import EarlySums
 from nestpipe.train.micros import Cut
 
@@ -60,16 +61,19 @@ class _InFlight:
     """The summed loss of each micro-batch, on the device."""
     weight: float = 0.0
     totals: Tensor = field(default_factory=lambda: torch.zeros(2))
-    """Loss and weight of the global batch, on the device."""
+    """Loss and weight of the global batch, and the weight of each group, on the device."""
     asked: int = 0
     read: int = 0
     refreshed: int = 0
     kept: list[object] = field(default_factory=list[object])
 
-    def totals_here(self) -> Tensor:
-        """(2,) summed loss and weight of this rank."""
+    def totals_here(self, mesh: Mesh) -> Tensor:
+        """Summed loss and weight of this rank; with several groups also the weight of each."""
         loss = torch.stack([part.float() for part in self.losses]).sum(0, keepdim=True)
-        return torch.cat([loss, loss.new_full((1,), self.weight)])
+        weights = [self.weight]
+        if mesh.groups > 1:
+            weights += [self.weight * (group == mesh.group) for group in range(mesh.groups)]
+        return torch.cat([loss, loss.new_tensor(weights)])
 
 
 @dataclass(slots=True)
@@ -82,7 +86,7 @@ class TrainingWork:
     batches: Iterator[Batch]
     """This rank's part of each global batch; may end before that of other ranks."""
     empty: Batch
-    comm: Communicator
+    mesh: Mesh
     device: torch.device
     cut: Cut
     first_step: int = 0
@@ -119,6 +123,7 @@ class TrainingWork:
             K.GRADS: lambda op: self.tables.grads(op.batch, op.micro or 0),
             K.REDUCE: self.reduce,
             K.UPDATE: self.update,
+            K.MIRROR: lambda op: self.tables.mirror(op.batch),
             K.WRITEBACK: self.writeback,
         }
 
@@ -159,7 +164,7 @@ class TrainingWork:
         flight.losses.append(loss.total.detach())
         flight.weight += loss.weight
         if self.early_sums is not None and micro == self.tables.shape.micros - 1:
-            flight.totals = flight.totals_here()
+            flight.totals = flight.totals_here(self.mesh)
             self.early_sums.sum_totals(flight.totals)
             overlaps = self.tables.shape.plan != "serial"
             with self.early_sums.during_backward(early=overlaps):
@@ -178,10 +183,11 @@ class TrainingWork:
             return
         flight, parameters = self.flights[op.batch], self._parameters
         gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
-        flat = torch.cat([*(g.reshape(-1) for g in gradients), flight.totals_here()])
-        self.comm.all_reduce(flat)
+        totals = flight.totals_here(self.mesh)
+        flat = torch.cat([*(g.reshape(-1) for g in gradients), totals])
+        self.mesh.world.all_reduce(flat)
         _set_gradients(parameters, flat)
-        flight.totals = flat[-2:]
+        flight.totals = flat[-len(totals) :]
         flight.kept += [gradients, flat]
 
     def update(self, op: Op) -> None:
@@ -192,11 +198,18 @@ class TrainingWork:
         if self.early_sums is not None:
             self.early_sums.wait_for_totals()
         # Samples may weigh nothing: then nothing moves.
-        weight = flight.totals[1]
-        self.times = torch.where(weight == 0, 1.0, weight).reciprocal_()
+        times = torch.where(flight.totals == 0, 1.0, flight.totals).reciprocal_()
+        self.times = times[1]
         if self.early_sums is None:
             self._step_dense()
-        self.tables.update(op.batch, self.times, step)
+        self.tables.update(op.batch, times[self._weight_of_rows], step)
+
+    @property
+    def _weight_of_rows(self) -> int:
+        """Which of the totals row gradients are divided by: all samples', or those of the group."""
+        shape = self.tables.shape
+        apart = shape.mirror_every > 0 and shape.merge is Merge.AVERAGED
+        return 2 + self.mesh.group if apart else 1
 
     def _step_dense(self) -> None:
         for parameter in self._parameters:
@@ -231,7 +244,7 @@ def _set_gradients(parameters: list[nn.Parameter], flat: Tensor) -> None:
 
 def _check_loss(totals: Tensor, step: int) -> float:
     """The mean loss of a batch from its sum and weight; refuses to go on with a broken one."""
-    total, weight = totals.tolist()
+    total, weight = totals[:2].tolist()
     loss = total / (weight or 1.0)
     if not math.isfinite(loss):
         raise RunError(f"the loss of step {step} is {loss}; lower the learning rates")

@@ -1,5 +1,7 @@
 """The figures of `nestpipe bench pipeline`, from traces whose figures are known."""
 
+from statistics import median
+
 import pytest
 
 from nestpipe.bench.pipeline import sharing_of
@@ -9,6 +11,7 @@ from nestpipe.bench.pipeline_report import (
     collective_draw,
     network_in_use,
     report,
+    step_times,
     without_waiting,
 )
 from nestpipe.errors import ConfigError
@@ -56,12 +59,58 @@ def test_the_best_serial_has_no_use_for_micro_batches():
     assert nested.ratio_best < nested.ratio
 
 
+def test_a_window_is_measured_against_serial_with_a_window():
+    """Rows cost half in a window: what is predicted and compared must be of the same exchange."""
+
+    def traces(variant: Variant) -> list[Trace]:
+        cheap = 0.5 if variant.exchange == "window" else 1.0
+
+        def cost(op: Op, rank: int) -> float:
+            return cost_of(op, rank) * (cheap if op.kind in (Kind.ROWS, Kind.GRADS) else 1.0)
+
+        return [replay_shared(variant.make_plan(), cost, OWN, batches=16)]
+
+    variants = variants_of(CASE, ("nested",), ("whole",), ("micro", "window"))
+    point = report(CASE, 1, OWN, {variant: traces(variant) for variant in variants})
+    assert point.serial().variant.exchange == "micro"
+    seen = {v.variant.exchange: v for v in point.variants if v.variant.plan == "nested"}
+    assert seen["window"].step_ms == pytest.approx(1 + 2.5 + 40 + 2.5, rel=1e-3)
+    assert seen["window"].ratio == pytest.approx((20 + 4 * 15) / 46, rel=1e-3)
+    for one in seen.values():
+        assert one.error == pytest.approx(0.0, abs=1e-3)
+        assert one.as_json()["exchange"] == one.variant.exchange
+
+
+def test_on_a_gpu_predictions_are_of_the_plan_that_runs_there():
+    """A long key exchange has a lane of its own there: it delays no rows, and no prediction."""
+    gpu = PipelineCase(name="tiny", device="cuda", ranks=2, batch=8, micros=4, rounds=1, steps=16)
+    dear = {**COSTS, Kind.KEYS: 45.0}
+
+    def cost(op: Op, rank: int) -> float:
+        return dear.get(op.kind, 0.0)
+
+    variants = variants_of(gpu, ("nested",), ("whole",))
+    made = {v: [replay_shared(v.make_plan("cuda"), cost, OWN, batches=16)] for v in variants}
+    nested = report(gpu, 1, OWN, made).variants[-1]
+    on_one_network = replay_shared(variants[-1].make_plan(), cost, OWN, batches=16)
+    assert nested.error == pytest.approx(0.0, abs=1e-3)
+    assert nested.step_ms < 0.9 * median(step_times(on_one_network))
+
+
 def test_waiting_for_a_peer_is_not_work_of_the_network():
     early = Span("rows", "net", 3, 0, 0, 10.0, 50.0)
     late = Span("rows", "net", 3, 0, 1, 45.0, 50.0)
     dense = Span("dense", "compute", 3, 0, 0, 50.0, 60.0)
     fair = without_waiting(Trace((early, late, dense)))
     assert [span.start for span in fair.spans] == [45.0, 45.0, 50.0]
+
+
+def test_waiting_for_a_peer_is_no_work_on_other_lanes_either():
+    early = Span("keys", "route", 3, None, 0, 10.0, 50.0)
+    late = Span("keys", "route", 3, None, 1, 45.0, 58.0)
+    both = Trace((early, late))
+    for fair in (without_waiting(both), network_in_use(both)):
+        assert [(span.start, span.end) for span in fair.spans] == [(45.0, 50.0), (45.0, 58.0)]
 
 
 def test_a_lane_of_the_network_is_in_use_until_its_last_member_is_done():
@@ -107,6 +156,15 @@ def test_serial_runs_in_both_forms_and_without_micro_batches():
         "serial-whole-4",
         "serial-new-4",
         "nested-whole-4",
+    ]
+    window = variants_of(CASE, ("nested",), ("new",), ("micro", "window"))
+    assert [variant.name for variant in window[2:]] == [
+        "serial-whole-4",
+        "serial-new-4",
+        "serial-whole-4-window",
+        "serial-new-4-window",
+        "nested-new-4",
+        "nested-new-4-window",
     ]
     every = variants_of(CASE, EXACT_PLANS, ("whole", "new"))
     assert len(every) == len(set(every)) == 4 + 2 * 4

@@ -17,6 +17,8 @@ def run(capfd, *arguments: str):
         (("--device", "tpu"), "device is 'tpu'; use cpu or cuda"),
         (("--case", "lan"), "unknown case 'lan'"),
         (("--plans", "nestd"), "unknown plan 'nestd'"),
+        (("--exchange", "windows"), "unknown exchange 'windows'; use micro or window"),
+        (("--exchange", "window", "--set", "micros=1"), "exchange is 'window' and micros 1"),
         (("--rate", "5mbit"), "add --hosts or drop --rate"),
         (("--set", "bach=4"), "did you mean batch?"),
         (("--hosts", "--rate", "5"), "rate is '5'; write a speed"),

@@ -99,7 +99,7 @@ def test_simulate_prints_only_json_when_asked(run):
     assert [point["workers"] for point in points] == [1, 64]
     status, out, _ = run("simulate", "paper", "--json", "-")
     assert status == 0
-    assert len(json.loads(out)["rows"]) == 42
+    assert len(json.loads(out)["rows"]) == 49
 
 
 def test_simulate_shows_a_table_and_writes_its_files(run, tmp_path):

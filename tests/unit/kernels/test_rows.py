@@ -15,6 +15,7 @@ from nestpipe.kernels.native_rows import Gradients, Places, copy_rows
 from nestpipe.kernels.rows import Bags, add_bags, bags_of_targets, ends_of, plain_sums, sum_bags
 
 DIMS = st.one_of(st.integers(1, 130), st.sampled_from([8, 16, 64, 65, 72, 128]))
+SCALED = [name for name in OPTIMIZERS if name.endswith("scaled_rowwise_adagrad")]
 MANY_DIMS = (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 48, 63, 64, 65, 72, 96, 100, 127, 128, 129)
 
 
@@ -132,10 +133,15 @@ def update_plainly(optimizer, rows_KW: Tensor, gradients_KD: Tensor, times: floa
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @settings(max_examples=40)
-@given(dim=DIMS, rows=st.integers(1, 7), seed=st.integers(0, 99))
-def test_native_updates_are_those_of_torch(name, dim, rows, seed):
+@given(
+    dim=DIMS,
+    rows=st.integers(1, 7),
+    scale=st.one_of(st.sampled_from([1, 2, 4, 8]), st.floats(1, 100)),
+    seed=st.integers(0, 99),
+)
+def test_native_updates_are_those_of_torch(name, dim, rows, scale, seed):
     rng = torch.Generator().manual_seed(seed)
-    optimizer = row_optimizer(name, lr=0.07, eps=1e-5)
+    optimizer = row_optimizer(name, lr=0.07, eps=1e-5, scale=scale)
     width = dim + optimizer.state_dim(dim)
     plain_KW = torch.cat([draw_rows(rng, rows, dim), torch.zeros(rows, width - dim)], 1)
     copied_KW, in_place_KW = plain_KW.clone(), plain_KW.clone()
@@ -149,6 +155,9 @@ def test_native_updates_are_those_of_torch(name, dim, rows, seed):
         optimizer.update_native(copied_KW, dim, whole, 1 / 3, step)
         summed = [Gradients([summed_KD], None, None)]
         optimizer.update_native(places_of(in_place_KW), dim, summed, 1 / 3, step)
+        groups = torch.randint(1, 10, (rows,), generator=rng)
+        for rows_KW in (plain_KW, copied_KW, in_place_KW):
+            optimizer.count_groups(rows_KW, dim, groups)
         assert_same_bits(copied_KW, plain_KW)
         assert_same_bits(in_place_KW, plain_KW)
 
@@ -157,7 +166,7 @@ def test_native_updates_are_those_of_torch(name, dim, rows, seed):
 @pytest.mark.parametrize("dim", [1, 5, 16, 64, 100])
 def test_gradients_in_parts_are_summed_part_by_part(name, dim):
     rng = torch.Generator().manual_seed(dim)
-    optimizer = row_optimizer(name)
+    optimizer = row_optimizer(name, scale=5.3)
     rows_KW = draw_rows(rng, 6, dim + optimizer.state_dim(dim)).abs()
     expected_KW = rows_KW.clone()
     micros = [(draw_rows(rng, 8, dim), draw_bags(rng, 6, 8)) for _ in range(3)]
@@ -174,7 +183,7 @@ def test_gradients_in_parts_are_summed_part_by_part(name, dim):
 def test_any_number_of_threads_gives_the_same_bits(name):
     rows, dim = 7000, 20  # several tasks for a thread
     rng = torch.Generator().manual_seed(4)
-    optimizer = row_optimizer(name)
+    optimizer = row_optimizer(name, scale=5.3)
     start_KW = draw_rows(rng, rows, dim + optimizer.state_dim(dim)).abs()
     gradients_ND, bags = draw_rows(rng, 3000, dim), draw_bags(rng, rows, 3000)
 
@@ -193,6 +202,27 @@ def test_any_number_of_threads_gives_the_same_bits(name):
         assert_same_bits(one, other)
     update_plainly(optimizer, start_KW, alone[1], 0.5, 3)
     assert_same_bits(alone[0], start_KW)
+
+
+@pytest.mark.parametrize("name", SCALED)
+@pytest.mark.parametrize("native", [False, True])
+def test_a_scale_of_one_gives_the_bits_of_rowwise_adagrad(name, native):
+    rng = torch.Generator().manual_seed(7)
+    for dim in MANY_DIMS:
+        optimizers = [row_optimizer(one, scale=1.0) for one in ("rowwise_adagrad", name)]
+        weights_KD = draw_rows(rng, 50, dim)
+        unscaled_KW, scaled_KW = (
+            torch.cat([weights_KD, torch.zeros(50, one.state_dim(dim))], 1) for one in optimizers
+        )
+        for step in range(1, 6):
+            gradients_KD = draw_rows(rng, 50, dim)
+            for optimizer, rows_KW in zip(optimizers, (unscaled_KW, scaled_KW), strict=True):
+                if native:
+                    parts = [Gradients([gradients_KD], None, None)]
+                    optimizer.update_native(rows_KW, dim, parts, 1.0, step)
+                else:
+                    optimizer.update(rows_KW, gradients_KD, step)
+            assert_same_bits(scaled_KW[:, : dim + 1], unscaled_KW)
 
 
 def test_an_update_of_no_rows_or_without_gradients():

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from nestpipe.schedule import Kind, PlanOptions, plan
+from nestpipe.schedule import Exchange, Kind, PlanOptions, plan
 from nestpipe.sim import Cluster, Scale, costs, paper_cluster, simulate
 
 SCALE = Scale(1536)
@@ -54,6 +54,18 @@ def test_keys_met_again_swell_the_exchange():
     cluster = paper_cluster()
     swollen = replace(cluster, workload=replace(cluster.workload, split_growth=0.1))
     assert exposed(swollen, 8) == pytest.approx(1.1**3 * exposed(cluster, 8), rel=0.01)
+
+
+def test_a_window_asks_for_no_row_twice():
+    cluster = paper_cluster()
+    swollen = replace(cluster, workload=replace(cluster.workload, split_growth=0.1))
+    micro, window = (
+        costs(swollen, plan("nested", PlanOptions(micros=8, exchange=form)).shape, SCALE)
+        for form in Exchange
+    )
+    unsplit = costs(cluster, plan("nested", PlanOptions(micros=8)).shape, SCALE)
+    for kind in (Kind.ROWS, Kind.GRADS):
+        assert window[kind] == unsplit[kind] < micro[kind]
 
 
 def test_smaller_groups_shorten_the_exchange():

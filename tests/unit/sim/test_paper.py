@@ -5,11 +5,19 @@ from dataclasses import replace
 
 import pytest
 
-from nestpipe.schedule import Kind, PlanOptions, plan
-from nestpipe.sim import Scale, costs, paper_cluster, paper_rows, rows_as_json, simulate
+from nestpipe.schedule import Kind, PlanOptions, Retrieval, plan
+from nestpipe.sim import (
+    Scale,
+    costs,
+    paper_choices,
+    paper_cluster,
+    paper_rows,
+    rows_as_json,
+    simulate,
+)
 from nestpipe.sim.calibrate import HOST_SPLIT
 from nestpipe.sim.paper import FITTED, SYSTEMS
-from nestpipe.sim.published import LARGEST, PUBLISHED, SCALES
+from nestpipe.sim.published import BEYOND, LARGEST, PUBLISHED, SCALES
 
 SYSTEM_NAMES = [system.name for system in SYSTEMS]
 
@@ -47,10 +55,41 @@ def test_throughput_is_within_2_percent_where_it_agrees_with_the_published_step(
 
 
 def test_nestpipe_and_both_ablations_are_predicted_at_every_scale(rows):
-    for system in ("NestPipe", "NestPipe + 2D-SP", "DBP only", "FWP only"):
+    for system in ("NestPipe", "DBP only", "FWP only"):
         for workers in SCALES:
             assert rows[system, workers].kind == "predicted"
             assert (system, workers) not in FITTED
+
+
+def test_of_nestpipe_with_groups_only_the_raw_all_to_all_is_used(rows):
+    assert FITTED["NestPipe + 2D-SP", LARGEST] == ("all_to_all_ms",)
+    row = rows["NestPipe + 2D-SP", LARGEST]
+    assert row.all_to_all_ms == pytest.approx(452.34, abs=0.01)
+    assert row.scaling_efficiency == pytest.approx(97.17, abs=1.5)
+    assert row.qps == pytest.approx(4.32e5, rel=0.02)
+    assert row.exposed_comm_ms == pytest.approx(55.64, rel=0.05)
+
+
+def test_the_raw_all_to_all_of_nestpipe_is_predicted(rows):
+    assert rows["NestPipe", LARGEST].all_to_all_ms == pytest.approx(1185, rel=0.02)
+
+
+def test_past_the_published_scales_rows_are_extrapolated(rows):
+    alone, grouped = (rows[name, BEYOND] for name in ("NestPipe", "NestPipe + 2D-SP"))
+    assert alone.kind == grouped.kind == "extrapolated"
+    assert grouped.qps > alone.qps
+    assert grouped.exposed_comm_ms < 0.1 * alone.exposed_comm_ms, "the host is the limit then"
+
+
+def test_4096_workers_gain_most_from_groups_where_only_new_rows_are_retrieved():
+    found = {(one.choice.workers, one.retrieval): one.choice for one in paper_choices()}
+    gains = {
+        retrieval: found[BEYOND, retrieval].rows[0].figures.step_ms
+        / found[BEYOND, retrieval].best.figures.step_ms
+        for retrieval in Retrieval
+    }
+    assert gains[Retrieval.NEW] > 1.3 > gains[Retrieval.WHOLE] > 1
+    assert 1 < found[LARGEST, Retrieval.WHOLE].best.groups <= 8
 
 
 def test_a_fitted_figure_is_a_published_one(rows):

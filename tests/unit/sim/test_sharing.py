@@ -5,9 +5,20 @@ import random
 import pytest
 
 from nestpipe.errors import ParseError
-from nestpipe.schedule import PLANS, Kind, Lane, Op, PlanOptions, Retrieval, plan
+from nestpipe.schedule import (
+    PLANS,
+    Kind,
+    Lane,
+    Op,
+    Plan,
+    PlanOptions,
+    Retrieval,
+    plan,
+    with_keys_apart,
+    with_sums_apart,
+)
 from nestpipe.sim import Scale, figures, replay
-from nestpipe.sim.serial_costs import SerialCosts, SerialRuns
+from nestpipe.sim.serial_costs import BUCKETS, SerialCosts, SerialRuns, begun_early
 from nestpipe.sim.sharing import Sharing, replay_shared
 from nestpipe.trace import Trace
 
@@ -16,6 +27,15 @@ NOTHING = Sharing((0, 1, 2, 3), frozenset())
 ALONE = Sharing((0, 1, 2, 3), OFF_NETWORK)
 PAIRS = Sharing((0, 1, 0, 1), OFF_NETWORK)
 COSTS = dict(zip(Kind, (3.0, 1, 2, 0.5, 1.5, 2, 6, 1, 0.1, 4, 9, 5, 3, 2, 1, 7), strict=True))
+
+
+def as_planned(chosen: Plan) -> Plan:
+    return chosen
+
+
+def apart(chosen: Plan) -> Plan:
+    """As on a GPU: keys on the lane of routing, dense sums on that of compute."""
+    return with_sums_apart(with_keys_apart(chosen))
 
 
 def constant(op: Op, rank: int) -> float:
@@ -34,14 +54,17 @@ def step_ms(trace: Trace, rank: int = 0) -> float:
 
 @pytest.mark.parametrize("name", [name for name in PLANS if name != "stale_prefetch"])
 @pytest.mark.parametrize("retrieval", list(Retrieval))
-def test_ranks_that_share_nothing_match_the_replay_of_many(name: str, retrieval: Retrieval):
-    chosen = plan(name, PlanOptions(micros=4, retrieval=retrieval))
+@pytest.mark.parametrize("placed", [as_planned, apart])
+def test_ranks_that_share_nothing_match_the_replay_of_many(name, retrieval, placed):
+    chosen = placed(plan(name, PlanOptions(micros=4, retrieval=retrieval)))
     shared = replay_shared(chosen, constant, NOTHING, batches=12)
     many = replay(chosen, COSTS, Scale(4), batches=12, record=range(4)).trace
-    ends = {(span.name, span.rank): span.end for span in many.spans}
+    twins = {(span.name, span.rank): span for span in many.spans}
     assert len(shared.spans) == len(many.spans)
     for span in shared.spans:
-        assert span.end == pytest.approx(ends[span.name, span.rank], abs=1e-3)
+        twin = twins[span.name, span.rank]
+        assert span.end == pytest.approx(twin.end, abs=1e-3)
+        assert span.lane == twin.lane == chosen.shape.lane(Kind(span.kind))
 
 
 def test_two_ranks_on_one_core_compute_half_as_fast():
@@ -78,8 +101,9 @@ def test_a_core_that_nobody_else_uses_runs_at_full_speed():
     ],
 )
 @pytest.mark.parametrize("retrieval", list(Retrieval))
-def test_serial_gives_back_the_costs_it_was_made_of(sharing: Sharing, retrieval: Retrieval):
-    serial = plan("serial", PlanOptions(micros=3, retrieval=retrieval))
+@pytest.mark.parametrize("placed", [as_planned, apart])
+def test_serial_gives_back_the_costs_it_was_made_of(sharing, retrieval, placed):
+    serial = placed(plan("serial", PlanOptions(micros=3, retrieval=retrieval)))
     read = SerialCosts([replay_shared(serial, uneven, sharing, batches=10)], sharing)
     for step in serial.schedule(4).steps:
         for rank in range(4):
@@ -100,6 +124,43 @@ def test_serial_alone_predicts_every_other_plan(name: str, retrieval: Retrieval)
     true = replay_shared(other, uneven, PAIRS, batches=20)
     for rank in range(4):
         assert step_ms(predicted, rank) == pytest.approx(step_ms(true, rank), rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["dual_buffer", "nested"])
+def test_serial_predicts_a_plan_whose_dense_sums_begin_early(name: str):
+    def long_sums(op: Op, rank: int) -> float:
+        return 30.0 if op.kind is Kind.REDUCE else uneven(op, rank)
+
+    serial = (plan("serial", PlanOptions(micros=4, retrieval=form)) for form in Retrieval)
+    whole, new = (replay_shared(apart(one), long_sums, NOTHING, batches=12) for one in serial)
+    whole = Trace(whole.spans, {**whole.facts, BUCKETS: 2})
+    other = apart(plan(name, PlanOptions(micros=4)))
+    predicted = SerialRuns([whole], [new], NOTHING).predict(other, batches=20)
+    true = replay_shared(other, begun_early(long_sums, 4, buckets=2), NOTHING, batches=20)
+    late = replay_shared(other, long_sums, NOTHING, batches=20)
+    assert step_ms(predicted) == pytest.approx(step_ms(true), rel=1e-3)
+    assert step_ms(predicted) < 0.99 * step_ms(late)
+
+
+@pytest.mark.parametrize(
+    ("reduce_ms", "dense_ms", "buckets", "left"),
+    [
+        (30.0, 18.0, 8, 18.0),  # the pass of 12 ms is too short for all of it
+        (10.0, 18.0, 8, 1.25),  # all but the last bucket is hidden
+        (10.0, 18.0, 1, 10.0),  # a single bucket has to wait for the end of the pass
+    ],
+)
+def test_a_backward_pass_hides_all_buckets_but_the_last(reduce_ms, dense_ms, buckets, left):
+    costs = {Kind.REDUCE: reduce_ms, Kind.DENSE: dense_ms}
+    cost = begun_early(lambda op, rank: costs[op.kind], micros=4, buckets=buckets)
+    assert cost(Op(Kind.REDUCE, 5), 0) == pytest.approx(left)
+    assert cost(Op(Kind.DENSE, 5, 3), 0) == dense_ms
+
+
+def test_a_collective_on_another_lane_asks_no_more_of_the_core():
+    sharing = Sharing((0,), OFF_NETWORK, collective_draw=0.2)
+    assert sharing.draw(Kind.KEYS, Lane.ROUTE) == sharing.draw(Kind.ROWS, Lane.NET) == 0.2
+    assert sharing.draw(Kind.DEDUP, Lane.ROUTE) == 1.0
 
 
 def test_what_runs_under_dense_on_the_same_core_is_not_free():

@@ -2,6 +2,7 @@
 //
 // Every step rounds on its own (the build forbids contraction), so the plain twin in torch, which
 // has one operation per step, gives the same bits.
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <vector>
@@ -37,6 +38,20 @@ float sum_of_squares(const float* g, int64_t dim, float* squares) {
   return squares[0];
 }
 
+// The root of a row's moment over c; to divide by 1 changes no bit.
+void rowwise_adagrad(const Optimizer& of, float c, float* row, const float* g, int64_t dim,
+                     float* scratch) {
+  float* const moment = row + dim;
+  *moment += sum_of_squares(g, dim, scratch) / static_cast<float>(dim);
+  const float rate = 1.0F / (std::sqrt(*moment / c) + of.eps) * of.lr;
+  for (int64_t i = 0; i < dim; ++i) row[i] -= g[i] * rate;
+}
+
+// From the whole scale, for a row that one group touches, down to 1.
+float touch_scale(float scale, float groups_beyond_one) {
+  return std::min(std::max(scale / (groups_beyond_one + 1.0F), 1.0F), scale);
+}
+
 void apply(const Optimizer& of, float* row, const float* g, int64_t dim, float* scratch) {
   float* const state = row + dim;
   switch (of.kind) {
@@ -49,19 +64,19 @@ void apply(const Optimizer& of, float* row, const float* g, int64_t dim, float* 
         row[i] -= g[i] / (std::sqrt(state[i]) + of.eps) * of.lr;
       }
       return;
-    case kRowwiseAdagrad: {
-      *state += sum_of_squares(g, dim, scratch) / static_cast<float>(dim);
-      const float rate = 1.0F / (std::sqrt(*state) + of.eps) * of.lr;
-      for (int64_t i = 0; i < dim; ++i) row[i] -= g[i] * rate;
-      return;
-    }
+    case kRowwiseAdagrad:
+      return rowwise_adagrad(of, 1.0F, row, g, dim, scratch);
+    case kMomentumScaledRowwiseAdagrad:
+      return rowwise_adagrad(of, of.scale, row, g, dim, scratch);
+    case kTouchScaledRowwiseAdagrad:
+      return rowwise_adagrad(of, touch_scale(of.scale, state[1]), row, g, dim, scratch);
     default: {
       float* const mean = state;
       float* const square = state + dim;
       for (int64_t i = 0; i < dim; ++i) {
         mean[i] = mean[i] * of.beta1 + g[i] * of.rest1;
         square[i] = square[i] * of.beta2 + g[i] * g[i] * of.rest2;
-        row[i] -= mean[i] / (std::sqrt(square[i]) + of.eps) * of.scale;
+        row[i] -= mean[i] / (std::sqrt(square[i]) + of.eps) * of.adam_scale;
       }
     }
   }
@@ -72,7 +87,7 @@ void apply(const Optimizer& of, float* row, const float* g, int64_t dim, float* 
 
 NESTPIPE_API int nestpipe_update(const nestpipe::Optimizer* optimizer, const nestpipe::Rows* rows,
                                  int64_t count, int64_t dim, const nestpipe::Part* parts,
-                                 int64_t num_parts, float scale, int64_t threads) {
+                                 int64_t num_parts, float times, int64_t threads) {
   using namespace nestpipe;
   try {
     in_ranges(count, threads, [&](int64_t begin, int64_t end) {
@@ -88,7 +103,7 @@ NESTPIPE_API int nestpipe_update(const nestpipe::Optimizer* optimizer, const nes
           sum_bag(part.gradients, part.bags, i, part.bags.end(count - 1), dim, more);
           for (int64_t d = 0; d < dim; ++d) g[d] += more[d];
         }
-        for (int64_t d = 0; d < dim; ++d) g[d] *= scale;
+        for (int64_t d = 0; d < dim; ++d) g[d] *= times;
         apply(*optimizer, rows->row(i), g, dim, more);
       }
     });

@@ -8,7 +8,15 @@
 
 namespace nestpipe {
 
-enum Kind : int64_t { kSgd = 0, kAdagrad = 1, kRowwiseAdagrad = 2, kAdam = 3 };
+// And the state behind the weights of a row.
+enum Kind : int64_t {
+  kSgd = 0,                           // none
+  kAdagrad = 1,                       // a sum of squares for each weight
+  kRowwiseAdagrad = 2,                // one moment
+  kAdam = 3,                          // a mean for each weight, then a square for each
+  kMomentumScaledRowwiseAdagrad = 4,  // one moment
+  kTouchScaledRowwiseAdagrad = 5,     // one moment, then how many groups beyond one touch the row
+};
 
 struct Optimizer {
   int64_t kind;
@@ -18,7 +26,8 @@ struct Optimizer {
   float rest1;  // 1 - beta1
   float beta2;
   float rest2;
-  float scale;  // Adam's learning rate with the bias correction of the step
+  float adam_scale;  // Adam's learning rate with the bias correction of the step
+  float scale;       // 1 or more: what the scaled AdaGrads divide a moment by, or the most of it
 };
 
 // The gradient rows of one micro-batch, and which of them each row gets.
@@ -29,7 +38,7 @@ struct Part {
 
 }  // namespace nestpipe
 
-// Row i: its gradients are summed over the parts in order, multiplied by `scale`, and applied.
+// Row i: its gradients are summed over the parts in order, multiplied by `times`, and applied.
 NESTPIPE_API int nestpipe_update(const nestpipe::Optimizer* optimizer, const nestpipe::Rows* rows,
                                  int64_t count, int64_t dim, const nestpipe::Part* parts,
-                                 int64_t num_parts, float scale, int64_t threads);
+                                 int64_t num_parts, float times, int64_t threads);

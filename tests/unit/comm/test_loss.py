@@ -1,0 +1,55 @@
+"""Who is named when a collective fails: reports of survivors, without a network."""
+
+import pytest
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
+
+from nestpipe.comm import loss
+from nestpipe.comm.loss import LostPeers
+
+CLOSED = RuntimeError("Connection closed by peer")
+
+
+@pytest.fixture(autouse=True)
+def little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss, "GRACE_S", 0.05)
+
+
+def peers(ranks: int) -> list[LostPeers]:
+    store = HashStore()
+    return [LostPeers(store, rank, ranks, timeout_s=4) for rank in range(ranks)]
+
+
+def test_of_all_ranks_who_does_not_report_is_lost():
+    first, second, _ = peers(3)
+    second.explain("`rows 1`", CLOSED, range(3))
+    assert first.explain("`rows 1`", CLOSED, range(3)) == (
+        "rank 0 waited in vain for its peers in `rows 1`, at most 4 s: no sign of rank 2; "
+        "the network said: Connection closed by peer"
+    )
+
+
+def test_ranks_outside_a_part_are_not_missed():
+    first, *_ = peers(8)
+    assert ": no sign of rank 2;" in first.explain("`rows 1`", CLOSED, [0, 2])
+
+
+def test_the_lost_rank_is_found_through_one_that_waited_for_it():
+    ranks = peers(8)
+    ranks[5].explain("`rows 1`", CLOSED, [5, 7])
+    ranks[1].explain("`mirror 1`", CLOSED, [1, 5])
+    said = ranks[0].explain("`rows 1`", CLOSED, [0, 1])
+    assert ": no sign of rank 7; rank 1 failed in `mirror 1`; the network" in said
+
+
+def test_what_failed_first_is_what_others_are_told():
+    ranks = peers(4)
+    ranks[1].explain("`rows 1`", CLOSED, [1, 3])
+    ranks[1].explain("`union 2`", CLOSED, [0, 1])
+    said = ranks[0].explain("`union 2`", CLOSED, [0, 1])
+    assert ": no sign of rank 3; rank 1 failed in `rows 1`; the network" in said
+
+
+def test_nobody_is_missing_when_all_report():
+    first, second = peers(2)
+    second.explain("`rows 1`", CLOSED, range(2))
+    assert "every peer reports a failure too" in first.explain("`rows 1`", CLOSED, range(2))
