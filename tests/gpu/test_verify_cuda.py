@@ -157,6 +157,22 @@ def test_nccl_ranks_on_one_gpu_change_no_bit_and_catch_a_stale_plan(tmp_path, ra
     assert stale["first_different_step"] == 2
 
 
+IN_GROUPS = [
+    {**case, "parallel": {"groups": 2, "merge": merge, "merge_every": every}}
+    for case, (merge, every) in zip(
+        ON_ONE_RANK[:6], 2 * [("exact", 1), ("averaged", 1), ("averaged", 3)], strict=True
+    )
+]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_groups_of_nccl_ranks_change_no_bit_either(tmp_path, ranks):
+    for found in verdicts_of(IN_GROUPS, ranks, tmp_path):
+        assert found["first_difference"] is None
+        assert found["identical"] is True
+        assert found["rows_compared"] > 100
+
+
 def verdicts_of(cases: Sequence[Case], ranks: int, folder: Path) -> list[dict]:
     given, out = folder / "cases.json", folder / "verdicts.json"
     given.write_text(json.dumps(cases))

@@ -143,6 +143,7 @@ def make_trainer(
         "dense": {"optimizer": case["dense"], "lr": 0.01},
         # What `serial` does is the slow and plain way.
         "pin_rows": pipeline.plan != "serial" and case["pin_rows"],
+        "parallel": case.get("parallel", {}),
     }
     settings = replace(build(TrainSettings, given), pipeline=pipeline)
     return Trainer(Model(), TABLES, settings, comm, around=around)

@@ -34,7 +34,12 @@ def verify(capsys):
 
 
 def on_two_ranks(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "nestpipe", "verify", *SMALL, *arguments, "--ranks", "2"]
+    return on_ranks(2, *arguments)
+
+
+def on_ranks(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "nestpipe", "verify", *SMALL, *arguments]
+    command += ["--ranks", str(ranks)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         command, capture_output=True, text=True, check=False, env=environment, timeout=300
@@ -123,3 +128,29 @@ def test_a_run_that_fails_is_no_verdict(verify):
     assert status == 3
     assert out == ""
     assert "the loss of step" in errors
+
+
+def test_four_processes_in_two_exact_groups_are_one_dimension_but_for_rounding():
+    done = on_ranks(4, "--set", "parallel.groups=2", "--one-dimension", "--json", "-")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found.pop("rows_compared") > 100
+    assert found.pop("tensors_compared") > 5
+    assert 0 < found.pop("largest_difference") <= found["bound"]
+    assert found == {
+        "agrees": True,
+        "groups": 2,
+        "ranks": 4,
+        "steps": 6,
+        "rows_missing": 0,
+        "replicas_identical": True,
+        "bound": 1e-5,
+    }
+
+
+def test_one_dimension_is_no_reference_for_itself_or_for_averaged_groups(verify):
+    for more in ([], ["--set", "parallel.groups=2", "--set", "parallel.merge=averaged"]):
+        status, out, err = verify("--one-dimension", *more)
+        assert status == 2
+        assert not out
+        assert "only several exact groups equal one dimension" in err

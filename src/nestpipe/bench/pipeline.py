@@ -41,13 +41,14 @@ def measure_rounds(
         raise ConfigError(f"case {case.name!r} needs a GPU and torch finds none; use --device cpu")
     write_task(folder, case, variants)
     command = [sys.executable, "-m", "nestpipe.bench.pipeline_rank", str(folder)]
-    status = _launch(case, command, hosts)
+    status = launch_ranks(case, command, hosts=hosts)
     if status != 0:
         raise RunError(f"the benchmark ended with status {status}; see above")
     return read_points(folder)
 
 
-def _launch(case: PipelineCase, command: Sequence[str], hosts: bool) -> int:
+def launch_ranks(case: PipelineCase, command: Sequence[str], *, hosts: bool) -> int:
+    """Run a command on every rank of a case: hosts, ranks on one GPU, or plain processes."""
     if hosts:
         if case.device != "cpu":
             raise ConfigError("hosts have no GPU of their own; use --hosts with --device cpu")

@@ -176,7 +176,8 @@ def _say(line: str) -> None:
     sys.stderr.write(line + "\n")
 
 
-def _connect(case: PipelineCase) -> Communicator:
+def connect_ranks(case: PipelineCase) -> Communicator:
+    """The group of a case's ranks; several of them may share one GPU."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return LocalCommunicator()
     if case.device == "cpu":
@@ -191,7 +192,7 @@ def main() -> None:
     case, variants = read_task(folder)
     torch.set_num_threads(1)
     try:
-        with closing(_connect(case)) as comm:
+        with closing(connect_ranks(case)) as comm:
             measure(case, variants, comm, folder)
     except NestpipeError as error:
         if os.environ.get("RANK", "0") == "0":

@@ -12,6 +12,7 @@ import typer
 from nestpipe import __version__
 from nestpipe.cli.bench import bench_app
 from nestpipe.cli.bench_clustering import bench_clustering
+from nestpipe.cli.bench_groups import bench_groups
 from nestpipe.cli.bench_pipeline import bench_pipeline
 from nestpipe.cli.bench_train import bench_train
 from nestpipe.cli.check import check
@@ -36,6 +37,7 @@ app.command()(check)
 app.add_typer(simulate_app, name="simulate")
 bench_app.command("train")(bench_train)
 bench_app.command("pipeline")(bench_pipeline)
+bench_app.command("groups")(bench_groups)
 bench_app.command("clustering")(bench_clustering)
 app.add_typer(bench_app, name="bench")
 app.add_typer(data_app, name="data")

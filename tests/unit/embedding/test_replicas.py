@@ -1,0 +1,102 @@
+"""Working sets widened by what replicas touched, against a plain picture of them."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nestpipe.comm import run_ranks
+from nestpipe.embedding.replicas import Merged, Replicas, everyones_keys, widen
+from nestpipe.embedding.routing import United
+from nestpipe.kernels.rows import Bags
+from nestpipe.schedule import Merge, PlanOptions, Retrieval, plan
+
+KEYS = st.lists(st.sets(st.integers(-20, 20)), min_size=1, max_size=3)
+
+
+def united(tables: list[list[int]], terms: list[int], lengths: list[int]) -> United:
+    keys = [key for table in tables for key in table]
+    ends = torch.tensor([0, *torch.tensor(lengths, dtype=torch.int64).cumsum(0).tolist()])
+    serve = Bags(torch.tensor(terms, dtype=torch.int32))
+    back = Bags(torch.arange(sum(lengths), dtype=torch.int32), ends.to(torch.int32))
+    return United(torch.tensor(keys, dtype=torch.int64), [len(t) for t in tables], [serve], [back])
+
+
+@settings(deadline=None)
+@given(own=KEYS, others=KEYS, seed=st.integers(0, 100), exact=st.booleans())
+def test_own_keys_come_first_and_everything_still_points_to_its_row(own, others, seed, exact):
+    generator = torch.Generator().manual_seed(seed)
+    others = (others * 3)[: len(own)]
+    tables = [
+        [sorted(keys)[i] for i in torch.randperm(len(keys), generator=generator)] for keys in own
+    ]
+    every = [sorted(mine | theirs) for mine, theirs in zip(own, others, strict=False)]
+    every += [sorted(mine) for mine in own[len(every) :]]
+    flat = [(t, key) for t, keys in enumerate(tables) for key in keys]
+    count = len(flat)
+    terms = torch.randint(0, max(count, 1), (7 if count else 0,), generator=generator).tolist()
+    lengths = torch.randint(0, 4, (count,), generator=generator).tolist()
+    before = united(tables, terms, lengths)
+    merged = Merged(
+        torch.tensor([key for keys in every for key in keys], dtype=torch.int64),
+        [len(keys) for keys in every],
+        torch.ones(sum(map(len, every)), dtype=torch.int64),
+    )
+    wide = widen(before, merged, exact=exact)
+
+    tables_of = torch.repeat_interleave(torch.tensor(wide.united.table_counts)).tolist()
+    row_at = list(zip(tables_of, wide.united.keys_K.tolist(), strict=True))
+    assert sorted(row_at) == [(t, key) for t, keys in enumerate(every) for key in keys]
+    assert [row_at[i] for i in wide.own_K.tolist()] == flat
+    assert [row_at[i] for i in wide.merged_U.tolist()] == [
+        (t, key) for t, keys in enumerate(every) for key in keys
+    ]
+    assert [row_at[i] for i in wide.united.serve[0].rows_T.tolist()] == [flat[i] for i in terms]
+    back = wide.united.gather_back[0]
+    if not exact:
+        assert back is before.gather_back[0]
+        return
+    assert len(back) == len(row_at)
+    of_row = dict(zip(row_at, back.lengths().tolist(), strict=True))
+    assert of_row == {**dict.fromkeys(row_at, 0), **dict(zip(flat, lengths, strict=True))}
+    assert torch.equal(back.rows_T, before.gather_back[0].rows_T)
+    # Rows keep their order inside a table, so the terms of each sum are still its own.
+    starts = dict(zip(row_at, back.ends_S1.tolist(), strict=False))  # type: ignore[union-attr]
+    first = dict(zip(flat, before.gather_back[0].ends_S1.tolist(), strict=False))  # type: ignore[union-attr]
+    assert all(starts[row] == first[row] for row in flat if of_row[row])
+
+
+def test_everyone_gets_the_keys_of_all():
+    def one(comm):
+        mine = [torch.arange(comm.rank * 2), torch.tensor([100 + comm.rank])]
+        return [[keys.tolist() for keys in table] for table in everyones_keys(comm, mine)]
+
+    expected = [[[], [0, 1], [0, 1, 2, 3]], [[100], [101], [102]]]
+    assert run_ranks(3, one) == [expected] * 3
+
+
+@pytest.mark.parametrize("merge", list(Merge))
+def test_touched_keys_are_counted_by_groups_and_forgotten_once_merged(merge):
+    every = 1 if merge is Merge.EXACT else 2
+    shape = plan(
+        "serial", PlanOptions(mirror_every=every, merge=merge, retrieval=Retrieval.WHOLE)
+    ).shape
+
+    def one(comm):
+        replicas = Replicas(comm, [1], shape)
+        seen = []
+        for batch, keys in enumerate([[1, 2 + comm.rank], [9], [1], [5 + comm.rank]]):
+            wide = replicas.unite(batch, [united([keys], [], [0] * len(keys))])
+            if wide is not None:
+                at = wide[0].merged_U
+                touched = wide[0].united.keys_K[at].tolist()
+                seen.append(dict(zip(touched, wide[0].groups_U.tolist(), strict=True)))
+            assert replicas.pending == (wide is None)
+        return seen
+
+    expected = (
+        [{1: 2, 2: 1, 3: 1}, {9: 2}, {1: 2}, {5: 1, 6: 1}]
+        if merge is Merge.EXACT
+        else [{1: 2, 2: 1, 3: 1, 9: 2}, {1: 2, 5: 1, 6: 1}]
+    )
+    assert run_ranks(2, one) == [expected] * 2
