@@ -1,0 +1,1 @@
+"""Relay serving of the trained ranker: long histories inside a tail-latency target."""

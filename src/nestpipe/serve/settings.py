@@ -1,0 +1,58 @@
+"""The settings of serving."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nestpipe.config import fraction, not_negative, positive
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServeSettings:
+    """One instance: its target, its memory, and what it may spend on prefixes."""
+
+    target_ms: float = 50.0
+    """P99 that a ranking must keep."""
+    window_ms: float = 100.0
+    """Time from a signal to its ranking: a prefix must be ready within it."""
+    life_s: float = 0.5
+    """How long a prefix waits for its ranking in device memory before it is given up."""
+    margin: float = 0.1
+    """Part of the target that is kept free when times are predicted."""
+    device_mb: float = 1024.0
+    """Device memory for prefixes: a hard bound."""
+    host_mb: float = 4096.0
+    """Host memory for prefixes of users who may return; 0: none are kept."""
+    host_ttl_s: float = 600.0
+    """How long they are kept there."""
+    reloads: int = 2
+    """Prefixes that come back from host memory at the same time, at most."""
+    prefix_share: float = 0.5
+    """Part of the device's time that signals may take."""
+    chunk: int = 512
+    """Events of a prefix that are computed at a time: a ranking waits no longer than for one."""
+    batch: int = 8
+    """Rankings that are computed together, at most."""
+    cut_length: int = 512
+    """Events that an inline ranking keeps where the full length would miss the target."""
+    most_events: int = 65536
+    """Longest history that is accepted."""
+    most_candidates: int = 4096
+    """Most candidates that are accepted."""
+    queue: int = 1024
+    """Rankings that may wait; more are shed."""
+    relay: bool = True
+    """Whether signals are acted on; off: everything is inline."""
+    trigger: bool = True
+    """Whether only rankings at risk are prepared; off: all are."""
+    single_flight: bool = True
+    """Whether two who need the same prefix share one fill or reload."""
+
+    def __post_init__(self) -> None:
+        for name in ("target_ms", "window_ms", "life_s", "device_mb", "host_ttl_s", "reloads"):
+            positive(name, getattr(self, name))
+        for name in ("chunk", "batch", "cut_length", "most_events", "most_candidates", "queue"):
+            positive(name, getattr(self, name))
+        not_negative("host_mb", self.host_mb)
+        fraction("margin", self.margin)
+        fraction("prefix_share", self.prefix_share)

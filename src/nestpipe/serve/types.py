@@ -1,0 +1,231 @@
+"""The nouns of serving: what a request is, what may be kept of it, and how it was answered."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+# Shapes: N events of a history, C candidates, L layers, H heads, A width of keys, V width of values
+
+Ids = NDArray[np.int64]
+Scores = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """Events of one user, oldest first."""
+
+    items_N: Ids
+    times_N: Ids | None = None
+    """Own time of each event, whole numbers; needed where the model reads times."""
+
+    def __len__(self) -> int:
+        return len(self.items_N)
+
+    def last(self, count: int) -> History:
+        """The newest events."""
+        start = max(0, len(self) - count)
+        return History(self.items_N[start:], None if self.times_N is None else self.times_N[start:])
+
+    def joined(self, newer: History) -> History:
+        """This history, then a newer part of it."""
+        times = None
+        if self.times_N is not None and newer.times_N is not None:
+            times = np.concatenate([self.times_N, newer.times_N])
+        return History(np.concatenate([self.items_N, newer.items_N]), times)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixKey:
+    """What a kept prefix was made of: any difference makes another key."""
+
+    user: str
+    version: str
+    """Of the model."""
+    length: int
+    events: str
+    """A hash of the prefix's items and times."""
+    dtype: str
+
+    @classmethod
+    def of(cls, user: str, history: History, version: str, dtype: str) -> PrefixKey:
+        digest = hashlib.blake2b(np.ascontiguousarray(history.items_N).tobytes(), digest_size=16)
+        if history.times_N is not None:
+            digest.update(np.ascontiguousarray(history.times_N).tobytes())
+        return cls(user, version, len(history), digest.hexdigest(), dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Signal:
+    """The early leg: a user whose ranking is about to come."""
+
+    user: str
+    long: History
+
+
+@dataclass(frozen=True, slots=True)
+class RankRequest:
+    """The late leg: candidates to score."""
+
+    user: str
+    long: History
+    short: History
+    """Events after the long history; never kept."""
+    candidates_C: Ids
+    time: int | None = None
+    """When it is asked, for models that read times."""
+    deadline_s: float | None = None
+    """Seconds from now until an answer is worth nothing; None: the target of the service."""
+
+
+class Path(StrEnum):
+    """How a ranking was computed."""
+
+    HBM_HIT = "hbm_hit"
+    """The prefix was ready in device memory."""
+    LATE_HIT = "late_hit"
+    """It was on its way, and worth waiting for."""
+    DRAM_HIT = "dram_hit"
+    """It came from host memory."""
+    MISS_FULL = "miss_full"
+    """All of it was computed at once, at full length ..."""
+    MISS_CUT = "miss_cut"
+    """... or with the newest events only, because the target left no time for more."""
+
+
+class Outcome(StrEnum):
+    """What the trigger did with a signal."""
+
+    NOT_AT_RISK = "not_at_risk"
+    ADMITTED = "admitted"
+    ALREADY_CACHED = "already_cached"
+    REJECTED_FOOTPRINT = "rejected_footprint"
+    REJECTED_LOAD = "rejected_load"
+    REJECTED_WINDOW = "rejected_window"
+    FAILED = "failed"
+    """A fault of the trigger: the ranking runs inline."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Scores, and how they came about."""
+
+    scores_C: Scores
+    path: Path
+    length_used: int
+    """Events that the scores rest on, long and short."""
+    version: str
+    stages_ms: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Milliseconds by stage: queue, acquire, compute, ..."""
+
+
+@dataclass(frozen=True, slots=True)
+class KV:
+    """Keys and values of one user's prefix, for every layer."""
+
+    keys_LNHA: Tensor
+    values_LNHV: Tensor
+    times_N: Tensor | None = None
+
+    def __len__(self) -> int:
+        return self.keys_LNHA.shape[1]
+
+    @property
+    def num_bytes(self) -> int:
+        parts = [self.keys_LNHA, self.values_LNHV]
+        parts += [] if self.times_N is None else [self.times_N]
+        return sum(part.numel() * part.element_size() for part in parts)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixItem:
+    """Events to be turned into keys and values, after those of `past`."""
+
+    history: History
+    past: KV | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RankItem:
+    """One ranking: the events after `past`, or all of them, and the candidates."""
+
+    history: History
+    candidates_C: Ids
+    past: KV | None = None
+    time: int | None = None
+
+
+class RankModel(Protocol):
+    """The model that is served; calls come from one thread."""
+
+    @property
+    def version(self) -> str: ...
+
+    @property
+    def dtype(self) -> str:
+        """Of keys and values: float32 or bfloat16."""
+        ...
+
+    def prefix(self, items: Sequence[PrefixItem]) -> list[KV]:
+        """Keys and values of everything so far, the past included; each item by itself."""
+        ...
+
+    def rank(self, items: Sequence[RankItem]) -> list[Scores]:
+        """Scores of the candidates of each item, whatever else is in the batch."""
+        ...
+
+    def kv_bytes(self, length: int) -> int:
+        """Memory of a prefix of so many events."""
+        ...
+
+    def to_host(self, kv: KV) -> KV:
+        """A copy in (pinned) host memory, complete when this returns."""
+        ...
+
+    def to_device(self, kv: KV) -> KV:
+        """A copy in device memory, ready for the next call of `rank`."""
+        ...
+
+
+class Clock(Protocol):
+    """Where time comes from, so that tests can make it."""
+
+    def now(self) -> float:
+        """Seconds."""
+        ...
+
+
+class RealClock:
+    """The clock of the machine."""
+
+    def now(self) -> float:
+        return time.monotonic()
+
+
+class RankService(Protocol):
+    """Something that answers both legs: an instance, or a router before several."""
+
+    def prefetch(self, signal: Signal) -> Outcome:
+        """Decide at once; work that follows runs by itself."""
+        ...
+
+    def rank(self, request: RankRequest) -> Future[Answer]:
+        """Always answered, unless the request itself is bad."""
+        ...
+
+    def stats(self) -> dict[str, float]:
+        """Counters and gauges by name, for /metrics."""
+        ...
+
+    def drain(self, timeout_s: float) -> bool:
+        """Take no new work, finish what is there; whether all of it was finished."""
+        ...
