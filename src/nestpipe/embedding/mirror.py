@@ -27,6 +27,56 @@ def sum_over_groups(comm: Communicator, parts: Sequence[Tensor]) -> list[Tensor]
     return [total.view_as(part) for total, part in zip(sums, parts, strict=True)]
 
 
+def sum_of_touched(
+    comm: Communicator, parts: Sequence[Tensor], of_groups: Sequence[Sequence[Tensor]]
+) -> list[Tensor]:
+    """The same sums where a group's rows are zero unless it touched them: only those travel.
+
+    `of_groups[part][group]`: the rows that the group touched. Everyone adds in the order of groups.
+    """
+    me, others = comm.rank, [g for g in range(comm.size) if g != comm.rank]
+    numbers = [
+        sum(len(rows[g]) * part.shape[1] for part, rows in zip(parts, of_groups, strict=True))
+        for g in range(comm.size)
+    ]
+    sent = torch.cat(
+        [p.index_select(0, rows[me]).view(-1) for p, rows in zip(parts, of_groups, strict=True)]
+    )
+    received = sent.new_empty(sum(numbers[g] for g in others))
+    comm.all_to_all(
+        received,
+        sent.repeat(len(others)),
+        [0 if g == me else numbers[g] for g in range(comm.size)],
+        [0 if g == me else len(sent) for g in range(comm.size)],
+    )
+    came = iter(torch.split(received, [numbers[g] for g in others]))
+    sums = [torch.zeros_like(part) for part in parts]
+    for group in range(comm.size):
+        _add(sums, [rows[group] for rows in of_groups], sent if group == me else next(came))
+    return sums
+
+
+def _add(sums: Sequence[Tensor], places: Sequence[Tensor], flat: Tensor) -> None:
+    """Add the rows of one group to those at their places; no place comes twice."""
+    widths = [total.shape[1] for total in sums]
+    sizes = [len(p) * width for p, width in zip(places, widths, strict=True)]
+    for total, place, part in zip(sums, places, torch.split(flat, sizes), strict=True):
+        added = total.index_select(0, place) + part.view(len(place), total.shape[1])
+        total.index_copy_(0, place, added)
+
+
+def touched_are_fewer(parts: Sequence[Tensor], of_groups: Sequence[Sequence[Tensor]]) -> bool:
+    """Whether sending touched rows to everyone is fewer bytes than a ring over all rows.
+
+    A ring of M sends 2 (M - 1) / M of all rows per member, the other way M - 1 times its own: it
+    pays where a row is touched by fewer than two groups in the mean.
+    """
+    touched = sum(
+        sum(map(len, rows)) * part.shape[1] for part, rows in zip(parts, of_groups, strict=True)
+    )
+    return touched < 2 * sum(part.numel() for part in parts)
+
+
 def average_over_groups(comm: Communicator, parts: Sequence[Tensor]) -> list[Tensor]:
     """The same tensors, each the mean of all groups."""
     return [total.mul_(1 / comm.size) for total in sum_over_groups(comm, parts)]

@@ -31,6 +31,8 @@ class Merged:
     table_counts: list[int]
     groups_U: Tensor
     """How many groups touched each."""
+    of_groups: list[Tensor]
+    """[group] where in `keys_U` the keys stand that it touched, in ascending order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,7 @@ class Wide:
     merged_U: Tensor
     """Where the rows stand that are merged, in an order that all replicas have."""
     groups_U: Tensor
+    of_groups: list[Tensor]
 
 
 class Replicas:
@@ -83,18 +86,33 @@ class Replicas:
         found: list[Merged] = []
         for tables in self._tables:
             of_store, all_C = all_C[:tables], all_C[tables:]
-            unique = [torch.unique(torch.cat(keys), return_counts=True) for keys in of_store]
-            found.append(
-                Merged(
-                    torch.cat([keys for keys, _ in unique]),
-                    [len(keys) for keys, _ in unique],
-                    torch.cat([groups for _, groups in unique]),
-                )
-            )
+            found.append(merged_keys(of_store))
         return found
 
     def _nothing(self) -> list[list[list[Tensor]]]:
         return [[[] for _ in range(tables)] for tables in self._tables]
+
+
+def merged_keys(of_groups_C: Sequence[Sequence[Tensor]]) -> Merged:
+    """What all groups touched, from [table][group] the keys of each, all different."""
+    unique = [torch.unique(torch.cat(list(keys)), return_counts=True) for keys in of_groups_C]
+    counts = [len(keys) for keys, _ in unique]
+    starts = [sum(counts[:table]) for table in range(len(counts))]
+    of_groups = [
+        torch.cat(
+            [
+                torch.searchsorted(keys, mine) + start
+                for (keys, _), mine, start in zip(unique, of_group, starts, strict=True)
+            ]
+        )
+        for of_group in zip(*of_groups_C, strict=True)
+    ]
+    return Merged(
+        torch.cat([keys for keys, _ in unique]),
+        counts,
+        torch.cat([groups for _, groups in unique]),
+        of_groups,
+    )
 
 
 def unique_keys(parts: Sequence[Tensor]) -> Tensor:
@@ -147,7 +165,7 @@ def widen(united: United, merged: Merged, *, exact: bool) -> Wide:
     )
     if exact:
         wide = replace(wide, gather_back=[_spaced(b, own_K, start) for b in united.gather_back])
-    return Wide(wide, own_K, torch.cat(places), merged.groups_U)
+    return Wide(wide, own_K, torch.cat(places), merged.groups_U, merged.of_groups)
 
 
 def _places(mine_k: Tensor, all_u: Tensor) -> tuple[Tensor, Tensor]:

@@ -27,7 +27,14 @@ from nestpipe.embedding.letters import (
     open_letters,
 )
 from nestpipe.embedding.messages import exchange
-from nestpipe.embedding.mirror import average_over_groups, read_rows, sum_over_groups, write_rows
+from nestpipe.embedding.mirror import (
+    average_over_groups,
+    read_rows,
+    sum_of_touched,
+    sum_over_groups,
+    touched_are_fewer,
+    write_rows,
+)
 from nestpipe.embedding.optimizers import RowOptimizer
 from nestpipe.embedding.replicas import Replicas
 from nestpipe.embedding.requests import make_request, make_window, requests_on
@@ -339,8 +346,13 @@ class ShardedTables:
         if self.shape.merge is Merge.EXACT:
             sums = [sums.rows[0] for sums in flight.sums]
             parts = [s.index_select(0, _there(w).merged) for s, w in zip(sums, wide, strict=True)]
-            for s, w, merged in zip(sums, wide, sum_over_groups(comm, parts), strict=True):
-                s.index_copy_(0, _there(w).merged, merged)
+            of_groups = [_there(w).of_groups for w in wide]
+            if touched_are_fewer(parts, of_groups):
+                totals = sum_of_touched(comm, parts, of_groups)
+            else:
+                totals = sum_over_groups(comm, parts)
+            for s, w, total in zip(sums, wide, totals, strict=True):
+                s.index_copy_(0, _there(w).merged, total)
             return
         every = self.buffers.of(batch)
         parts = [read_rows(rows, _there(w).merged) for rows, w in zip(every, wide, strict=True)]

@@ -24,7 +24,9 @@ class WideThere:
     own: Tensor
     merged: Tensor
     groups: Tensor
-    """How many groups touched each row that is merged."""
+    """How many groups touched each row that is merged ..."""
+    of_groups: list[Tensor]
+    """... and which of those rows each group touched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +104,12 @@ def make_working_set(
 
 
 def _on(device: torch.device, wide: Wide) -> WideThere:
-    there = [part.to(device) for part in (wide.own_K, wide.merged_U, wide.groups_U)]
-    return WideThere(*there)
+    return WideThere(
+        own=wide.own_K.to(device),
+        merged=wide.merged_U.to(device),
+        groups=wide.groups_U.to(device),
+        of_groups=[part.to(device) for part in wide.of_groups],
+    )
 
 
 def _routing() -> ModuleType:

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nestpipe.comm import run_ranks
+from nestpipe.embedding.mirror import sum_of_touched, touched_are_fewer
 from nestpipe.embedding.replicas import Merged, Replicas, everyones_keys, widen
 from nestpipe.embedding.routing import United
 from nestpipe.kernels.rows import Bags
@@ -41,6 +42,7 @@ def test_own_keys_come_first_and_everything_still_points_to_its_row(own, others,
         torch.tensor([key for keys in every for key in keys], dtype=torch.int64),
         [len(keys) for keys in every],
         torch.ones(sum(map(len, every)), dtype=torch.int64),
+        [],
     )
     wide = widen(before, merged, exact=exact)
 
@@ -100,3 +102,42 @@ def test_touched_keys_are_counted_by_groups_and_forgotten_once_merged(merge):
         else [{1: 2, 2: 1, 3: 1, 9: 2}, {1: 2, 5: 1, 6: 1}]
     )
     assert run_ranks(2, one) == [expected] * 2
+
+
+@pytest.mark.parametrize("groups", [2, 3, 4])
+def test_sending_touched_rows_alone_is_the_sum_of_all(groups):
+    """Two stores of different width; some rows touched by one group, some by all."""
+    generator = torch.Generator().manual_seed(groups)
+    sizes = [(30, 3), (11, 5)]
+    touched = [
+        [torch.rand(count, generator=generator) < 0.4 for _ in range(groups)] for count, _ in sizes
+    ]
+    values = [
+        [torch.randn(count, width, generator=generator) for _ in range(groups)]
+        for count, width in sizes
+    ]
+    of_groups = [[mask.nonzero()[:, 0] for mask in masks] for masks in touched]
+    expected = [
+        sum((v * m[:, None] for v, m in zip(of, masks, strict=True)), torch.zeros_like(of[0]))
+        for of, masks in zip(values, touched, strict=True)
+    ]
+
+    def one(comm):
+        mine = [
+            of[comm.rank] * masks[comm.rank][:, None]
+            for of, masks in zip(values, touched, strict=True)
+        ]
+        return sum_of_touched(comm, mine, of_groups), comm.bytes_sent
+
+    for sums, sent in run_ranks(groups, one):
+        for total, wanted in zip(sums, expected, strict=True):
+            assert torch.equal(total, wanted)
+        assert sent > 0
+
+
+def test_few_touches_travel_by_themselves_and_many_in_a_ring():
+    part = torch.zeros(10, 4)
+    alone = [[torch.arange(5), torch.arange(5, 10)]]
+    shared = [[torch.arange(10), torch.arange(10)]]
+    assert touched_are_fewer([part], alone)
+    assert not touched_are_fewer([part], shared)
