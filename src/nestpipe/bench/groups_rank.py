@@ -46,7 +46,7 @@ class Timed:
         settings = TrainSettings(
             batch=case.batch * comm.size,
             device=case.device,
-            rows=RowSettings(optimizer="rowwise_adagrad"),
+            rows=RowSettings(optimizer=case.optimizer),  # pyright: ignore[reportArgumentType]
             dense=DenseSettings(optimizer="sgd"),
             pipeline=PipelineSettings(
                 plan="nested", micro_batches=case.micros, retrieval="new", ends=case.ends

@@ -44,6 +44,8 @@ class PipelineCase:
     """Share of the keys that are log-uniform; the others are uniform over the table."""
     dim: int = 64
     """Width of a row."""
+    optimizer: str = "rowwise_adagrad"
+    """Of rows; its state travels with them between host and device."""
     full: bool = False
     """Store every row before the first batch, as in a table that has been trained for long."""
     model: Literal["blocks", "hstu"] = "blocks"
@@ -136,11 +138,13 @@ CASES = {
             device="cuda",
             batch=256,
             keys=512,
-            dim=128,
+            dim=64,
             rows=40_000_000,
+            optimizer="adagrad",
             full=True,
-            width=256,
-            passes=1,
+            width=512,
+            micros=4,
+            ends=0.5,
         ),
         PipelineCase(
             name="host",
@@ -161,10 +165,13 @@ CASES = {
             device="cuda",
             batch=256,
             keys=512,
-            dim=128,
+            dim=64,
             rows=40_000_000,
+            optimizer="adagrad",
             full=True,
             width=256,
+            micros=4,
+            ends=0.5,
             curve=True,
             steps=16,
             rounds=2,

@@ -83,7 +83,7 @@ class Rounds:
         settings = TrainSettings(
             batch=case.batch * comm.size,
             device=case.device,
-            rows=RowSettings(optimizer="rowwise_adagrad"),
+            rows=RowSettings(optimizer=case.optimizer),  # pyright: ignore[reportArgumentType]
             dense=DenseSettings(optimizer="sgd"),
             pipeline=PipelineSettings(ends=case.ends),
         )

@@ -10,7 +10,8 @@ waiting for the device, and the GPU has better things to do. Rows and gradients 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import torch
@@ -37,7 +38,7 @@ from nestpipe.embedding.mirror import (
 )
 from nestpipe.embedding.optimizers import RowOptimizer
 from nestpipe.embedding.replicas import Replicas
-from nestpipe.embedding.requests import make_request, make_window, requests_on
+from nestpipe.embedding.requests import Request, make_request, make_window, requests_on
 from nestpipe.embedding.row_buffers import RowBuffers
 from nestpipe.embedding.spread import spread_rows, spread_window
 from nestpipe.embedding.store import RowStore
@@ -50,6 +51,10 @@ from nestpipe.schedule.schedule import Exchange, Merge, Retrieval, Shape
 
 # Shapes: P rows that come for a micro-batch, K rows of a working set, D weights, W weights and
 # state, R ranks, M micro-batches, C tables of a group, G groups
+
+
+ROUTERS = ThreadPoolExecutor(2, "router", initializer=lambda: torch.set_num_threads(1))
+"""Threads that route micro-batches beside a GPU; they start with their first work."""
 
 
 class ShardedTables:
@@ -101,10 +106,25 @@ class ShardedTables:
             requests = [make_window(micro_keys, group, rank, ranks) for group in self.groups]
         else:
             requests = [
-                [make_request(keys, group, rank, ranks) for keys in micro_keys]
+                self._side_by_side(
+                    lambda keys, g=group: make_request(keys, g, rank, ranks), micro_keys
+                )
                 for group in self.groups
             ]
         self.flights[batch] = InFlight([requests_on(self.device, of) for of in requests])
+
+    def _side_by_side(
+        self,
+        route: Callable[[Mapping[str, Jagged]], Request],
+        micro_keys: Sequence[Mapping[str, Jagged]],
+    ) -> list[Request]:
+        """Route micro-batches one after the other, or beside a GPU two at a time.
+
+        There one lane routes while the host's other cores have little to do.
+        """
+        if self.device.type == "cpu":
+            return [route(keys) for keys in micro_keys]
+        return list(ROUTERS.map(route, micro_keys))
 
     def keys_asked(self, batch: int) -> int:
         """How many keys this rank asks for, itself included, in all micro-batches."""
