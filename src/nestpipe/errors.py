@@ -41,3 +41,13 @@ class RunError(NestpipeError):
     """A run failed: a peer died, a collective timed out, the loss is not a number."""
 
     exit_status = 3
+
+
+class ShedError(NestpipeError):
+    """The service has more to do than it can; the same request may be answered a little later."""
+
+    exit_status = 3
+
+    def __init__(self, message: str, retry_after_s: float = 1.0):
+        super().__init__(message)
+        self.retry_after_s = retry_after_s

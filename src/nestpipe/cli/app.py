@@ -18,6 +18,8 @@ from nestpipe.cli.bench_train import bench_train
 from nestpipe.cli.check import check
 from nestpipe.cli.data import data_app
 from nestpipe.cli.draw import draw
+from nestpipe.cli.load import load
+from nestpipe.cli.serve import serve
 from nestpipe.cli.simulate import simulate_app
 from nestpipe.cli.train import evaluate, train
 from nestpipe.cli.verify import verify
@@ -32,6 +34,7 @@ app = typer.Typer(
 app.command()(train)
 app.command("eval")(evaluate)
 app.command()(verify)
+app.command()(load)
 app.command()(draw)
 app.command()(check)
 app.add_typer(simulate_app, name="simulate")
@@ -41,6 +44,7 @@ bench_app.command("groups")(bench_groups)
 bench_app.command("clustering")(bench_clustering)
 app.add_typer(bench_app, name="bench")
 app.add_typer(data_app, name="data")
+app.command()(serve)
 
 # typer carries or imports click, depending on its version; its public child leads to both.
 _UsageError = cast("type[Exception]", typer.BadParameter.__mro__[1])

@@ -11,6 +11,7 @@ from nestpipe.data.config import (
     SyntheticConfig,
 )
 from nestpipe.data.open import open_source
+from nestpipe.data.ranking import Ranking, RankingOptions
 from nestpipe.data.source import DENSE, HISTORY, LABEL, MISSING, TARGET, Column, Source, concat
 
 __all__ = [
@@ -26,6 +27,8 @@ __all__ = [
     "KuaiRandConfig",
     "MovieLensConfig",
     "ParquetConfig",
+    "Ranking",
+    "RankingOptions",
     "Source",
     "Split",
     "SyntheticConfig",

@@ -16,7 +16,9 @@ and go on from there. They hold by construction:
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +31,11 @@ from nestpipe.kernels.attention import (
     hstu_attention,
     norm_gate,
     pick_columns,
+)
+from nestpipe.kernels.attention_forward import (
+    attend,
+    attend_with_past,
+    places_of_layers,
 )
 from nestpipe.models.join import Join, offsets_of, rows_within
 
@@ -91,6 +98,18 @@ class Prefix:
     times_T: Tensor | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class PrefixParts:
+    """A prefix in parts, one for each sample, which are read where they lie; without gradients."""
+
+    keys: Sequence[Tensor]
+    """(blocks, N, H, A) of each sample's N rows; those of a block lie side by side."""
+    values: Sequence[Tensor]
+    """(blocks, N, H, V)"""
+    times: Sequence[Tensor] | None = None
+    """(N,)"""
+
+
 class Hstu(nn.Module):
     """Rows of jagged sequences, each with what it saw before it."""
 
@@ -100,28 +119,37 @@ class Hstu(nn.Module):
         self.position_DN = nn.Parameter(torch.randn(config.dim, config.max_len + 1) * 0.02)
         self.blocks = nn.ModuleList(HstuBlock(config) for _ in range(config.blocks))
 
-    def forward(self, rows_TD: Tensor, tokens: Tokens, prefix: Prefix | None = None) -> Tensor:
+    def forward(
+        self, rows_TD: Tensor, tokens: Tokens, prefix: Prefix | PrefixParts | None = None
+    ) -> Tensor:
         """(T, D) the encoded rows; with a prefix, `rows_TD` are those that come after it."""
         return self._encode(rows_TD, tokens, prefix)[0]
 
-    def prefix(self, rows_TD: Tensor, tokens: Tokens, prefix: Prefix | None = None) -> Prefix:
-        """Keys and values of these rows, and of the prefix they follow, for later calls."""
+    def prefix(
+        self, rows_TD: Tensor, tokens: Tokens, prefix: Prefix | PrefixParts | None = None
+    ) -> Prefix:
+        """Keys and values of these rows, and of the prefix they follow, for later calls.
+
+        After `PrefixParts`, of these rows alone: whoever has the parts knows where to add to them.
+        """
         assert tokens.num_targets_B is None, "a candidate's keys and values must not be kept"
         return self._encode(rows_TD, tokens, prefix)[1]
 
     def _encode(
-        self, rows_TD: Tensor, tokens: Tokens, prefix: Prefix | None
+        self, rows_TD: Tensor, tokens: Tokens, prefix: Prefix | PrefixParts | None
     ) -> tuple[Tensor, Prefix]:
         view = _View.of(tokens, rows_TD.shape[0], prefix)
         positions_T = view.positions_T.clamp(max=self.config.max_len)
         x_TD = rows_TD * math.sqrt(self.config.dim) + pick_columns(self.position_DN, positions_T).T
         keys: list[Tensor] = []
         values: list[Tensor] = []
-        for number, block in enumerate(self.blocks):
-            past = (prefix.keys[number], prefix.values[number]) if prefix else None
+        pasts = _pasts(prefix, len(self.blocks))
+        for block, past in zip(self.blocks, pasts, strict=True):
             x_TD, k_THA, v_THV = block(x_TD, view, past)
             keys.append(k_THA)
             values.append(v_THV)
+        if isinstance(prefix, PrefixParts):
+            return x_TD, Prefix(tokens.lengths_B, tuple(keys), tuple(values), tokens.times_T)
         return x_TD, Prefix(view.lengths_B, tuple(keys), tuple(values), view.times_T)
 
 
@@ -141,27 +169,41 @@ class HstuBlock(nn.Module):
             self.time_HQ = nn.Parameter(torch.randn(heads, config.time_buckets) * 0.02)
 
     def forward(
-        self, x_TD: Tensor, view: _View, past: tuple[Tensor, Tensor] | None
+        self, x_TD: Tensor, view: _View, past: tuple[Tensor, Tensor] | _PastParts | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The block's output, and the keys and values of all rows, those of the past included."""
+        """The block's output, and the keys and values of all rows; parts of a past stay apart."""
         u_THV, v_THV, q_THA, k_THA = self._project(x_TD)
-        if past is not None:
+        if isinstance(past, tuple):
             assert view.join is not None
             k_THA, v_THV = view.join.rows(past[0], k_THA), view.join.rows(past[1], v_THV)
-        attended_THV = hstu_attention(
-            q_THA,
-            k_THA,
-            v_THV,
-            offsets_of(view.lengths_B),
-            norm=self.config.max_len,
-            scale=self.config.attention_dim**-0.5,
-            mask=view.mask,
-            bias=RelativeBias(self.position_HP, self.time_HQ, view.times_T),
-            query_offsets_B=view.query_offsets_B,
-            longest=view.longest,
-        )
+        attended_THV = self._attend(q_THA, k_THA, v_THV, view, past)
         gated_TD = self.out(norm_gate(attended_THV, u_THV).flatten(1))
         return x_TD + gated_TD, k_THA, v_THV
+
+    def _attend(
+        self,
+        q_THA: Tensor,
+        k_THA: Tensor,
+        v_THV: Tensor,
+        view: _View,
+        past: tuple[Tensor, Tensor] | _PastParts | None,
+    ) -> Tensor:
+        rule: dict[str, Any] = {
+            "norm": self.config.max_len,
+            "scale": self.config.attention_dim**-0.5,
+            "mask": view.mask,
+            "bias": RelativeBias(self.position_HP, self.time_HQ, view.times_T),
+            "longest": view.longest,
+        }
+        if isinstance(past, _PastParts):
+            assert view.query_offsets_B is not None
+            rows = q_THA, k_THA, v_THV, past.keys, past.values
+            return attend_with_past(*rows, view.query_offsets_B, places_3B=past.places_3B, **rule)
+        attention = hstu_attention if torch.is_grad_enabled() else attend
+        offsets_B = offsets_of(view.lengths_B)
+        return attention(
+            q_THA, k_THA, v_THV, offsets_B, query_offsets_B=view.query_offsets_B, **rule
+        )
 
     def _project(self, x_TD: Tensor) -> tuple[Tensor, ...]:
         """Gate, values, queries and keys of every row."""
@@ -173,6 +215,35 @@ class HstuBlock(nn.Module):
 
 
 @dataclass(frozen=True, slots=True)
+class _PastParts:
+    """Of one block: the past of each sample, where it lies."""
+
+    keys: Sequence[Tensor]
+    values: Sequence[Tensor]
+    places_3B: Tensor | None
+
+
+def _pasts(
+    prefix: Prefix | PrefixParts | None, blocks: int
+) -> Sequence[tuple[Tensor, Tensor] | _PastParts | None]:
+    """What each block goes on from."""
+    if prefix is None:
+        return [None] * blocks
+    if isinstance(prefix, Prefix):
+        return list(zip(prefix.keys, prefix.values, strict=True))
+    assert not torch.is_grad_enabled(), "parts of a prefix are for inference, without gradients"
+    places = places_of_layers(prefix.keys, prefix.values)
+    return [
+        _PastParts(
+            [part[number] for part in prefix.keys],
+            [part[number] for part in prefix.values],
+            None if places is None else places[number],
+        )
+        for number in range(blocks)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
 class _View:
     """What attention needs to know of the rows, the same for every block."""
 
@@ -181,7 +252,7 @@ class _View:
     lengths_B: Tensor
     """Keys and values of each sample, a prefix's included."""
     longest: int
-    """The largest of them, asked of the device once for all blocks."""
+    """The largest of them (after parts of a prefix, of the new rows), asked of the device once."""
     query_offsets_B: Tensor | None
     """(B + 1,) of the new rows, where they follow a prefix."""
     mask: Mask
@@ -191,7 +262,7 @@ class _View:
     """Puts the new rows after those of the prefix."""
 
     @classmethod
-    def of(cls, tokens: Tokens, total: int, prefix: Prefix | None) -> _View:
+    def of(cls, tokens: Tokens, total: int, prefix: Prefix | PrefixParts | None) -> _View:
         new_B, times_T = tokens.lengths_B, tokens.times_T
         positions_T = rows_within(new_B, total)
         history_B, mask = new_B, Mask(tokens.num_targets_B)
@@ -202,13 +273,23 @@ class _View:
         if prefix is None:
             longest = _largest(new_B)
             return cls(positions_T, new_B, longest, None, mask, times_T, None)
-        join = Join.of(prefix.lengths_B, prefix.keys[0].shape[0], new_B, total)
+        past_B, num_past, past_times_T = _rows_of(prefix)
+        join = Join.of(past_B, num_past, new_B, total)
         if times_T is not None:
-            assert prefix.times_T is not None, "the prefix was made without times"
-            times_T = join.rows(prefix.times_T, times_T)
-        positions_T = positions_T + prefix.lengths_B[sample_T]
-        longest, query_offsets_B = _largest(join.lengths_B), offsets_of(new_B)
-        return cls(positions_T, join.lengths_B, longest, query_offsets_B, mask, times_T, join)
+            assert past_times_T is not None, "the prefix was made without times"
+            times_T = join.rows(past_times_T, times_T)
+        positions_T = positions_T + past_B[sample_T]
+        longest = _largest(new_B if isinstance(prefix, PrefixParts) else join.lengths_B)
+        return cls(positions_T, join.lengths_B, longest, offsets_of(new_B), mask, times_T, join)
+
+
+def _rows_of(prefix: Prefix | PrefixParts) -> tuple[Tensor, int, Tensor | None]:
+    """How many rows of each sample it has, how many in all, and their times."""
+    if isinstance(prefix, Prefix):
+        return prefix.lengths_B, prefix.keys[0].shape[0], prefix.times_T
+    lengths = [part.shape[1] for part in prefix.keys]
+    times_T = None if prefix.times is None else torch.cat(list(prefix.times))
+    return torch.tensor(lengths, device=prefix.keys[0].device), sum(lengths), times_T
 
 
 def _largest(lengths_B: Tensor) -> int:

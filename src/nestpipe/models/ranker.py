@@ -12,7 +12,7 @@ from nestpipe.batch import Batch
 from nestpipe.config import Table
 from nestpipe.errors import DataError
 from nestpipe.jagged import Jagged
-from nestpipe.models.hstu import Hstu, HstuConfig, Prefix, Tokens
+from nestpipe.models.hstu import Hstu, HstuConfig, Prefix, PrefixParts, Tokens
 from nestpipe.models.join import Join
 from nestpipe.models.protocol import Loss
 
@@ -60,7 +60,7 @@ class HstuRanker(nn.Module):
         return Loss(total, float(len(logits_C)), torch.sigmoid(logits_C.detach()), labels_C)
 
     def logits(
-        self, rows: Mapping[str, Tensor], batch: Batch, prefix: Prefix | None = None
+        self, rows: Mapping[str, Tensor], batch: Batch, prefix: Prefix | PrefixParts | None = None
     ) -> Tensor:
         """(C,) log-odds of each candidate; with a prefix, `history` is only what came after it."""
         history, candidates = batch.sparse["history"], batch.sparse["candidates"]
@@ -73,7 +73,7 @@ class HstuRanker(nn.Module):
         return self.head(encoded_TD.index_select(0, join.second_places)).squeeze(1)
 
     def prefix(
-        self, rows: Mapping[str, Tensor], batch: Batch, prefix: Prefix | None = None
+        self, rows: Mapping[str, Tensor], batch: Batch, prefix: Prefix | PrefixParts | None = None
     ) -> Prefix:
         """What can be computed of `history` before the candidates are known."""
         times_T = batch.sparse["times"].values if self.config.time_buckets else None

@@ -165,7 +165,10 @@ class RankItem:
 
 
 class RankModel(Protocol):
-    """The model that is served; calls come from one thread."""
+    """The model that is served.
+
+    `prefix` and `rank` are called from one thread, `to_host` and `to_device` from others.
+    """
 
     @property
     def version(self) -> str: ...

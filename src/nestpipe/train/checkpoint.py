@@ -26,6 +26,7 @@ from nestpipe.embedding.groups import TableGroup
 from nestpipe.embedding.routing import owner_of
 from nestpipe.embedding.store import RowStore
 from nestpipe.errors import CheckpointError
+from nestpipe.models import HstuRanker
 
 FORMAT = 1
 PART_ROWS = 1 << 20
@@ -67,7 +68,13 @@ def save_checkpoint(
             _save_rows(partial, groups, stores, mesh.shards.rank)
         if comm.rank == 0:
             save_file(_dense_tensors(model, dense_optimizer), partial / "dense.safetensors")
-            about = {"format": FORMAT, "tables": _about_tables(groups), **asdict(state)}
+            about = {
+                "format": FORMAT,
+                "tables": _about_tables(groups),
+                **asdict(state),
+                **_about_model(model),
+                "first_rows": _about_first_rows(groups, stores),
+            }
             (partial / "run.json").write_text(json.dumps(about, indent=1))
         comm.barrier()
         if comm.rank == 0:
@@ -96,6 +103,24 @@ def _about_tables(groups: Sequence[TableGroup]) -> list[dict[str, object]]:
         for group in groups
         for table in group.tables
     ]
+
+
+def _about_model(model: nn.Module) -> dict[str, object]:
+    """What serving needs to know to make the model; training has it from its config."""
+    if not isinstance(model, HstuRanker):
+        return {}
+    return {"model": {"kind": "ranker", "config": asdict(model.config)}}
+
+
+def _about_first_rows(
+    groups: Sequence[TableGroup], stores: Sequence[RowStore]
+) -> dict[str, dict[str, float]]:
+    """From what the first values of a table's rows follow: those of keys never seen."""
+    return {
+        table.name: {"seed": store.layout.table_seeds[n], "std": store.layout.init_stds[n]}
+        for group, store in zip(groups, stores, strict=True)
+        for n, table in enumerate(group.tables)
+    }
 
 
 def _save_rows(

@@ -10,12 +10,21 @@ from torch import nn
 
 from nestpipe.comm import DEFAULT_TIMEOUT_S, Communicator
 from nestpipe.config import Table, not_negative, positive
-from nestpipe.data import HISTORY, DataConfig, Source, Split, open_source
+from nestpipe.data import (
+    HISTORY,
+    DataConfig,
+    Ranking,
+    RankingOptions,
+    Source,
+    Split,
+    open_source,
+)
 from nestpipe.errors import ConfigError
 from nestpipe.models import (
     Dlrm,
     DlrmConfig,
     HstuConfig,
+    HstuRanker,
     HstuRetriever,
     LogisticRegression,
     SampledSoftmaxConfig,
@@ -37,9 +46,9 @@ MOST_TIMEOUT_S = 1e6
 class ModelConfig:
     """`[model]`: which model, and how large."""
 
-    kind: Literal["auto", "dlrm", "logistic", "hstu"] = "auto"
+    kind: Literal["auto", "dlrm", "logistic", "hstu", "ranker"] = "auto"
     """`auto`: hstu (next item) where the data has histories only, else dlrm (clicks).
-    `logistic` is the baseline of click models."""
+    `logistic` is the baseline of click models; `ranker`, for histories, is what is served."""
     dim: int = 32
     """Width of a row."""
     init_std: float = 0.02
@@ -49,22 +58,26 @@ class ModelConfig:
     top: tuple[int, ...] = (128, 64)
     """dlrm: hidden layers on the dot products."""
     blocks: int = 2
-    """hstu: blocks."""
+    """hstu, ranker: blocks."""
     heads: int = 2
-    """hstu: attention heads."""
+    """hstu, ranker: attention heads."""
     attention_dim: int = 32
-    """hstu: width of a head's queries, keys and values."""
+    """hstu, ranker: width of a head's queries, keys and values."""
     max_len: int = 200
-    """hstu: longest history that is expected."""
+    """hstu, ranker: longest history that is expected."""
     num_items: int = 0
-    """hstu: items are keys from 1 to this; 0: what the data says."""
+    """hstu, ranker: items are keys from 1 to this; 0: what the data says."""
     negatives: int = 128
-    """hstu: items that each sample's next ones are told from."""
+    """hstu, ranker: items that each sample's next ones are told from."""
+    positives: int = 4
+    """ranker: items after a history that are candidates of the right kind."""
     temperature: float = 0.05
     """hstu: what scores are divided by."""
 
     def __post_init__(self) -> None:
-        for name in ("dim", "blocks", "heads", "attention_dim", "max_len", "negatives"):
+        for name in ("dim", "blocks", "heads", "attention_dim", "max_len"):
+            positive(name, getattr(self, name))
+        for name in ("negatives", "positives"):
             positive(name, getattr(self, name))
         positive("temperature", self.temperature)
         not_negative("num_items", self.num_items)
@@ -152,12 +165,31 @@ class Job:
     def held_out(self) -> Source:
         """What to evaluate on."""
         split: Split = self.config.run.eval_split
-        return open_source(self.config.data, split)
+        return open_split(self.config, split)
+
+
+def open_split(config: JobConfig, split: Split) -> Source:
+    """The samples of a split, as the config's model wants them."""
+    source = open_source(config.data, split)
+    if config.model.kind != "ranker":
+        return source
+    if [column.name for column in source.columns if column.kind == "keys"] != [HISTORY]:
+        raise ConfigError(
+            "model.kind is 'ranker' but the data has no sequences; use data of sequences, or 'dlrm'"
+        )
+    wanted = config.model
+    options = RankingOptions(
+        num_items=_num_items(config, source),
+        positives=wanted.positives,
+        negatives=max(1, wanted.negatives // wanted.positives),
+        seed=config.run.seed,
+    )
+    return Ranking(source, options)
 
 
 def make_job(config: JobConfig, comm: Communicator) -> Job:
     """Open the data, make the model that fits it, and a trainer for both."""
-    source = open_source(config.data, "train")
+    source = open_split(config, "train")
     torch.manual_seed(config.run.seed)
     model, tables = make_model(config, source)
     return Job(config, source, Trainer(model, tables, config.settings(), comm))
@@ -174,6 +206,8 @@ def make_model(config: JobConfig, source: Source) -> tuple[nn.Module, list[Table
         if HISTORY not in keys:
             raise ConfigError("model.kind is 'hstu' but the data has no histories; use 'dlrm'")
         return _hstu(config, source)
+    if kind == "ranker":
+        return _ranker(wanted)
     fields = next((c.fields for c in source.columns if c.kind == "features"), ())
     if kind == "logistic":
         baseline = LogisticRegression(tuple(keys), len(fields))
@@ -199,23 +233,18 @@ def _dlrm(
     return model, tables
 
 
+def _ranker(wanted: ModelConfig) -> tuple[nn.Module, list[Table]]:
+    features = ("history", "candidates")
+    table = Table(name="items", dim=wanted.dim, features=features, init_std=wanted.init_std)
+    return HstuRanker(_encoder(wanted)), [table]
+
+
 def _hstu(config: JobConfig, source: Source) -> tuple[nn.Module, list[Table]]:
     wanted = config.model
-    known = next((c.max_key for c in source.columns if c.name == HISTORY), None)
-    num_items = wanted.num_items or known
-    if not num_items:
-        raise ConfigError("model.num_items is 0; say how many items there are, keys from 1")
     model = HstuRetriever(
-        HstuConfig(
-            blocks=wanted.blocks,
-            heads=wanted.heads,
-            dim=wanted.dim,
-            attention_dim=wanted.attention_dim,
-            value_dim=wanted.attention_dim,
-            max_len=wanted.max_len,
-        ),
+        _encoder(wanted),
         SampledSoftmaxConfig(
-            num_items=num_items,
+            num_items=_num_items(config, source),
             negatives=wanted.negatives,
             temperature=wanted.temperature,
             seed=config.run.seed,
@@ -223,3 +252,23 @@ def _hstu(config: JobConfig, source: Source) -> tuple[nn.Module, list[Table]]:
     )
     features = ("history", "negatives")
     return model, [Table(name="items", dim=wanted.dim, features=features, init_std=wanted.init_std)]
+
+
+def _encoder(wanted: ModelConfig) -> HstuConfig:
+    return HstuConfig(
+        blocks=wanted.blocks,
+        heads=wanted.heads,
+        dim=wanted.dim,
+        attention_dim=wanted.attention_dim,
+        value_dim=wanted.attention_dim,
+        max_len=wanted.max_len,
+    )
+
+
+def _num_items(config: JobConfig, source: Source) -> int:
+    """Items are keys from 1 to this."""
+    known = next((c.max_key for c in source.columns if c.name == HISTORY), None)
+    num_items = config.model.num_items or known
+    if not num_items:
+        raise ConfigError("model.num_items is 0; say how many items there are, keys from 1")
+    return num_items

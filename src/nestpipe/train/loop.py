@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any, cast
 
 from nestpipe.comm import Communicator, LocalCommunicator, connect
+from nestpipe.data import Ranking
 from nestpipe.models import HstuRetriever
 from nestpipe.trace import ShortTraceError, Span, Trace
 from nestpipe.train.checkpoint import latest_checkpoint
 from nestpipe.train.evaluate import evaluate
 from nestpipe.train.job import Job, JobConfig, make_job
-from nestpipe.train.popularity import popularity
+from nestpipe.train.popularity import popularity, popularity_auc
 from nestpipe.train.summary import Summary, Traffic, summarise
 from nestpipe.train.trainer import Trainer, choose_device
 from nestpipe.train.work import StepReport
@@ -144,8 +145,12 @@ def _finished(job: Job) -> bool:
 
 
 def _baseline(job: Job) -> dict[str, float]:
-    """What recommending the most popular items would have reached, for models that retrieve."""
+    """What putting the most popular items first would have reached, for models of histories."""
     model = job.trainer.model
+    if isinstance(job.train, Ranking):
+        held_out = job.held_out()
+        assert isinstance(held_out, Ranking), "all splits of a job are of one kind"
+        return {"popularity_auc": popularity_auc(job.train, held_out)}
     if not isinstance(model, HstuRetriever):
         return {}
     ranks = popularity(job.train, job.held_out(), model.softmax.num_items)

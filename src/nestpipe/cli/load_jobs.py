@@ -1,0 +1,327 @@
+"""What `nestpipe load` does: compare arms, search, advise. Imports torch only when called."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nestpipe.cli.load_tables import (
+    advice_lines,
+    found_table,
+    invalid_lines,
+    memory_table,
+    paths_table,
+    results_table,
+    step_line,
+)
+from nestpipe.cli.options import read_text
+from nestpipe.cli.output import STDOUT, console, progress_bar, write_json, write_text
+from nestpipe.errors import ConfigError, ParseError
+from nestpipe.serve.load_settings import LoadSettings
+
+if TYPE_CHECKING:
+    from nestpipe.serve.costs import Costs
+    from nestpipe.serve.load_arms import Arm
+    from nestpipe.serve.load_driver import Run
+    from nestpipe.serve.load_report import Report
+    from nestpipe.serve.load_search import Found, Step
+    from nestpipe.serve.model import HstuRankModel
+
+CLIENT_THREADS = 256
+"""Rankings on their way at once to a service that runs elsewhere."""
+SERVICE = "service"
+"""Its name in tables."""
+LENGTH_STEP = 64
+LEAST_RATE, MOST_RATE = 0.5, 100_000.0
+
+Measure = Callable[[LoadSettings, Callable[[], None]], "tuple[Report, Run]"]
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The model, as the command line names it, and how many instances serve it."""
+
+    checkpoint: Path | None
+    random: str | None
+    device: str
+    dtype: str
+    instances: int
+    threads: int | None
+
+    def make(self, count: int) -> list[HstuRankModel]:
+        """So many of the same: each instance has its own."""
+        import torch
+
+        from nestpipe.serve.load_model import model_maker, random_model
+
+        cores = os.cpu_count() or 1
+        torch.set_num_threads(self.threads or max(1, cores // self.instances))
+        random = random_model(self.random or "")
+        make = model_maker(self.checkpoint, random, device=self.device, dtype=self.dtype)
+        return [make() for _ in range(count)]
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """What is loaded: arms in this process, or the service behind a URL."""
+
+    model: Model
+    arms: list[Arm]
+    url: str | None
+    token_file: Path | None
+
+
+def compare(where: Where, settings: LoadSettings, json: str | None, plot: Path | None) -> bool:
+    """Run every arm on the same requests; whether all runs are valid."""
+    from nestpipe.serve.load_report import as_json
+    from nestpipe.serve.load_workload import reuse_share, visits
+
+    _check_plot(plot)
+    made = visits(settings.workload)
+    with _measures(where, settings, settings.workload.length) as measures:
+        done: dict[str, tuple[Report, Run]] = {}
+        for name, measure in measures.items():
+            with progress_bar(name, len(made)) as advance:
+                done[name] = measure(settings, advance)
+    reports = [told for told, _ in done.values()]
+    if json is not None:
+        about = {"settings": asdict(settings), "reuse_share": reuse_share(made)}
+        write_json(json, {**about, "results": [as_json(told) for told in reports]})
+    if plot is not None:
+        from nestpipe.serve.load_plot import plot_latencies
+
+        runs = {name: run for name, (_, run) in done.items()}
+        plot_latencies(plot, runs, settings.serve.target_ms, settings.workload.warmup_s)
+    if json != STDOUT:
+        terminal = console()
+        terminal.print(results_table(reports, settings, reuse_share(made)))
+        terminal.print(paths_table(reports))
+        for line in invalid_lines(reports):
+            terminal.print(line, markup=False, soft_wrap=True)
+    return all(told.valid for told in reports)
+
+
+def find_most(
+    where: Where,
+    what: str,
+    settings: LoadSettings,
+    seeds: list[int],
+    json: str | None,
+    plot: Path | None,
+) -> bool:
+    """Search every arm; whether the runs that decided were valid."""
+    from nestpipe.serve.load_report import as_json
+
+    _check_plot(plot)
+    found: dict[str, Found] = {}
+    longest = settings.workload.length * (2 if what == "length" else 1)
+    with _measures(where, settings, longest) as measures:
+        for name, measure in measures.items():
+            told = partial(_tell, name, what, json)
+            found[name] = _search(what, settings, measure, seeds, told)
+    if json is not None:
+        results = [
+            {
+                "name": name,
+                "value": one.value,
+                "bounded": one.bounded,
+                "steps": [
+                    {
+                        "value": step.value,
+                        "kept": step.kept,
+                        "runs": list(map(as_json, step.reports)),
+                    }
+                    for step in one.steps
+                ],
+            }
+            for name, one in found.items()
+        ]
+        write_json(json, {"find": what, "settings": asdict(settings), "results": results})
+    if plot is not None:
+        from nestpipe.serve.load_plot import plot_search
+
+        axis = "events of a history" if what == "length" else "requests per second"
+        steps = {name: one.steps for name, one in found.items()}
+        plot_search(plot, steps, settings.serve.target_ms, axis)
+    if json != STDOUT:
+        console().print(found_table(what, found, settings))
+    runs = [told for one in found.values() for step in one.steps for told in step.reports]
+    # Overload can starve the driver of this process; such a run counts as one that failed.
+    return any(told.valid for told in runs)
+
+
+def advise_on(
+    log: Path, costs: Path | None, model: Model, settings: LoadSettings, json: str | None
+) -> None:
+    """Read a log, measure or read the costs, and print what follows."""
+    from nestpipe.serve.advise import Question, advise
+    from nestpipe.serve.load_advice_text import sentences
+    from nestpipe.serve.load_log import read_log
+
+    requests = read_log(log)
+    longest = max(one.history_length for one in requests)
+    known, kv_bytes = _read_costs(costs) if costs else _measure_costs(model, settings, longest)
+    question = Question(
+        costs=known,
+        kv_bytes=lambda length: round(length * kv_bytes),
+        settings=settings.serve,
+        instances=model.instances,
+        short=settings.workload.short,
+        grow_by=settings.workload.grow_by,
+    )
+    with progress_bar("reading the log", None) as advance:
+        advice = advise(requests, question, advance)
+    said = sentences(advice, question)
+    if json is not None:
+        write_json(json, {**asdict(advice), "sentences": said})
+    if json != STDOUT:
+        terminal = console()
+        terminal.print(memory_table(advice))
+        for line in advice_lines(said):
+            terminal.print(line, markup=False, soft_wrap=True)
+
+
+def write_costs(path: Path, model: Model, settings: LoadSettings) -> None:
+    """Measure what the model costs up to `--length`, for `--costs`."""
+    from json import dumps, loads
+
+    known, kv_bytes = _measure_costs(model, settings, settings.workload.length)
+    held: dict[str, Any] = {**loads(known.to_json()), "kv_bytes_per_event": kv_bytes}
+    write_text(str(path), dumps(held, indent=1) + "\n")
+    if str(path) != STDOUT:
+        console().print(f"wrote {path}", markup=False)
+
+
+def write_requests(path: Path, settings: LoadSettings) -> None:
+    """Write the workload as a log, for `--advise`."""
+    from nestpipe.serve.load_log import log_of, write_log
+    from nestpipe.serve.load_workload import visits
+
+    log = log_of(visits(settings.workload))
+    write_log(path, log)
+    console().print(f"wrote {len(log):,} requests to {path}", markup=False)
+
+
+@contextmanager
+def _measures(where: Where, settings: LoadSettings, longest: int) -> Generator[dict[str, Measure]]:
+    """For each arm, or for the service, the function that runs it with given settings."""
+    from nestpipe.serve.load_run import Bench, run_arm, run_service
+    from nestpipe.serve.types import RealClock
+
+    clock = RealClock()
+    if where.url is not None:
+        require("httpx")
+        from nestpipe.serve.client import Client
+        from nestpipe.serve.http_auth import read_token
+
+        token = read_token(where.token_file, os.environ)
+        with Client(where.url, token, threads=CLIENT_THREADS) as client:
+            client.health()
+            yield {SERVICE: partial(run_service, SERVICE, client, clock)}
+        return
+    models = where.model.make(where.model.instances)
+    costs = _calibrate(models[0], settings, longest)
+
+    def measure(arm: Arm, at: LoadSettings, advance: Callable[[], None]) -> tuple[Report, Run]:
+        bench = Bench(settings=_fitting(at, models[0]), models=models, costs=costs, clock=clock)
+        return run_arm(arm, bench, advance)
+
+    yield {f"{arm.letter} {arm.name}": partial(measure, arm) for arm in where.arms}
+
+
+def _fitting(settings: LoadSettings, model: HstuRankModel) -> LoadSettings:
+    """Requests that this model can read: items that it knows, times where it wants them."""
+    workload = settings.workload
+    items = max(1, min(workload.items, model.rows.num_items))
+    fitting = replace(workload, items=items, times=bool(model.config.time_buckets))
+    return replace(settings, workload=fitting)
+
+
+def _search(
+    what: str,
+    settings: LoadSettings,
+    measure: Measure,
+    seeds: list[int],
+    told: Callable[[Step], None],
+) -> Found:
+    from nestpipe.serve.load_search import search
+
+    def attempt(value: float, seed: int) -> Report:
+        change: dict[str, Any] = {"length": int(value)} if what == "length" else {"rate": value}
+        at = replace(settings, workload=replace(settings.workload, seed=seed, **change))
+        with progress_bar(f"{what} {value:g}, seed {seed}", None) as advance:
+            return measure(at, advance)[0]
+
+    workload = settings.workload
+    if what == "rate":
+        return search(
+            attempt, workload.rate, low=LEAST_RATE, high=MOST_RATE, seeds=seeds, told=told
+        )
+    low = float((workload.short // LENGTH_STEP + 1) * LENGTH_STEP)
+    return search(
+        attempt,
+        float(workload.length),
+        low=low,
+        high=float(workload.most_length),
+        step=LENGTH_STEP,
+        seeds=seeds,
+        told=told,
+    )
+
+
+def _tell(name: str, what: str, json: str | None, step: Step) -> None:
+    if json != STDOUT:
+        console().print(step_line(name, what, step), markup=False, soft_wrap=True)
+
+
+def _calibrate(model: HstuRankModel, settings: LoadSettings, longest: int) -> Costs:
+    from nestpipe.serve.load_model import measure_costs
+    from nestpipe.serve.types import RealClock
+
+    workload = settings.workload
+    with progress_bar("measuring costs", None):
+        return measure_costs(model, longest, workload.candidates, RealClock(), workload.short)
+
+
+def _measure_costs(model: Model, settings: LoadSettings, longest: int) -> tuple[Costs, float]:
+    (made,) = model.make(1)
+    return _calibrate(made, settings, longest), made.kv_bytes(1024) / 1024
+
+
+def _read_costs(path: Path) -> tuple[Costs, float]:
+    from json import loads
+
+    from nestpipe.serve.costs import Costs
+
+    text = read_text(path)
+    try:
+        kv_bytes = float(loads(text)["kv_bytes_per_event"])
+    except (ValueError, KeyError, TypeError):
+        raise ParseError(
+            f"{str(path)!r} holds no costs with kv_bytes_per_event; write it with --write-costs"
+        ) from None
+    return Costs.from_json(text), kv_bytes
+
+
+def require(*modules: str) -> None:
+    """Say in a sentence what is not installed."""
+    for module in modules:
+        if find_spec(module) is None:
+            raise ConfigError(
+                f"a load test needs {module}, which is not installed; "
+                "pip install 'nestpipe[serve,train]'"
+            )
+
+
+def _check_plot(plot: Path | None) -> None:
+    if plot is None:
+        return
+    from nestpipe.serve.load_plot import check_plot
+
+    check_plot(plot)

@@ -1,0 +1,84 @@
+"""Threads that copy prefixes between device and host memory, beside the one that computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+
+import torch
+
+from nestpipe.serve.costs import Work
+from nestpipe.serve.desk import Desk, Task
+from nestpipe.serve.slots import Entry
+from nestpipe.serve.types import KV
+
+
+class CopyStream:
+    """A CUDA stream of its own for the copies of one thread, so that they run beside the model."""
+
+    def __init__(self) -> None:
+        self._stream: torch.cuda.Stream | None = None
+
+    def __call__(self, device: torch.device) -> AbstractContextManager[object]:
+        if device.type != "cuda":
+            return nullcontext()
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)
+        return torch.cuda.stream(self._stream)
+
+
+class Copies:
+    """What those threads do next: a reload that somebody waits for, else a copy out."""
+
+    def __init__(self, desk: Desk, threads: int) -> None:
+        self.desk = desk
+        self._most_out = max(1, threads - 1)
+        """Copies out at once: a reload shall find a thread."""
+        self._num_out = 0
+        self._device = torch.device("cpu")
+        """Where prefixes come from, and go back to."""
+
+    def next_task(self, stream: CopyStream) -> Task | None:
+        """With the lock held."""
+        cache, now = self.desk.cache, self.desk.now()
+        if load := cache.next_load():
+            return partial(self.load, *load, stream)
+        if self._num_out < self._most_out and (copy := cache.next_copy(now)):
+            self._num_out += 1
+            return partial(self.copy_out, *copy, stream)
+        return None
+
+    def load(self, entry: Entry, host: KV, stream: CopyStream) -> None:
+        """Bring a prefix back; where that fails, those who wait for it are answered without."""
+        desk, start = self.desk, self.desk.now()
+        with stream(self._device):
+            kv = self._try(lambda: entry.need.model.to_device(host), "a prefix did not come back")
+        if kv is not None and not (len(kv) == entry.key.length and entry.accepts(kv)):
+            kv = None
+        with desk.change:
+            now = desk.now()
+            if kv is None:
+                desk.do_without(desk.cache.failed(entry), now)
+            else:
+                desk.have_prefix(desk.cache.loaded(entry, kv, now), now)
+            desk.change.notify_all()
+        if kv is not None:
+            desk.predictions.observe_one(Work.RELOAD, (now - start) * 1e3, entry.num_bytes)
+
+    def copy_out(self, entry: Entry, kv: KV, stream: CopyStream) -> None:
+        """Keep a prefix for a user who may return."""
+        self._device = kv.keys_LNHA.device
+        with stream(self._device):
+            host = self._try(lambda: entry.need.model.to_host(kv), "a prefix could not be kept")
+        with self.desk.change:
+            self._num_out -= 1
+            self.desk.cache.copied(entry, host, self.desk.now())
+            self.desk.change.notify_all()
+
+    def _try(self, copy: Callable[[], KV], what: str) -> KV | None:
+        try:
+            return copy()
+        except Exception as error:  # noqa: BLE001  nobody depends on a copy
+            self.desk.warn(what, error)
+            return None

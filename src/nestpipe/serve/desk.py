@@ -1,0 +1,176 @@
+"""What the threads of an instance share, and the lock around it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable
+from concurrent.futures import InvalidStateError
+from dataclasses import dataclass, field
+from functools import partial
+
+from nestpipe.errors import RunError
+from nestpipe.serve.cache import Cache
+from nestpipe.serve.expander import Expander
+from nestpipe.serve.settings import ServeSettings
+from nestpipe.serve.slots import Entry, Source, State
+from nestpipe.serve.types import Clock, Outcome, Path
+from nestpipe.serve.waiting import Waiting
+from nestpipe.serve.work import Predictions, Ranking
+
+_log = logging.getLogger(__name__)
+
+Task = Callable[[], None]
+
+COUNTED = (
+    *(f"path_{path}" for path in Path),
+    *(f"outcome_{outcome}" for outcome in Outcome),
+    *("fills", "failed_fills", "abandoned_fills", "wasted_prefixes", "discarded"),
+    *("reloads", "failed_reloads", "copies", "failed_copies"),
+    *("batches", "batched_rankings", "largest_batch", "failed_batches", "failed_rankings"),
+    *("cancelled", "shed", "faults"),
+)
+"""Counters that are there from the start, at 0."""
+
+
+@dataclass(eq=False, slots=True)
+class Desk:
+    """Read and change it only with `change` held; tell the others by `change.notify_all()`."""
+
+    settings: ServeSettings
+    clock: Clock
+    cache: Cache
+    predictions: Predictions
+    waiting: Waiting = field(default_factory=Waiting)
+    counts: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(COUNTED, 0)))
+    change: threading.Condition = field(default_factory=threading.Condition)
+    running_ms: float = 0.0
+    """Predicted time of the batch that is computed now."""
+    draining: bool = False
+    closed: bool = False
+    broken: BaseException | None = None
+
+    def now(self) -> float:
+        return self.clock.now()
+
+    def rank_queue_ms(self) -> float:
+        """Predicted time until all rankings in line are answered."""
+        return self.running_ms + sum(ranking.predicted_ms for ranking in self.waiting)
+
+    def eta_s(self, entry: Entry) -> float:
+        """Predicted seconds until an entry that is on its way is complete."""
+        rest_ms, cache = self.predictions.rest_ms, self.cache
+        if entry.source is Source.HOST:
+            return rest_ms(entry) * (1 + len(cache.loads) / cache.reloads) / 1e3
+        before = sum(rest_ms(e) for e in cache.fills if e.waiters and e is not entry)
+        return (rest_ms(entry) + before + self.rank_queue_ms()) / 1e3
+
+    def have_prefix(self, rankings: Iterable[Ranking], now: float) -> None:
+        """What they waited for is there."""
+        self.waiting.go_first(rankings, now)
+
+    def do_without(self, rankings: Iterable[Ranking], now: float) -> None:
+        """What they waited for does not come."""
+        rankings = list(rankings)
+        for ranking in rankings:
+            ranking.entry, ranking.path = None, Path.MISS_FULL
+            ranking.predicted_ms = self.predictions.inline_ms(
+                ranking.length, ranking.num_candidates
+            )
+        self.waiting.go_first(rankings, now)
+
+    def warn(self, what: str, error: Exception) -> None:
+        """A fault that costs time, but no answer."""
+        _log.warning("%s, its ranking runs inline: %r", what, error)
+        self.count("faults")
+
+    def count(self, name: str) -> None:
+        with self.change:
+            self.counts[name] += 1
+
+    def fail_open(self, error: BaseException) -> None:
+        """Let nobody wait for an answer that will not come."""
+        with self.change:
+            left, self.waiting = list(self.waiting.open), Waiting()
+            self.change.notify_all()
+        for ranking in left:
+            try:
+                ranking.future.set_exception(error)
+            except InvalidStateError:
+                continue  # it was cancelled, or answered just before
+
+    def stats(self) -> dict[str, float]:
+        """Counters and gauges by name."""
+        cache, slots = self.cache, self.cache.slots
+        host = cache.expander if cache.expander is not None else Expander(0, 0.0)
+        states = Counter(entry.state for entry in slots)
+        counts = self.counts + cache.counts
+        gauges = {
+            **{name: counts[name] for name in (*COUNTED, *counts)},
+            "faults": self.counts["faults"] + self.predictions.faults,
+            **{f"entries_{state}": states[state] for state in State},
+            "device_bytes": slots.num_bytes,
+            "device_bytes_bound": slots.bound,
+            "device_evicted": slots.evicted,
+            "host_bytes": host.num_bytes,
+            "host_bytes_bound": host.bound,
+            "host_entries": len(host),
+            "host_evicted": host.evicted,
+            "host_expired": host.expired,
+            "open_rankings": len(self.waiting.open),
+            "queue_rankings": len(self.waiting),
+            "queue_fills": len(cache.fills),
+            "queue_reloads": len(cache.loads) + cache.loading,
+            "queue_copies": slots.num_idle,
+            "broken": self.broken is not None,
+        }
+        return {name: float(value) for name, value in gauges.items()}
+
+
+def has_failed(error: BaseException) -> RunError:
+    """What callers hear after a thread has died."""
+    return RunError(f"the instance has failed ({error!r}); start it again")
+
+
+def start(
+    name: str, desk: Desk, next_task: Callable[[], Task | None], minds_the_clock: bool
+) -> threading.Thread:
+    """A thread that does what `next_task` gives it, until the desk is closed.
+
+    `next_task` is called with the lock held, after every change, and for one thread also when
+    somebody's time is up; what it returns is run without the lock.
+    """
+    timeout = partial(_seconds_to_next, desk) if minds_the_clock else lambda: None
+
+    def until_closed() -> None:
+        try:
+            while (task := _wait(desk, next_task, timeout)) is not None:
+                task()
+        except BaseException as error:  # noqa: BLE001  callers hear of it
+            _log.critical("thread %s of an instance died", name, exc_info=error)
+            desk.broken, desk.draining, desk.closed = error, True, True
+            desk.fail_open(has_failed(error))
+
+    thread = threading.Thread(target=until_closed, name=f"nestpipe-{name}", daemon=True)
+    thread.start()
+    return thread
+
+
+def _wait(
+    desk: Desk, next_task: Callable[[], Task | None], timeout: Callable[[], float | None]
+) -> Task | None:
+    with desk.change:
+        while not desk.closed:
+            task = next_task()
+            if task is not None:
+                return task
+            desk.change.wait(timeout())
+    return None
+
+
+def _seconds_to_next(desk: Desk) -> float | None:
+    """Until a promise or somebody's patience ends."""
+    ends = [desk.cache.slots.next_end(), desk.waiting.next_give_up()]
+    known = [end for end in ends if end is not None]
+    return max(0.0, min(known) - desk.now()) if known else None

@@ -1,0 +1,138 @@
+"""Prefixes in host memory, for users who return: least recently used first out, and none for ever.
+
+Plain state, without threads: the caller holds a lock and says what time it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import takewhile
+
+from nestpipe.serve.types import KV, PrefixKey
+
+
+@dataclass(eq=False, slots=True)
+class Kept:
+    """One prefix in host memory; without contents while it is copied there."""
+
+    num_bytes: int
+    expires: float
+    kv: KV | None = None
+    reloads: int = 0
+    """Reloads that read it, or are about to: it is not evicted under them."""
+
+    @property
+    def pinned(self) -> bool:
+        return self.kv is None or self.reloads > 0
+
+
+class Expander:
+    """A store bounded in bytes; room for a copy is made before the copy is."""
+
+    def __init__(self, bound: int, ttl_s: float) -> None:
+        self.bound = bound
+        self.ttl_s = ttl_s
+        self.num_bytes = 0
+        self.evicted = 0
+        self.expired = 0
+        self._kept: dict[PrefixKey, Kept] = {}
+        """Least recently used first."""
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __contains__(self, key: PrefixKey) -> bool:
+        """Whether it is there, or being copied here."""
+        return key in self._kept
+
+    def holds(self, key: PrefixKey, now: float) -> bool:
+        """Whether it can be reloaded."""
+        kept = self._kept.get(key)
+        if kept is None or kept.kv is None:
+            return False
+        return kept.pinned or kept.expires > now
+
+    # Out of device memory
+
+    def begin(self, key: PrefixKey, num_bytes: int, now: float) -> bool:
+        """Make room for a copy; False where it is here already, or there is no room."""
+        if key in self._kept or not self._make_room(num_bytes, now):
+            return False
+        self._kept[key] = Kept(num_bytes, now + self.ttl_s)
+        self.num_bytes += num_bytes
+        return True
+
+    def finish(self, key: PrefixKey, kv: KV, now: float) -> None:
+        """The copy is complete."""
+        kept = self._kept[key]
+        assert kept.kv is None, f"{key} was copied twice"
+        kept.kv = kv
+        self._touch(key, now)
+
+    def cancel(self, key: PrefixKey) -> None:
+        """The copy that was begun will not come."""
+        assert self._kept[key].kv is None, f"the copy of {key} has come"
+        self._drop(key)
+
+    # Back into device memory
+
+    def pin(self, key: PrefixKey, now: float) -> None:
+        """A reload will read it."""
+        self._kept[key].reloads += 1
+        self._touch(key, now)
+
+    def read(self, key: PrefixKey) -> KV:
+        """What a pinned entry holds."""
+        kept = self._kept[key]
+        assert kept.kv is not None, f"{key} is read before it was copied"
+        assert kept.reloads, f"{key} is read without a pin"
+        return kept.kv
+
+    def unpin(self, key: PrefixKey) -> None:
+        """The reload is over."""
+        kept = self._kept[key]
+        assert kept.reloads, f"{key} has no pin"
+        kept.reloads -= 1
+
+    # Leaving
+
+    def drop_where(self, stale: Callable[[PrefixKey], bool]) -> None:
+        """Drop what is stale, but not from under a copy."""
+        for key in list(filter(stale, self._kept)):
+            self.discard(key)
+
+    def discard(self, key: PrefixKey) -> None:
+        """Drop one, but not from under a copy."""
+        if not self._kept[key].pinned:
+            self._drop(key)
+
+    def expire(self, now: float) -> None:
+        """Drop what nobody came for in time; what was used last expires last."""
+        for key, kept in list(self._old(now)):
+            if not kept.pinned:
+                self.expired += 1
+                self._drop(key)
+
+    def _old(self, now: float) -> Iterator[tuple[PrefixKey, Kept]]:
+        return takewhile(lambda pair: pair[1].expires <= now, self._kept.items())
+
+    def _make_room(self, num_bytes: int, now: float) -> bool:
+        self.expire(now)
+        if num_bytes > self.bound:
+            return False
+        while self.num_bytes + num_bytes > self.bound:
+            oldest = next((key for key, kept in self._kept.items() if not kept.pinned), None)
+            if oldest is None:
+                return False
+            self.evicted += 1
+            self._drop(oldest)
+        return True
+
+    def _touch(self, key: PrefixKey, now: float) -> None:
+        kept = self._kept.pop(key)
+        kept.expires = now + self.ttl_s
+        self._kept[key] = kept
+
+    def _drop(self, key: PrefixKey) -> None:
+        self.num_bytes -= self._kept.pop(key).num_bytes

@@ -1,0 +1,60 @@
+"""What an instance needs before it can answer: a model, and what the model's work costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import perf_counter
+
+import numpy as np
+
+from nestpipe.serve.costs import calibrate
+from nestpipe.serve.model import HstuRankModel
+from nestpipe.serve.settings import ServeSettings
+from nestpipe.serve.trigger import Trigger
+from nestpipe.serve.types import History, RankItem, RankModel, RealClock
+
+SHORTEST = 64
+GRID = 4
+"""Lengths at which work is timed."""
+REPEATS = 3
+SEEN = 4.0
+"""Times are measured up to lengths that take so many times the target; then they are fitted."""
+
+
+def load_model(checkpoint: str, device: str, dtype: str) -> HstuRankModel:
+    """The ranker of a checkpoint, or of the latest in a folder."""
+    return HstuRankModel.from_checkpoint(checkpoint, device, dtype)
+
+
+def calibrated(
+    model: RankModel, settings: ServeSettings, kv_bytes: Callable[[int], int]
+) -> Trigger | None:
+    """A trigger that knows what this model's work takes here; None where signals do nothing."""
+    if not settings.relay:
+        return None
+    candidates = min(256, settings.most_candidates)
+    longest = _longest_timed(model, candidates, settings)
+    lengths = sorted({max(1, longest >> place) for place in range(GRID)})
+    clock = RealClock()
+    costs = calibrate(model, lengths, [candidates], clock, REPEATS)
+    return Trigger(settings, costs, kv_bytes, clock)
+
+
+def _longest_timed(model: RankModel, candidates: int, settings: ServeSettings) -> int:
+    """The first length, doubling, that clearly misses the target; not longer than accepted."""
+    length = min(SHORTEST, settings.most_events)
+    while length < settings.most_events:
+        if _inline_ms(model, length, candidates) > SEEN * settings.target_ms:
+            break
+        length = min(2 * length, settings.most_events)
+    return length
+
+
+def _inline_ms(model: RankModel, length: int, candidates: int) -> float:
+    events_N = np.arange(length, dtype=np.int64)
+    ids_C = np.arange(candidates, dtype=np.int64)
+    item = RankItem(History(events_N, events_N), ids_C, time=length)
+    model.rank([item])
+    start = perf_counter()
+    model.rank([item])
+    return (perf_counter() - start) * 1e3

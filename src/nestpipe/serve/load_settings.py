@@ -1,0 +1,93 @@
+"""The settings of a load test: what is asked, how often, by whom. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from nestpipe.config import fraction, not_negative, positive
+from nestpipe.errors import ConfigError
+from nestpipe.serve.settings import ServeSettings
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkloadSettings:
+    """Requests of an open loop: nobody waits for an earlier answer before asking again."""
+
+    rate: float = 50.0
+    """Requests per second on average; gaps between them are exponential (Poisson)."""
+    seconds: float = 20.0
+    """How long requests arrive."""
+    warmup_s: float = 0.0
+    """Requests that arrive before this are sent, but not measured."""
+    users: int = 1_000_000
+    """Users there are."""
+    popularity: float = 0.7
+    """Zipf exponent of who comes; 0: all alike. With 1 one user in ten is the same one."""
+    return_share: float = 0.5
+    """Chance that a visit is followed by another of the same user: it sets the rate of reuse."""
+    return_median_s: float = 5.0
+    """Median time between such visits."""
+    return_spread: float = 1.0
+    """Standard deviation of the logarithm of that time."""
+    return_tail: Literal["log_normal", "pareto"] = "log_normal"
+    """The distribution of that time."""
+    length: int = 1024
+    """Events of a history; the median of them where they differ."""
+    length_spread: float = 0.0
+    """Standard deviation of the logarithm of the length (log-normal); 0: all alike."""
+    most_length: int = 16_384
+    """Longest history."""
+    short: int = 64
+    """The newest of them, which come with the ranking only."""
+    new_events: int = 2
+    """Events that a user has more at each visit."""
+    grow_by: int = 256
+    """New events pass from the short to the long history so many at a time."""
+    candidates: int = 128
+    """Candidates of a request."""
+    retrieval_ms: float = 60.0
+    """Mean time of retrieval, between the signal ..."""
+    preprocess_ms: float = 40.0
+    """... and pre-processing, after which the ranking follows."""
+    delay_jitter: float = 0.2
+    """Standard deviation of both times over their mean."""
+    items: int = 10_000
+    """Items that histories and candidates are made of: 1 to this."""
+    times: bool = False
+    """Whether events have times, for models that read them."""
+    seed: int = 0
+    """The same seed makes the same requests."""
+
+    def __post_init__(self) -> None:
+        for name in ("rate", "seconds", "users", "return_median_s", "grow_by", "items"):
+            positive(name, getattr(self, name))
+        for name in ("length", "most_length", "short", "candidates"):
+            positive(name, getattr(self, name))
+        for name in ("warmup_s", "popularity", "return_spread", "length_spread", "new_events"):
+            not_negative(name, getattr(self, name))
+        for name in ("retrieval_ms", "preprocess_ms", "delay_jitter", "seed"):
+            not_negative(name, getattr(self, name))
+        fraction("return_share", self.return_share)
+        if self.length <= self.short:
+            raise ConfigError(
+                f"length is {self.length} and its newest {self.short} events are the short "
+                f"history; give a length above {self.short} or set workload.short"
+            )
+        if self.length > self.most_length:
+            raise ConfigError(
+                f"length is {self.length}, but most_length {self.most_length}; raise most_length"
+            )
+        if self.warmup_s >= self.seconds:
+            raise ConfigError(
+                f"warmup_s is {self.warmup_s} and all ends after {self.seconds} s; "
+                "leave some seconds to measure"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadSettings:
+    """What `--set serve.KEY=VALUE` and `--set workload.KEY=VALUE` can change."""
+
+    serve: ServeSettings = field(default_factory=ServeSettings)
+    workload: WorkloadSettings = field(default_factory=WorkloadSettings)

@@ -1,0 +1,112 @@
+"""Consistent hashing: which instance a user belongs to, computed alike by everybody who asks."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from nestpipe.errors import RunError
+
+POINTS = 160
+"""Places on the ring that each member has."""
+
+
+def place(text: str) -> int:
+    """Where a text is on the ring, of 2^64 places: the same in every process and release."""
+    digest = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8, person=b"nestpipe.ring")
+    return int.from_bytes(digest.digest(), "big")
+
+
+class Ring:
+    """Members on a circle; a user belongs to the first member at or after the user's place.
+
+    A value: it never changes, and depends on the set of members alone.
+    """
+
+    def __init__(self, members: Iterable[str]):
+        self.members = tuple(sorted(set(members)))
+        points = sorted(
+            (place(f"{member}#{point}"), member)
+            for member in self.members
+            for point in range(POINTS)
+        )
+        self._places = [where for where, _ in points]
+        self._holders = [member for _, member in points]
+
+    def walk(self, user: str) -> Iterator[str]:
+        """Every member once: the owner, then those who come next."""
+        seen: set[str] = set()
+        start = bisect_left(self._places, place(user))
+        for step in range(len(self._holders)):
+            member = self._holders[(start + step) % len(self._holders)]
+            if member not in seen:
+                seen.add(member)
+                yield member
+            if len(seen) == len(self.members):
+                return
+
+    def owner(self, user: str) -> str:
+        """The member that both legs of a user go to."""
+        for member in self.walk(user):
+            return member
+        raise RunError("there is no instance to send a user to; add one")
+
+    def order(self, user: str) -> tuple[str, ...]:
+        """The owner, then the others in the order in which they stand in for it."""
+        return tuple(self.walk(user))
+
+
+@dataclass(frozen=True, slots=True)
+class Era:
+    """A ring, and since when it has been the current one."""
+
+    since: float
+    ring: Ring
+
+
+class Membership:
+    """The rings of the last `life_s` seconds, so that legs in flight still meet after a change.
+
+    A signal goes to the user's owner on every ring that counts; a ranking goes to the owner on the
+    oldest of them, the ring that was current `life_s` ago. Whatever changed in between, a ranking
+    that comes at most `life_s` after its signal therefore finds a member that had the signal.
+    Only users whose owner changed are signalled twice, and only for `life_s`.
+
+    Reading is safe from any thread; changes must come one at a time.
+    """
+
+    def __init__(self, members: Iterable[str], life_s: float):
+        self.life_s = life_s
+        self._eras = (Era(float("-inf"), Ring(members)),)
+
+    @property
+    def ring(self) -> Ring:
+        """The current one."""
+        return self._eras[-1].ring
+
+    def change(self, members: Iterable[str], now: float) -> None:
+        """From now on these are the members."""
+        ring = Ring(members)
+        if ring.members != self.ring.members:
+            self._eras = (*self._counting(now), Era(now, ring))
+
+    def rings(self, now: float) -> tuple[Ring, ...]:
+        """The rings that count, newest first."""
+        return tuple(era.ring for era in reversed(self._counting(now)))
+
+    def owners(self, user: str, now: float) -> tuple[str, ...]:
+        """The current owner, then the former ones while they count; each once."""
+        owners = (next(ring.walk(user), None) for ring in self.rings(now))
+        return tuple(dict.fromkeys(owner for owner in owners if owner is not None))
+
+    def members(self, now: float) -> frozenset[str]:
+        """Everybody who may still be sent a leg."""
+        return frozenset(member for ring in self.rings(now) for member in ring.members)
+
+    def _counting(self, now: float) -> tuple[Era, ...]:
+        """Without the eras that ended more than `life_s` ago."""
+        eras = self._eras
+        ends = [later.since for later in eras[1:]] + [float("inf")]
+        return tuple(era for era, end in zip(eras, ends, strict=True) if end >= now - self.life_s)

@@ -1,0 +1,210 @@
+"""Prefixes in device memory: promised, being made, ready, in use, done.
+
+Plain state, without threads: the caller holds a lock and says what time it is.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import count
+from typing import Any
+
+from nestpipe.serve.types import KV, History, PrefixKey, RankModel
+
+
+class State(StrEnum):
+    """Where an entry is in its life; before RESERVED and after DONE it does not exist."""
+
+    RESERVED = "reserved"
+    """Its memory is set aside; nothing has been computed or copied."""
+    FILLING = "filling"
+    READY = "ready"
+    """Complete, and promised to a ranking that has not come yet."""
+    IN_USE = "in_use"
+    DONE = "done"
+    """Promised to nobody: it may be copied to host memory, and makes room where room is needed."""
+
+
+class Source(StrEnum):
+    """Where the contents of an entry come from."""
+
+    COMPUTED = "computed"
+    HOST = "host"
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """A prefix that somebody needs, and all that it takes to compute it."""
+
+    key: PrefixKey
+    history: History
+    model: RankModel
+    num_bytes: int
+
+    @classmethod
+    def of(cls, user: str, history: History, model: RankModel) -> Need:
+        key = PrefixKey.of(user, history, model.version, model.dtype)
+        return cls(key, history, model, model.kv_bytes(len(history)))
+
+
+@dataclass(eq=False, slots=True)
+class Entry:
+    """One prefix in device memory, or the memory set aside for it."""
+
+    need: Need
+    source: Source
+    state: State = State.RESERVED
+    kv: KV | None = None
+    """The first events only, while it is filled in chunks."""
+    promises: int = 0
+    """Signals whose ranking has not come yet."""
+    waiters: list[Any] = field(default_factory=list[Any])
+    """Tickets of rankings that wait until it is complete."""
+    users: int = 0
+    """Rankings that read it now."""
+    keep_until: float = 0.0
+    """End of the last promise."""
+    used: bool = False
+    spent_s: float = 0.0
+    """Time that computing it has taken so far."""
+    copying: bool = False
+    """It is being copied to host memory, whatever else happens to it."""
+    listed: bool = True
+    """Whether it can be found; one that is not goes when nobody touches it any more."""
+
+    @property
+    def key(self) -> PrefixKey:
+        return self.need.key
+
+    @property
+    def num_bytes(self) -> int:
+        return self.need.num_bytes
+
+    @property
+    def num_events(self) -> int:
+        """Events of the prefix that are there."""
+        return 0 if self.kv is None else len(self.kv)
+
+    @property
+    def wanted(self) -> bool:
+        """Whether a ranking waits for it, reads it, or may still come for it."""
+        return bool(self.promises or self.waiters or self.users)
+
+    @property
+    def complete(self) -> bool:
+        return self.state in (State.READY, State.IN_USE, State.DONE)
+
+    def accepts(self, kv: KV) -> bool:
+        """Whether this can be more of it, or all of it, in the memory that was set aside."""
+        return self.num_events < len(kv) <= self.key.length and kv.num_bytes <= self.num_bytes
+
+
+class Slots:
+    """Device memory for prefixes: a hard bound in bytes, and nothing promised is ever evicted."""
+
+    def __init__(self, bound: int) -> None:
+        self.bound = bound
+        self.num_bytes = 0
+        self.evicted = 0
+        self._entries: dict[PrefixKey, list[Entry]] = {}
+        self._unlisted: set[Entry] = set()
+        self._idle: dict[Entry, None] = {}
+        """Done and not being copied, oldest first."""
+        self._idle_bytes = 0
+        self._ends: list[tuple[float, int, Entry]] = []
+        self._serial = count()
+
+    def __iter__(self) -> Iterator[Entry]:
+        for entries in self._entries.values():
+            yield from entries
+        yield from self._unlisted
+
+    def find(self, key: PrefixKey) -> Entry | None:
+        """The entry of that key that is furthest in its life."""
+        entries = self._entries.get(key, ())
+        return max(entries, key=lambda entry: (entry.complete, entry.num_events), default=None)
+
+    def fits(self, num_bytes: int) -> bool:
+        """Whether so much memory is free, or can be by evicting what is done."""
+        return self.promised_bytes + num_bytes <= self.bound
+
+    def reserve(self, need: Need, source: Source) -> Entry | None:
+        """Memory for a prefix, or None where there is none but what is promised."""
+        if not self.fits(need.num_bytes):
+            return None
+        while self.num_bytes + need.num_bytes > self.bound:
+            self.evicted += 1
+            self.free(next(iter(self._idle)))
+        entry = Entry(need, source)
+        self._entries.setdefault(need.key, []).append(entry)
+        self.num_bytes += need.num_bytes
+        return entry
+
+    def free(self, entry: Entry) -> None:
+        """Give its memory back; nobody may touch it any more."""
+        assert not entry.wanted, f"{entry.key} is freed while it is needed"
+        assert not entry.copying, f"{entry.key} is freed while it is copied"
+        self.unlist(entry)
+        self._unlisted.remove(entry)
+        self.num_bytes -= entry.num_bytes
+        entry.kv = None
+
+    def unlist(self, entry: Entry) -> None:
+        """Let nobody find it any more."""
+        self.busy(entry)
+        if entry.listed:
+            entry.listed = False
+            self._unlisted.add(entry)
+            entries = self._entries[entry.key]
+            entries.remove(entry)
+            if not entries:
+                del self._entries[entry.key]
+
+    @property
+    def promised_bytes(self) -> int:
+        """Memory that nobody else can have now."""
+        return self.num_bytes - self._idle_bytes
+
+    # What is done, and in which order
+
+    def idle(self, entry: Entry) -> None:
+        """It is done: room for others, until somebody comes for it or copies it."""
+        entry.state = State.DONE
+        if not entry.copying and entry not in self._idle:
+            self._idle[entry] = None
+            self._idle_bytes += entry.num_bytes
+
+    def busy(self, entry: Entry) -> None:
+        """It is no longer room for others."""
+        if entry in self._idle:
+            del self._idle[entry]
+            self._idle_bytes -= entry.num_bytes
+
+    def oldest_idle(self) -> Entry | None:
+        return next(iter(self._idle), None)
+
+    @property
+    def num_idle(self) -> int:
+        return len(self._idle)
+
+    # The end of promises
+
+    def promise(self, entry: Entry, until: float) -> None:
+        """Keep it until then, or longer where that was promised before."""
+        entry.keep_until = max(entry.keep_until, until)
+        heapq.heappush(self._ends, (entry.keep_until, next(self._serial), entry))
+
+    def next_end(self) -> float | None:
+        """When the next promise may end."""
+        return self._ends[0][0] if self._ends else None
+
+    def ended(self, now: float) -> Iterator[Entry]:
+        """Entries whose promises have ended and which nobody reads, fills or waits for."""
+        while self._ends and self._ends[0][0] <= now:
+            entry = heapq.heappop(self._ends)[2]
+            over = entry.keep_until <= now and entry.listed
+            if over and entry.state in (State.RESERVED, State.READY) and not entry.waiters:
+                yield entry

@@ -1,0 +1,317 @@
+"""One `acquire` for both legs, told as stories; in any order: test_cache_machine.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from nestpipe.serve.cache import Cache
+from nestpipe.serve.expander import Expander
+from nestpipe.serve.slots import Entry, Need, Slots, State
+from nestpipe.serve.steps import Fill, Load, Miss, Promised, Purpose, Use, Wait
+from nestpipe.serve.types import KV, History
+
+SIGNAL, RANK, KEEP = Purpose.SIGNAL, Purpose.RANK, Purpose.RANK_AND_KEEP
+
+
+class Model:
+    dtype = "float32"
+
+    def __init__(self, version: str = "1"):
+        self.version = version
+
+    def kv_bytes(self, length: int) -> int:
+        return 8 * length
+
+
+def need(user: str = "ann", length: int = 2, version: str = "1") -> Need:
+    return Need.of(user, History(np.arange(length)), Model(version))  # pyright: ignore
+
+
+def kv(length: int = 2) -> KV:
+    return KV(torch.zeros(1, length, 1, 1), torch.zeros(1, length, 1, 1))
+
+
+def cache(slots: int = 1000, host: int | None = 1000, **changes: Any) -> Cache:
+    expander = None if host is None else Expander(host, ttl_s=60.0)
+    return Cache(Slots(slots), expander, **{"life_s": 1.0, "reloads": 2, **changes})
+
+
+def ready(made: Cache, wanted: Need, now: float = 0.0) -> Entry:
+    """A signal, and the prefix computed."""
+    assert isinstance(made.acquire(wanted, SIGNAL, now), Fill)
+    entry = made.next_fill()
+    assert entry
+    made.filled(entry, kv(wanted.key.length), now)
+    return entry
+
+
+def kept(made: Cache, wanted: Need) -> None:
+    """A prefix that was used, copied to host memory, and freed."""
+    entry = ready(made, wanted)
+    assert isinstance(made.acquire(wanted, RANK, 0.0), Use)
+    made.released(entry)
+    assert made.next_copy(0.0) == (entry, entry.kv)
+    made.copied(entry, kv(wanted.key.length), 0.0)
+    assert made.slots.num_bytes == 0
+
+
+def test_the_life_of_a_prefix():
+    made = cache()
+    step = made.acquire(need(), SIGNAL, 0.0)
+    assert isinstance(step, Fill)
+    entry = step.entry
+    assert entry.state is State.RESERVED
+    assert made.next_fill() is entry
+    assert entry.state is State.FILLING
+    assert made.filled(entry, kv(1), 0.0) == []
+    assert (entry.state, made.next_fill()) == (State.FILLING, entry)
+    made.filled(entry, kv(2), 0.0)
+    assert entry.state is State.READY
+    assert made.acquire(need(), RANK, 0.1) == Use(entry)
+    assert entry.state is State.IN_USE
+    made.released(entry)
+    assert entry.state is State.DONE
+    assert made.next_copy(0.2)
+    made.copied(entry, kv(), 0.3)
+    assert (made.slots.find(entry.key), made.slots.num_bytes) == (None, 0)
+
+
+def test_without_host_memory_what_was_used_is_freed_at_once():
+    made = cache(host=None)
+    entry = ready(made, need())
+    made.acquire(need(), RANK, 0.0)
+    made.released(entry)
+    assert (made.slots.num_bytes, made.next_copy(0.0)) == (0, None)
+
+
+def test_several_rankings_read_one_prefix():
+    made = cache(host=None)
+    entry = ready(made, need())
+    assert [made.acquire(need(), RANK, 0.0) for _ in range(3)] == [Use(entry)] * 3
+    made.released(entry)
+    made.released(entry)
+    assert made.slots.num_bytes == 16
+    made.released(entry)
+    assert made.slots.num_bytes == 0
+
+
+def test_each_signal_promises_the_prefix_to_one_more_ranking():
+    made = cache(host=None)
+    entry = ready(made, need())
+    assert made.acquire(need(), SIGNAL, 0.0) == Promised(entry)
+    assert made.acquire(need(), RANK, 0.0) == Use(entry)
+    made.released(entry)
+    assert entry.state is State.READY
+    assert made.acquire(need(), RANK, 0.0) == Use(entry)
+    made.released(entry)
+    assert made.slots.num_bytes == 0
+
+
+def test_a_ranking_joins_what_is_on_its_way():
+    made = cache()
+    made.acquire(need("bob"), SIGNAL, 0.0)
+    step = made.acquire(need(), SIGNAL, 0.0)
+    assert isinstance(step, Fill)
+    assert made.acquire(need(), RANK, 0.0, ticket="t1") == Wait(step.entry)
+    assert made.acquire(need(), RANK, 0.0, ticket="t2") == Wait(step.entry)
+    assert made.next_fill() is step.entry, "what a ranking waits for goes first"
+    made.leave(step.entry, "t1")
+    assert made.filled(step.entry, kv(), 0.0) == ["t2"]
+    assert (step.entry.state, step.entry.users) == (State.IN_USE, 1)
+
+
+def test_a_ranking_never_computes_a_prefix_unless_it_is_to_be_kept():
+    made = cache()
+    assert made.acquire(need(), RANK, 0.0) is Miss.NOWHERE
+    assert isinstance(made.acquire(need(), KEEP, 0.0, ticket="t"), Fill)
+    entry = made.next_fill()
+    assert entry
+    assert made.filled(entry, kv(), 0.0) == ["t"]
+
+
+def test_a_lost_signal_still_finds_host_memory():
+    made = cache()
+    kept(made, need())
+    step = made.acquire(need(), RANK, 0.0, ticket="t")
+    assert isinstance(step, Load)
+    assert made.acquire(need(), RANK, 0.0, ticket="u") == Wait(step.entry), "one reload for both"
+    load = made.next_load()
+    assert load
+    assert made.next_load() is None
+    assert made.loaded(load[0], kv(), 0.0) == ["t", "u"]
+
+
+def test_a_reload_that_has_begun_is_not_begun_again_by_who_joins():
+    made = cache()
+    kept(made, need())
+    made.acquire(need(), SIGNAL, 0.0)
+    load = made.next_load()
+    assert load
+    assert made.acquire(need(), RANK, 0.0, ticket="t") == Wait(load[0])
+    assert made.next_load() is None
+    assert made.loaded(load[0], kv(), 0.0) == ["t"]
+
+
+def test_only_so_many_reloads_run_at_once():
+    made = cache(reloads=2)
+    for user in "abc":
+        kept(made, need(user))
+    for user in "abc":
+        assert isinstance(made.acquire(need(user), SIGNAL, 0.0), Load)
+    loads = [made.next_load() for _ in range(3)]
+    assert [bool(load) for load in loads] == [True, True, False]
+    assert loads[0]
+    made.loaded(loads[0][0], kv(), 0.0)
+    assert made.next_load()
+
+
+def test_what_is_still_in_host_memory_is_not_copied_there_again():
+    made = cache()
+    kept(made, need())
+    made.acquire(need(), RANK, 0.0, ticket="t")
+    load = made.next_load()
+    assert load
+    made.loaded(load[0], kv(), 0.0)
+    made.released(load[0])
+    assert (made.slots.num_bytes, made.next_copy(0.0)) == (0, None)
+
+
+def test_a_ranking_does_not_wait_past_its_deadline_and_the_fill_is_given_up():
+    made = cache(eta_s=lambda entry: 2.0)
+    step = made.acquire(need(), SIGNAL, 0.0)
+    assert isinstance(step, Fill)
+    assert made.next_fill() is step.entry
+    assert made.acquire(need(), RANK, 0.0, deadline=1.0, ticket="t") is Miss.TOO_LATE
+    made.filled(step.entry, kv(1), 0.0)
+    assert (made.next_fill(), made.slots.num_bytes) == (None, 0)
+    assert made.counts["abandoned_fills"] == 1
+
+
+def test_promised_memory_is_refused_to_others():
+    made = cache(slots=32)
+    first, _ = ready(made, need("a")), ready(made, need("b"))
+    assert made.acquire(need("c"), SIGNAL, 0.0) is Miss.NO_ROOM
+    made.acquire(need("a"), RANK, 0.0)
+    assert made.acquire(need("c"), SIGNAL, 0.0) is Miss.NO_ROOM
+    made.released(first)
+    assert isinstance(made.acquire(need("c"), SIGNAL, 0.0), Fill), "a is done"
+    assert made.slots.num_bytes == 32
+
+
+def test_nobody_came_for_it():
+    made = cache()
+    ready(made, need(), now=0.0)
+    assert not made.expire(0.99)
+    assert made.expire(1.0)
+    assert (made.slots.num_bytes, made.counts["wasted_prefixes"]) == (0, 1)
+    assert made.next_copy(1.0) is None
+
+
+def test_a_later_signal_renews_the_promise():
+    made = cache()
+    entry = ready(made, need(), now=0.0)
+    made.acquire(need(), SIGNAL, 0.8)
+    made.expire(1.5)
+    assert made.acquire(need(), RANK, 1.5) == Use(entry)
+
+
+def test_a_promise_that_ends_while_its_prefix_is_read_ends_after():
+    made = cache()
+    entry = ready(made, need(), now=0.0)
+    made.acquire(need(), SIGNAL, 0.0)
+    made.acquire(need(), RANK, 0.5)
+    made.expire(2.0)
+    made.released(entry)
+    assert made.expire(2.0)
+    assert (entry.state, made.counts["wasted_prefixes"]) == (State.DONE, 0)
+
+
+def test_a_signal_that_was_never_worked_on_ends_too():
+    made = cache()
+    made.acquire(need(), SIGNAL, 0.0)
+    made.expire(1.0)
+    assert (made.slots.num_bytes, made.next_fill()) == (0, None)
+
+
+def test_a_failed_fill_sends_the_rankings_away():
+    made = cache()
+    made.acquire(need(), SIGNAL, 0.0)
+    made.acquire(need(), RANK, 0.0, ticket="t")
+    entry = made.next_fill()
+    assert entry
+    assert made.failed(entry) == ["t"]
+    assert (made.slots.num_bytes, made.next_fill()) == (0, None)
+
+
+def test_a_failed_copy_is_not_tried_for_ever():
+    made = cache()
+    entry = ready(made, need())
+    made.acquire(need(), RANK, 0.0)
+    made.released(entry)
+    assert made.next_copy(0.0)
+    made.copied(entry, None, 0.0)
+    assert (made.next_copy(0.0), made.slots.num_bytes) == (None, 0)
+
+
+def test_who_returns_during_the_copy_out_reads_what_is_being_copied():
+    made = cache()
+    entry = ready(made, need())
+    made.acquire(need(), RANK, 0.0)
+    made.released(entry)
+    assert made.next_copy(0.0)
+    assert made.acquire(need(), RANK, 0.0) == Use(entry)
+    made.copied(entry, kv(), 0.0)
+    assert entry.state is State.IN_USE
+    made.released(entry)
+    assert made.slots.num_bytes == 0
+
+
+@pytest.mark.parametrize("when", ["ready", "in use", "copying", "loading"])
+def test_the_prefixes_of_a_retired_model_go_as_they_fall_free(when: str):
+    made = cache()
+    if when == "loading":
+        kept(made, need())
+        made.acquire(need(), SIGNAL, 0.0)
+        load = made.next_load()
+        assert load
+        made.retire("1")
+        made.loaded(load[0], kv(), 0.0)
+    else:
+        entry = ready(made, need())
+        if when != "ready":
+            made.acquire(need(), RANK, 0.0)
+        if when == "copying":
+            made.released(entry)
+            made.next_copy(0.0)
+        made.retire("1")
+        if when == "in use":
+            assert entry.kv is not None
+            made.released(entry)
+        if when == "copying":
+            made.copied(entry, kv(), 0.0)
+    assert (made.slots.num_bytes, made.next_copy(0.0)) == (0, None)
+    assert made.expander is not None
+    assert len(made.expander) == 0
+
+
+def test_another_version_is_another_key():
+    made = cache()
+    ready(made, need())
+    assert made.acquire(need(version="2"), RANK, 0.0) is Miss.NOWHERE
+
+
+def test_what_is_discarded_is_found_by_nobody_and_freed_after_its_last_reader():
+    made = cache()
+    entry = ready(made, need())
+    made.acquire(need(), RANK, 0.0)
+    made.acquire(need(), RANK, 0.0)
+    made.discard(entry)
+    made.released(entry)
+    assert made.acquire(need(), RANK, 0.0) is Miss.NOWHERE
+    assert (made.slots.num_bytes, entry.kv is None) == (16, False)
+    made.released(entry)
+    assert (made.slots.num_bytes, made.next_copy(0.0)) == (0, None)

@@ -1,0 +1,224 @@
+"""The driver and its report, against a service whose times are a formula in made time."""
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+
+from nestpipe.serve.load_arms import ARMS, arms_of
+from nestpipe.serve.load_driver import RealPace, by_threads, drive
+from nestpipe.serve.load_report import Latency, Report, percentile, report
+from nestpipe.serve.load_settings import WorkloadSettings
+from nestpipe.serve.load_virtual import FormulaService, VirtualTime
+from nestpipe.serve.load_workload import Visit, legs, visits
+from nestpipe.serve.types import Outcome, RealClock
+
+SETTINGS = WorkloadSettings(rate=50, seconds=4, length=128, short=16, delay_jitter=0, new_events=0)
+
+
+def regular(count: int, gap_s: float, settings=SETTINGS) -> list[Visit]:
+    """Visits of different users at equal distances."""
+    long = settings.length - settings.short
+    return [
+        Visit(number, number * gap_s, number * gap_s + 0.1, number, long, settings.short, 8)
+        for number in range(count)
+    ]
+
+
+def run(service, made, *, settings=SETTINGS, target_ms=50.0, cap=None, warmup_s=0.0, pace=None):
+    driven = drive(service, list(legs(settings, made, cap)), pace or service.time)
+    return report("", driven, target_ms=target_ms, seconds=4.0, warmup_s=warmup_s)
+
+
+def latency(told: Report) -> Latency:
+    assert told.latency is not None, "nothing was answered"
+    return told.latency
+
+
+def inline(ms: float, **more) -> FormulaService:
+    return FormulaService(time=VirtualTime(), full_ms=lambda length: ms, **more)
+
+
+def test_an_idle_server_answers_in_its_service_time():
+    told = run(inline(10), regular(100, 0.02))
+    assert latency(told).p50_ms == pytest.approx(10)
+    assert latency(told).p99_ms == pytest.approx(10)
+    assert told.compliant == told.requests == 100
+    assert told.compliant_per_s == 25
+    assert told.valid
+    assert told.keeps_target
+
+
+def test_a_queue_grows_by_what_does_not_fit():
+    # Every 20 ms 30 ms of work: request i waits 10 i ms.
+    told = run(inline(30), regular(100, 0.02), target_ms=55)
+    assert latency(told).p50_ms == pytest.approx(30 + 10 * 49)
+    assert latency(told).p99_ms == pytest.approx(30 + 10 * 98)
+    assert latency(told).max_ms == pytest.approx(30 + 10 * 99)
+    assert told.compliant == 3  # 30, 40 and 50 ms
+    assert not told.keeps_target
+
+
+def test_nobody_waits_for_an_answer_before_asking_again():
+    # All come at once: a closed loop would see 10 ms for each.
+    told = run(inline(10), regular(20, 0.0))
+    assert latency(told).max_ms == pytest.approx(200)
+
+
+def test_a_ready_prefix_makes_the_ranking_short():
+    service = inline(200, rank_ms=lambda length: 5, prefix_ms=lambda length: 8)
+    told = run(service, regular(50, 0.02))
+    assert set(told.paths) == {"hbm_hit"}
+    assert told.outcomes == {"admitted": 50}
+    # The signal of another request may be under way when a ranking comes, each 8 ms.
+    assert latency(told).p99_ms <= 5 + 8 + 1e-6
+    assert told.keeps_target
+
+
+def test_a_prefix_that_is_not_ready_is_a_late_hit():
+    told = run(
+        inline(200, rank_ms=lambda length: 5, prefix_ms=lambda length: 130), regular(1, 0.02)
+    )
+    assert told.paths["late_hit"].p50_ms == pytest.approx(30 + 5)
+
+
+def test_returning_users_are_found():
+    service = inline(200, rank_ms=lambda length: 5)
+    twice = [*regular(10, 0.02), *(replace(v, number=v.number + 10) for v in regular(10, 0.02))]
+    twice = [replace(v, signal_s=v.signal_s + v.number, rank_s=v.rank_s + v.number) for v in twice]
+    told = run(service, twice)
+    assert told.outcomes == {"admitted": 10, "already_cached": 10}
+    assert told.reused == 0.5
+    assert told.wasted == 0
+
+
+def test_cut_answers_do_not_count_as_compliant():
+    told = run(inline(5, cut_length=64), regular(100, 0.02))
+    assert latency(told).p99_ms == pytest.approx(5)
+    assert told.cuts == 100
+    assert told.used.mean == told.used.p50 == 64
+    assert told.asked.mean == told.asked.p50 == 128
+    assert told.compliant_per_s == 0
+    assert not told.keeps_target
+
+
+def test_a_capped_client_does_not_count_either():
+    told = run(inline(5), regular(100, 0.02), cap=64)
+    assert set(told.paths) == {"miss_full"}  # all that the service was given
+    assert told.cuts == 100
+    assert told.compliant == 0
+
+
+def test_requests_without_room_are_shed_and_counted():
+    told = run(inline(100, queue=2), regular(100, 0.02))
+    assert told.sheds > 50
+    assert latency(told).count + told.sheds == 100
+    assert told.errors == 0
+    assert told.spoilt == told.sheds / 100
+    assert not told.keeps_target
+
+
+def test_errors_and_lost_signals_are_counted():
+    class Broken(FormulaService):
+        def prefetch(self, signal):
+            raise OSError("down")
+
+        def rank(self, request):
+            failed = Future()
+            failed.set_exception(ValueError("bad"))
+            return failed
+
+    told = run(Broken(time=VirtualTime(), full_ms=lambda length: 1), regular(10, 0.02))
+    assert told.errors == 10
+    assert told.sheds == 0
+    assert told.latency is None
+    assert told.outcomes == {"lost": 10}
+    assert not told.keeps_target
+
+
+def test_what_is_never_answered_is_counted():
+    class Silent(FormulaService):
+        def rank(self, request):
+            return Future()
+
+    told = run(Silent(time=VirtualTime(), full_ms=lambda length: 1), regular(10, 0.02))
+    assert told.unanswered == 10
+    assert told.spoilt == 1
+
+
+def test_a_prefix_that_its_ranking_did_not_use_is_wasted():
+    class Forgetful(FormulaService):
+        def prefetch(self, signal):
+            return Outcome.ADMITTED
+
+    told = run(Forgetful(time=VirtualTime(), full_ms=lambda length: 1), regular(10, 0.02))
+    assert told.wasted == 10
+
+
+class LatePace(VirtualTime):
+    """A driver that wakes up late."""
+
+    def wait_until(self, moment: float) -> None:
+        super().wait_until(moment + 0.02)
+
+
+def test_a_late_driver_is_reported_and_its_run_is_not_valid():
+    time = LatePace()
+    told = run(FormulaService(time=time, full_ms=lambda length: 1), regular(10, 0.1), pace=time)
+    assert told.late_p99_ms == pytest.approx(20)
+    assert not told.valid
+    assert not told.keeps_target
+    # Latency counts from when the request was due, so lateness cannot hide in it.
+    assert latency(told).p50_ms >= 21 - 1e-6
+
+
+def test_the_warm_up_is_not_measured():
+    told = run(inline(10), regular(100, 0.02), warmup_s=1.0)
+    assert told.requests == 50
+    assert told.seconds == 3.0
+
+
+def test_what_the_service_counts_is_what_it_went_up_by():
+    service = inline(1)
+    run(service, regular(10, 0.02))
+    driven = drive(service, list(legs(SETTINGS, regular(5, 0.02))), service.time)
+    assert driven.counted == {"rankings": 5, "signals": 5}
+
+
+def test_real_time_and_threads_for_signals():
+    class Now(FormulaService):
+        """Answers at once."""
+
+        def rank(self, request):
+            answer = super().rank(request)
+            self.time.wait_until(self.time.now() + 1)
+            return answer
+
+    service = Now(time=VirtualTime(), full_ms=lambda length: 0, rank_ms=lambda length: 0)
+    with ThreadPoolExecutor(4) as pool:
+        driven = drive(
+            service,
+            list(legs(SETTINGS, regular(5, 0.001))),
+            RealPace(RealClock()),
+            send=by_threads(service, pool),
+        )
+    assert [record.outcome for record in driven.records] == [Outcome.ADMITTED] * 5
+    assert all(record.full for record in driven.records)
+    assert all((record.latency_ms or 0) > 0 for record in driven.records)
+
+
+def test_percentiles_are_values_that_occurred():
+    assert percentile([1, 2, 3, 4], 0.5) == 2
+    assert percentile(range(1, 101), 0.99) == 99
+    assert percentile(range(1, 102), 0.99) == 100
+    assert percentile([7], 0.99) == 7
+
+
+def test_every_arm_meets_the_same_requests():
+    made = visits(SETTINGS)
+    whole = list(legs(SETTINGS, made))
+    again = list(legs(SETTINGS, made))
+    assert [leg.visit for leg in whole] == [leg.visit for leg in again]
+    assert [leg.due_s for leg in whole] == [leg.due_s for leg in legs(SETTINGS, made, cap=32)]
+    assert [arm.letter for arm in arms_of("a, B,D")] == ["A", "B", "D"]
+    assert list(ARMS) == list("ABCDEFGHI")

@@ -1,0 +1,305 @@
+"""The trigger prepares what would miss the target, within memory and time; costs are learned."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nestpipe.errors import ConfigError, ParseError
+from nestpipe.serve.costs import ENOUGH, KEEP_S, Costs, Fit, Work, calibrate, fit, p99
+from nestpipe.serve.settings import ServeSettings
+from nestpipe.serve.trigger import Load, TokenBucket, Trigger, seconds_apart
+from nestpipe.serve.types import KV, Outcome
+
+MB = 2**20
+
+
+@dataclass
+class HandClock:
+    time: float = 100.0
+
+    def now(self) -> float:
+        return self.time
+
+
+COSTS = Costs({Work.INLINE: Fit(n=0.01, nn=1e-5), Work.PREFIX: Fit(n=0.01)})
+"""Inline: 20 ms at 1000 events, 60 ms at 2000; prefix: 10 and 20 ms."""
+
+
+def trigger(clock: HandClock | None = None, kv_bytes=lambda n: n * 1000, **settings) -> Trigger:
+    return Trigger(ServeSettings(**settings), COSTS, kv_bytes, clock or HandClock())
+
+
+# The trigger
+
+
+def test_only_rankings_that_would_miss_the_target_are_prepared():
+    # 45 ms are allowed: 50 less a tenth
+    assert trigger().decide(1000, 100, Load()) is Outcome.NOT_AT_RISK
+    assert trigger().decide(2000, 100, Load()) is Outcome.ADMITTED
+
+
+def test_a_queue_before_the_ranking_puts_it_at_risk():
+    assert trigger().decide(1000, 100, Load(rank_queue_ms=25.0)) is Outcome.NOT_AT_RISK
+    assert trigger().decide(1000, 100, Load(rank_queue_ms=25.1)) is Outcome.ADMITTED
+
+
+def test_a_prefix_that_cannot_be_ready_in_time_is_not_begun():
+    assert trigger().decide(2000, 100, Load(prefix_queue_ms=80.0)) is Outcome.ADMITTED
+    assert trigger().decide(2000, 100, Load(prefix_queue_ms=80.1)) is Outcome.REJECTED_WINDOW
+
+
+def test_memory_is_a_hard_bound_to_the_byte():
+    def decide(live: int) -> Outcome:
+        ready = trigger(kv_bytes=lambda n: MB, device_mb=3.0)
+        return ready.decide(2000, 100, Load(live_bytes=live))
+
+    assert decide(2 * MB) is Outcome.ADMITTED
+    assert decide(2 * MB + 1) is Outcome.REJECTED_FOOTPRINT
+
+
+def test_what_is_there_already_is_not_begun_again():
+    assert trigger().decide(2000, 100, Load(already=True)) is Outcome.ALREADY_CACHED
+
+
+def test_without_the_trigger_only_memory_holds_back():
+    everyone = trigger(trigger=False, kv_bytes=lambda n: MB, device_mb=3.0)
+    busy = Load(prefix_queue_ms=1e9)
+    assert [everyone.decide(10, 1, busy) for _ in range(100)] == [Outcome.ADMITTED] * 100
+    assert everyone.decide(10, 1, Load(live_bytes=3 * MB)) is Outcome.REJECTED_FOOTPRINT
+    assert everyone.decide(10, 1, Load(already=True)) is Outcome.ALREADY_CACHED
+
+
+@pytest.mark.parametrize(
+    ("bytes_each", "share", "rate"),
+    [(1000, 0.5, 25.0), (1000, 0.25, 12.5), (64 * MB, 0.5, 4.0)],
+    ids=["half the device", "a quarter", "memory: 2 at a time, half a second each"],
+)
+def test_the_rate_is_that_of_little_s_law_or_of_the_device_s_share(
+    bytes_each: int, share: float, rate: float
+):
+    """A prefix of 2000 events takes 20 ms; 100 signals a second for a minute."""
+    clock = HandClock()
+    busy = trigger(clock, lambda n: bytes_each, device_mb=128.0, life_s=0.5, prefix_share=share)
+    for _ in range(6000):
+        busy.decide(2000, 100, Load())
+        clock.time += 0.01
+    counts = busy.counts()
+    assert counts[Outcome.ADMITTED] == pytest.approx(60 * rate, rel=0.02)
+    assert counts[Outcome.ADMITTED] + counts[Outcome.REJECTED_LOAD] == 6000
+
+
+def test_the_rate_of_one_length_is_the_smaller_of_both_bounds():
+    settings = ServeSettings(device_mb=100.0, life_s=0.5, prefix_share=0.5)
+    memory = 100.0 * MB / (MB * 0.5)
+    load = 0.5 / 0.020
+    for num_bytes, rate in ((MB, min(memory, load)), (10 * MB, min(memory / 10, load))):
+        assert 1 / seconds_apart(2000, num_bytes, COSTS, settings) == pytest.approx(rate)
+
+
+def test_no_share_of_the_device_admits_nobody():
+    assert trigger(prefix_share=0.0).decide(2000, 100, Load()) is Outcome.REJECTED_LOAD
+
+
+def test_a_fault_is_an_outcome():
+    def broken(length: int) -> int:
+        raise OSError("no such length")
+
+    failing = trigger(kv_bytes=broken)
+    assert failing.decide(2000, 100, Load()) is Outcome.FAILED
+    assert failing.counts()[Outcome.FAILED] == 1
+
+
+def test_every_outcome_is_counted():
+    counting = trigger(device_mb=3.0, kv_bytes=lambda n: MB, prefix_share=1.0)
+    loads = [
+        (1000, Load()),
+        (2000, Load()),
+        (2000, Load(already=True)),
+        (2000, Load(live_bytes=3 * MB)),
+        (2000, Load(prefix_queue_ms=99.0)),
+    ]
+    for length, load in loads:
+        counting.decide(length, 100, load)
+    assert {outcome for outcome, count in counting.counts().items() if count == 1} == {
+        Outcome.NOT_AT_RISK,
+        Outcome.ADMITTED,
+        Outcome.ALREADY_CACHED,
+        Outcome.REJECTED_FOOTPRINT,
+        Outcome.REJECTED_WINDOW,
+    }
+    assert sum(counting.counts().values()) == len(loads)
+
+
+@given(
+    steps=st.lists(st.tuples(st.floats(0.0, 0.3), st.floats(0.0, 1.0)), max_size=60),
+    burst=st.floats(0.01, 1.0),
+)
+def test_a_bucket_never_gives_more_than_time_and_burst_and_one(
+    steps: list[tuple[float, float]], burst: float
+):
+    bucket, now, spent, largest = TokenBucket(burst, now=0.0), 0.0, 0.0, 0.0
+    for wait, seconds in steps:
+        now += wait
+        if bucket.spend(seconds, now):
+            spent += seconds
+            largest = max(largest, seconds)
+    assert spent <= now + burst + largest + 1e-9
+
+
+def test_live_times_change_decisions_within_a_second_and_wear_off():
+    clock = HandClock()
+    learning = Trigger(
+        ServeSettings(),
+        Costs({Work.INLINE: Fit(n=0.01), Work.PREFIX: Fit(n=0.001)}),
+        lambda n: 1000,
+        clock,
+    )
+    assert learning.decide(2000, 100, Load()) is Outcome.NOT_AT_RISK  # 20 ms
+    for _ in range(ENOUGH):
+        learning.observe(Work.INLINE, 60.0, 2000, 100)
+    clock.time += 1.0
+    assert learning.decide(2000, 100, Load()) is Outcome.ADMITTED
+    clock.time += KEEP_S + 1
+    assert learning.decide(2000, 100, Load()) is Outcome.NOT_AT_RISK
+
+
+# The costs
+
+
+def test_a_fit_finds_the_curve_it_was_made_of():
+    made = Fit(base=1.5, n=0.01, nn=2e-6, m=0.003, nm=1e-6)
+    points = [(n, m, made.at(n, m)) for n in (256, 512, 1024, 4096) for m in (32, 128, 512)]
+    found = fit(points)
+    for n, m, ms in [*points, (8192, 256, made.at(8192, 256))]:
+        assert found.at(n, m) == pytest.approx(ms, rel=1e-6)
+
+
+@given(
+    samples=st.lists(
+        st.tuples(st.integers(1, 10**9), st.integers(0, 4096), st.floats(0.0, 1e4)),
+        min_size=1,
+        max_size=12,
+    )
+)
+def test_a_fit_of_anything_is_neither_negative_nor_falling(samples: list[tuple[int, int, float]]):
+    found = fit(samples)
+    values = [found.at(n, m) for n, m in [(0, 0), (1, 0), (100, 0), (100, 7), (10**9, 7)]]
+    assert values == sorted(values)
+    assert values[0] >= 0
+    assert np.isfinite(values).all()
+
+
+@given(
+    samples=st.lists(
+        st.tuples(st.integers(1, 8192), st.just(0), st.floats(1.0, 1e3)), min_size=4, max_size=9
+    ),
+    other=st.tuples(st.floats(0, 100), st.floats(0, 0.1), st.floats(0, 1e-5)),
+)
+def test_no_other_curve_fits_better(samples, other: tuple[float, float, float]):
+    def error(curve: Fit) -> float:
+        largest = max(ms for _, _, ms in samples)
+        return sum(((curve.at(n) - ms) / max(ms, largest * 1e-3)) ** 2 for n, _, ms in samples)
+
+    base, n, nn = other
+    assert error(fit(samples)) <= error(Fit(base=base, n=n, nn=nn)) + 1e-6
+
+
+def test_few_live_times_change_nothing_and_enough_give_the_p99():
+    costs = Costs({Work.PREFIX: Fit(n=0.01)})
+    for number in range(ENOUGH - 1):
+        costs.observe(Work.PREFIX, 20.0 + number, now=0.0, size=1000)
+    costs.refresh(now=0.0)
+    assert costs.prefix_ms(1000) == pytest.approx(10.0)
+    costs.observe(Work.PREFIX, 5.0, now=0.0, size=1000)
+    costs.refresh(now=0.0)
+    assert costs.prefix_ms(1000) == pytest.approx(20.0 + ENOUGH - 2)
+    # Inside the bucket the prediction follows the length; other buckets know nothing of it.
+    assert costs.prefix_ms(800) == pytest.approx(0.8 * costs.prefix_ms(1000))
+    assert costs.prefix_ms(4000) == pytest.approx(40.0)
+
+
+def test_p99_is_the_smallest_that_99_of_100_do_not_exceed():
+    assert p99(range(1, 101)) == 99
+    assert p99(range(1, 11)) == 10
+    assert p99([7.0]) == 7.0
+
+
+def test_costs_travel_as_json():
+    costs = Costs({Work.INLINE: Fit(1.0, 0.5, 0.25, 0.125, 0.0625), Work.RELOAD: Fit(n=1e-6)})
+    for _ in range(ENOUGH):
+        costs.observe(Work.RELOAD, 12.0, now=0.0, size=5 * MB)
+    costs.refresh(now=0.0)
+    arrived = Costs.from_json(costs.to_json())
+    arrived.refresh(now=0.0)  # what came along stays until there is something newer
+    assert arrived.inline_ms(77, 5) == costs.inline_ms(77, 5)
+    assert arrived.reload_ms(5 * MB) == costs.reload_ms(5 * MB) == pytest.approx(12.0)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"fits": {"inlin": [1]}, "ratios": []}', '{"fits": {"inline": ["x"]}}']
+)
+def test_text_that_is_no_costs_is_refused(text: str):
+    with pytest.raises(ParseError, match="calibrate again"):
+        Costs.from_json(text)
+
+
+@dataclass
+class TimedModel:
+    """Takes known times on a clock of its own; the first call of each kind is very slow."""
+
+    clock: HandClock
+    version: str = "1"
+    dtype: str = "float32"
+    called: set[tuple[int, ...]] = field(default_factory=set)
+
+    def _take(self, ms: float, *call: int) -> None:
+        self.clock.time += (ms if call in self.called else 1000.0) / 1e3
+        self.called.add(call)
+
+    def prefix(self, items):
+        (item,) = items
+        self._take(1 + 0.02 * len(item.history), 0, len(item.history))
+        return [KV(torch.zeros(1, len(item.history), 1, 2), torch.zeros(1, 0, 1, 2))]
+
+    def rank(self, items):
+        (item,) = items
+        n, m, past = len(item.history), len(item.candidates_C), len(item.past or ())
+        self._take(2 + 1e-5 * n * n + 1e-5 * m * (n + past), 1, n, m, past)
+        return [np.zeros(m, dtype=np.float32)]
+
+    def kv_bytes(self, length: int) -> int:
+        return 8 * length
+
+    def to_host(self, kv: KV) -> KV:
+        return kv
+
+    def to_device(self, kv: KV) -> KV:
+        self._take(1e-4 * kv.num_bytes, 2, kv.num_bytes)
+        return kv
+
+
+def test_calibration_predicts_what_the_model_takes():
+    clock = HandClock()
+    costs = calibrate(TimedModel(clock), [256, 512, 1024], [64, 256], clock, repeats=3, short=64)
+    assert costs.prefix_ms(2048) == pytest.approx(1 + 0.02 * 2048, rel=1e-6)
+    assert costs.inline_ms(2048, 128) == pytest.approx(
+        2 + 1e-5 * 2048**2 + 1e-5 * 128 * 2048, rel=1e-6
+    )
+    assert costs.cached_ms(2048, 128) == pytest.approx(
+        2 + 1e-5 * 64**2 + 1e-5 * 128 * (64 + 2048), rel=1e-6
+    )
+    assert costs.reload_ms(8 * 4096) == pytest.approx(1e-4 * 8 * 4096, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "candidates", "repeats"), [([], [8], 3), ([8], [], 3), ([8], [8], 0), ([0], [8], 1)]
+)
+def test_a_calibration_of_nothing_is_refused(lengths, candidates, repeats):
+    with pytest.raises(ConfigError, match="of the calibration is 0"):
+        calibrate(TimedModel(HandClock()), lengths, candidates, HandClock(), repeats)
