@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -122,6 +122,16 @@ def started(*arguments: str, **environment: str) -> Iterator[Started]:
             service.end()
 
 
+def until(condition: Callable[[], object]) -> None:
+    """Ask again and again, but not for ever."""
+    nothing = threading.Event()
+    for _ in range(6000):
+        if condition():
+            return
+        nothing.wait(0.02)
+    raise AssertionError("it did not come about")
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("run"), 1)
@@ -192,8 +202,7 @@ def test_an_instance_killed_under_load_loses_no_request_and_comes_back(checkpoin
             wait_for(40)
             enough.set()
             assert sum(one.result() for one in asking) >= 120
-            while client.stats()["router_members_alive"] < 2:
-                pass
+            until(lambda: client.stats()["router_members_alive"] == 2)
         assert service.end() == 0
 
 
@@ -248,8 +257,7 @@ def test_a_new_checkpoint_is_served_without_dropping_a_request(tmp_path: Path):
                 else:
                     service.process.send_signal(signal.SIGHUP)
                     service.heard("now serving", times=2)
-                while client.health()["version"] != versions[-1]:
-                    pass
+                until(lambda: client.health()["version"] == versions[-1])
             (checkpoint / "dense.safetensors").write_bytes(b"broken")
             with pytest.raises(CheckpointError, match="cannot be read"):
                 client.reload(str(checkpoint))
@@ -296,11 +304,15 @@ def test_nobody_is_left_when_the_launcher_is_killed(checkpoint: Path):
         service.process.kill()
         service.process.wait()
         for place in places:
-            while True:  # until nobody listens there
-                try:
-                    socket.create_connection((place[1], int(place[2])), timeout=60).close()
-                except ConnectionRefusedError:
-                    break
+            until(lambda place=place: not listens(place[1], int(place[2])))
+
+
+def listens(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=60).close()
+    except ConnectionRefusedError:
+        return False
+    return True
 
 
 def test_a_flood_is_answered_or_shed_and_memory_keeps_its_bound():

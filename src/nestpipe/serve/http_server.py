@@ -12,9 +12,11 @@ from collections.abc import Generator
 
 import h11
 import uvicorn
+from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from nestpipe.serve.http_app import Served
+from nestpipe.serve.http_app import Served, answer_error
+from nestpipe.serve.http_errors import shed
 from nestpipe.serve.http_settings import HttpSettings
 
 log = logging.getLogger("nestpipe.serve")
@@ -75,13 +77,16 @@ class Server(uvicorn.Server):
 
 
 class PatientProtocol(H11Protocol):
-    """Closes connections whose headers take too long."""
+    """Closes connections whose headers take too long, and turns away those that are too many."""
 
     header_timeout_s = 10.0
+    most_connections = 2048
     _impatience: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport) -> None:
         super().connection_made(transport)
+        if len(self.connections) > self.most_connections:
+            self.app = too_many
         self._watch()
 
     def data_received(self, data: bytes) -> None:
@@ -110,9 +115,16 @@ class PatientProtocol(H11Protocol):
             self._impatience = None
 
 
+async def too_many(scope: Scope, receive: Receive, send: Send) -> None:
+    """What a connection hears that is one too many."""
+    error = shed("there are too many connections; ask again in a second")
+    await answer_error(error, {"connection": "close"})(scope, receive, send)
+
+
 def new_server(served: Served, http: HttpSettings) -> Server:
     """A server that has not begun; `serve` or `run` it with the socket of `open_port`."""
-    protocol = type("Protocol", (PatientProtocol,), {"header_timeout_s": http.header_timeout_s})
+    limits = {"header_timeout_s": http.header_timeout_s, "most_connections": http.connections}
+    protocol = type("Protocol", (PatientProtocol,), limits)
     config = uvicorn.Config(
         served.app,
         http=protocol,
@@ -122,8 +134,7 @@ def new_server(served: Served, http: HttpSettings) -> Server:
         server_header=False,
         log_level="error",
         log_config=None,
-        limit_concurrency=http.connections,
-        timeout_keep_alive=int(http.idle_timeout_s),
+        timeout_keep_alive=max(1, round(http.idle_timeout_s)),
         timeout_graceful_shutdown=5,
         h11_max_incomplete_event_size=LONGEST_HEADERS,
     )

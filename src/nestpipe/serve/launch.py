@@ -44,7 +44,7 @@ class Part:
 
     @property
     def url(self) -> str:
-        return f"http://{_connectable(self.host)}:{self.port}"
+        return f"http://{_bracketed(_connectable(self.host))}:{self.port}"
 
 
 @dataclass(slots=True)
@@ -209,6 +209,11 @@ def _connectable(host: str) -> str:
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
 
 
+def _bracketed(host: str) -> str:
+    """As a URL has it."""
+    return f"[{host}]" if ":" in host else host
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Service:
     """What `nestpipe serve` is to start."""
@@ -274,7 +279,7 @@ def _nginx(role: Role, port: int, workers: Sequence[Part], folder: Path) -> Part
         raise ConfigError("there is no nginx on this machine; install it or use --router builtin")
     text = nginx_config(
         [f"{worker.host}:{worker.port}" for worker in workers],
-        f"{role.host}:{port}",
+        f"{_bracketed(role.host)}:{port}",
         answer_s=role.http.answer_s,
         client_s=role.http.header_timeout_s,
         body_mb=role.http.body_bytes / 2**20,

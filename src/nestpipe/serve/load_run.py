@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from nestpipe.serve.costs import Costs
@@ -14,6 +16,9 @@ from nestpipe.serve.load_settings import LoadSettings
 from nestpipe.serve.load_target import open_arm
 from nestpipe.serve.load_workload import legs, visits
 from nestpipe.serve.types import Clock, RankModel, RankService
+
+SWITCH_S = 0.0005
+"""Longest time for which a computing thread keeps Python's lock from the driver; usually 5 ms."""
 
 Progress = Callable[[], None]
 
@@ -33,9 +38,23 @@ def run_arm(arm: Arm, bench: Bench, progress: Progress = lambda: None) -> tuple[
     """Serve all requests in one arm, with instances that know nobody yet."""
     serve, workload = bench.settings.serve, bench.settings.workload
     sent = list(legs(workload, visits(workload), arm.cap(serve)))
-    with open_arm(arm, serve, bench.models, bench.costs, bench.clock) as service:
+    with (
+        open_arm(arm, serve, bench.models, bench.costs, bench.clock) as service,
+        prompt_threads(),
+    ):
         done = drive(service, sent, RealPace(bench.clock), progress=progress)
     return _report(f"{arm.letter} {arm.name}", done, bench.settings), done
+
+
+@contextmanager
+def prompt_threads() -> Generator[None]:
+    """Let the driver have Python's lock soon after it wakes, though instances compute beside it."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_S)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
 
 
 def run_service(
