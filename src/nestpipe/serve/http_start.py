@@ -36,7 +36,9 @@ def calibrated(
     longest = _longest_timed(model, candidates, settings)
     lengths = sorted({max(1, longest >> place) for place in range(GRID)})
     clock = RealClock()
-    costs = calibrate(model, lengths, [candidates], clock, REPEATS)
+    # Two numbers, so that what a candidate costs can be told from what a ranking costs.
+    counts = sorted({max(1, candidates // 4), candidates})
+    costs = calibrate(model, lengths, counts, clock, REPEATS)
     return Trigger(settings, costs, kv_bytes, clock)
 
 

@@ -52,6 +52,8 @@ class Instance:
         self._model = model
         self._trigger = trigger
         self._recent_candidates: deque[int] = deque(maxlen=RECENT)
+        self._recent_short: deque[int] = deque(maxlen=RECENT)
+        """Events after the long history: a signal does not know its own."""
         self._desk = make_desk(settings, trigger, clock or RealClock())
         keep = self._desk.cache.expander is not None and not settings.relay
         self._purpose = Purpose.RANK_AND_KEEP if keep else Purpose.RANK
@@ -105,10 +107,11 @@ class Instance:
         desk = self._desk
         with desk.change:
             candidates = max(self._recent_candidates, default=self.settings.most_candidates)
+            length = need.key.length + max(self._recent_short, default=0)
             rank_ms = desk.rank_queue_ms()
             prefix_ms = sum(desk.predictions.rest_ms(entry) for entry in desk.cache.fills)
             busy = Busy(desk.cache.slots.promised_bytes, rank_ms, rank_ms + prefix_ms)
-        return self._trigger.decide(need.key.length, candidates, busy)
+        return self._trigger.decide(length, candidates, busy)
 
     # The late leg
 
@@ -130,6 +133,7 @@ class Instance:
                 ranking.model, need = self._model, _need(request, self._model)
             desk.waiting.open[ranking] = None
             self._recent_candidates.append(ranking.num_candidates)
+            self._recent_short.append(len(request.short))
             self._find_prefix(ranking, need, desk.now())
             desk.change.notify_all()
         return ranking.future
