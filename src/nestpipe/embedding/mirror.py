@@ -12,6 +12,10 @@ import torch
 from torch import Tensor
 
 from nestpipe.comm.communicator import Communicator
+from nestpipe.embedding.optimizers import RowOptimizer
+from nestpipe.embedding.replicas import Merged
+from nestpipe.embedding.store import RowStore
+from nestpipe.embedding.working_set import WideThere
 from nestpipe.kernels.native_rows import Places, copy_rows
 from nestpipe.kernels.rows import empty_rows
 
@@ -99,3 +103,46 @@ def write_rows(rows: Tensor | Places, at_U: Tensor, values_UW: Tensor) -> None:
     copy_rows(
         rows.at(at_U), values_UW.contiguous(), to_places=True, threads=torch.get_num_threads()
     )
+
+
+def merge_gradients(comm: Communicator, sums: Sequence[Tensor], wide: Sequence[WideThere]) -> None:
+    """Sum the gradients of rows over all groups, in place, by whichever way is fewer bytes."""
+    parts = [s.index_select(0, w.merged) for s, w in zip(sums, wide, strict=True)]
+    of_groups = [w.of_groups for w in wide]
+    if touched_are_fewer(parts, of_groups):
+        totals = sum_of_touched(comm, parts, of_groups)
+    else:
+        totals = sum_over_groups(comm, parts)
+    for of_store, w, total in zip(sums, wide, totals, strict=True):
+        of_store.index_copy_(0, w.merged, total)
+
+
+def merge_rows(
+    comm: Communicator,
+    every: Sequence[Tensor | Places],
+    wide: Sequence[WideThere],
+    optimizer: RowOptimizer,
+    dims: Sequence[int],
+) -> None:
+    """Average rows with their state over all groups, in place."""
+    parts = [read_rows(rows, w.merged) for rows, w in zip(every, wide, strict=True)]
+    means = average_over_groups(comm, parts)
+    for rows, w, mean_UW, dim in zip(every, wide, means, dims, strict=True):
+        optimizer.count_groups(mean_UW, dim, w.groups)
+        write_rows(rows, w.merged, mean_UW)
+
+
+def merge_stored(
+    comm: Communicator,
+    store: RowStore,
+    merged: Merged,
+    optimizer: RowOptimizer,
+    dim: int,
+    device: torch.device,
+) -> None:
+    """The same in host memory."""
+    rows_UW = torch.empty(len(merged.keys_U), store.layout.width)
+    store.gather(merged.keys_U, merged.table_counts, rows_UW)
+    (mean_UW,) = average_over_groups(comm, [rows_UW.to(device)])
+    optimizer.count_groups(mean_UW, dim, merged.groups_U.to(device))
+    store.scatter(merged.keys_U, merged.table_counts, mean_UW.cpu().contiguous())

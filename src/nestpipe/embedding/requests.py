@@ -8,6 +8,7 @@ answer is a list of rows, and what the model sees are sums of those.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,6 +23,9 @@ from nestpipe.kernels.rows import Bags, bags_on
 
 # Shapes: A keys that are sent, L sums among the rows that come back, Q the other rows, n some rows,
 # R ranks, C tables of the group, M micro-batches
+
+ROUTERS = ThreadPoolExecutor(2, "router", initializer=lambda: torch.set_num_threads(1))
+"""Threads that route micro-batches beside a GPU; they start with their first work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +97,24 @@ def make_request(keys: Mapping[str, Jagged], group: TableGroup, rank: int, ranks
         sizes,
         _straight(routed.straight, group, sizes),
     )
+
+
+def make_requests(
+    micro_keys: Sequence[Mapping[str, Jagged]],
+    group: TableGroup,
+    rank: int,
+    ranks: int,
+    device: torch.device,
+) -> list[Request]:
+    """A request for each micro-batch: one after the other, or two at a time for a GPU.
+
+    There one lane routes while the host's other cores have little to do.
+    """
+
+    def make(keys: Mapping[str, Jagged]) -> Request:
+        return make_request(keys, group, rank, ranks)
+
+    return list(map(make, micro_keys) if device.type == "cpu" else ROUTERS.map(make, micro_keys))
 
 
 def make_window(

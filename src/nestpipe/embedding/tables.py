@@ -10,8 +10,7 @@ waiting for the device, and the GPU has better things to do. Rows and gradients 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
@@ -28,21 +27,14 @@ from nestpipe.embedding.letters import (
     open_letters,
 )
 from nestpipe.embedding.messages import exchange
-from nestpipe.embedding.mirror import (
-    average_over_groups,
-    read_rows,
-    sum_of_touched,
-    sum_over_groups,
-    touched_are_fewer,
-    write_rows,
-)
+from nestpipe.embedding.mirror import merge_gradients, merge_rows, merge_stored
 from nestpipe.embedding.optimizers import RowOptimizer
 from nestpipe.embedding.replicas import Replicas
-from nestpipe.embedding.requests import Request, make_request, make_window, requests_on
+from nestpipe.embedding.requests import make_requests, make_window, requests_on
 from nestpipe.embedding.row_buffers import RowBuffers
 from nestpipe.embedding.spread import spread_rows, spread_window
 from nestpipe.embedding.store import RowStore
-from nestpipe.embedding.working_set import WideThere, make_working_set, unite
+from nestpipe.embedding.working_set import make_working_set, unite
 from nestpipe.errors import ConfigError
 from nestpipe.jagged import Jagged
 from nestpipe.kernels.native_rows import Gradients, Places
@@ -51,10 +43,6 @@ from nestpipe.schedule.schedule import Exchange, Merge, Retrieval, Shape
 
 # Shapes: P rows that come for a micro-batch, K rows of a working set, D weights, W weights and
 # state, R ranks, M micro-batches, C tables of a group, G groups
-
-
-ROUTERS = ThreadPoolExecutor(2, "router", initializer=lambda: torch.set_num_threads(1))
-"""Threads that route micro-batches beside a GPU; they start with their first work."""
 
 
 class ShardedTables:
@@ -106,25 +94,9 @@ class ShardedTables:
             requests = [make_window(micro_keys, group, rank, ranks) for group in self.groups]
         else:
             requests = [
-                self._side_by_side(
-                    lambda keys, g=group: make_request(keys, g, rank, ranks), micro_keys
-                )
-                for group in self.groups
+                make_requests(micro_keys, group, rank, ranks, self.device) for group in self.groups
             ]
         self.flights[batch] = InFlight([requests_on(self.device, of) for of in requests])
-
-    def _side_by_side(
-        self,
-        route: Callable[[Mapping[str, Jagged]], Request],
-        micro_keys: Sequence[Mapping[str, Jagged]],
-    ) -> list[Request]:
-        """Route micro-batches one after the other, or beside a GPU two at a time.
-
-        There one lane routes while the host's other cores have little to do.
-        """
-        if self.device.type == "cpu":
-            return [route(keys) for keys in micro_keys]
-        return list(ROUTERS.map(route, micro_keys))
 
     def keys_asked(self, batch: int) -> int:
         """How many keys this rank asks for, itself included, in all micro-batches."""
@@ -362,41 +334,21 @@ class ShardedTables:
     def mirror(self, batch: int) -> None:
         """Bring replicas in other groups together: gradients before `update`, or rows after it."""
         flight, comm = self.flights[batch], self.mesh.replicas
-        wide = [working.wide for working in flight.working]
+        wide = [working.wide for working in flight.working if working.wide is not None]
         if self.shape.merge is Merge.EXACT:
-            sums = [sums.rows[0] for sums in flight.sums]
-            parts = [s.index_select(0, _there(w).merged) for s, w in zip(sums, wide, strict=True)]
-            of_groups = [_there(w).of_groups for w in wide]
-            if touched_are_fewer(parts, of_groups):
-                totals = sum_of_touched(comm, parts, of_groups)
-            else:
-                totals = sum_over_groups(comm, parts)
-            for s, w, total in zip(sums, wide, totals, strict=True):
-                s.index_copy_(0, _there(w).merged, total)
+            merge_gradients(comm, [sums.rows[0] for sums in flight.sums], wide)
             return
         every = self.buffers.of(batch)
-        parts = [read_rows(rows, _there(w).merged) for rows, w in zip(every, wide, strict=True)]
-        for group, rows, w, merged in zip(
-            self.groups, every, wide, average_over_groups(comm, parts), strict=True
-        ):
-            self.optimizer.count_groups(merged, group.dim, _there(w).groups)
-            write_rows(rows, _there(w).merged, merged)
+        merge_rows(comm, every, wide, self.optimizer, [group.dim for group in self.groups])
+        for group, rows in zip(self.groups, every, strict=True):
             _round(group, rows)
 
     def merge_rest(self, stores: Sequence[RowStore]) -> None:
         """After a run: merge in host memory what its last batches touched."""
         if self.replicas is None or not self.replicas.pending:
             return
-        touched = self.replicas.take()
-        if self.shape.merge is Merge.EXACT:
-            return
-        for group, store, merged in zip(self.groups, stores, touched, strict=True):
-            rows_UW = torch.empty(len(merged.keys_U), store.layout.width)
-            store.gather(merged.keys_U, merged.table_counts, rows_UW)
-            there_UW = rows_UW.to(self.device)
-            (mean_UW,) = average_over_groups(self.mesh.replicas, [there_UW])
-            self.optimizer.count_groups(mean_UW, group.dim, merged.groups_U.to(self.device))
-            store.scatter(merged.keys_U, merged.table_counts, mean_UW.cpu().contiguous())
+        for group, store, merged in zip(self.groups, stores, self.replicas.take(), strict=True):
+            merge_stored(self.mesh.replicas, store, merged, self.optimizer, group.dim, self.device)
 
 
 def _weights_of(rows: Tensor | Places, dim: int) -> Rows:
@@ -406,11 +358,6 @@ def _weights_of(rows: Tensor | Places, dim: int) -> Rows:
 
 def _some_of(rows: Tensor | Places, positions: Tensor) -> Places:
     return rows.at(positions) if isinstance(rows, Places) else places_in(rows, positions)
-
-
-def _there(wide: WideThere | None) -> WideThere:
-    assert wide is not None, "only a batch with a wide working set is merged"
-    return wide
 
 
 def _round(group: TableGroup, rows: Tensor | Places) -> None:

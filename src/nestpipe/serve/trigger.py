@@ -6,6 +6,7 @@ of the history but its length is needed.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from dataclasses import dataclass
 from nestpipe.serve.costs import Costs, Work
 from nestpipe.serve.settings import ServeSettings
 from nestpipe.serve.types import Clock, Outcome
+
+_log = logging.getLogger(__name__)
 
 REFRESH_S = 1.0
 """How often live measurements change the predictions."""
@@ -109,6 +112,7 @@ class Trigger:
         try:
             outcome = self._decide(length, candidates, load)
         except Exception:  # noqa: BLE001  without a decision the ranking runs inline
+            _log.warning("the trigger failed; the ranking runs inline", exc_info=True)
             outcome = Outcome.FAILED
         with self._lock:
             self._counts[outcome] += 1

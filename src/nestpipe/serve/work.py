@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -25,6 +26,8 @@ from nestpipe.serve.types import (
     RankRequest,
     Scores,
 )
+
+_log = logging.getLogger(__name__)
 
 
 class Predicts(Protocol):
@@ -144,7 +147,7 @@ class Predictions:
             try:
                 self.trigger.observe(work, ms, size, candidates)
             except Exception:  # noqa: BLE001  a fault here must not cost an answer
-                self.faults += 1
+                self._note_fault()
 
     def _ask(self, question: Callable[[Predicts], float]) -> float:
         if self.trigger is None:
@@ -152,8 +155,12 @@ class Predictions:
         try:
             return max(0.0, question(self.trigger.costs))
         except Exception:  # noqa: BLE001  a fault here must not cost an answer
-            self.faults += 1
+            self._note_fault()
             return 0.0
+
+    def _note_fault(self) -> None:
+        _log.warning("what work takes could not be predicted", exc_info=True)
+        self.faults += 1
 
 
 def plan(
