@@ -206,8 +206,8 @@ def test_averaged_groups_are_trainings_of_their_own_that_meet(
         assert found.rows_compared > 10
 
 
-def test_a_row_that_one_group_touched_moves_by_its_part(make_world):
-    """Of two groups, the one that never saw a row counts with the row's first value."""
+def test_nothing_that_one_group_alone_touched_is_lost(make_world):
+    """Merged only at the end of the run, each group has the rows of the other, and the same."""
     world = make_world(
         parallel={"groups": 2, "merge": "averaged", "merge_every": 5, "layout": "shards"},
         keys="each rank its own",
