@@ -49,7 +49,11 @@ class Timed:
             rows=RowSettings(optimizer=case.optimizer),  # pyright: ignore[reportArgumentType]
             dense=DenseSettings(optimizer="sgd"),
             pipeline=PipelineSettings(
-                plan="nested", micro_batches=case.micros, retrieval="new", ends=case.ends
+                plan="nested",
+                micro_batches=case.micros,
+                retrieval="new",
+                first=case.first,
+                last=case.last,
             ),
             parallel=parallel,
         )

@@ -60,8 +60,9 @@ class PipelineCase:
     """hstu: attention heads, each `dim` / `heads` wide."""
     micros: int = 8
     """Micro-batches of a batch."""
-    ends: float = 1.0
-    """Size of the first and the last micro-batch over that of the others."""
+    first: float = 1.0
+    last: float = 1.0
+    """Sizes of the first and the last micro-batch over that of those in the middle."""
     distinct: int = 8
     """Different batches, drawn before the clock starts and then repeated."""
     steps: int = 24
@@ -80,7 +81,8 @@ class PipelineCase:
         ):
             positive(field, getattr(self, field))
         fraction("hot", self.hot)
-        positive("ends", self.ends)
+        positive("first", self.first)
+        positive("last", self.last)
         not_negative("steps", self.steps)
         if self.steps < 8:
             raise ConfigError(f"steps is {self.steps}; give at least 8, for a steady state")
@@ -112,7 +114,8 @@ def lab(name: str, *, ranks: int, rows: int, blocks: int, width: int) -> Pipelin
         width=width,
         blocks=blocks,
         micros=4,
-        ends=0.5,
+        first=0.5,
+        last=0.5,
         distinct=WARM_STEPS + TIMED_STEPS + LAST_STEPS,  # as many as that script draws
         steps=WARM_STEPS + TIMED_STEPS + LAST_STEPS,
         plans="serial,nested",
@@ -144,7 +147,8 @@ CASES = {
             full=True,
             width=512,
             micros=4,
-            ends=0.5,
+            first=0.5,
+            last=0.5,
         ),
         PipelineCase(
             name="host",
@@ -171,7 +175,8 @@ CASES = {
             full=True,
             width=256,
             micros=4,
-            ends=0.5,
+            first=0.5,
+            last=0.5,
             curve=True,
             steps=16,
             rounds=2,

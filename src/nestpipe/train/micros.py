@@ -16,14 +16,15 @@ class Cut:
 
     count: int
     how: How = "contiguous"
-    ends: float = 1.0
-    """Size of the first and the last micro-batch over that of the others."""
+    first: float = 1.0
+    last: float = 1.0
+    """Sizes of the first and the last micro-batch over that of those in the middle."""
 
     def of(self, batch: Batch, model: RecModel, table_of: Mapping[str, str]) -> list[Batch]:
         """The micro-batches; `table_of` says which features share keys."""
         if self.count == 1:
             return [batch]
-        sizes = micro_sizes(batch.size, self.count, self.ends)
+        sizes = micro_sizes(batch.size, self.count, self.first, self.last)
         if self.how == "contiguous":
             return batch.split(sizes)
         # Keys that a model draws at random for each sample only blur who belongs together.
@@ -31,10 +32,10 @@ class Cut:
         return micro_batches(batch, keys, sizes, self.how, table_of=table_of)
 
 
-def micro_sizes(total: int, count: int, ends: float = 1.0) -> list[int]:
-    """Samples of each micro-batch: the first and the last `ends` times as many as the others."""
+def micro_sizes(total: int, count: int, first: float = 1.0, last: float = 1.0) -> list[int]:
+    """Samples of each micro-batch: at the ends `first` and `last` times those in the middle."""
     weights = [1.0] * count
-    weights[0] = weights[-1] = ends
+    weights[0], weights[-1] = first, last
     due = [total * weight / sum(weights) for weight in weights]
     sizes = [int(share) for share in due]
     # What rounding left over goes where it is missed most, earlier ones first.

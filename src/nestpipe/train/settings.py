@@ -54,15 +54,19 @@ class PipelineSettings:
     one of the batch has, and sends a row's gradient after its last use."""
     cut: Literal["contiguous", "random", "clustered"] = "contiguous"
     """How samples are dealt to micro-batches; `clustered`: those that share keys meet."""
-    ends: float = 1.0
-    """Size of the first and the last micro-batch over that of the others: their exchange is what no
-    compute can hide."""
+    first: float = 1.0
+    """Size of the first micro-batch over that of those in the middle: no compute hides the exchange
+    of its rows."""
+    last: float = 1.0
+    """Size of the last one: none hides the exchange of its gradients, but its backward pass hides
+    the sum of dense gradients."""
 
     def __post_init__(self) -> None:
         if self.plan not in PLANS:
             raise ConfigError(f"plan is {self.plan!r}; use one of {', '.join(PLANS)}")
         positive("micro_batches", self.micro_batches)
-        positive("ends", self.ends)
+        positive("first", self.first)
+        positive("last", self.last)
 
     def make_plan(self, parallel: ParallelSettings | None = None) -> Plan:
         """The plan, with what several groups of ranks add to it."""

@@ -151,6 +151,7 @@ class Trainer:
             epoch=self.progress.epoch,
             start=self.progress.position,
         )
+        pipeline = self.settings.pipeline
         work = TrainingWork(
             model=self.model,
             tables=self.make_tables(self.plan, training=True),
@@ -159,9 +160,7 @@ class Trainer:
             empty=source.empty(),
             mesh=self.mesh,
             device=self.device,
-            cut=Cut(
-                self.plan.shape.micros, self.settings.pipeline.cut, self.settings.pipeline.ends
-            ),
+            cut=Cut(self.plan.shape.micros, pipeline.cut, pipeline.first, pipeline.last),
             first_step=self.progress.step,
             on_step=self._counted(on_step, self.progress.step),
             end=End(most),

@@ -14,12 +14,12 @@ from nestpipe.train.micros import Cut, micro_sizes
 from nestpipe.train.settings import PipelineSettings
 
 
-@given(st.integers(0, 400), st.integers(1, 40), st.floats(0.1, 3.0))
-def test_sizes_add_up_and_are_near_what_is_due(total, count, ends):
-    sizes = micro_sizes(total, count, ends)
+@given(st.integers(0, 400), st.integers(2, 40), st.floats(0.1, 3.0), st.floats(0.1, 3.0))
+def test_sizes_add_up_and_are_near_what_is_due(total, count, first, last):
+    sizes = micro_sizes(total, count, first, last)
     assert sum(sizes) == total
     assert len(sizes) == count
-    weights = [ends if i in (0, count - 1) else 1.0 for i in range(count)]
+    weights = [first, *[1.0] * (count - 2), last]
     assert all(
         abs(size - total * weight / sum(weights)) < 1
         for size, weight in zip(sizes, weights, strict=True)
@@ -28,7 +28,8 @@ def test_sizes_add_up_and_are_near_what_is_due(total, count, ends):
 
 def test_even_sizes_differ_by_one_at_most():
     assert micro_sizes(10, 4) == [3, 3, 2, 2]
-    assert micro_sizes(16, 4, 0.5) == [3, 5, 5, 3]
+    assert micro_sizes(16, 4, 0.5, 0.5) == [3, 5, 5, 3]
+    assert micro_sizes(32, 4, 0.25, 0.75) == [3, 11, 10, 8]
 
 
 class Model:
@@ -65,5 +66,7 @@ def test_one_micro_batch_is_the_batch_itself():
 
 
 def test_ends_of_no_size_are_refused():
-    with pytest.raises(ConfigError, match="ends is 0"):
-        PipelineSettings(ends=0)
+    with pytest.raises(ConfigError, match="first is 0"):
+        PipelineSettings(first=0)
+    with pytest.raises(ConfigError, match="last is 0"):
+        PipelineSettings(last=0)

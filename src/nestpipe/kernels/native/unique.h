@@ -11,10 +11,10 @@ namespace nestpipe {
 
 class Unique {
  public:
-  // Forgets all keys; about `calls` of number() will follow.
-  void begin(int64_t calls) {
+  // Forgets all keys; about so many different ones will follow.
+  void begin(int64_t different) {
     uint64_t size = 16;
-    while (2 * size < static_cast<uint64_t>(calls)) size *= 2;
+    while (size <= 2 * static_cast<uint64_t>(different)) size *= 2;
     keys_.clear();
     resize(size);
   }
@@ -32,12 +32,35 @@ class Unique {
     return number - 1;
   }
 
-  // Numbers many keys: `use(i, number)` for each; places are fetched ahead.
+  // Numbers many keys: `use(i, number)` for each.
   template <typename Use>
   void number_all(const int64_t* keys, int64_t count, Use use) {
     for (int64_t i = 0; i < count; ++i) {
-      if (i + kAhead < count) __builtin_prefetch(&places_[hash_of(keys[i + kAhead]) & mask_], 1);
+      fetch(keys, i, count);
       use(i, number(keys[i]));
+    }
+  }
+
+  // Looks for many keys: `use(i, number)` for each, where it has none -1.
+  template <typename Use>
+  void find_all(const int64_t* keys, int64_t count, Use use) const {
+    for (int64_t i = 0; i < count; ++i) {
+      fetch(keys, i, count);
+      use(i, find(keys[i]));
+    }
+  }
+
+  const std::vector<int64_t>& keys() const { return keys_; }
+
+ private:
+  static constexpr int64_t kAhead = 16, kHalfWay = 8;
+
+  // Memory that keys will need after the one at `i`: first their places, then what stands there.
+  void fetch(const int64_t* keys, int64_t i, int64_t count) const {
+    if (i + kAhead < count) __builtin_prefetch(&places_[hash_of(keys[i + kAhead]) & mask_]);
+    if (i + kHalfWay < count) {
+      const uint32_t place = places_[hash_of(keys[i + kHalfWay]) & mask_];
+      if (place != 0) __builtin_prefetch(&keys_[place - 1]);
     }
   }
 
@@ -49,11 +72,6 @@ class Unique {
     }
     return -1;
   }
-
-  const std::vector<int64_t>& keys() const { return keys_; }
-
- private:
-  static constexpr int64_t kAhead = 16;
 
   void resize(uint64_t size) {
     if (places_.size() < size) places_.resize(size);

@@ -221,12 +221,11 @@ int64_t match(int64_t tables, const int64_t* now, const int64_t* now_counts, con
   for (int64_t t = 0; t < tables; ++t) {
     unique.begin(before_counts[t]);
     unique.number_all(before + start_before, before_counts[t], [](int64_t, uint32_t) {});
-    for (int64_t i = start; i < start + now_counts[t]; ++i) {
-      const int64_t place = unique.find(now[i]);
-      if (place < 0) continue;
-      here[found] = i;
-      there[found++] = start_before + place;
-    }
+    unique.find_all(now + start, now_counts[t], [&](int64_t i, int64_t number) {
+      if (number < 0) return;
+      here[found] = start + i;
+      there[found++] = start_before + number;
+    });
     start += now_counts[t], start_before += before_counts[t];
   }
   return found;
