@@ -116,7 +116,8 @@ def _compare_one(
 ) -> Comparison:
     from nestpipe.bench.lab import Comparison, gathered, lab_variants, time_nestpipe, time_torchrec
 
-    variants = lab_variants(case, options.plans, options.forms, options.micros)
+    micros = options.micros or [case.micros]
+    variants = lab_variants(case, options.plans, options.forms, micros)
     theirs: list[tuple[str, float]] = []
     for repeat in range(options.repeats if peer else 0):
         assert peer is not None
@@ -178,7 +179,7 @@ def parser() -> argparse.ArgumentParser:
     add("--json", type=Path, metavar="FILE", help="write all figures, after each configuration")
     add("--plans", type=_words, default="nested", help="our plans; serial never counts as best")
     add("--forms", type=_words, default="new,whole", help="our forms of retrieval")
-    add("--micros", type=_numbers, default="4", help="our micro-batches")
+    add("--micros", type=_numbers, help="our micro-batches; default: those of the case")
     add("--rounds", type=int, default=3, help="our timed rounds of each variant")
     add("--steps", type=int, default=12, help="steps on the clock, of both")
     add("--repeats", type=int, default=1, help="readings of TorchRec")

@@ -100,7 +100,17 @@ LAST_STEPS = 2
 """Batches that follow, so that the clock stops in the middle of the run."""
 
 
-def lab(name: str, *, ranks: int, rows: int, blocks: int, width: int) -> PipelineCase:
+def lab(
+    name: str,
+    *,
+    ranks: int,
+    rows: int,
+    blocks: int,
+    width: int,
+    micros: int,
+    first: float = 1.0,
+    last: float = 1.0,
+) -> PipelineCase:
     """A configuration that TorchRec is timed on too, with the same batches and the same layers."""
     return PipelineCase(
         name=name,
@@ -113,9 +123,9 @@ def lab(name: str, *, ranks: int, rows: int, blocks: int, width: int) -> Pipelin
         full=True,
         width=width,
         blocks=blocks,
-        micros=4,
-        first=0.5,
-        last=0.5,
+        micros=micros,
+        first=first,
+        last=last,
         distinct=WARM_STEPS + TIMED_STEPS + LAST_STEPS,  # as many as that script draws
         steps=WARM_STEPS + TIMED_STEPS + LAST_STEPS,
         plans="serial,nested",
@@ -139,22 +149,24 @@ CASES = {
         PipelineCase(
             name="paper",
             device="cuda",
-            batch=256,
+            batch=512,
             keys=512,
             dim=64,
             rows=40_000_000,
-            optimizer="adagrad",
+            optimizer="adam",
             full=True,
             width=512,
-            micros=4,
-            first=0.5,
+            micros=3,
+            first=0.4,
             last=0.5,
+            steps=14,
+            rounds=2,
         ),
         PipelineCase(
             name="host",
             device="cuda",
             ranks=1,
-            batch=512,
+            batch=256,
             keys=512,
             dim=128,
             rows=80_000_000,
@@ -162,7 +174,9 @@ CASES = {
             model="hstu",
             blocks=4,
             micros=4,
-            steps=16,
+            steps=10,
+            rounds=2,
+            plans="serial,dual_buffer,nested",
         ),
         PipelineCase(
             name="curve",
@@ -181,10 +195,10 @@ CASES = {
             steps=16,
             rounds=2,
         ),
-        lab("lab_a", ranks=2, rows=20_000_000, blocks=4, width=512),
-        lab("lab_b", ranks=2, rows=40_000_000, blocks=1, width=256),
-        lab("lab_c", ranks=4, rows=40_000_000, blocks=1, width=512),
-        lab("lab_d", ranks=4, rows=40_000_000, blocks=4, width=512),
+        lab("lab_a", ranks=2, rows=20_000_000, blocks=4, width=512, micros=3, first=0.3, last=0.3),
+        lab("lab_b", ranks=2, rows=40_000_000, blocks=1, width=256, micros=2),
+        lab("lab_c", ranks=4, rows=40_000_000, blocks=1, width=512, micros=2),
+        lab("lab_d", ranks=4, rows=40_000_000, blocks=4, width=512, micros=3, first=0.3, last=0.6),
     )
 }
 

@@ -94,7 +94,9 @@ def attend_with_past(
         if bias.time_HQ is not None:
             time_offsets_B = offsets_B + functional.pad(torch.cumsum(places_3B[2], 0), (1, 0))
         keys = Keys(k_THA, v_THV, offsets_B, time_offsets_B, places_3B)
-        return attend_by_kernel(q_THA, offsets_B, keys, rule, longest)
+        new = len(q_THA) if longest is None else longest
+        most = max(len(past) for past in past_keys) + new
+        return attend_by_kernel(q_THA, offsets_B, keys, rule, longest, most)
     out_THV, ends, first = v_THV.new_empty(v_THV.shape), offsets_B.tolist(), 0
     for number, (old_k, old_v) in enumerate(zip(past_keys, past_values, strict=True)):
         new = slice(ends[number], ends[number + 1])

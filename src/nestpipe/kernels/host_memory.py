@@ -61,7 +61,7 @@ class HostMemory:
             if at < len(self._free) and self._free[at][0] <= 2 * block_size(size):
                 return self._free.pop(at)[2]
             self._drop_what_is_too_small(at)
-            block = _map(block_size(size))
+            block = map_pages(block_size(size))
             self.mapped_bytes += len(block)
             return block
 
@@ -80,7 +80,8 @@ def block_size(size: int) -> int:
     return -(-wanted // step) * step
 
 
-def _map(size: int) -> mmap.mmap:
+def map_pages(size: int) -> mmap.mmap:
+    """Fresh memory of this process, in huge pages where the system has them."""
     block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         block.madvise(mmap.MADV_HUGEPAGE)

@@ -5,6 +5,11 @@ It reads only keys that some of its queries see: history up to its last query, a
 each one itself. Keys so far away that all have the same position bias, and that all queries see, go
 through a loop without mask and lookup. The keys of a sample may lie in two places, its past and its
 new rows, and neither is copied.
+
+A few queries of a long history, a ranking with a prefix, would be a handful of programs that each
+read all of it. There the history is cut into stretches, with a program for each; what they found is
+added up in order. Weights are not normalised over keys, so nothing else is needed. Stretches begin
+at fixed rows of a sample, so its result does not depend on who else is in the batch.
 """
 
 # triton comes with torch's builds for GPUs, and with no other
@@ -27,6 +32,10 @@ from nestpipe.kernels.attention_forward import Rule
 
 _MANY_QUERIES = 1024
 """With so many, larger blocks of them still keep the GPU busy, and read keys less often."""
+_ADDED = 1024
+"""Numbers that a program adds up."""
+STRETCH = 2048
+"""Keys that a program reads where there are few queries; a multiple of what it reads at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +72,17 @@ def tile_of(dtype: torch.dtype, width: int, queries: int) -> Tile:
 
 
 def attend_by_kernel(
-    q_THA: Tensor, query_offsets_B: Tensor, keys: Keys, rule: Rule, longest: int | None
+    q_THA: Tensor,
+    query_offsets_B: Tensor,
+    keys: Keys,
+    rule: Rule,
+    longest: int | None,
+    longest_keys: int | None = None,
 ) -> Tensor:
     """(T, H, V); the host does not wait.
 
     `query_offsets_B` says where the queries of each sample start, its last rows; no sample has more
-    than `longest` of them.
+    than `longest` of them, and none more than `longest_keys` keys where that is known.
     """
     total, heads, width = q_THA.shape
     value_width = keys.v_THV.shape[2]
@@ -80,13 +94,20 @@ def attend_by_kernel(
     assert time_HQ is None or rule.bias.times_T is not None, "a bias by time needs the rows' times"
     most = total if longest is None else min(longest, total)
     tile = tile_of(q_THA.dtype, max(width, value_width), most)
-    grid = (triton.cdiv(most, tile.queries), heads, len(query_offsets_B) - 1)
+    blocks = triton.cdiv(most, tile.queries)
+    stretches = 1
+    if longest_keys is not None and most < _MANY_QUERIES:
+        stretches = triton.cdiv(longest_keys, STRETCH)
+    parts_STHV = out_THV
+    if stretches > 1:
+        parts_STHV = out_THV.new_zeros(stretches, *out_THV.shape, dtype=torch.float32)
+    grid = (blocks * stretches, heads, len(query_offsets_B) - 1)
     with torch.cuda.device(q_THA.device) if q_THA.is_cuda else nullcontext():
         _attend[grid](
             q_THA,
             k_THA,
             v_THV,
-            out_THV,
+            parts_STHV,
             query_offsets_B,
             keys.offsets_B,
             keys.places_3B,
@@ -97,6 +118,8 @@ def attend_by_kernel(
             keys.time_offsets_B,
             float(rule.scale),
             float(rule.norm),
+            total,
+            blocks,
             q_THA.stride(0),
             q_THA.stride(1),
             k_THA.stride(0),
@@ -114,9 +137,16 @@ def attend_by_kernel(
             # What a past's addresses are multiples of, in bytes: torch's own memory is aligned
             # to more, but layers and heads of odd widths are not.
             ALIGNED=_aligned(k_THA) and _aligned(v_THV),
+            STRETCHES=stretches > 1,
+            KEYS=STRETCH,
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
+        if stretches > 1:
+            numbers = out_THV.numel()
+            _add_up[(triton.cdiv(numbers, _ADDED),)](
+                parts_STHV, out_THV, float(rule.norm), numbers, stretches, BLOCK=_ADDED
+            )
     return out_THV
 
 
@@ -145,6 +175,8 @@ def _attend(
     time_offsets_B,
     scale,
     norm,
+    total,
+    blocks,
     q_row,
     q_head,
     k_row,
@@ -160,13 +192,16 @@ def _attend(
     M: tl.constexpr,
     N: tl.constexpr,
     ALIGNED: tl.constexpr,
+    STRETCHES: tl.constexpr,
+    KEYS: tl.constexpr,
 ):
     head, sample, samples = tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     heads = tl.num_programs(1)
     first_query = tl.load(query_offsets_B + sample)
     num_queries = (tl.load(query_offsets_B + sample + 1) - first_query).to(tl.int32)
     # The last queries see most: they start first.
-    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    block = blocks - 1 - tl.program_id(0) % blocks
+    stretch = tl.program_id(0) // blocks
     if block * M >= num_queries:
         return
 
@@ -200,6 +235,12 @@ def _attend(
 
     # Of the keys up to `end`, those before `far` are seen by all queries, P - 1 positions away.
     end = min(history, stop)
+    # The keys of this program; of a sample that has none in its stretch, the sum stays zero.
+    first, last = 0, end
+    if STRETCHES:
+        first, last = stretch * KEYS, min(end, (stretch + 1) * KEYS)
+        if (first >= end) & (stretch > 0):
+            return
     far = max(min(min(start, history) - (P - 1) + 1, end), 0)
     if places_3B is not None:
         past_k = tl.load(places_3B + sample).to(tl.pointer_type(k_THA.dtype.element_ty))
@@ -209,12 +250,14 @@ def _attend(
         past_end = min(end, num_past)
         past_far = past_end if far >= past_end else far // N * N
         sum_MV = _add_keys(
-            sum_MV, q_MA, past_k, past_v, heads * A, heads * V, 0, past_far, 0,
+            sum_MV, q_MA, past_k, past_v, heads * A, heads * V,
+            first, min(past_far, last), 0,
             row_M, history, query_time_M, position, far_bias, time, times, scale,
             A, V, P, Q, A_BLOCK, V_BLOCK, N, False, ALIGNED,
         )  # fmt: skip
         sum_MV = _add_keys(
-            sum_MV, q_MA, past_k, past_v, heads * A, heads * V, past_far, past_end, 0,
+            sum_MV, q_MA, past_k, past_v, heads * A, heads * V,
+            max(past_far, first), min(past_end, last), 0,
             row_M, history, query_time_M, position, far_bias, time, times, scale,
             A, V, P, Q, A_BLOCK, V_BLOCK, N, True, ALIGNED,
         )  # fmt: skip
@@ -222,12 +265,14 @@ def _attend(
     new_v = v_THV + first_new * v_row + head * v_head
     new_far = max(far - num_past, 0) // N * N
     sum_MV = _add_keys(
-        sum_MV, q_MA, new_k, new_v, k_row, v_row, 0, new_far, num_past,
+        sum_MV, q_MA, new_k, new_v, k_row, v_row,
+        max(first - num_past, 0), min(new_far, last - num_past), num_past,
         row_M, history, query_time_M, position, far_bias, time, times, scale,
         A, V, P, Q, A_BLOCK, V_BLOCK, N, False, False,
     )  # fmt: skip
     sum_MV = _add_keys(
-        sum_MV, q_MA, new_k, new_v, k_row, v_row, new_far, end - num_past, num_past,
+        sum_MV, q_MA, new_k, new_v, k_row, v_row,
+        max(new_far, first - num_past), last - num_past, num_past,
         row_M, history, query_time_M, position, far_bias, time, times, scale,
         A, V, P, Q, A_BLOCK, V_BLOCK, N, True, False,
     )  # fmt: skip
@@ -235,14 +280,27 @@ def _attend(
     if num_targets_B is not None:
         sum_MV += _from_itself(
             q_MA, new_k, new_v, k_row, v_row, row_M - num_past,
-            (row_M >= history) & (row_M < stop), position, time, scale,
+            (row_M >= history) & (row_M < stop) & (stretch == 0), position, time, scale,
             A, V, A_BLOCK, V_BLOCK,
         )  # fmt: skip
     column_V = tl.arange(0, V_BLOCK)
-    out = out_THV + ((first_query + block * M) * heads + head) * V
+    out = out_THV + ((stretch * total + first_query + block * M) * heads + head) * V
     place_MV = out + tl.arange(0, M)[:, None] * (heads * V) + column_V[None, :]
     inside_MV = (row_M < stop)[:, None] & (column_V < V)[None, :]
-    tl.store(place_MV, (sum_MV / norm).to(out_THV.dtype.element_ty), mask=inside_MV)
+    if not STRETCHES:
+        sum_MV = sum_MV / norm
+    tl.store(place_MV, sum_MV.to(out_THV.dtype.element_ty), mask=inside_MV)
+
+
+@triton.jit
+def _add_up(parts_SX, out_X, norm, numbers, stretches, BLOCK: tl.constexpr):
+    """The parts of every number, first to last, divided by `norm`."""
+    x = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    sum_X = tl.zeros([BLOCK], tl.float32)
+    for stretch in range(stretches):
+        at = parts_SX + stretch * numbers.to(tl.int64) + x
+        sum_X += tl.load(at, mask=x < numbers, other=0.0)
+    tl.store(out_X + x, (sum_X / norm).to(out_X.dtype.element_ty), mask=x < numbers)
 
 
 @triton.jit

@@ -72,6 +72,8 @@ class Shape:
         """Where an op runs: what is apart holds up nothing but the lane that needs it."""
         if self.keys_apart and kind in ROUTING_COLLECTIVES:
             return Lane.ROUTE
+        if self.keys_apart and kind is Kind.DEDUP:
+            return Lane.COPY
         if self.sums_apart and kind is Kind.REDUCE:
             return Lane.COMPUTE
         return LANE_OF[kind]
