@@ -50,6 +50,8 @@ CASES = {
     "wide": Case([150, 20], [40, 1], [100, 2], heads=1, width=256, value_width=256),
     "long": Case([4096, 4000], [256, 0], [3800, 4000], time_buckets=16),
     "long, new": Case([4096, 1], [0, 0], [1024, 0], width=128, value_width=128),
+    "stretches": Case([5000, 2100, 300, 4096], [64, 40, 5, 0], [4900, 2040, 100, 4095]),
+    "wide stretches": Case([4200], [90], [2000], heads=1, width=256, value_width=256),
     "many": Case([300] * 40, [64] * 40, [200] * 40, heads=4, width=32, value_width=32),
 }
 
@@ -239,6 +241,7 @@ def test_a_past_is_not_copied():
     assert grown < past.numel() * past.element_size() / 20
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature:UserWarning")
 def test_the_host_does_not_wait():
     world = World.of(CASES["both"], torch.bfloat16)
     world.in_one_piece()

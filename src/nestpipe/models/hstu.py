@@ -16,7 +16,7 @@ and go on from there. They hold by construction:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,6 +98,10 @@ class Prefix:
     times_T: Tensor | None = None
 
 
+def all_there(block: int) -> None:
+    """Nothing is on its way."""
+
+
 @dataclass(frozen=True, slots=True)
 class PrefixParts:
     """A prefix in parts, one for each sample, which are read where they lie; without gradients."""
@@ -108,6 +112,11 @@ class PrefixParts:
     """(blocks, N, H, V)"""
     times: Sequence[Tensor] | None = None
     """(N,)"""
+    wait_for: Callable[[int], None] = all_there
+    """Called before keys and values of a block are read, with its number: they may be on their way.
+
+    Times are there from the start.
+    """
 
 
 class Hstu(nn.Module):
@@ -123,7 +132,10 @@ class Hstu(nn.Module):
         self, rows_TD: Tensor, tokens: Tokens, prefix: Prefix | PrefixParts | None = None
     ) -> Tensor:
         """(T, D) the encoded rows; with a prefix, `rows_TD` are those that come after it."""
-        return self._encode(rows_TD, tokens, prefix)[0]
+        view, x_TD = self._begin(rows_TD, tokens, prefix)
+        for block, past in zip(self.blocks, _pasts(prefix, len(self.blocks)), strict=True):
+            x_TD, _, _ = block(x_TD, view, past)
+        return x_TD
 
     def prefix(
         self, rows_TD: Tensor, tokens: Tokens, prefix: Prefix | PrefixParts | None = None
@@ -131,26 +143,31 @@ class Hstu(nn.Module):
         """Keys and values of these rows, and of the prefix they follow, for later calls.
 
         After `PrefixParts`, of these rows alone: whoever has the parts knows where to add to them.
+        What the last block makes of the rows is not computed: only its keys and values are kept.
         """
         assert tokens.num_targets_B is None, "a candidate's keys and values must not be kept"
-        return self._encode(rows_TD, tokens, prefix)[1]
+        view, x_TD = self._begin(rows_TD, tokens, prefix)
+        kept: list[tuple[Tensor, Tensor]] = []
+        pasts = list(_pasts(prefix, len(self.blocks)))
+        for block, past in zip(self.blocks[:-1], pasts[:-1], strict=True):
+            x_TD, k_THA, v_THV = block(x_TD, view, past)
+            kept.append((k_THA, v_THV))
+        last = self.blocks[-1]
+        assert isinstance(last, HstuBlock)
+        kept.append(last.keys_and_values(x_TD, view, pasts[-1]))
+        keys, values = zip(*kept, strict=True)
+        if isinstance(prefix, PrefixParts):
+            return Prefix(tokens.lengths_B, keys, values, tokens.times_T)
+        return Prefix(view.lengths_B, keys, values, view.times_T)
 
-    def _encode(
+    def _begin(
         self, rows_TD: Tensor, tokens: Tokens, prefix: Prefix | PrefixParts | None
-    ) -> tuple[Tensor, Prefix]:
+    ) -> tuple[_View, Tensor]:
+        """What the first block gets."""
         view = _View.of(tokens, rows_TD.shape[0], prefix)
         positions_T = view.positions_T.clamp(max=self.config.max_len)
         x_TD = rows_TD * math.sqrt(self.config.dim) + pick_columns(self.position_DN, positions_T).T
-        keys: list[Tensor] = []
-        values: list[Tensor] = []
-        pasts = _pasts(prefix, len(self.blocks))
-        for block, past in zip(self.blocks, pasts, strict=True):
-            x_TD, k_THA, v_THV = block(x_TD, view, past)
-            keys.append(k_THA)
-            values.append(v_THV)
-        if isinstance(prefix, PrefixParts):
-            return x_TD, Prefix(tokens.lengths_B, tuple(keys), tuple(values), tokens.times_T)
-        return x_TD, Prefix(view.lengths_B, tuple(keys), tuple(values), view.times_T)
+        return view, x_TD
 
 
 class HstuBlock(nn.Module):
@@ -173,12 +190,20 @@ class HstuBlock(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The block's output, and the keys and values of all rows; parts of a past stay apart."""
         u_THV, v_THV, q_THA, k_THA = self._project(x_TD)
-        if isinstance(past, tuple):
-            assert view.join is not None
-            k_THA, v_THV = view.join.rows(past[0], k_THA), view.join.rows(past[1], v_THV)
+        k_THA, v_THV = _joined(k_THA, v_THV, view, past)
         attended_THV = self._attend(q_THA, k_THA, v_THV, view, past)
         gated_TD = self.out(norm_gate(attended_THV, u_THV).flatten(1))
         return x_TD + gated_TD, k_THA, v_THV
+
+    def keys_and_values(
+        self, x_TD: Tensor, view: _View, past: tuple[Tensor, Tensor] | _PastParts | None
+    ) -> tuple[Tensor, Tensor]:
+        """What `forward` gives of them, bit for bit, without its output.
+
+        All four projections are computed, as there: products of another shape round otherwise.
+        """
+        _, v_THV, _, k_THA = self._project(x_TD)
+        return _joined(k_THA, v_THV, view, past)
 
     def _attend(
         self,
@@ -223,24 +248,38 @@ class _PastParts:
     places_3B: Tensor | None
 
 
+def _joined(
+    k_THA: Tensor, v_THV: Tensor, view: _View, past: tuple[Tensor, Tensor] | _PastParts | None
+) -> tuple[Tensor, Tensor]:
+    """Keys and values after those of a past; parts of a past stay apart."""
+    if not isinstance(past, tuple):
+        return k_THA, v_THV
+    assert view.join is not None
+    return view.join.rows(past[0], k_THA), view.join.rows(past[1], v_THV)
+
+
 def _pasts(
     prefix: Prefix | PrefixParts | None, blocks: int
-) -> Sequence[tuple[Tensor, Tensor] | _PastParts | None]:
-    """What each block goes on from."""
+) -> Iterator[tuple[Tensor, Tensor] | _PastParts | None]:
+    """What each block goes on from; parts of a past are given out once they are there."""
     if prefix is None:
-        return [None] * blocks
-    if isinstance(prefix, Prefix):
-        return list(zip(prefix.keys, prefix.values, strict=True))
+        yield from [None] * blocks
+    elif isinstance(prefix, Prefix):
+        yield from zip(prefix.keys, prefix.values, strict=True)
+    else:
+        yield from _parts_of_blocks(prefix, blocks)
+
+
+def _parts_of_blocks(prefix: PrefixParts, blocks: int) -> Iterator[_PastParts]:
     assert not torch.is_grad_enabled(), "parts of a prefix are for inference, without gradients"
     places = places_of_layers(prefix.keys, prefix.values)
-    return [
-        _PastParts(
+    for number in range(blocks):
+        prefix.wait_for(number)
+        yield _PastParts(
             [part[number] for part in prefix.keys],
             [part[number] for part in prefix.values],
             None if places is None else places[number],
         )
-        for number in range(blocks)
-    ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
 from nestpipe.serve.expander import Expander
@@ -176,6 +177,25 @@ class Cache:
             self._forget(entry)
         return None
 
+    def next_fills(self, events: int, entries: int) -> list[Entry]:
+        """What to compute together: the first in line, and what ends with it in so many events.
+
+        Those after it join in their order while they fit whole, have the same model, and are
+        as urgent: nobody who waits is held up by what nobody waits for.
+        """
+        first = self.next_fill()
+        if first is None:
+            return []
+        chosen, left = [first], events - first.num_missing
+        for entry in islice((e for e in self.fills if e is not first and e.wanted), entries - 1):
+            left -= entry.num_missing
+            alike = entry.need.model is first.need.model
+            if left < 0 or not alike or bool(entry.waiters) != bool(first.waiters):
+                break
+            entry.state = State.FILLING
+            chosen.append(entry)
+        return chosen
+
     def filled(self, entry: Entry, kv: KV, now: float) -> list[Any]:
         """More of it is there; once all of it is, the tickets that may now read it."""
         assert entry.accepts(kv), f"{len(kv)} events after {entry.num_events} of {entry.key}"
@@ -198,24 +218,55 @@ class Cache:
             self._forget(entry)
         return None
 
+    def begun(self, entry: Entry, kv: KV, now: float) -> list[Any]:
+        """Its layers arrive from now on; the tickets that may read them as they do.
+
+        Host memory stays pinned, and the entry stays, until `loaded` or `failed` is said.
+        """
+        self._check_reload(entry, kv)
+        entry.kv, entry.arriving = kv, True
+        return self._ready(entry, now)
+
     def loaded(self, entry: Entry, kv: KV, now: float) -> list[Any]:
         """It is in device memory again; the tickets that may now read it."""
-        assert entry.accepts(kv), f"more memory than was set aside for {entry.key}"
-        assert len(kv) == entry.key.length, f"{len(kv)} events of {entry.key}"
         self.counts["reloads"] += 1
         self.loading -= 1
         self._unpin(entry)
-        entry.kv = kv
-        return self._ready(entry, now)
+        if not entry.arriving:
+            self._check_reload(entry, kv)
+            entry.kv = kv
+            return self._ready(entry, now)
+        entry.kv, entry.arriving = kv, False
+        self._settle(entry)
+        return []
+
+    def _check_reload(self, entry: Entry, kv: KV) -> None:
+        assert entry.accepts(kv), f"more memory than was set aside for {entry.key}"
+        assert len(kv) == entry.key.length, f"{len(kv)} events of {entry.key}"
 
     def failed(self, entry: Entry) -> list[Any]:
-        """Its fill or reload came to nothing: the tickets that must do without."""
+        """Its fill or reload came to nothing: the tickets that must do without.
+
+        Rankings that read it already are not among them: they find out, and then leave it.
+        """
+        if entry.arriving:
+            return self._failed_half_way(entry)
         self.counts[f"failed_{'reloads' if entry.source is Source.HOST else 'fills'}"] += 1
         tickets, entry.waiters, entry.promises = entry.waiters, [], 0
         if entry.source is Source.HOST:
             self.loading -= 1
         self._forget(entry)
         return tickets
+
+    def _failed_half_way(self, entry: Entry) -> list[Any]:
+        self.counts["failed_reloads"] += 1
+        self.loading -= 1
+        self._unpin(entry)
+        entry.arriving = False
+        self.slots.unlist(entry)
+        entry.promises = 0
+        self._settle(entry)
+        return []
 
     def next_copy(self, now: float) -> tuple[Entry, KV] | None:
         """What to copy to host memory."""
@@ -315,8 +366,8 @@ class Cache:
 
     def _done(self, entry: Entry) -> None:
         entry.state = State.DONE
-        if entry.copying:
-            return
+        if entry.copying or entry.arriving:
+            return  # whoever copies it says when that has ended
         if self._worth_copying(entry):
             self.slots.idle(entry)
         else:

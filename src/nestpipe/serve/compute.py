@@ -1,4 +1,7 @@
-"""The thread that owns the model: rankings first, together, then prefixes, a chunk at a time."""
+"""The thread that owns the model: rankings first, together, then prefixes, a chunk at a time.
+
+Measurements of a model come last, or now and then where there is no end of requests.
+"""
 
 from __future__ import annotations
 
@@ -40,15 +43,18 @@ class Compute:
         if desk.cache.expire(now):
             desk.change.notify_all()  # there may be something to copy
         self._give_up(now)
+        if probe := desk.probes.take(idle=False):
+            return probe
         turn_of_chunk = self._ranked_last and desk.cache.fills.awaited
         self._ranked_last = False
-        entry = None if len(desk.waiting) and not turn_of_chunk else desk.cache.next_fill()
-        if entry is not None:
-            return partial(self.fill, entry)
+        if turn_of_chunk or not len(desk.waiting):
+            settings = desk.settings
+            if entries := desk.cache.next_fills(settings.chunk, settings.batch):
+                return partial(self.fill, entries)
         if len(desk.waiting):
             self._ranked_last = True
             return partial(self.rank, desk.waiting.take(desk.settings.batch))
-        return None
+        return desk.probes.take(idle=True)
 
     def _give_up(self, now: float) -> None:
         for ranking in self.desk.waiting.overdue(now):
@@ -58,31 +64,44 @@ class Compute:
 
     # Prefixes
 
-    def fill(self, entry: Entry) -> None:
-        """One more chunk of a prefix."""
+    def fill(self, entries: Sequence[Entry]) -> None:
+        """One more chunk of a prefix, or the rest of several: no more events than a chunk has."""
         desk, start = self.desk, self.desk.now()
-        kv = self._next_chunk(entry)
+        counts = [min(entry.num_missing, desk.settings.chunk) for entry in entries]
+        try:
+            found = self._next_chunks(entries)
+        except Exception as error:  # noqa: BLE001  the ranking will say it, if it is the request
+            if len(entries) > 1:  # it may be the fault of one of them
+                for entry in entries:
+                    self.fill([entry])
+                return
+            desk.warn("a prefix could not be computed", error)
+            found = [None]
         with desk.change:
             now = desk.now()
-            entry.spent_s += now - start
-            if kv is None:
-                desk.do_without(desk.cache.failed(entry), now)
-            else:
-                desk.have_prefix(desk.cache.filled(entry, kv, now), now)
+            for entry, kv, count in zip(entries, found, counts, strict=True):
+                entry.spent_s += (now - start) * count / sum(counts)
+                self._filled(entry, kv, now)
             desk.change.notify_all()
-        if kv is not None and len(kv) == entry.key.length:
-            desk.predictions.observe_one(Work.PREFIX, entry.spent_s * 1e3, len(kv))
+        for entry, kv in zip(entries, found, strict=True):
+            if kv is not None and len(kv) == entry.key.length:
+                desk.predictions.observe_one(Work.PREFIX, entry.spent_s * 1e3, len(kv))
 
-    def _next_chunk(self, entry: Entry) -> KV | None:
-        """None where it fails: those who wait for it are answered without."""
-        history = chunk_of(entry.need.history, entry.num_events, self.desk.settings.chunk)
-        try:
-            kv = entry.need.model.prefix([PrefixItem(history, entry.kv)])[0]
-            wait_for_device(kv)
-        except Exception as error:  # noqa: BLE001  the ranking will say it, if it is the request
-            self.desk.warn("a prefix could not be computed", error)
-            return None
-        return kv if entry.accepts(kv) else None
+    def _next_chunks(self, entries: Sequence[Entry]) -> list[KV | None]:
+        """None for one that cannot be kept: those who wait for it are answered without."""
+        chunk = self.desk.settings.chunk
+        items = [PrefixItem(chunk_of(e.need.history, e.num_events, chunk), e.kv) for e in entries]
+        found = entries[0].need.model.prefix(items)
+        wait_for_device(found[0])
+        return [kv if e.accepts(kv) else None for e, kv in zip(entries, found, strict=True)]
+
+    def _filled(self, entry: Entry, kv: KV | None, now: float) -> None:
+        """With the lock held."""
+        desk = self.desk
+        if kv is None:
+            desk.do_without(desk.cache.failed(entry), now)
+        else:
+            desk.have_prefix(desk.cache.filled(entry, kv, now), now)
 
     # Rankings
 
@@ -109,7 +128,10 @@ class Compute:
             found = self._ask_model(planned)
         except Exception as error:  # noqa: BLE001  every ranking of the batch gets another try
             return self._one_by_one(planned, error)
-        self.desk.predictions.observe(planned, (self.desk.now() - start) * 1e3)
+        if any(p.early for p in planned):  # part of the time is that of the copies
+            self.desk.count("early_batches")
+        else:
+            self.desk.predictions.observe(planned, (self.desk.now() - start) * 1e3)
         return list(zip(planned, found, strict=True))
 
     def _ask_model(self, planned: list[Planned]) -> list[Scores]:

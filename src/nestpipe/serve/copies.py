@@ -8,8 +8,10 @@ from functools import partial
 
 import torch
 
+from nestpipe.errors import RunError
 from nestpipe.serve.costs import Work
 from nestpipe.serve.desk import Desk, Task
+from nestpipe.serve.reload import ReloadsByLayer
 from nestpipe.serve.slots import Entry
 from nestpipe.serve.types import KV
 
@@ -53,18 +55,30 @@ class Copies:
         """Bring a prefix back; where that fails, those who wait for it are answered without."""
         desk, start = self.desk, self.desk.now()
         with stream(self._device):
-            kv = self._try(lambda: entry.need.model.to_device(host), "a prefix did not come back")
-        if kv is not None and not (len(kv) == entry.key.length and entry.accepts(kv)):
-            kv = None
+            kv = self._try(lambda: self._bring(entry, host), "a prefix did not come back")
         with desk.change:
             now = desk.now()
             if kv is None:
                 desk.do_without(desk.cache.failed(entry), now)
+                desk.leave_in_line(entry)
             else:
                 desk.have_prefix(desk.cache.loaded(entry, kv, now), now)
             desk.change.notify_all()
         if kv is not None:
             desk.predictions.observe_one(Work.RELOAD, (now - start) * 1e3, entry.num_bytes)
+
+    def _bring(self, entry: Entry, host: KV) -> KV:
+        """All of it, complete; by layers, rankings read it from the moment that it has begun."""
+        model = entry.need.model
+        if not (self.desk.settings.reload_by_layer and isinstance(model, ReloadsByLayer)):
+            return _checked(model.to_device(host), entry)
+        reload = model.begin_reload(host)
+        begun, desk = _checked(reload.kv, entry), self.desk
+        with desk.change:
+            now = desk.now()
+            desk.have_prefix(desk.cache.begun(entry, begun, now), now)
+            desk.change.notify_all()
+        return reload.run()
 
     def copy_out(self, entry: Entry, kv: KV, stream: CopyStream) -> None:
         """Keep a prefix for a user who may return."""
@@ -82,3 +96,13 @@ class Copies:
         except Exception as error:  # noqa: BLE001  nobody depends on a copy
             self.desk.warn(what, error)
             return None
+
+
+def _checked(kv: KV, entry: Entry) -> KV:
+    """What came back, if it is what the memory was set aside for."""
+    if len(kv) != entry.key.length or kv.num_bytes > entry.num_bytes:
+        raise RunError(
+            f"{len(kv)} events in {kv.num_bytes} bytes came back for {entry.key.length} in "
+            f"{entry.num_bytes}; this is a fault of the model"
+        )
+    return kv

@@ -5,20 +5,15 @@ from __future__ import annotations
 import json
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import partial
 from itertools import combinations
-from statistics import median
 from typing import Self
 
 import numpy as np
-import torch
 
-from nestpipe.config import positive
 from nestpipe.errors import ConfigError, ParseError
-from nestpipe.serve.types import KV, Clock, History, PrefixItem, RankItem, RankModel
 
 SAMPLES = 256
 """Live measurements that a bucket keeps."""
@@ -100,8 +95,9 @@ class Costs:
     """Predicted milliseconds: the fit, times the live P99 of measured over fitted.
 
     The ratio is kept by bucket, so inside one the prediction still follows the length. Where live
-    measurements are few the fit stands alone. It is a median: a length that is called cheap by
-    mistake runs inline, is measured and corrected, one called dear never would be.
+    measurements are few the fit stands alone. Of its readings the highest are left out: a length
+    that is called cheap by mistake runs inline, is measured and corrected, one called dear never
+    would be.
     """
 
     def __init__(self, fits: Mapping[Work, Fit], ratios: Mapping[Bucket, float] | None = None):
@@ -180,65 +176,3 @@ def p99(values: Iterable[float]) -> float:
     """The smallest value that 99 of 100 do not exceed."""
     ordered = sorted(values)
     return ordered[-(-99 * len(ordered) // 100) - 1]
-
-
-def calibrate(
-    model: RankModel,
-    lengths: Sequence[int],
-    candidates: Sequence[int],
-    clock: Clock,
-    repeats: int = 5,
-    short: int = 64,
-) -> Costs:
-    """Time the model over a grid of lengths and numbers of candidates, and fit.
-
-    `short` is the number of events after the prefix in a ranking that has one. Every point is
-    run once for nothing (compilation, caches) and counts with the median of its repeats.
-    """
-    for name, values in (("lengths", lengths), ("candidates", candidates), ("repeats", [repeats])):
-        for value in values or [0]:
-            positive(f"{name} of the calibration", value)
-    samples: dict[Work, list[Sample]] = {work: [] for work in Work}
-    for length in lengths:
-        for work, size, count, act in _points(model, length, candidates, short):
-            samples[work].append((size, count, _median_ms(act, clock, repeats)))
-    return Costs({work: fit(samples[work]) for work in Work})
-
-
-def _points(
-    model: RankModel, length: int, candidates: Sequence[int], short: int
-) -> Iterator[tuple[Work, int, int, Callable[[], object]]]:
-    """What to time at one length: the work, its size, its candidates, and the call."""
-    history = _history(length)
-    past = model.prefix([PrefixItem(history)])[0]
-    host = model.to_host(past)
-    yield Work.PREFIX, length, 0, lambda: _ended(model.prefix([PrefixItem(history)])[0])
-    yield Work.RELOAD, host.num_bytes, 0, lambda: _ended(model.to_device(host))
-    newer = _history(short, start=length)
-    for count in candidates:
-        ids_C = np.arange(count, dtype=np.int64)
-        inline = RankItem(history, ids_C, time=length)
-        cached = RankItem(newer, ids_C, past=past, time=length + short)
-        yield Work.INLINE, length, count, partial(model.rank, [inline])
-        yield Work.CACHED, length, count, partial(model.rank, [cached])
-
-
-def _history(count: int, start: int = 0) -> History:
-    events_N = np.arange(start, start + count, dtype=np.int64)
-    return History(events_N, events_N)
-
-
-def _median_ms(act: Callable[[], object], clock: Clock, repeats: int) -> float:
-    act()
-    times: list[float] = []
-    for _ in range(repeats):
-        start = clock.now()
-        act()
-        times.append((clock.now() - start) * 1e3)
-    return median(times)
-
-
-def _ended(kv: KV) -> None:
-    """Wait for the device; scores come back as numbers, keys and values may still be under way."""
-    if kv.keys_LNHA.is_cuda:
-        torch.cuda.synchronize(kv.keys_LNHA.device)

@@ -13,6 +13,7 @@ from functools import partial
 from nestpipe.errors import RunError
 from nestpipe.serve.cache import Cache
 from nestpipe.serve.expander import Expander
+from nestpipe.serve.probes import Probes
 from nestpipe.serve.settings import ServeSettings
 from nestpipe.serve.slots import Entry, Source, State
 from nestpipe.serve.types import Clock, Outcome, Path
@@ -29,7 +30,7 @@ COUNTED = (
     *("fills", "failed_fills", "abandoned_fills", "wasted_prefixes", "discarded"),
     *("reloads", "failed_reloads", "copies", "failed_copies"),
     *("batches", "batched_rankings", "largest_batch", "failed_batches", "failed_rankings"),
-    *("cancelled", "shed", "faults"),
+    *("early_batches", "cancelled", "shed", "faults"),
 )
 """Counters that are there from the start, at 0."""
 
@@ -42,6 +43,7 @@ class Desk:
     clock: Clock
     cache: Cache
     predictions: Predictions
+    probes: Probes
     waiting: Waiting = field(default_factory=Waiting)
     counts: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(COUNTED, 0)))
     change: threading.Condition = field(default_factory=threading.Condition)
@@ -74,11 +76,19 @@ class Desk:
         """What they waited for does not come."""
         rankings = list(rankings)
         for ranking in rankings:
-            ranking.entry, ranking.path = None, Path.MISS_FULL
-            ranking.predicted_ms = self.predictions.inline_ms(
-                ranking.length, ranking.num_candidates
-            )
+            self._inline(ranking)
         self.waiting.go_first(rankings, now)
+
+    def leave_in_line(self, entry: Entry) -> None:
+        """What they were to read came only in part: those in line keep their place without it."""
+        for ranking in self.waiting:
+            if ranking.entry is entry:
+                self.cache.released(entry)
+                self._inline(ranking)
+
+    def _inline(self, ranking: Ranking) -> None:
+        ranking.entry, ranking.path = None, Path.MISS_FULL
+        ranking.predicted_ms = self.predictions.inline_ms(ranking.length, ranking.num_candidates)
 
     def warn(self, what: str, error: Exception) -> None:
         """A fault that costs time, but no answer."""
@@ -93,6 +103,7 @@ class Desk:
         """Let nobody wait for an answer that will not come."""
         with self.change:
             left, self.waiting = list(self.waiting.open), Waiting()
+            self.probes.cancel()
             self.change.notify_all()
         for ranking in left:
             try:

@@ -102,14 +102,17 @@ class _Engine:
     """The instance of this process, and how it gets another model."""
 
     def __init__(self, role: Role) -> None:
-        from nestpipe.serve.http_start import calibrated, load_model
+        from nestpipe.serve.http_start import Calibration, load_model
         from nestpipe.serve.instance import Instance
 
         self._role = role
         self._load = lambda path: load_model(path, role.device, role.dtype)
         self._model = self._load(role.checkpoint)
-        trigger = calibrated(self._model, role.settings, lambda n: self._model.kv_bytes(n))
-        self.instance = Instance(self._model, role.settings, trigger)
+        trigger, again = None, None
+        if role.settings.relay:  # else signals do nothing
+            measured = Calibration(self._model, role.settings, lambda n: self._model.kv_bytes(n))
+            trigger, again = measured.trigger, measured.again
+        self.instance = Instance(self._model, role.settings, trigger, recalibrate=again)
 
     def reload(self, checkpoint: str | None) -> str:
         """Load beside the old model, then swap; a fault leaves the old one."""

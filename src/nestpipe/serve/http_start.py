@@ -7,7 +7,7 @@ from time import perf_counter
 
 import numpy as np
 
-from nestpipe.serve.costs import calibrate
+from nestpipe.serve.calibrate import Run, calibrate
 from nestpipe.serve.model import HstuRankModel
 from nestpipe.serve.settings import ServeSettings
 from nestpipe.serve.trigger import Trigger
@@ -16,7 +16,7 @@ from nestpipe.serve.types import History, RankItem, RankModel, RealClock
 SHORTEST = 64
 GRID = 4
 """Lengths at which work is timed."""
-REPEATS = 3
+REPEATS = 5
 SEEN = 4.0
 """Times are measured up to lengths that take so many times the target; then they are fitted."""
 
@@ -26,20 +26,38 @@ def load_model(checkpoint: str, device: str, dtype: str) -> HstuRankModel:
     return HstuRankModel.from_checkpoint(checkpoint, device, dtype)
 
 
-def calibrated(
-    model: RankModel, settings: ServeSettings, kv_bytes: Callable[[int], int]
-) -> Trigger | None:
-    """A trigger that knows what this model's work takes here; None where signals do nothing."""
-    if not settings.relay:
-        return None
-    candidates = min(256, settings.most_candidates)
-    longest = _longest_timed(model, candidates, settings)
-    lengths = sorted({max(1, longest >> place) for place in range(GRID)})
-    clock = RealClock()
-    # Two numbers, so that what a candidate costs can be told from what a ranking costs.
-    counts = sorted({max(1, candidates // 4), candidates})
-    costs = calibrate(model, lengths, counts, clock, REPEATS)
-    return Trigger(settings, costs, kv_bytes, clock)
+class Calibration:
+    """A trigger that knows what the model's work takes here, also after another took over."""
+
+    def __init__(
+        self, model: RankModel, settings: ServeSettings, kv_bytes: Callable[[int], int]
+    ) -> None:
+        self._settings = settings
+        self._clock = RealClock()
+        candidates = min(256, settings.most_candidates)
+        # Two numbers, so that what a candidate costs can be told from what a ranking costs.
+        self._counts = sorted({max(1, candidates // 4), candidates})
+        longest = _longest_timed(model, candidates, settings)
+        self._lengths = sorted({max(1, longest >> place) for place in range(GRID)})
+        costs = calibrate(
+            model, self._lengths, self._counts, self._clock, REPEATS, chunk=settings.chunk
+        )
+        self.trigger = Trigger(settings, costs, kv_bytes, self._clock)
+
+    def again(self, model: RankModel, run: Run) -> None:
+        """The same for a model that takes over: every reading is short, and made by `run`."""
+        chunk = self._settings.chunk
+        costs = calibrate(
+            model,
+            self._lengths,
+            self._counts,
+            self._clock,
+            REPEATS,
+            chunk=chunk,
+            longest_inline=chunk,
+            run=run,
+        )
+        self.trigger.renew(costs)
 
 
 def _longest_timed(model: RankModel, candidates: int, settings: ServeSettings) -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
-from concurrent.futures import Future
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future
 from functools import partial
 from typing import Self
 
@@ -13,6 +15,8 @@ from nestpipe.serve.compute import Compute
 from nestpipe.serve.copies import Copies, CopyStream
 from nestpipe.serve.desk import Desk, has_failed, start
 from nestpipe.serve.expander import Expander
+from nestpipe.serve.host_arena import give_arena, hand_over_arena
+from nestpipe.serve.probes import Probes, Recalibrate, recalibrated
 from nestpipe.serve.settings import ServeSettings
 from nestpipe.serve.slots import Need, Slots
 from nestpipe.serve.steps import Fill, Load, Miss, Promised, Purpose, Step, Use, Wait
@@ -38,7 +42,7 @@ class Instance:
     """Answers both legs; may be called from any thread.
 
     One thread owns the model (`prefix`, `rank`): rankings first, together, then prefixes, a chunk
-    at a time. With host memory, `reloads` more threads call `to_device` and `to_host` beside it.
+    at a time. With host memory, `reloads` more threads copy prefixes out and back beside it.
     """
 
     def __init__(
@@ -47,14 +51,20 @@ class Instance:
         settings: ServeSettings,
         trigger: Decides | None = None,
         clock: Clock | None = None,
+        recalibrate: Recalibrate | None = None,
     ) -> None:
+        """`recalibrate` is called, on a thread of its own, when another model takes over."""
         self.settings = settings
         self._model = model
         self._trigger = trigger
+        self._recalibrate = recalibrate
+        self._calibrating: list[threading.Thread] = []
         self._recent_candidates: deque[int] = deque(maxlen=RECENT)
         self._recent_short: deque[int] = deque(maxlen=RECENT)
         """Events after the long history: a signal does not know its own."""
         self._desk = make_desk(settings, trigger, clock or RealClock())
+        if self._desk.cache.expander is not None:
+            give_arena(model, self._desk.cache.expander.bound)
         keep = self._desk.cache.expander is not None and not settings.relay
         self._purpose = Purpose.RANK_AND_KEEP if keep else Purpose.RANK
         self._threads = [start("rank", self._desk, Compute(self._desk).next_task, True)]
@@ -149,7 +159,8 @@ class Instance:
             desk.waiting.wait_until(ranking, max(last_call, now + desk.eta_s(step.entry)))
             return
         if isinstance(step, Use):
-            ranking.entry, ranking.path = step.entry, Path.HBM_HIT
+            ranking.entry = step.entry
+            ranking.path = Path.LATE_HIT if step.entry.arriving else Path.HBM_HIT
         else:
             ranking.predicted_ms = costs.inline_ms(ranking.length, candidates)
         desk.waiting.stand_in_line(ranking, now)
@@ -182,12 +193,38 @@ class Instance:
     def swap_model(self, model: RankModel) -> None:
         """Serve another model: what comes from now on uses it, what came before does not."""
         desk = self._desk
+        hand_over_arena(self._model, model)
         with desk.change:
             old, self._model = self._model, model
             desk.cache.revive(model.version)
             if old.version != model.version:
                 desk.cache.retire(old.version)
+                self._measure_anew(model)
             desk.change.notify_all()
+
+    def _measure_anew(self, model: RankModel) -> None:
+        """Find out what the new model's work takes, between requests; with the lock held."""
+        self._desk.probes.cancel()  # those of the model before it
+        if self._recalibrate is None or self._desk.closed:
+            return
+        thread = threading.Thread(
+            target=recalibrated,
+            args=(self._recalibrate, model, partial(self._measure, model)),
+            name="nestpipe-costs",
+            daemon=True,
+        )
+        self._calibrating = [one for one in self._calibrating if one.is_alive()] + [thread]
+        thread.start()
+
+    def _measure(self, model: RankModel, reading: Callable[[], float]) -> float:
+        """One reading, when it is its turn on the thread that owns the model."""
+        desk = self._desk
+        with desk.change:
+            if desk.closed or model is not self._model:
+                raise CancelledError
+            future = desk.probes.ask(reading)
+            desk.change.notify_all()
+        return future.result()
 
     def drain(self, timeout_s: float) -> bool:
         """Take no new work, answer what was accepted; whether all of it was."""
@@ -206,6 +243,8 @@ class Instance:
         for thread in self._threads:
             thread.join()
         desk.fail_open(ShedError("the instance closed before it came to this; ask another"))
+        for thread in self._calibrating:
+            thread.join()
 
     def __enter__(self) -> Self:
         return self
@@ -234,7 +273,7 @@ def make_desk(settings: ServeSettings, trigger: Decides | None, clock: Clock) ->
         reloads=settings.reloads,
         single_flight=settings.single_flight,
     )
-    desk = Desk(settings, clock, cache, Predictions(trigger, settings))
+    desk = Desk(settings, clock, cache, Predictions(trigger, settings), Probes(clock))
     cache.eta_s = desk.eta_s
     return desk
 

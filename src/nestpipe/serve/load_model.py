@@ -9,7 +9,8 @@ from pathlib import Path
 from nestpipe.config import build, override, positive
 from nestpipe.errors import ConfigError
 from nestpipe.models import HstuConfig
-from nestpipe.serve.costs import Costs, calibrate
+from nestpipe.serve.calibrate import calibrate
+from nestpipe.serve.costs import Costs
 from nestpipe.serve.model import HstuRankModel
 from nestpipe.serve.types import Clock
 

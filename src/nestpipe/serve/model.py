@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from pathlib import Path
 
@@ -15,9 +15,11 @@ from nestpipe.batch import Batch
 from nestpipe.errors import CapacityError, CheckpointError, ConfigError, DataError
 from nestpipe.jagged import Jagged
 from nestpipe.models import HstuConfig, HstuRanker
+from nestpipe.serve.host_arena import HostArena
 from nestpipe.serve.model_batch import grown, jagged, joined, past_of, times_of
 from nestpipe.serve.model_load import Weights, read_weights, refuse_broken
 from nestpipe.serve.model_rows import ItemRows
+from nestpipe.serve.reload import Reload
 from nestpipe.serve.types import KV, History, Ids, PrefixItem, RankItem, Scores
 
 # Shapes: B users, T events of all users together, K items, D width, L layers, N events of a user
@@ -40,6 +42,8 @@ class HstuRankModel:
         self.device = rows.rows_KD.device
         self._dtype = rows.rows_KD.dtype
         self._version = version
+        self.arena: HostArena | None = None
+        """Where `to_host` puts prefixes; None: into memory of their own."""
 
     @classmethod
     def from_checkpoint(
@@ -142,7 +146,10 @@ class HstuRankModel:
 
     @torch.inference_mode()
     def rank(self, items: Sequence[RankItem]) -> list[Scores]:
-        """Scores of the candidates of each item, whatever else is in the batch."""
+        """Scores of the candidates of each item, whatever else is in the batch.
+
+        Whether it returns or fails, nothing reads the pasts any more: they may be freed.
+        """
         if not items:
             return []
         histories = [item.history for item in items]
@@ -158,7 +165,11 @@ class HstuRankModel:
         }
         batch = Batch(len(items), self._asked_at(items), sparse)
         past = past_of([self._checked(item.past) for item in items])
-        logits_C = self.ranker.logits(rows, batch, past).float().cpu().numpy()
+        try:
+            logits_C = self.ranker.logits(rows, batch, past).float().cpu().numpy()
+        except BaseException:
+            self._synchronize()
+            raise
         ends = np.cumsum([len(candidates) for candidates in asked])
         return [part.copy() for part in np.split(logits_C, ends[:-1])]
 
@@ -176,25 +187,40 @@ class HstuRankModel:
 
     def to_host(self, kv: KV) -> KV:
         """A copy in (pinned) host memory, complete when this returns."""
-        return self._copied(kv, "cpu")
+        return self._copied(kv, self._empty_on_host)
 
     def to_device(self, kv: KV) -> KV:
         """A copy in device memory, ready for the next call of `rank` on any stream."""
-        return self._copied(kv, self.device)
+        return self._copied(kv, lambda tensor: torch.empty_like(tensor, device=self.device))
+
+    def begin_reload(self, host: KV) -> Reload:
+        """The same copy, one layer after the other: `rank` may read it while it is made."""
+        return Reload(host, self.device)
 
     @torch.inference_mode()
-    def _copied(self, kv: KV, place: torch.device | str) -> KV:
-        pinned = self.device.type == "cuda" and str(place) == "cpu"
-
+    def _copied(self, kv: KV, empty: Callable[[Tensor], Tensor]) -> KV:
         def copy(tensor: Tensor) -> Tensor:
-            target = torch.empty_like(tensor, device=place, pin_memory=pinned)
-            return target.copy_(tensor, non_blocking=True)
+            return empty(tensor).copy_(tensor, non_blocking=True)
 
         times_N = None if kv.times_N is None else copy(kv.times_N)
         copied = KV(copy(kv.keys_LNHA), copy(kv.values_LNHV), times_N)
+        self._synchronize()
+        return copied
+
+    def _empty_on_host(self, like: Tensor) -> Tensor:
+        if self.arena is not None:
+            return self.arena.empty(like.shape, like.dtype)
+        return torch.empty_like(like, device="cpu", pin_memory=self.wants_arena)
+
+    @property
+    def wants_arena(self) -> bool:
+        """Whether host memory must be pinned for its device."""
+        return self.device.type == "cuda"
+
+    def _synchronize(self) -> None:
+        """Return when all that this thread asked of the device is done."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
-        return copied
 
     def _checked(self, past: KV | None) -> KV | None:
         if past is not None:

@@ -45,7 +45,10 @@ def _own_times(history: History) -> Ids:
 
 
 def past_of(pasts: Sequence[KV | None]) -> PrefixParts | None:
-    """What was computed before for each user, read where it lies; None where that is nothing."""
+    """What was computed before for each user, read where it lies; None where that is nothing.
+
+    Layers that are still on their way to the device are waited for before they are read.
+    """
     kept = [past for past in pasts if past is not None]
     if not kept:
         return None
@@ -53,9 +56,14 @@ def past_of(pasts: Sequence[KV | None]) -> PrefixParts | None:
     all_B = [past or nothing for past in pasts]
     times = [past.times_N for past in all_B if past.times_N is not None]
     assert len(times) in (0, len(all_B)), "some prefixes were made without times"
-    return PrefixParts(
-        [past.keys_LNHA for past in all_B], [past.values_LNHV for past in all_B], times or None
-    )
+    arrivals = [past.arrival for past in kept if past.arrival is not None]
+
+    def wait_for(layer: int) -> None:
+        for arrival in arrivals:
+            arrival.wait_for(layer)
+
+    keys, values = [past.keys_LNHA for past in all_B], [past.values_LNHV for past in all_B]
+    return PrefixParts(keys, values, times or None, wait_for)
 
 
 def grown(pasts: Sequence[KV | None], new: Prefix, lengths: Sequence[int]) -> list[KV]:

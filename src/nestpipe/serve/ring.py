@@ -97,9 +97,10 @@ class Membership:
         return tuple(era.ring for era in reversed(self._counting(now)))
 
     def owners(self, user: str, now: float) -> tuple[str, ...]:
-        """The current owner, then the former ones while they count; each once."""
-        owners = (next(ring.walk(user), None) for ring in self.rings(now))
-        return tuple(dict.fromkeys(owner for owner in owners if owner is not None))
+        """Whom a signal goes to, each once; whom a ranking goes to is the last of them."""
+        owners = (next(ring.walk(user), None) for ring in reversed(self.rings(now)))
+        oldest_first = list(dict.fromkeys(owner for owner in owners if owner is not None))
+        return tuple(reversed(oldest_first))
 
     def members(self, now: float) -> frozenset[str]:
         """Everybody who may still be sent a leg."""

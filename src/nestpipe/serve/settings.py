@@ -27,6 +27,8 @@ class ServeSettings:
     """How long they are kept there."""
     reloads: int = 2
     """Prefixes that come back from host memory at the same time, at most."""
+    reload_by_layer: bool = True
+    """Whether a ranking may begin when the first layer is back; off: when all of them are."""
     prefix_share: float = 0.5
     """Part of the device's time that signals may take."""
     chunk: int = 512

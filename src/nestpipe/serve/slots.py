@@ -22,7 +22,7 @@ class State(StrEnum):
     """Its memory is set aside; nothing has been computed or copied."""
     FILLING = "filling"
     READY = "ready"
-    """Complete, and promised to a ranking that has not come yet."""
+    """Complete, or layers arrive one by one; promised to a ranking that has not come yet."""
     IN_USE = "in_use"
     DONE = "done"
     """Promised to nobody: it may be copied to host memory, and makes room where room is needed."""
@@ -72,6 +72,8 @@ class Entry:
     """Time that computing it has taken so far."""
     copying: bool = False
     """It is being copied to host memory, whatever else happens to it."""
+    arriving: bool = False
+    """It may be read, but its layers are still being copied from host memory."""
     listed: bool = True
     """Whether it can be found; one that is not goes when nobody touches it any more."""
 
@@ -94,7 +96,13 @@ class Entry:
         return bool(self.promises or self.waiters or self.users)
 
     @property
+    def num_missing(self) -> int:
+        """Events of the prefix that are not there."""
+        return self.key.length - self.num_events
+
+    @property
     def complete(self) -> bool:
+        """Whether a ranking may read it; it waits for a layer that is still arriving."""
         return self.state in (State.READY, State.IN_USE, State.DONE)
 
     def accepts(self, kv: KV) -> bool:
@@ -146,7 +154,8 @@ class Slots:
     def free(self, entry: Entry) -> None:
         """Give its memory back; nobody may touch it any more."""
         assert not entry.wanted, f"{entry.key} is freed while it is needed"
-        assert not entry.copying, f"{entry.key} is freed while it is copied"
+        moving = entry.copying or entry.arriving
+        assert not moving, f"{entry.key} is freed while it is copied"
         self.unlist(entry)
         self._unlisted.remove(entry)
         self.num_bytes -= entry.num_bytes

@@ -142,6 +142,10 @@ class Trigger:
         """Tell what a piece of work took, so that predictions follow."""
         self.costs.observe(work, ms, self._clock.now(), size, candidates)
 
+    def renew(self, costs: Costs) -> None:
+        """Predict by other costs: those of a model that has become the current one."""
+        self.costs = costs
+
     def _refresh(self, now: float) -> None:
         with self._lock:
             if now < self._refreshed + REFRESH_S:

@@ -14,6 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from nestpipe.serve.arrival import Arrival
+
 # Shapes: N events of a history, C candidates, L layers, H heads, A width of keys, V width of values
 
 Ids = NDArray[np.int64]
@@ -135,6 +137,11 @@ class KV:
     keys_LNHA: Tensor
     values_LNHV: Tensor
     times_N: Tensor | None = None
+    arrival: Arrival | None = None
+    """Says when each layer is there, while they are on their way; times are there from the start.
+
+    None: all is there.
+    """
 
     def __len__(self) -> int:
         return self.keys_LNHA.shape[1]

@@ -100,6 +100,11 @@ class Planned:
     predicted_ms: float
 
     @property
+    def early(self) -> bool:
+        """Whether it begins before all layers of its prefix are there."""
+        return self.item.past is not None and self.item.past.arrival is not None
+
+    @property
     def work(self) -> tuple[Work, int, int]:
         """What is timed: the kind of work, its size, its candidates."""
         candidates = self.ranking.num_candidates

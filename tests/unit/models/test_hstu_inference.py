@@ -8,6 +8,7 @@ from torch import Tensor
 
 from nestpipe.kernels import attention_forward
 from nestpipe.models import Hstu, HstuConfig, Prefix, PrefixParts, Tokens
+from nestpipe.models.hstu import HstuBlock
 
 CONFIG = HstuConfig(
     blocks=3, heads=2, dim=8, attention_dim=4, value_dim=6, max_len=8, position_buckets=4,
@@ -106,3 +107,65 @@ def test_parts_are_refused_where_gradients_are_wanted(encoder, samples):
     rows, times = samples[0]
     with pytest.raises(AssertionError, match="without gradients"):
         encoder(rows, tokens([times, times[:0], times[:0]]), parts)
+
+
+def every_block(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, Tensor]]:
+    """Keys and values that the blocks give in a call of the whole encoder from now on."""
+    seen: list[tuple[Tensor, Tensor]] = []
+    forward = HstuBlock.forward
+
+    def kept_forward(block: HstuBlock, *given):
+        out, keys, values = forward(block, *given)
+        seen.append((keys, values))
+        return out, keys, values
+
+    monkeypatch.setattr(HstuBlock, "forward", kept_forward)
+    return seen
+
+
+@pytest.mark.parametrize("parts", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_prefix_without_its_last_output_has_the_same_bits(encoder, samples, dtype, parts: bool):
+    rows, times = samples[0]
+    encoder, rows = encoder.to(dtype), rows.to(dtype)
+    with torch.no_grad():
+        past = encoder.prefix(rows[:30], tokens([times[:30]]))
+        if parts:
+            stacked = torch.stack(past.keys), torch.stack(past.values)
+            past = PrefixParts([stacked[0]], [stacked[1]], [times[:30]])
+        with pytest.MonkeyPatch.context() as patch:
+            seen = every_block(patch)
+            encoder(rows[30:], tokens([times[30:]]), past)
+        prefix = encoder.prefix(rows[30:], tokens([times[30:]]), past)
+    assert len(seen) == len(prefix.keys) == CONFIG.blocks
+    for (keys, values), k_THA, v_THV in zip(seen, prefix.keys, prefix.values, strict=True):
+        assert torch.equal(keys, k_THA)
+        assert torch.equal(values, v_THV)
+
+
+def test_the_last_block_of_a_prefix_attends_to_nothing(encoder, samples, monkeypatch):
+    seen = every_block(monkeypatch)
+    rows, times = samples[0]
+    encoder.prefix(rows, tokens([times]))
+    assert len(seen) == CONFIG.blocks - 1
+
+
+def test_a_block_waits_for_its_past_and_not_for_that_of_later_ones(encoder, samples, monkeypatch):
+    order: list[str] = []
+    forward = HstuBlock.forward
+
+    def said_forward(block: HstuBlock, *given):
+        order.append("block")
+        return forward(block, *given)
+
+    monkeypatch.setattr(HstuBlock, "forward", said_forward)
+    with torch.no_grad():
+        made = parts_of(encoder, samples)
+        parts = PrefixParts(
+            made.keys, made.values, made.times, lambda block: order.append(f"wait {block}")
+        )
+        order.clear()
+        late = torch.cat([r[old:] for (r, _), old in zip(samples, PAST, strict=True)])
+        times = [t[old:] for (_, t), old in zip(samples, PAST, strict=True)]
+        encoder(late, tokens(times), parts)
+    assert order == ["wait 0", "block", "wait 1", "block", "wait 2", "block"]

@@ -27,8 +27,11 @@ class Model:
         return 8 * length
 
 
+MODELS = {version: Model(version) for version in "12"}
+
+
 def need(user: str = "ann", length: int = 2, version: str = "1") -> Need:
-    return Need.of(user, History(np.arange(length)), Model(version))  # pyright: ignore
+    return Need.of(user, History(np.arange(length)), MODELS[version])  # pyright: ignore
 
 
 def kv(length: int = 2) -> KV:
@@ -315,3 +318,96 @@ def test_what_is_discarded_is_found_by_nobody_and_freed_after_its_last_reader():
     assert (made.slots.num_bytes, entry.kv is None) == (16, False)
     made.released(entry)
     assert (made.slots.num_bytes, made.next_copy(0.0)) == (0, None)
+
+
+# Reloads that come by layers
+
+
+def coming_back(made: Cache, purpose: Purpose = RANK) -> Entry:
+    """A prefix of which the first layer is back; its ranking reads it."""
+    kept(made, need())
+    assert isinstance(made.acquire(need(), purpose, 0.0, ticket="t"), Load)
+    load = made.next_load()
+    assert load
+    assert made.begun(load[0], kv(), 0.0) == (["t"] if purpose is RANK else [])
+    return load[0]
+
+
+def test_a_reload_that_has_begun_is_read_and_stays_pinned_until_it_ends():
+    made = cache(host=16)
+    entry = coming_back(made)
+    assert made.acquire(need(), RANK, 0.0) == Use(entry), "one reload for both"
+    made.released(entry)
+    made.released(entry)
+    assert (entry.state, made.slots.num_bytes, made.next_copy(0.0)) == (State.DONE, 16, None)
+    assert made.expander
+    assert not made.expander.begin(need("bob").key, 16, 0.0), "its place was given away"
+    assert made.loaded(entry, kv(), 0.0) == []
+    assert (made.slots.num_bytes, made.loading) == (0, 0)
+    assert made.expander.begin(need("bob").key, 16, 0.0)
+
+
+def test_a_reload_that_fails_half_way_goes_when_its_readers_have_gone():
+    made = cache()
+    entry = coming_back(made)
+    assert made.failed(entry) == []
+    assert isinstance(made.acquire(need(), RANK, 0.0, ticket="u"), Load), "it was found again"
+    assert (made.loading, made.slots.num_bytes) == (0, 32)
+    made.released(entry)
+    assert made.slots.num_bytes == 16
+
+
+def test_a_promise_does_not_outlive_a_reload_that_fails_half_way():
+    made = cache()
+    coming_back(made, SIGNAL)
+    (entry,) = made.slots
+    assert made.failed(entry) == []
+    assert made.slots.num_bytes == 0
+
+
+# Several fills at once
+
+
+@pytest.mark.parametrize(
+    ("lengths", "together"), [([2, 2, 2], 3), ([2, 5, 1], 1), ([8, 1], 1), ([3, 3, 1], 2), ([6], 1)]
+)
+def test_short_prefixes_are_computed_together(lengths: list[int], together: int):
+    made = cache()
+    for number, length in enumerate(lengths):
+        made.acquire(need(f"u{number}", length), SIGNAL, 0.0)
+    chosen = made.next_fills(6, 8)
+    assert [entry.key.user for entry in chosen] == [f"u{n}" for n in range(together)]
+    assert all(entry.state is State.FILLING for entry in chosen)
+
+
+def test_no_more_prefixes_are_computed_together_than_a_batch_has():
+    made = cache()
+    for user in "abc":
+        made.acquire(need(user), SIGNAL, 0.0)
+    assert len(made.next_fills(100, 2)) == 2
+
+
+def test_what_a_ranking_waits_for_is_not_held_up_by_what_nobody_waits_for():
+    made = cache()
+    for user in "abc":
+        made.acquire(need(user), SIGNAL, 0.0)
+    made.acquire(need("b"), RANK, 0.0, ticket="t")
+    assert [entry.key.user for entry in made.next_fills(100, 8)] == ["b"]
+
+
+def test_prefixes_of_different_models_are_not_computed_together():
+    made = cache()
+    one, other = need("a"), need("b", version="2")
+    made.acquire(one, SIGNAL, 0.0)
+    made.acquire(other, SIGNAL, 0.0)
+    assert len(made.next_fills(100, 8)) == 1
+
+
+def test_what_nobody_wants_any_more_is_not_computed_with_others():
+    made = cache(life_s=1.0)
+    for user in "abc":
+        made.acquire(need(user), SIGNAL, 0.0)
+    entry = made.slots.find(need("b").key)
+    assert entry
+    entry.promises = 0
+    assert [entry.key.user for entry in made.next_fills(100, 8)] == ["a", "c"]

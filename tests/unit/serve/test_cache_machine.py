@@ -20,6 +20,7 @@ from nestpipe.serve.types import KV, History, PrefixKey
 BYTES = 16
 """Of one event."""
 LIFE_S = 1.0
+CHUNK = 2
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class World:
         )
         self.model = Model("0")
         self.rankings: list[Ranking] = []
-        self.computing: Entry | None = None
+        self.computing: list[Entry] = []
         self.loading: list[tuple[Entry, KV]] = []
         self.copying: list[tuple[Entry, KV]] = []
         self.promised: dict[PrefixKey, float] = {}
@@ -120,19 +121,22 @@ class World:
         return step
 
     def begin_chunk(self):
-        if self.computing is not None:
+        if self.computing:
             return None
-        self.computing = self.cache.next_fill()
-        return self.computing
+        self.computing = self.cache.next_fills(CHUNK, 3)
+        if len(self.computing) > 1:
+            assert sum(entry.num_missing for entry in self.computing) <= CHUNK
+            self.seen["several at once"] += 1
+        return self.computing or None
 
     def end_chunk(self):
-        entry, self.computing = self.computing, None
-        if entry is None:
+        if not self.computing:
             return None
+        entry = self.computing.pop()
         if self.random.random() < 0.1:
             return self._inline(entry, self.cache.failed(entry))
         done = entry.num_events
-        chunk = History(entry.need.history.items_N[done : done + 2])
+        chunk = History(entry.need.history.items_N[done : done + CHUNK])
         model: Any = entry.need.model
         return self._read(entry, self.cache.filled(entry, model.kv(chunk, entry.kv), self.now))
 
@@ -141,12 +145,24 @@ class World:
             self.loading.append(load)
         return load
 
+    def first_layer(self):
+        """A reload may be read from now on."""
+        whole = [(entry, kv) for entry, kv in self.loading if not entry.arriving]
+        if not whole:
+            return None
+        entry, kv = self.random.choice(whole)
+        return self._read(entry, self.cache.begun(entry, kv, self.now))
+
     def end_load(self):
         if not self.loading:
             return None
         entry, kv = self.loading.pop(self.random.randrange(len(self.loading)))
+        assert self.cache.expander is not None
+        assert self.cache.expander._kept[entry.key].pinned, "it may go from under the copy"
         if self.random.random() < 0.2:
+            self.seen["failed half way"] += entry.arriving
             return self._inline(entry, self.cache.failed(entry))
+        self.seen["came by layers"] += entry.arriving
         return self._read(entry, self.cache.loaded(entry, kv, self.now))
 
     def begin_copy(self):
@@ -230,7 +246,10 @@ class World:
             making = Counter(e.key for e in entries if e.listed and not e.complete)
             assert all(count == 1 for count in making.values()), "a key is filled twice at once"
         assert self.cache.loading == len(self.loading) <= 2
+        for entry, _ in self.loading:
+            assert entry in entries, "memory was freed from under a reload"
         for entry in entries:
+            assert not (entry.arriving and entry in slots._idle), "it can go from under a reload"
             assert (entry.state is State.IN_USE) == (entry.users > 0)
             assert entry.users == sum(
                 r.entry is entry and r.answer == "prefix" for r in self.rankings
@@ -242,7 +261,13 @@ class World:
     def step(self):
         """One thing that can happen now."""
         often = {self.signal: 4, self.rank: 4, self.begin_chunk: 4, self.end_chunk: 8}
-        often |= {self.begin_load: 4, self.end_load: 4, self.begin_copy: 2, self.end_copy: 2}
+        often |= {
+            self.begin_load: 4,
+            self.first_layer: 4,
+            self.end_load: 4,
+            self.begin_copy: 2,
+            self.end_copy: 2,
+        }
         often |= {self.release: 4, self.leave: 0.5, self.pass_time: 1, self.swap: 0.1}
         result = None
         while result is None:
@@ -256,7 +281,7 @@ class World:
 
     def finish(self):
         """Nothing new comes; what is under way ends."""
-        acts = [self.begin_chunk, self.end_chunk, self.begin_load, self.end_load]
+        acts = [self.begin_chunk, self.end_chunk, self.begin_load, self.first_layer, self.end_load]
         acts += [self.begin_copy, self.end_copy, self.release]
         while [act for act in acts if act() is not None]:
             self.check()
@@ -297,9 +322,10 @@ def test_any_order_of_events_keeps_every_promise(single_flight: bool, host: bool
             seen["host evictions"] += world.cache.expander.evicted
     reached = {"signal Fill", "signal Promised", "signal no_room", "rank Use", "rank nowhere"}
     reached |= {"rank Fill", "leave Ranking", "swap Model", "wasted_prefixes", "abandoned_fills"}
+    reached |= {"several at once"}
     if host:
         reached |= {"signal Load", "rank Load", "reloads", "failed_reloads", "failed_copies"}
-        reached |= {"device evictions", "host evictions"}
+        reached |= {"device evictions", "host evictions", "came by layers", "failed half way"}
     if single_flight:
         reached |= {"rank Wait", "rank too_late"}
     rarely = {name: seen[name] for name in reached if seen[name] < 20}

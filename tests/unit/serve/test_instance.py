@@ -16,6 +16,8 @@ import torch
 from nestpipe.errors import DataError, RunError, ShedError
 from nestpipe.serve.costs import Work
 from nestpipe.serve.instance import Instance
+from nestpipe.serve.probes import Probes
+from nestpipe.serve.reload import Reload
 from nestpipe.serve.settings import ServeSettings
 from nestpipe.serve.trigger import Load
 from nestpipe.serve.types import (
@@ -26,6 +28,7 @@ from nestpipe.serve.types import (
     Path,
     PrefixItem,
     RankItem,
+    RankModel,
     RankRequest,
     Scores,
     Signal,
@@ -88,6 +91,29 @@ class Model:
     def to_device(self, kv: KV) -> KV:
         self.during("to_device", len(kv))
         return KV(kv.keys_LNHA.clone(), kv.values_LNHV.clone())
+
+
+class Layered(Model):
+    """Its prefixes come back by layers, if they come: each copy may fail too."""
+
+    def begin_reload(self, host: KV) -> Reload:
+        self.during("to_device", len(host))
+        model = self
+
+        class Shaky(Reload):
+            def copy(self, layer: int) -> None:
+                model.during("layer", layer)
+                super().copy(layer)
+
+        reload = Shaky(host, torch.device("cpu"))
+        with torch.inference_mode():
+            reload.kv.keys_LNHA.fill_(-1)  # wrong where it is read before it has come
+        return reload
+
+    def _kv(self, history: History, past: KV | None) -> KV:
+        if past is not None and past.arrival is not None:
+            past.arrival.wait_for(0)
+        return super()._kv(history, past)
 
 
 class Stops:
@@ -385,6 +411,43 @@ def test_chunks_that_a_ranking_waits_for_take_turns_with_rankings():
     assert [name for name, _ in stops.calls if name != "to_host"] == [
         *("prefix", "rank", "prefix", "rank", "prefix", "rank", "rank")
     ]
+
+
+def test_short_prefixes_are_computed_in_one_call():
+    stops = Stops("rank")
+    with served(Model(during=stops), chunk=6) as instance:
+        instance.rank(request("first"))
+        stops.reached("rank")
+        for user, length in (("a", 2), ("b", 3), ("c", 2), ("d", 9)):
+            instance.prefetch(Signal(user, history(*range(length))))
+        stops.open("rank")
+        until(instance, entries_ready=4)
+        for user, length in (("a", 2), ("b", 3), ("c", 2), ("d", 9)):
+            asked = request(user, history(*range(length)))
+            assert answer(instance, asked).path is Path.HBM_HIT
+    prefixes = [size for name, size in stops.calls if name == "prefix"]
+    assert prefixes == [2 + 3, 2, 6, 3], "no call has more events than a chunk"
+
+
+def test_one_prefix_that_fails_does_not_take_those_beside_it_along():
+    class Picky(Model):
+        def prefix(self, items: Sequence[PrefixItem]) -> list[KV]:
+            if any(BAD_ITEM in item.history.items_N for item in items):
+                raise MemoryError("not with this one")
+            return super().prefix(items)
+
+    stops = Stops("rank")
+    with served(Picky(during=stops), chunk=100) as instance:
+        first = instance.rank(request("first"))
+        stops.reached("rank")
+        for user, item in (("a", 1), ("b", BAD_ITEM), ("c", 3)):
+            instance.prefetch(Signal(user, history(item)))
+        stops.open("rank")
+        first.result(PATIENCE_S)
+        stats = until(instance, entries_ready=2, queue_fills=0)
+        assert (stats["failed_fills"], stats["fills"]) == (1, 2)
+        assert answer(instance, request("b", history(BAD_ITEM))).path is Path.MISS_FULL
+        assert answer(instance, request("c", history(3))).path is Path.HBM_HIT
 
 
 # Memory
@@ -685,6 +748,109 @@ def test_another_model_takes_over_and_what_was_begun_ends_on_the_old_one():
         assert (stats["copies"], stats["fills"], instance.version) == (0, 1, "2")
 
 
+# What another model costs
+
+
+def measured(instance: Instance, stops: Stops, model: Model) -> None:
+    """Swap, and wait until the first reading of the model is under way."""
+    instance.swap_model(model)
+    stops.reached("rank")
+
+
+@contextmanager
+def recalibrating(clock: Time | None = None) -> Iterator[tuple[Instance, list[str], Stops]]:
+    """An instance that takes three readings of each new model, and the models so measured."""
+    known: list[str] = []
+    stops = Stops("rank")
+
+    def recalibrate(model: RankModel, run: Callable[[Callable[[], float]], float]) -> None:
+        item = RankItem(history(1), np.arange(3))
+        found = [run(lambda: float(len(model.rank([item])))) for _ in range(3)]
+        assert found == [1.0] * 3
+        known.append(model.version)
+
+    with Instance(Model(), SETTINGS, None, clock or Time(), recalibrate) as instance:
+        yield instance, known, stops
+        stops.open("rank")
+
+
+def test_a_model_that_takes_over_is_measured_beside_the_requests():
+    with recalibrating() as (instance, known, stops):
+        measured(instance, stops, Model(2, stops))
+        future = instance.rank(request())
+        stops.open("rank")
+        assert checked(request(), future.result(PATIENCE_S)).version == "2"
+        stops.reached("rank", 4)
+        instance.close()
+        assert known == ["2"]
+    assert [size for name, size in stops.calls if name == "rank"] == [1] * 4
+
+
+def test_the_same_model_is_not_measured_again():
+    with recalibrating() as (instance, known, stops):
+        instance.swap_model(Model(1, stops))
+        assert not instance._calibrating
+    assert known == stops.calls == []
+
+
+def test_a_model_that_is_replaced_while_it_is_measured_is_not_measured_further():
+    with recalibrating() as (instance, known, stops):
+        measured(instance, stops, Model(2, stops))
+        others = Stops()
+        instance.swap_model(Model(3, others))
+        stops.open("rank")
+        others.reached("rank", 3)
+        for thread in instance._calibrating:
+            thread.join(PATIENCE_S)
+        assert known == ["3"]
+    assert len(stops.calls) == 1
+
+
+def test_closing_ends_a_measurement():
+    with recalibrating() as (instance, known, stops):
+        measured(instance, stops, Model(2, stops))
+        closing = threading.Thread(target=instance.close)
+        closing.start()
+        with instance._desk.change:
+            assert instance._desk.change.wait_for(lambda: instance._desk.closed, PATIENCE_S)
+        stops.open("rank")
+        closing.join(PATIENCE_S)
+        assert not closing.is_alive()
+        assert not any(thread.is_alive() for thread in instance._calibrating)
+    assert (known, len(stops.calls)) == ([], 1)
+
+
+def test_a_measurement_that_fails_changes_nothing():
+    with recalibrating() as (instance, known, stops):
+        stops.faults["rank"] = 1
+        measured(instance, stops, Model(2, stops))
+        stops.open("rank")
+        assert answer(instance, request()).version == "2"
+    assert known == []
+
+
+def test_where_there_is_no_end_of_requests_measurements_take_a_small_part_of_the_time():
+    clock = Time()
+    probes = Probes(clock)
+
+    def slow() -> float:
+        clock.seconds += 0.01
+        return 10.0
+
+    for _ in range(3):
+        probes.ask(slow)
+    first = probes.take(idle=False)
+    assert first
+    first()
+    assert probes.take(idle=False) is None
+    clock.seconds += 0.18
+    assert probes.take(idle=False) is None
+    clock.seconds += 0.02
+    assert probes.take(idle=False)
+    assert probes.take(idle=True), "nothing else is to be done"
+    assert probes.take(idle=True) is None
+
+
 # Everything at once
 
 
@@ -696,7 +862,7 @@ def test_many_clients_at_once_get_only_right_scores(seed: int):
         if random.random() < 0.05:
             raise MemoryError(f"{name} of {size}")
 
-    versions = [Model(version, during) for version in range(3)]
+    versions = [(Layered if seed % 2 else Model)(version, during) for version in range(3)]
     changes = {"device_mb": 60 * BYTES / 2**20, "host_mb": 50 * BYTES / 2**20, "life_s": 1e-3}
     settings = replace(SETTINGS, **changes, single_flight=seed % 3 > 0, relay=seed % 3 > 1)
     bound = 60 * BYTES

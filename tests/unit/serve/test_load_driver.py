@@ -1,8 +1,10 @@
 """The driver and its report, against a service whose times are a formula in made time."""
 
+import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from nestpipe.serve.load_arms import ARMS, arms_of
@@ -11,7 +13,7 @@ from nestpipe.serve.load_report import Latency, Report, percentile, report
 from nestpipe.serve.load_settings import WorkloadSettings
 from nestpipe.serve.load_virtual import FormulaService, VirtualTime
 from nestpipe.serve.load_workload import Visit, legs, visits
-from nestpipe.serve.types import Outcome, RealClock
+from nestpipe.serve.types import Answer, Outcome, Path, RealClock
 
 SETTINGS = WorkloadSettings(rate=50, seconds=4, length=128, short=16, delay_jitter=0, new_events=0)
 
@@ -205,6 +207,22 @@ def test_real_time_and_threads_for_signals():
     assert [record.outcome for record in driven.records] == [Outcome.ADMITTED] * 5
     assert all(record.full for record in driven.records)
     assert all((record.latency_ms or 0) > 0 for record in driven.records)
+
+
+def test_an_answer_that_is_noted_late_is_not_lost():
+    class Slow(FormulaService):
+        """Others hear of its answers before the driver does."""
+
+        def rank(self, request):
+            answer = Future()
+            answer.add_done_callback(lambda _: threading.Event().wait(0.05))
+            value = Answer(np.zeros(8, np.float32), Path.HBM_HIT, 128, "v")
+            threading.Timer(0.02, answer.set_result, [value]).start()
+            return answer
+
+    service = Slow(time=VirtualTime(), full_ms=lambda length: 0)
+    driven = drive(service, list(legs(SETTINGS, regular(1, 0.0))), RealPace(RealClock()))
+    assert driven.records[0].full
 
 
 def test_percentiles_are_values_that_occurred():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -11,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nestpipe.errors import ConfigError, ParseError
-from nestpipe.serve.costs import ENOUGH, KEEP_S, Costs, Fit, Work, calibrate, fit, p99
+from nestpipe.serve.calibrate import calibrate, high
+from nestpipe.serve.costs import ENOUGH, KEEP_S, Costs, Fit, Work, fit, p99
 from nestpipe.serve.settings import ServeSettings
 from nestpipe.serve.trigger import Load, TokenBucket, Trigger, seconds_apart
 from nestpipe.serve.types import KV, Outcome
@@ -295,6 +297,76 @@ def test_calibration_predicts_what_the_model_takes():
         2 + 1e-5 * 64**2 + 1e-5 * 128 * (64 + 2048), rel=1e-6
     )
     assert costs.reload_ms(8 * 4096) == pytest.approx(1e-4 * 8 * 4096, rel=1e-6)
+
+
+def test_calibration_in_short_readings_predicts_about_the_same():
+    clock = HandClock()
+    readings: list[float] = []
+
+    def run(reading):
+        readings.append(reading())
+        return readings[-1]
+
+    model = ChunkModel(clock)
+    costs = calibrate(
+        model, [256, 1024], [64], clock, 3, short=64, chunk=128, longest_inline=128, run=run
+    )
+    assert model.longest_call == 128, "no reading is longer than a chunk"
+    # Each chunk has its own overhead of 1 ms; the prefix and a ranking after it are all the work.
+    assert costs.prefix_ms(512) == pytest.approx(4 + 0.02 * 512, rel=1e-6)
+    cached_ms = 2 + 1e-5 * 64**2 + 1e-5 * 64 * (64 + 512)
+    assert costs.inline_ms(512, 64) == pytest.approx(costs.prefix_ms(512) + cached_ms, rel=1e-6)
+    assert len([ms for ms in readings if ms < 1000]) > 4 * (2 + 8 + 2 * 2)
+
+
+@dataclass
+class ChunkModel(TimedModel):
+    """Knows how many events it was given at a time."""
+
+    longest_call: int = 0
+
+    def prefix(self, items):
+        (item,) = items
+        self.longest_call = max(self.longest_call, len(item.history))
+        (kv,) = super().prefix(items)
+        if item.past is None:
+            return [kv]
+        whole = len(item.past) + len(kv)
+        return [KV(torch.zeros(1, whole, 1, 2), torch.zeros(1, 0, 1, 2))]
+
+    def rank(self, items):
+        self.longest_call = max(self.longest_call, len(items[0].history))
+        return super().rank(items)
+
+
+def test_no_two_readings_of_a_point_follow_each_other_or_have_the_same_events():
+    seen: list[tuple[int, int, bytes]] = []
+
+    class Seen(TimedModel):
+        def rank(self, items):
+            (item,) = items
+            seen.append((len(item.past or ()), len(item.candidates_C), bytes(item.history.items_N)))
+            return super().rank(items)
+
+    clock = HandClock()
+    calibrate(Seen(clock), [256], [64, 256], clock, repeats=3, short=64)
+    assert len(seen) == 4 * 4
+    assert all(one[:2] != other[:2] for one, other in pairwise(seen))
+    assert len({events for _, _, events in seen}) == len(seen)
+
+
+def test_a_high_reading_counts_but_not_one_that_stands_alone():
+    assert high([1.0, 2.0, 3.0, 4.0, 900.0]) == 4.0
+    assert high([3.0, 1.0, 2.0]) == 3.0
+    assert high([7.0]) == 7.0
+
+
+def test_other_costs_take_over():
+    deciding = trigger()
+    before = deciding.decide(600, 10, Load())
+    deciding.renew(Costs({Work.INLINE: Fit(base=1000.0)}))
+    assert before is Outcome.NOT_AT_RISK
+    assert deciding.decide(600, 10, Load()) is Outcome.ADMITTED
 
 
 @pytest.mark.parametrize(
