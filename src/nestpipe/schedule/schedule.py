@@ -63,7 +63,8 @@ class Shape:
     stale: bool = False
     """Whether batches may train on rows that miss the update of the batch before."""
     keys_apart: bool = False
-    """Whether counts and keys travel in a network of their own, that of the hosts."""
+    """Whether counts and keys travel in a network of their own, that of the hosts. They are then
+    on the lane of routing, and `dedup` leaves it for that of the copies."""
     sums_apart: bool = False
     """Whether dense gradients are summed in a network of their own, begun by the last `dense` and
     ended by `reduce`, which then applies them; `update` is left with the rows."""
