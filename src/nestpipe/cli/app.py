@@ -14,6 +14,7 @@ from nestpipe.cli.bench import bench_app
 from nestpipe.cli.bench_clustering import bench_clustering
 from nestpipe.cli.bench_groups import bench_groups
 from nestpipe.cli.bench_pipeline import bench_pipeline
+from nestpipe.cli.bench_relay import bench_relay
 from nestpipe.cli.bench_train import bench_train
 from nestpipe.cli.check import check
 from nestpipe.cli.data import data_app
@@ -42,6 +43,7 @@ bench_app.command("train")(bench_train)
 bench_app.command("pipeline")(bench_pipeline)
 bench_app.command("groups")(bench_groups)
 bench_app.command("clustering")(bench_clustering)
+bench_app.command("relay")(bench_relay)
 app.add_typer(bench_app, name="bench")
 app.add_typer(data_app, name="data")
 app.command()(serve)

@@ -167,13 +167,17 @@ def read_answer(body: bytes) -> Answer:
 
 
 def read_stats(text: str) -> dict[str, float]:
-    """The numbers without labels of a page in Prometheus' format."""
+    """The numbers without labels of a page in Prometheus' format, counters without `_total`."""
     found: dict[str, float] = {}
+    counters = set[str]()
     for line in text.splitlines():
         name, _, value = line.partition(" ")
-        if name.startswith(PREFIX) and "{" not in name:
+        if name == "#" and line.endswith(" counter"):
+            counters.add(line.split()[2])
+        elif name.startswith(PREFIX) and "{" not in name:
+            own = name.removesuffix("_total") if name in counters else name
             with contextlib.suppress(ValueError):
-                found[name.removeprefix(PREFIX)] = float(value)
+                found[own.removeprefix(PREFIX)] = float(value)
     return found
 
 

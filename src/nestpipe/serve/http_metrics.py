@@ -6,13 +6,27 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Histogram
-from prometheus_client.core import Metric, UnknownMetricFamily
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    Metric,
+    UnknownMetricFamily,
+)
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.registry import Collector
+
+from nestpipe.serve.http_metric_names import described
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
 PAGES = ("/v1/prefetch", "/v1/rank", "/v1/reload", "/v1/health", "/metrics")
+
+FAMILIES = {
+    "counter": CounterMetricFamily,
+    "gauge": GaugeMetricFamily,
+    "unknown": UnknownMetricFamily,
+}
+"""By the kind of a number; a counter's name gets `_total` at its end."""
 
 Stats = Callable[[], Mapping[str, float]]
 
@@ -54,7 +68,7 @@ class Metrics:
 
 
 class _Stats(Collector):
-    """The numbers of a service, asked for when scraped; types are not told: some go up only."""
+    """The numbers of a service, asked for when scraped."""
 
     def __init__(self, stats: Iterable[Stats]) -> None:
         self._stats = tuple(stats)
@@ -62,7 +76,8 @@ class _Stats(Collector):
     def collect(self) -> Iterable[Metric]:
         for source in self._stats:
             for name, value in source().items():
-                yield UnknownMetricFamily(metric_name(name), name.replace("_", " "), value=value)
+                about = described(name)
+                yield FAMILIES[about.kind](metric_name(name), about.help, value=value)
 
     def describe(self) -> Iterable[Metric]:
         return ()  # asked for when registered, where a service may not answer yet

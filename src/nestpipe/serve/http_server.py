@@ -9,6 +9,7 @@ import signal
 import socket
 import threading
 from collections.abc import Generator
+from typing import Any
 
 import h11
 import uvicorn
@@ -18,6 +19,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from nestpipe.serve.http_app import Served, answer_error
 from nestpipe.serve.http_errors import shed
 from nestpipe.serve.http_settings import HttpSettings
+from nestpipe.serve.http_whole import WholeAnswers
 
 log = logging.getLogger("nestpipe.serve")
 
@@ -84,7 +86,8 @@ class PatientProtocol(H11Protocol):
     _impatience: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport) -> None:
-        super().connection_made(transport)
+        whole: Any = WholeAnswers(transport, self.loop)
+        super().connection_made(whole)
         if len(self.connections) > self.most_connections:
             self.app = too_many
         self._watch()

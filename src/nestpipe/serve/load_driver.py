@@ -37,7 +37,7 @@ class Pace(Protocol):
         """Come back at that moment, or at once where it has passed."""
         ...
 
-    def settle(self, pending: Sequence[Future[Answer]], grace_s: float) -> None:
+    def settle(self, pending: Sequence[Future[None]], grace_s: float) -> None:
         """Come back when all have ended, or after `grace_s`."""
         ...
 
@@ -58,7 +58,7 @@ class RealPace:
             self._never.wait(left)
             left = moment - self.now()
 
-    def settle(self, pending: Sequence[Future[Answer]], grace_s: float) -> None:
+    def settle(self, pending: Sequence[Future[None]], grace_s: float) -> None:
         wait(pending, timeout=grace_s)
 
 
@@ -121,7 +121,7 @@ def drive(
     send = send or at_once(service)
     records = {leg.visit.number: Record(leg.visit) for leg in legs}
     before = service.stats()
-    pending: list[Future[Answer]] = []
+    pending: list[Future[None]] = []
     start = pace.now() + LEAD_S
     for leg in legs:
         due = start + leg.due_s
@@ -168,11 +168,17 @@ def _signal(send: Send, signal: Signal, record: Record) -> None:
 
 def _rank(
     service: RankService, request: RankRequest, record: Record, due: float, pace: Pace
-) -> Future[Answer]:
+) -> Future[None]:
+    """Ask for it; ends once what came of it is noted, which is later than the answer itself."""
+    noted = Future[None]()
+
     def done(ended: Future[Answer]) -> None:
         record.latency_ms = 1e3 * (pace.now() - due)
-        record.error = ended.exception()
-        record.answer = None if record.error else ended.result()
+        try:
+            record.error = ended.exception()
+            record.answer = None if record.error else ended.result()
+        finally:
+            noted.set_result(None)
 
     try:
         answer = service.rank(request)
@@ -180,4 +186,4 @@ def _rank(
         answer = Future[Answer]()
         answer.set_exception(error)
     answer.add_done_callback(done)
-    return answer
+    return noted

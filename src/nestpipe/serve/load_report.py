@@ -154,7 +154,7 @@ def as_json(told: Report) -> dict[str, Any]:
 
 
 def _host_hits(run: Run) -> float | None:
-    reloads = run.counted.get("reloads", run.counted.get("reloads_total"))
+    reloads = run.counted.get("reloads")
     return None if reloads is None else reloads / max(1, len(run.records))
 
 

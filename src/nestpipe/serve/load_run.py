@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,11 +15,13 @@ from nestpipe.serve.load_driver import SIGNAL_THREADS, RealPace, Run, by_threads
 from nestpipe.serve.load_report import Report, report
 from nestpipe.serve.load_settings import LoadSettings
 from nestpipe.serve.load_target import open_arm
-from nestpipe.serve.load_workload import legs, visits
+from nestpipe.serve.load_workload import Leg, legs, visits
 from nestpipe.serve.types import Clock, RankModel, RankService
 
 SWITCH_S = 0.0005
 """Longest time for which a computing thread keeps Python's lock from the driver; usually 5 ms."""
+PRIORITY = 1
+"""The lowest real-time priority: above everything that computes."""
 
 Progress = Callable[[], None]
 
@@ -41,6 +44,7 @@ def run_arm(arm: Arm, bench: Bench, progress: Progress = lambda: None) -> tuple[
     with (
         open_arm(arm, serve, bench.models, bench.costs, bench.clock) as service,
         prompt_threads(),
+        prompt_driver(),
     ):
         done = drive(service, sent, RealPace(bench.clock), progress=progress)
     return _report(f"{arm.letter} {arm.name}", done, bench.settings), done
@@ -57,15 +61,46 @@ def prompt_threads() -> Generator[None]:
         sys.setswitchinterval(before)
 
 
+@contextmanager
+def prompt_driver(*, with_new_threads: bool = False) -> Generator[bool]:
+    """Let this thread run as soon as it wakes, where the system allows it; whether it does.
+
+    Else, on a machine whose cores all compute, a thread that wakes may wait for the end of
+    another's time slice, 3 ms and more: the driver would be late. Threads that it starts meanwhile
+    have the same priority if `with_new_threads`.
+    """
+    if not hasattr(os, "sched_setscheduler"):
+        yield False
+        return
+    alone = 0 if with_new_threads else os.SCHED_RESET_ON_FORK
+    policy, parameter = os.sched_getscheduler(0), os.sched_getparam(0)
+    try:
+        os.sched_setscheduler(0, os.SCHED_FIFO | alone, os.sched_param(PRIORITY))
+    except OSError:
+        yield False  # it takes a right that ordinary users do not have
+        return
+    try:
+        yield True
+    finally:
+        os.sched_setscheduler(0, policy | alone, parameter)
+
+
 def run_service(
     name: str, service: RankService, clock: Clock, settings: LoadSettings, progress: Progress
 ) -> tuple[Report, Run]:
     """Serve all requests by a service that runs elsewhere."""
     sent = list(legs(settings.workload, visits(settings.workload)))
-    with ThreadPoolExecutor(SIGNAL_THREADS) as pool:
-        send = by_threads(service, pool)
-        done = drive(service, sent, RealPace(clock), send=send, progress=progress)
+    done = drive_service(service, sent, clock, progress)
     return _report(name, done, settings), done
+
+
+def drive_service(
+    service: RankService, sent: Sequence[Leg], clock: Clock, progress: Progress = lambda: None
+) -> Run:
+    """Send these legs to a service that runs elsewhere."""
+    with ThreadPoolExecutor(SIGNAL_THREADS) as pool, prompt_driver(with_new_threads=True):
+        send = by_threads(service, pool)
+        return drive(service, sent, RealPace(clock), send=send, progress=progress)
 
 
 def _report(name: str, done: Run, settings: LoadSettings) -> Report:

@@ -38,7 +38,7 @@ class VirtualTime:
             act()
         self._now = max(self._now, moment)
 
-    def settle(self, pending: Sequence[Future[Answer]], grace_s: float) -> None:
+    def settle(self, pending: Sequence[Future[None]], grace_s: float) -> None:
         self.wait_until(self._now + grace_s)
 
 

@@ -1,0 +1,252 @@
+"""`nestpipe bench relay`: relay beside inline ranking, over HTTP, behind one or two routers."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from nestpipe.cli.load_jobs import require
+from nestpipe.cli.options import JsonFile
+from nestpipe.cli.output import STDOUT, console, progress_bar, write_json
+from nestpipe.config import build, override, positive
+from nestpipe.errors import ConfigError
+from nestpipe.serve.load_settings import LoadSettings
+
+if TYPE_CHECKING:
+    from nestpipe.bench.relay import RelayCase
+    from nestpipe.bench.relay_report import Reading
+    from nestpipe.bench.relay_scores import Reference
+    from nestpipe.bench.relay_sizes import Asked, Sizes
+
+NOT_SOUND = 1
+"""Exit status where a request was lost or a score wrong."""
+NO_NGINX = "nginx is skipped: there is none on this machine; apt-get install nginx-light"
+
+
+def bench_relay(
+    checkpoint: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="Serve this ranker.")
+    ] = None,
+    random: Annotated[
+        str | None,
+        typer.Option(metavar="SIZES", help="Serve one with random weights; the default."),
+    ] = None,
+    length: Annotated[
+        int | None, typer.Option(min=128, help="Events of a history; default: by calibration.")
+    ] = None,
+    target_ms: Annotated[
+        float | None, typer.Option(help="P99 to be kept; default: 100, or by the length.")
+    ] = None,
+    rate: Annotated[
+        float | None, typer.Option(help="Requests per second; default: 6 % of the time is used.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(help="How long requests arrive in a round.")] = 40.0,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds, in which the arms take turns.")] = 4,
+    candidates: Annotated[int, typer.Option(min=2, help="Candidates of a request.")] = 128,
+    nginx: Annotated[
+        bool, typer.Option("--nginx", help="Then the same again behind a real nginx.")
+    ] = False,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="SECTION.KEY=VALUE", help="Change a setting of serve or workload."
+        ),
+    ] = None,
+    json: JsonFile = None,
+) -> None:
+    """Rank inline and with relay at a length that inline cannot rank in time, over HTTP.
+
+    Starts services of two instances with one thread each behind a router, sends all the same
+    requests in turns, then kills an instance under load. Every answer is compared with the scores
+    of the same model in this process.
+
+    Exit status 1: a request was lost, or a score was wrong.
+
+    Example: nestpipe bench relay --nginx --json out/relay.json
+    """
+    if checkpoint is not None and random is not None:
+        raise ConfigError("both --checkpoint and --random are given; name one model")
+    for name, value in (("target-ms", target_ms), ("rate", rate), ("seconds", seconds)):
+        if value is not None:
+            positive(f"--{name}", value)
+    build(LoadSettings, override({}, settings or []))  # a wrong name is told before the work
+    require("torch", "safetensors", "fastapi", "httpx", "prometheus_client", "uvicorn")
+    from nestpipe.bench.relay import find_nginx
+    from nestpipe.bench.relay_report import is_sound
+    from nestpipe.bench.relay_sizes import Asked
+
+    notes = [NO_NGINX] if nginx and find_nginx() is None else []
+    fronts = ("builtin", "nginx") if nginx and not notes else ("builtin",)
+    asked = Asked(length=length, target_ms=target_ms, rate=rate)
+    plan = _Plan(asked, seconds, rounds, candidates, fronts, settings or [])
+    with _reference(checkpoint, random) as (path, reference):
+        case, sizes = plan.case(path, reference)
+        if json != STDOUT:
+            console().print(_sizes_line(case, sizes), markup=False, soft_wrap=True)
+        readings = _compare(case, reference)
+    _tell(case, sizes, readings, notes, json)
+    if not is_sound(readings):
+        raise typer.Exit(NOT_SOUND)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What the command line says of the comparison."""
+
+    asked: Asked
+    seconds: float
+    rounds: int
+    candidates: int
+    fronts: tuple[Any, ...]
+    settings: list[str]
+
+    def case(self, path: Path, reference: Reference) -> tuple[RelayCase, Sizes]:
+        """Time the model, and choose what is left to choose."""
+        from nestpipe.bench.relay import INSTANCES, RelayCase, sections
+        from nestpipe.bench.relay_sizes import choose, measure
+        from nestpipe.serve.load_settings import WorkloadSettings
+        from nestpipe.serve.types import RealClock
+
+        model, short = reference.model, WorkloadSettings().short
+        with progress_bar("measuring costs", None):
+            costs = measure(model, self.asked, self.candidates, short, RealClock())
+        sizes = choose(costs, self.asked, self.candidates, short, INSTANCES)
+        given = sections(sizes, self.seconds, self.candidates)
+        items = max(1, min(WorkloadSettings().items, model.rows.num_items))
+        given["workload"] |= {"items": items, "times": bool(model.config.time_buckets)}
+        chosen = build(LoadSettings, override(given, self.settings))
+        case = RelayCase(
+            checkpoint=path,
+            settings=chosen,
+            cap=chosen.serve.cut_length,
+            rounds=self.rounds,
+            fronts=self.fronts,
+        )
+        return case, sizes
+
+
+@contextmanager
+def _reference(checkpoint: Path | None, random: str | None) -> Generator[tuple[Path, Reference]]:
+    """The checkpoint that is served, and the same model here, on one thread as in an instance."""
+    import torch
+
+    from nestpipe.bench.relay_scores import Reference
+    from nestpipe.bench.relay_service import write_random
+    from nestpipe.serve.load_model import random_model
+    from nestpipe.serve.model import HstuRankModel
+
+    sizes, before = random_model(random or ""), torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with TemporaryDirectory(prefix="nestpipe-relay-") as folder:
+            path = checkpoint or write_random(Path(folder), sizes)
+            yield path, Reference(HstuRankModel.from_checkpoint(path, "cpu"))
+    finally:
+        torch.set_num_threads(before)
+
+
+def _compare(case: RelayCase, reference: Reference) -> list[Reading]:
+    from nestpipe.bench.relay import compare
+    from nestpipe.serve.types import RealClock
+
+    return compare(case, reference, RealClock(), progress_bar)
+
+
+def _tell(
+    case: RelayCase,
+    sizes: Sizes,
+    readings: Sequence[Reading],
+    notes: Sequence[str],
+    json: str | None,
+) -> None:
+    from nestpipe.bench.relay_report import conclusion
+
+    sentence = conclusion(readings, case.settings.workload.length)
+    if json is not None:
+        about = {
+            "sizes": asdict(sizes),
+            "settings": asdict(case.settings),
+            "rounds": case.rounds,
+            "notes": list(notes),
+        }
+        results = [one.as_json() for one in readings]
+        write_json(json, {**about, "results": results, "conclusion": sentence})
+    if json != STDOUT:
+        terminal = console()
+        terminal.print(_times_table(case, readings))
+        terminal.print(_answers_table(readings))
+        for line in [*notes, sentence]:
+            terminal.print(line, markup=False, soft_wrap=True)
+
+
+def _sizes_line(case: RelayCase, sizes: Sizes) -> str:
+    workload = case.settings.workload
+    return (
+        f"{workload.length:,} events are predicted to rank in {sizes.inline_ms:.0f} ms inline, in "
+        f"{sizes.cached_ms:.0f} ms with a prefix that takes {sizes.prefix_ms:.0f} ms; {case.cap} "
+        f"events in {sizes.capped_ms:.0f} ms; target {case.settings.serve.target_ms:g} ms, "
+        f"{workload.rate:g} requests/s, {case.minutes:.0f} minutes of requests"
+    )
+
+
+def _times_table(case: RelayCase, readings: Sequence[Reading]) -> Table:
+    workload, target = case.settings.workload, f"{case.settings.serve.target_ms:g} ms"
+    table = _table(
+        f"{workload.rate:g} requests/s, {workload.length:,} events, {workload.candidates} "
+        f"candidates, {case.rounds} rounds of {workload.seconds:g} s",
+        f"within: answered at full length in {target}; asked, used: events, means;\n"
+        "late: P99 of the driver's own delay.",
+        ("requests", "P50, ms", "P99, ms", "within", "asked", "used", "late, ms"),
+    )
+    for one in readings:
+        told, latency = one.told, one.told.latency
+        table.add_row(
+            f"{one.front}: {told.name}",
+            f"{told.requests:,}",
+            f"{latency.p50_ms:.1f}" if latency else "-",
+            f"{latency.p99_ms:.1f}" if latency else "-",
+            f"{told.compliant / max(1, told.requests):.1%}",
+            f"{told.asked.mean:,.0f}",
+            f"{told.used.mean:,.0f}",
+            f"{told.late_p99_ms:.1f}",
+        )
+    return table
+
+
+def _answers_table(readings: Sequence[Reading]) -> Table:
+    table = _table(
+        "How requests were answered, and whether their scores are right",
+        "hbm, late, dram: with a prefix that was ready, on its way, still in host memory;\n"
+        "reloads: prefixes from host memory, most of them for the signal; cut: answers that rest\n"
+        "on fewer events than asked for; wrong: by more than 1e-5 of the scores' deviation.",
+        ("hbm", "late", "dram", "inline", "reloads", "cut", "lost", "wrong", "compared"),
+    )
+    for one in readings:
+        hits = one.hits
+        table.add_row(
+            f"{one.front}: {one.told.name}",
+            *(str(hits[path]) for path in ("hbm_hit", "late_hit", "dram_hit")),
+            str(hits["miss_full"] + hits["miss_cut"]),
+            "-" if one.reloads is None else str(one.reloads),
+            str(one.told.cuts),
+            str(one.lost),
+            str(one.scores.wrong),
+            f"{one.scores.compared:,}",
+        )
+    return table
+
+
+def _table(title: str, caption: str, columns: Sequence[str]) -> Table:
+    table = Table(title=title, caption=caption, box=SIMPLE_HEAD)
+    table.add_column("", no_wrap=True)
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
