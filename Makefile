@@ -33,7 +33,7 @@ demo: $(READY)
 	@printf '\nThe baseline is always predicting the mean label. The picture of scaling is in $(PICTURE).\n'
 
 test: check
-	$(BIN)/pytest -q -n 2
+	$(BIN)/pytest -q -n 2 --dist worksteal
 
 check: $(READY)
 	$(BIN)/ruff check .

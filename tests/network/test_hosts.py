@@ -18,6 +18,7 @@ PROGRAM = Path(__file__).with_name("host_program.py")
 HOLD = """
 import signal
 from nestpipe.bench.hosts import shaped_hosts
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 with shaped_hosts(2, "50mbit") as hosts:
     print(*[host.holder for host in hosts], flush=True)
     signal.pause()

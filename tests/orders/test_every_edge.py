@@ -9,6 +9,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache, cached_property
 
 import pytest
 
@@ -57,22 +58,34 @@ class Case:
         facts += ["exact groups"] if o.merge is Merge.EXACT else []
         return ", ".join([*facts, f"mirror every {o.mirror_every}"] if o.mirror_every else facts)
 
-    @property
+    @cached_property
     def schedule(self) -> Schedule:
         return plan(self.name, self.options).schedule(BATCHES)
 
-    def data(self, seed: int) -> ToyData:
-        """About a third of all keys are in each batch, so neighbours share some and not all."""
-        groups = 2 if self.options.mirror_every else 1
-        micros = self.options.micros
-        return ToyData.random(
-            seed,
-            ranks=2 * groups,
-            batches=BATCHES,
-            micros=micros,
-            groups=groups,
-            vocabulary=8 * micros,
-        )
+    @cached_property
+    def interpreter(self) -> Interpreter:
+        return Interpreter(self.schedule)
+
+
+@cache
+def data_of(case: Case, seed: int) -> ToyData:
+    """About a third of all keys are in each batch, so neighbours share some and not all."""
+    groups = 2 if case.options.mirror_every else 1
+    micros = case.options.micros
+    return ToyData.random(
+        seed,
+        ranks=2 * groups,
+        batches=BATCHES,
+        micros=micros,
+        groups=groups,
+        vocabulary=8 * micros,
+    )
+
+
+@cache
+def expected_of(case: Case, seed: int) -> Outcome:
+    """Where the plan ends with all its edges."""
+    return case.interpreter.run_in_issue_order(data_of(case, seed))
 
 
 def cases() -> Iterator[Case]:
@@ -100,6 +113,14 @@ WINDOW_CASES = [
 """Micro-batches that share rows."""
 
 
+def in_pairs(cases: list[Case]) -> Iterator[Case]:
+    """Without every other case of 4 and 8 micro-batches: a plan and a retrieval meet both still."""
+    for case in cases:
+        odd = (list(PLANS).index(case.name) + list(Retrieval).index(case.options.retrieval)) % 2
+        if case.name == "stale_prefetch" or case.options.micros != (4 if odd else 8):
+            yield case
+
+
 class Mutations:
     """Removes each edge of a case in turn and collects what is wrong with the verdicts."""
 
@@ -109,8 +130,6 @@ class Mutations:
         self.most_runs = most_runs
         self.schedule = case.schedule
         self.order = happens_before(self.schedule)
-        self.reference = Interpreter(self.schedule)
-        self.expected: dict[int, Outcome] = {}
         self.implied: set[tuple[Op, Op]] = set()
         self.troubles: Counter[str] = Counter()
         self.runs = 0
@@ -124,7 +143,7 @@ class Mutations:
         mutant = self.schedule.without_edge(before, after)
         refused = self.refuses(mutant)
         gone = f"{self.case}: `{after}` no longer waits for `{before}`"
-        if happens_before(mutant) == self.order:
+        if happens_before(mutant).earlier == self.order.earlier:
             self.implied.add((before, after))
             if refused:
                 self.faults.append(f"{gone}, which changes nothing, and the checker refuses it")
@@ -142,16 +161,13 @@ class Mutations:
         interpreter = Interpreter(mutant)
         for seed in range(self.most_runs):
             self.runs += 1
-            data = self.case.data(seed)
-            if seed not in self.expected:
-                self.expected[seed] = self.reference.run_in_issue_order(data)
-            found = interpreter.run_against(data, before, after, seed)
-            if found != self.expected[seed]:
+            found = interpreter.run_against(data_of(self.case, seed), before, after, seed)
+            if found != expected_of(self.case, seed):
                 return found.trouble.split(":")[0] or "another table"
         return ""
 
 
-@pytest.mark.parametrize("case", [*CASES, *WINDOW_CASES], ids=str)
+@pytest.mark.parametrize("case", [*in_pairs(CASES), *WINDOW_CASES], ids=str)
 def test_every_edge_is_implied_or_necessary(case: Case) -> None:
     mutations = Mutations(case, refuses)
     assert not mutations.faults, "\n".join(["", *mutations.faults])
@@ -226,31 +242,26 @@ def test_what_the_checker_accepts_runs_as_before_and_what_it_refuses_does_not(ca
     implied = sorted(redundant_edges(schedule), key=str)
     accepted = 0
     faults: list[str] = []
-    for seed in range(60):
+    for seed in range(40):
         gone = rng.sample(implied, rng.randrange(1, 5)) + rng.sample(edges, seed % 2)
         mutant = schedule
         for edge in gone:
             mutant = mutant.without_edge(*edge)
-        data = case.data(seed)
-        expected = Interpreter(schedule).run_in_issue_order(data)
         remedy = next((v.missing for v in violations(mutant, stale=case.name)), None)
         run = Interpreter(mutant)
         if remedy is None:
             accepted += 1
-            if any(run.run_at_random(data, n) != expected for n in range(5)):
+            data, expected = data_of(case, seed), expected_of(case, seed)
+            if any(run.run_at_random(data, n) != expected for n in range(4)):
                 faults.append(f"accepted, but runs differ: {described(gone)}")
-        elif not any(differs(run, schedule, case, remedy, n) for n in range(MOST_RUNS)):
+        elif not any(differs(run, case, remedy, n) for n in range(MOST_RUNS)):
             faults.append(f"refused, but no run differs: {described(gone)}")
     assert not faults, "\n".join(["", *faults])
-    assert 0 < accepted < 60
+    assert 0 < accepted < 40
 
 
-def differs(
-    run: Interpreter, schedule: Schedule, case: Case, remedy: tuple[Op, Op], seed: int
-) -> bool:
-    data = case.data(seed)
-    expected = Interpreter(schedule).run_in_issue_order(data)
-    return run.run_against(data, *remedy, seed) != expected
+def differs(run: Interpreter, case: Case, remedy: tuple[Op, Op], seed: int) -> bool:
+    return run.run_against(data_of(case, seed), *remedy, seed) != expected_of(case, seed)
 
 
 def described(edges: list[tuple[Op, Op]]) -> str:

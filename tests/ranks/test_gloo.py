@@ -1,8 +1,6 @@
 """Real process groups: collectives of Gloo, and what is left of a run when a rank is lost."""
 
-import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -55,41 +53,9 @@ def test_a_mistake_of_one_rank_is_shown_once_and_decides_the_status():
 
 
 @pytest.mark.parametrize("scenario", ["one_is_killed", "one_stays_away"])
-def test_survivors_without_a_launcher_exit_by_themselves(scenario: str):
+def test_survivors_without_a_launcher_exit_by_themselves(outcomes, scenario: str):
     """As on several machines, where the launcher of another one cannot stop them."""
-    port = free_port()
-    ranks = [start_rank(rank, 3, port, scenario) for rank in range(3)]
-    try:
-        for rank in ranks[:2]:
-            _, said = rank.communicate(timeout=START_S)
-            print(said)
-            assert rank.returncode == 3
-            assert "in `rows 3.1` (all_to_all), at most 4 s" in said
-            assert "no sign of rank 2" in said
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.communicate()
-
-
-def free_port() -> int:
-    with socket.socket() as any_socket:
-        any_socket.bind(("127.0.0.1", 0))
-        return any_socket.getsockname()[1]
-
-
-def start_rank(rank: int, size: int, port: int, scenario: str) -> subprocess.Popen[str]:
-    environment = {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": "1",
-    }
-    return subprocess.Popen(
-        [sys.executable, str(PROGRAM), scenario],
-        env={**os.environ, **environment},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    for rank in outcomes(PROGRAM, scenario, ranks=3, first=2):
+        assert rank.status == 3
+        assert "in `rows 3.1` (all_to_all), at most 4 s" in rank.said
+        assert "no sign of rank 2" in rank.said

@@ -23,7 +23,8 @@ PIPELINE: Mapping[str, Sequence[object]] = {
     "micro_batches": (1, 2, 3, 4, 5, 6, 7, 8),
     "exchange": ("micro", "window"),
     "cut": ("contiguous", "clustered"),
-    "ends": (1.0, 0.5),
+    "first": (1.0, 0.5),
+    "last": (1.0, 0.5),
 }
 """Keys of `[pipeline]`, and the values that must not change a bit."""
 WORLD: Mapping[str, Sequence[object]] = {

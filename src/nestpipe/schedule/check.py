@@ -7,8 +7,9 @@ schedule of a few batches more than that stands for the endless stream.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import chain, pairwise
 
 from nestpipe.errors import ScheduleError
@@ -132,12 +133,12 @@ class _Access:
     writes: bool
 
 
-def _accesses(schedule: Schedule) -> dict[Cell, list[_Access]]:
-    """Who touches each cell, in the order of the serial reference."""
-    shape = schedule.shape
+@lru_cache(maxsize=8)
+def _accesses(ops: tuple[Op, ...], shape: Shape, batches: int) -> Mapping[Cell, Sequence[_Access]]:
+    """Who touches each cell, in the order of the serial reference; edges play no part."""
     touched: dict[Cell, list[_Access]] = {}
-    last = schedule.batches - 1
-    for op in sorted(schedule.ops, key=lambda op: reference_position(op, shape)):
+    last = batches - 1
+    for op in sorted(ops, key=lambda op: reference_position(op, shape)):
         does = effects(op, shape)
         reads = does.reads
         if op.kind is K.WRITEBACK and op.batch == last:
@@ -151,7 +152,8 @@ def _accesses(schedule: Schedule) -> dict[Cell, list[_Access]]:
 
 def _safe_memory(schedule: Schedule, order: HappensBefore) -> Iterator[Violation]:
     """Ops that share memory keep the serial order: written before read, read before reused."""
-    for cell, accesses in _accesses(schedule).items():
+    touched = _accesses(schedule.ops, schedule.shape, schedule.batches)
+    for cell, accesses in touched.items():
         writer: Op | None = None
         readers: list[Op] = []
         for access in accesses:

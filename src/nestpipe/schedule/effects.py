@@ -124,7 +124,8 @@ def effects(op: Op, shape: Shape) -> Effects:
             return Effects(reads=(owned, buffer, *leaving))
 
 
-_STAGE = {kind: i for i, kind in enumerate(Kind)}
+_PLACE = {kind: i for i, kind in enumerate(Kind)}
+_STAGE = dict(_PLACE)
 _STAGE[K.DENSE] = _STAGE[K.GRADS] = _STAGE[K.ROWS]
 
 
@@ -132,8 +133,7 @@ def reference_position(op: Op, shape: Shape) -> tuple[float, ...]:
     """Where the op stands in the serial order that every exact plan must be equal to."""
     if op.kind is K.WRITEBACK and shape.retrieval is Retrieval.NEW:
         return (op.batch + 1, _STAGE[K.UNION] + 0.5)
-    inside = list(Kind).index(op.kind)
     stage = _STAGE[op.kind]
     if op.kind is K.MIRROR and shape.merge is Merge.EXACT:
         stage = _STAGE[K.UPDATE] - 0.5
-    return (op.batch, stage, op.micro or 0, inside)
+    return (op.batch, stage, op.micro or 0, _PLACE[op.kind])

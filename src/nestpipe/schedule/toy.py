@@ -88,6 +88,7 @@ class Interpreter:
             for before in befores:
                 self.followers[before].append(i)
         self.retirement = [self._must_retire_first(op, number) for op in self.ops]
+        self.networks = [schedule.shape.network(op.kind) for op in self.ops]
 
     def _must_retire_first(self, op: Op, number: dict[Op, int]) -> int | None:
         shape = self.schedule.shape
@@ -100,26 +101,28 @@ class Interpreter:
         world = new_world(self.schedule.shape, data.keys, data.groups, self.carries)
         missing = [[len(befores) for befores in self.befores] for _ in world.ranks]
         done = [bytearray(len(self.ops)) for _ in world.ranks]
-        ready = [(r, i) for r in range(len(world.ranks)) for i in self._free_at_start()]
-        inside: dict[tuple[int, str], int] = {}
+        runnable = [(r, i) for r in range(len(world.ranks)) for i in self._free_at_start()]
+        inside: dict[tuple[int, str | None], int] = {}
         """Which collective each rank is waiting in, by network."""
-        network = [self.schedule.shape.network(op.kind) for op in self.ops]
+        held: list[tuple[int, int]] = []
+        """Ready, but for a network in which their rank is waiting."""
+        network = self.networks
 
         def finish(r: int, i: int) -> None:
             done[r][i] = 1
+            counts = missing[r]
             for follower in self.followers[i]:
-                missing[r][follower] -= 1
-                if missing[r][follower] == 0:
-                    ready.append((r, follower))
+                counts[follower] -= 1
+                if counts[follower] == 0:
+                    waits = (r, network[follower]) in inside
+                    (held if waits else runnable).append((r, follower))
 
         left = len(self.ops) * len(world.ranks)
         while left:
-            runnable = [(r, i) for r, i in ready if (r, network[i]) not in inside]
             if not runnable:
                 waiting = {r: str(self.ops[i]) for (r, _), i in sorted(inside.items())}
                 return Outcome(None, f"deadlock: ranks wait in {waiting}")
-            r, i = runnable[choose(runnable)]
-            ready.remove((r, i))
+            r, i = runnable.pop(choose(runnable))
             op, retire = self.ops[i], self.retirement[i]
             if retire is not None and not done[r][retire]:
                 return Outcome(None, f"overrun: `{op}` starts beyond the look-ahead")
@@ -136,6 +139,9 @@ class Interpreter:
                     del inside[member, of_op]
                     finish(member, i)
                 left -= len(members)
+            ready, runnable, held = runnable + held, [], []
+            for r, i in ready:
+                (held if (r, network[i]) in inside else runnable).append((r, i))
         return Outcome(_table(world))
 
     def _free_at_start(self) -> list[int]:
@@ -184,7 +190,7 @@ class Interpreter:
 
 
 def _argmin(values: Sequence[float]) -> int:
-    return min(range(len(values)), key=values.__getitem__)
+    return values.index(min(values))
 
 
 def _table(world: World) -> Table:

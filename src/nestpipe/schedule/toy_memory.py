@@ -123,13 +123,12 @@ def _dedup(world: World, rank: Rank, t: int) -> None:
         nothing = frozenset[int]()
         asked = [keys - nothing.union(*micros[:m]) for m, keys in enumerate(micros)]
         sent = [keys - nothing.union(*micros[m + 1 :]) for m, keys in enumerate(micros)]
-    rank.wanted[slot] = {
-        owner: tuple(
-            tuple(sorted(key for key in keys if rank.owner(key) == owner))
-            for keys in (*asked, *sent)
-        )
-        for owner in rank.group
-    }
+    parts = (*asked, *sent)
+    wanted: dict[int, list[list[int]]] = {owner: [[] for _ in parts] for owner in rank.group}
+    for number, keys in enumerate(parts):
+        for key in sorted(keys):
+            wanted[rank.owner(key)][number].append(key)
+    rank.wanted[slot] = {owner: tuple(map(tuple, of_owner)) for owner, of_owner in wanted.items()}
 
 
 def _union(world: World, rank: Rank, t: int) -> None:

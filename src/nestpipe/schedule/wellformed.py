@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
+from functools import lru_cache
 
 from nestpipe.schedule.op import MICRO_KINDS, Kind, Op
 from nestpipe.schedule.schedule import Schedule, Shape
@@ -19,13 +20,19 @@ def malformations(schedule: Schedule) -> Iterator[Malformation]:
         if op in seen:
             yield f"`{op}` is there twice; remove one of them", (op,)
         seen.add(op)
-    wanted = {op for batch in range(schedule.batches) for op in ops_of_batch(batch, schedule.shape)}
+    wanted = _all_ops(schedule.shape, schedule.batches)
+    if seen == wanted:
+        yield from _deadlocks(schedule)
+        return
     for op in sorted(wanted - seen, key=str):
         yield f"`{op}` is missing from a schedule of {schedule.batches} batches; add it", ()
     for op in sorted(seen - wanted, key=str):
         yield f"`{op}` has no place in this schedule (see its facts); remove it", (op,)
-    if seen == wanted:
-        yield from _deadlocks(schedule)
+
+
+@lru_cache(maxsize=8)
+def _all_ops(shape: Shape, batches: int) -> Set[Op]:
+    return frozenset(op for batch in range(batches) for op in ops_of_batch(batch, shape))
 
 
 def ops_of_batch(batch: int, shape: Shape) -> Iterator[Op]:
@@ -43,27 +50,30 @@ def ops_of_batch(batch: int, shape: Shape) -> Iterator[Op]:
 
 def _deadlocks(schedule: Schedule) -> Iterator[Malformation]:
     position = {op: i for i, op in enumerate(schedule.ops)}
-    for step in schedule:
+    backwards: list[tuple[Op, Op]] = []
+    for i, step in enumerate(schedule):
         for before in step.after:
-            if before not in position:
+            if (place := position.get(before)) is None:
                 yield (
                     f"`{step.op}` waits for `{before}`, which never runs; remove the edge",
                     (step.op,),
                 )
                 return
+            if place >= i:
+                backwards.append((step.op, before))
+    if not backwards:  # then there is no ring either
+        return
     cycle = _find_cycle(schedule)
     if cycle:
         around = " waits for ".join(f"`{op}`" for op in (*cycle, cycle[0]))
         yield f"deadlock: {around}; remove one of these edges", tuple(cycle)
         return
-    for step in schedule:
-        for before in step.after:
-            if position[before] > position[step.op]:
-                yield (
-                    f"`{step.op}` waits for `{before}`, which is issued after it, so a lane can "
-                    f"block itself; issue `{before}` first",
-                    (step.op, before),
-                )
+    for op, before in backwards:
+        yield (
+            f"`{op}` waits for `{before}`, which is issued after it, so a lane can "
+            f"block itself; issue `{before}` first",
+            (op, before),
+        )
 
 
 def _find_cycle(schedule: Schedule) -> list[Op]:

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from nestpipe.cli.app import main
 from nestpipe.trace import read_chrome
 
 SMALL = (
@@ -19,7 +20,20 @@ SMALL = (
 )
 
 
+@pytest.fixture
+def run(capsys):
+    """Exit status, standard output and standard error of a command, in this process."""
+
+    def go(*arguments: object) -> tuple[object, str, str]:
+        with pytest.raises(SystemExit) as stop:
+            main([str(argument) for argument in arguments])
+        return stop.value.code, *capsys.readouterr()
+
+    return go
+
+
 def nestpipe(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """The command as a process of its own."""
     command = [sys.executable, "-m", "nestpipe", *map(str, arguments)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(
@@ -27,13 +41,13 @@ def nestpipe(*arguments: object) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_training_beats_the_mean_label_on_one_rank_and_on_two(tmp_path):
-    results = []
-    for ranks in (1, 2):
-        done = nestpipe("train", *SMALL, "--ranks", ranks, "--set", "run.epochs=3", "--json", "-")
-        assert done.returncode == 0, done.stderr
-        results.append(json.loads(done.stdout))
-    one, two = results
+def test_training_beats_the_mean_label_on_one_rank_and_on_two(run):
+    arguments = ("train", *SMALL, "--set", "run.epochs=3", "--json", "-", "--ranks")
+    status, out, said = run(*arguments, 1)
+    assert status == 0, said
+    done = nestpipe(*arguments, 2)
+    assert done.returncode == 0, done.stderr
+    one, two = json.loads(out), json.loads(done.stdout)
     assert one["steps"] == two["steps"] == 48
     assert one["metrics"]["auc"] > 0.6
     assert one["metrics"]["log_loss"] < one["metrics"]["baseline_log_loss"]
@@ -41,25 +55,25 @@ def test_training_beats_the_mean_label_on_one_rank_and_on_two(tmp_path):
     assert two["metrics"]["auc"] == pytest.approx(one["metrics"]["auc"], abs=1e-3)
 
 
-def test_a_run_goes_on_from_its_checkpoint_and_can_be_evaluated(tmp_path):
+def test_a_run_goes_on_from_its_checkpoint_and_can_be_evaluated(run, tmp_path):
     folder = tmp_path / "run"
     settings = [*SMALL, "--set", f"run.checkpoint={folder}", "--set", f"run.log={tmp_path / 'tb'}"]
     straight = nestpipe("train", *SMALL, "--json", "-")
-    first = nestpipe("train", *settings, "--set", "run.steps=7", "--json", "-")
-    assert first.returncode == 0, first.stderr
+    status, _, said = run("train", *settings, "--set", "run.steps=7", "--json", "-")
+    assert status == 0, said
     assert (folder / "step-00000007" / "run.json").exists()
     assert list((tmp_path / "tb").iterdir())
-    second = nestpipe("train", *settings, "--resume", folder, "--json", "-")
-    assert second.returncode == 0, second.stderr
-    resumed = json.loads(second.stdout)
+    status, out, said = run("train", *settings, "--resume", folder, "--json", "-")
+    assert status == 0, said
+    resumed = json.loads(out)
     assert resumed["steps"] == 16
     assert resumed["metrics"] == json.loads(straight.stdout)["metrics"]
-    evaluated = nestpipe("eval", folder, *SMALL, "--json", "-")
-    assert evaluated.returncode == 0, evaluated.stderr
-    assert json.loads(evaluated.stdout) == resumed["metrics"]
+    status, out, said = run("eval", folder, *SMALL, "--json", "-")
+    assert status == 0, said
+    assert json.loads(out) == resumed["metrics"]
 
 
-def test_the_pipeline_of_a_run_is_summed_up_and_can_be_looked_at(tmp_path):
+def test_the_pipeline_of_a_run_is_summed_up_and_can_be_looked_at(run, tmp_path):
     trace, figures = tmp_path / "trace.json", tmp_path / "figures.json"
     nested = ("--set", "pipeline.plan=nested", "--set", "pipeline.micro_batches=2")
     files = ("--trace", trace, "--json", figures)
@@ -78,11 +92,11 @@ def test_the_pipeline_of_a_run_is_summed_up_and_can_be_looked_at(tmp_path):
     assert measured.ranks == (0, 1)
     assert {"prefetch", "rows", "dense", "sync", "writeback"} <= {s.kind for s in measured.spans}
     assert measured.facts["plan"] == "nested"
-    assert nestpipe("draw", trace).returncode == 0
+    assert run("draw", trace)[0] == 0
 
 
-def test_sequences_train_a_retriever_that_beats_popularity():
-    done = nestpipe(
+def test_sequences_train_a_retriever_that_beats_popularity(run):
+    status, out, said = run(
         *(
             "train",
             "--set",
@@ -95,8 +109,8 @@ def test_sequences_train_a_retriever_that_beats_popularity():
         *("--set", "run.batch=64", "--set", "rows.optimizer=adam", "--set", "rows.lr=0.003"),
         *("--set", "run.epochs=2", "--json", "-"),
     )
-    assert done.returncode == 0, done.stderr
-    metrics = json.loads(done.stdout)["metrics"]
+    assert status == 0, said
+    metrics = json.loads(out)["metrics"]
     assert metrics["hr@10"] > 2 * metrics["baseline_hr@10"]
 
 
@@ -116,10 +130,18 @@ def test_sequences_train_a_retriever_that_beats_popularity():
         (["nowhere.toml"], "nowhere.toml"),
     ],
 )
-def test_bad_input_is_one_sentence_and_exit_status_2(arguments, expected):
-    done = nestpipe("train", *SMALL, *arguments)
-    assert done.returncode == 2, done.stderr
-    assert done.stdout == ""
-    assert expected in done.stderr
-    assert done.stderr.startswith("error: ")
-    assert done.stderr.count("\n") == 1, done.stderr
+def test_bad_input_is_one_sentence_and_exit_status_2(run, arguments, expected):
+    refused(expected, *run("train", *SMALL, *arguments))
+
+
+def test_a_process_too_says_one_sentence_and_ends_with_status_2():
+    done = nestpipe("train", *SMALL, "--set", "run.batch=0")
+    refused("run.batch is 0", done.returncode, done.stdout, done.stderr)
+
+
+def refused(expected: str, status: object, out: str, said: str) -> None:
+    assert status == 2, said
+    assert out == ""
+    assert expected in said
+    assert said.startswith("error: ")
+    assert said.count("\n") == 1, said

@@ -1,6 +1,7 @@
 """The native library is built once, by one of many, and says what is missing."""
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,32 @@ from nestpipe.errors import ConfigError
 from nestpipe.kernels import build as building
 from nestpipe.kernels.build import SOURCES, build, build_key, cache_folder, find_compiler
 
-BUILD = "from nestpipe.kernels.build import build; print(build())"
+BUILD = """
+import os, sys
+from pathlib import Path
+from nestpipe.kernels import build
+
+sources, arrived = map(Path, sys.argv[1:])
+locked = build._locked
+
+def locked_together(path):
+    (arrived / str(os.getpid())).touch()
+    return locked(path)
+
+build.SOURCES, build._locked = sources, locked_together
+print(build.build())
+"""
+"""Builds, and says when it has come to the lock."""
+PATIENT_COMPILER = """#!/bin/sh
+# Has work to do until all four have come to the lock, or for a minute.
+case "$*" in *-shared*)
+    for _ in $(seq 3000); do
+        [ "$(ls "$ARRIVED" | wc -l)" -ge 4 ] && break
+        sleep 0.02
+    done
+esac
+exec {compiler} "$@"
+"""
 
 
 @pytest.fixture
@@ -55,20 +81,25 @@ def test_another_compiler_gives_another_library(small, monkeypatch):
     assert build_key([compiler, "-DMORE"]) != build_key([compiler])
 
 
-def test_many_that_start_at_once_compile_once(tmp_path):
-    environment = {**os.environ, "NESTPIPE_CACHE": str(tmp_path)}
+def test_many_that_start_at_once_compile_once(small, tmp_path):
+    arrived = tmp_path / "arrived"
+    arrived.mkdir()
+    compiler = tmp_path / "c++"
+    compiler.write_text(PATIENT_COMPILER.format(compiler=shlex.join(find_compiler())))
+    compiler.chmod(0o755)
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", BUILD],
+            [sys.executable, "-c", BUILD, str(small), str(arrived)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env=environment,
+            env={**os.environ, "CXX": str(compiler), "ARRIVED": str(arrived)},
         )
         for _ in range(4)
     ]
     said = [rank.communicate() for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0] * 4, said
+    assert len(list(arrived.iterdir())) == 4
     assert len({out for out, _ in said}) == 1
     assert sum("compiling" in err for _, err in said) == 1
 

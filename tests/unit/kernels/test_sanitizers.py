@@ -13,6 +13,9 @@ DRIVERS = [
     Path(__file__).with_name(name) for name in ("native_driver.cpp", "native_routing_driver.cpp")
 ]
 
+OPTIMISE = {"address,undefined": "-O0", "thread": "-O1"}
+"""By sanitizer: what compiles and runs in the shortest time."""
+
 
 def compile_and_run(folder: Path, sources: list[Path], sanitizer: str):
     try:
@@ -20,7 +23,8 @@ def compile_and_run(folder: Path, sources: list[Path], sanitizer: str):
     except ConfigError as error:
         pytest.skip(str(error))
     program = folder / "driver"
-    flags = ["-std=c++17", "-O1", "-g", "-pthread", f"-fsanitize={sanitizer}"]
+    # Lines are enough to find a fault; names of variables take most of the time to compile.
+    flags = ["-std=c++17", OPTIMISE[sanitizer], "-g1", "-pthread", f"-fsanitize={sanitizer}"]
     command = [*compiler, *flags, f"-I{SOURCES}", "-o", str(program), *map(str, sources)]
     made = subprocess.run(command, capture_output=True, text=True, check=False)
     if made.returncode:
@@ -35,7 +39,7 @@ def compile_and_run(folder: Path, sources: list[Path], sanitizer: str):
     )
 
 
-@pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
+@pytest.mark.parametrize("sanitizer", OPTIMISE)
 def test_random_work_from_threads_is_clean(tmp_path: Path, sanitizer: str):
     empty = tmp_path / "empty.cpp"
     empty.write_text("int main() { return 0; }\n")

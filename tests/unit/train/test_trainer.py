@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 
 import pytest
@@ -183,6 +184,12 @@ def train(
     return merged, results[0][1]
 
 
+@cache
+def reference(ranks, **chosen):
+    """What several tests compare with, trained once."""
+    return train(ranks, **chosen)
+
+
 def assert_close(first, second, rtol=2e-4, atol=2e-5):
     assert first.keys() == second.keys()
     for name, value in first.items():
@@ -198,7 +205,7 @@ def assert_identical(first, second):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_any_number_of_ranks_learns_the_same(optimizer, ranks):
-    alone, losses = train(1, optimizer=optimizer)
+    alone, losses = reference(1, optimizer=optimizer)
     together, losses_together = train(ranks, optimizer=optimizer)
     assert len(losses) == 56
     assert losses_together == pytest.approx(losses, rel=1e-4)
@@ -207,7 +214,7 @@ def test_any_number_of_ranks_learns_the_same(optimizer, ranks):
 
 @pytest.mark.parametrize("micros", [2, 3, 8])
 def test_any_number_of_micro_batches_learns_the_same(micros):
-    whole, _ = train(1)
+    whole, _ = reference(1)
     split, _ = train(1, micros=micros)
     assert_close(whole, split)
 
@@ -215,23 +222,24 @@ def test_any_number_of_micro_batches_learns_the_same(micros):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_retrieving_only_new_rows_changes_no_bit(optimizer):
     for ranks in (1, 2):
-        whole, _ = train(ranks, optimizer=optimizer, micros=2)
-        new, _ = train(ranks, optimizer=optimizer, micros=2, retrieval="new")
+        chosen = {"optimizer": optimizer, "micros": 2, "epochs": 3}
+        whole, _ = train(ranks, **chosen)
+        new, _ = train(ranks, retrieval="new", **chosen)
         assert_identical(whole, new)
 
 
 @pytest.mark.parametrize("plan", ["sparse_dist", "dual_buffer", "frozen_window", "nested"])
 @pytest.mark.parametrize("retrieval", ["whole", "new"])
 def test_every_exact_plan_changes_no_bit(plan, retrieval):
-    serial, _ = train(2, micros=2)
-    other, _ = train(2, micros=2, plan=plan, retrieval=retrieval)
+    serial, _ = reference(2, micros=2, epochs=3)
+    other, _ = train(2, micros=2, epochs=3, plan=plan, retrieval=retrieval)
     assert_identical(serial, other)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("plan", ["dual_buffer", "frozen_window", "nested"])
 def test_threads_and_random_delays_change_no_bit(plan, ranks):
-    serial, serial_losses = train(ranks, micros=3, epochs=2, lanes=InlineLanes)
+    serial, serial_losses = reference(ranks, micros=3, epochs=2, lanes=InlineLanes)
     for delays, retrieval in enumerate(["whole", "new"]):
         chosen = {"plan": plan, "micros": 3, "epochs": 2, "retrieval": retrieval}
         threads, losses = train(ranks, lanes=ThreadLanes, delays=delays, **chosen)
@@ -293,11 +301,11 @@ def rows_of_every_batch() -> list[set[tuple[str, int]]]:
 
 @pytest.mark.parametrize("plan", ["serial", "nested"])
 def test_rows_kept_in_bfloat16_do_not_depend_on_the_plan(plan):
-    tables = [replace(table, dtype="bfloat16") for table in TABLES]
-    serial, _ = train(2, tables=tables)
-    other, _ = train(2, tables=tables, plan=plan, retrieval="new")
+    tables = tuple(replace(table, dtype="bfloat16") for table in TABLES)
+    serial, _ = reference(2, tables=tables, epochs=3)
+    other, _ = train(2, tables=tables, epochs=3, plan=plan, retrieval="new")
     assert_identical(serial, other)
-    assert not torch.equal(serial["users.3"], train(2)[0]["users.3"])
+    assert not torch.equal(serial["users.3"], reference(2, epochs=3)[0]["users.3"])
 
 
 def test_two_runs_are_identical():
@@ -310,7 +318,7 @@ def test_the_plain_store_gives_the_same_bits():
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_restart_with_other_ranks_ends_in_the_same_place(optimizer, tmp_path):
-    straight, _ = train(1, optimizer=optimizer)
+    straight, _ = reference(1, optimizer=optimizer)
     train(2, optimizer=optimizer, steps=25, save=tmp_path)
     (checkpoint,) = tmp_path.iterdir()
     resumed, losses = train(4, optimizer=optimizer, load=checkpoint)
@@ -319,7 +327,7 @@ def test_a_restart_with_other_ranks_ends_in_the_same_place(optimizer, tmp_path):
 
 
 def test_a_restart_with_the_same_ranks_changes_no_bit(tmp_path):
-    straight, _ = train(2)
+    straight, _ = reference(2)
     train(2, steps=25, save=tmp_path)
     resumed, _ = train(2, load=next(tmp_path.iterdir()))
     assert_identical(straight, resumed)
