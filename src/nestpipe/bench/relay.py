@@ -18,7 +18,7 @@ from nestpipe.bench.relay_kill import Kill, killed_under_load
 from nestpipe.bench.relay_report import Reading
 from nestpipe.bench.relay_scores import Compared, Reference
 from nestpipe.bench.relay_service import Behind, serving
-from nestpipe.bench.relay_sizes import Sizes
+from nestpipe.bench.relay_sizes import CHUNK, Sizes
 from nestpipe.serve.load_driver import Record, Run
 from nestpipe.serve.load_report import report
 from nestpipe.serve.load_run import drive_service
@@ -114,7 +114,7 @@ def sections(sizes: Sizes, seconds: float, candidates: int) -> dict[str, dict[st
         "window_ms": WINDOW * target_ms,
         "life_s": max(0.5, LIFE * target_ms / 1e3),
         "prefix_share": 1.0,
-        "chunk": 256,
+        "chunk": CHUNK,
         "cut_length": sizes.cap,
         "most_events": sizes.length + GROWTH,
         "most_candidates": 2 * candidates,

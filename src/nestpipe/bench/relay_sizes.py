@@ -27,6 +27,8 @@ CAPPED_OVER_TARGET = 0.5
 """What an inline ranking takes at the cap: with a queue it must still be in time."""
 USED = 0.06
 """Part of the time for which an instance computes: so that two prefixes seldom meet in one."""
+CHUNK = 256
+"""Events of a prefix that an instance computes at a time."""
 SHORTEST, LONGEST, STEP = 256, 4096, 64
 """Lengths to choose from."""
 
@@ -63,7 +65,7 @@ def measure(model: HstuRankModel, asked: Asked, candidates: int, short: int, clo
         longest = SHORTEST
         while longest < LONGEST and _inline_ms(model, longest, candidates, clock) < enough_ms:
             longest *= 2
-    return measure_costs(model, longest, candidates, clock, short)
+    return measure_costs(model, longest, candidates, clock, short, CHUNK)
 
 
 def choose(costs: Costs, asked: Asked, candidates: int, short: int, instances: int) -> Sizes:

@@ -286,7 +286,14 @@ def _calibrate(model: HstuRankModel, settings: LoadSettings, longest: int) -> Co
 
     workload = settings.workload
     with progress_bar("measuring costs", None):
-        return measure_costs(model, longest, workload.candidates, RealClock(), workload.short)
+        return measure_costs(
+            model,
+            longest,
+            workload.candidates,
+            RealClock(),
+            workload.short,
+            settings.serve.chunk,
+        )
 
 
 def _measure_costs(model: Model, settings: LoadSettings, longest: int) -> tuple[Costs, float]:

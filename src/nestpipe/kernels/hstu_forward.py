@@ -25,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nestpipe.kernels.attention_forward import Rule
+from nestpipe.kernels.hstu_block import add_keys, from_itself, load_rows
 
 # Shapes: B samples, T rows of all samples together, H heads, A width of queries and keys, V width
 # of values, P and Q buckets of the biases; in the kernel M queries and N keys at a time
@@ -95,9 +96,7 @@ def attend_by_kernel(
     most = total if longest is None else min(longest, total)
     tile = tile_of(q_THA.dtype, max(width, value_width), most)
     blocks = triton.cdiv(most, tile.queries)
-    stretches = 1
-    if longest_keys is not None and most < _MANY_QUERIES:
-        stretches = triton.cdiv(longest_keys, STRETCH)
+    stretches = _stretches(most, longest_keys)
     parts_STHV = out_THV
     if stretches > 1:
         parts_STHV = out_THV.new_zeros(stretches, *out_THV.shape, dtype=torch.float32)
@@ -143,11 +142,20 @@ def attend_by_kernel(
             num_stages=tile.stages,
         )
         if stretches > 1:
-            numbers = out_THV.numel()
-            _add_up[(triton.cdiv(numbers, _ADDED),)](
-                parts_STHV, out_THV, float(rule.norm), numbers, stretches, BLOCK=_ADDED
-            )
+            _add_parts(parts_STHV, out_THV, rule.norm)
     return out_THV
+
+
+def _stretches(queries: int, longest_keys: int | None) -> int:
+    """Into how many parts the keys of the longest sample are cut."""
+    few = longest_keys is not None and queries < _MANY_QUERIES
+    return triton.cdiv(longest_keys, STRETCH) if few else 1
+
+
+def _add_parts(parts_STHV: Tensor, out_THV: Tensor, norm: float) -> None:
+    numbers = out_THV.numel()
+    grid = (triton.cdiv(numbers, _ADDED),)
+    _add_up[grid](parts_STHV, out_THV, float(norm), numbers, len(parts_STHV), BLOCK=_ADDED)
 
 
 def _with_flat_heads(x_THA: Tensor) -> Tensor:
@@ -230,7 +238,7 @@ def _attend(
         query_time_M = tl.load(times + row_M, mask=row_M < stop, other=0)
 
     q = q_THA + (first_query + block * M) * q_row + head * q_head
-    q_MA = _rows(q, tl.arange(0, M), row_M < stop, q_row, A, A_BLOCK)
+    q_MA = load_rows(q, tl.arange(0, M), row_M < stop, q_row, A, A_BLOCK)
     sum_MV = tl.zeros([M, V_BLOCK], tl.float32)
 
     # Of the keys up to `end`, those before `far` are seen by all queries, P - 1 positions away.
@@ -249,13 +257,13 @@ def _attend(
         past_v += head * V
         past_end = min(end, num_past)
         past_far = past_end if far >= past_end else far // N * N
-        sum_MV = _add_keys(
+        sum_MV = add_keys(
             sum_MV, q_MA, past_k, past_v, heads * A, heads * V,
             first, min(past_far, last), 0,
             row_M, history, query_time_M, position, far_bias, time, times, scale,
             A, V, P, Q, A_BLOCK, V_BLOCK, N, False, ALIGNED,
         )  # fmt: skip
-        sum_MV = _add_keys(
+        sum_MV = add_keys(
             sum_MV, q_MA, past_k, past_v, heads * A, heads * V,
             max(past_far, first), min(past_end, last), 0,
             row_M, history, query_time_M, position, far_bias, time, times, scale,
@@ -264,13 +272,13 @@ def _attend(
     new_k = k_THA + first_new * k_row + head * k_head
     new_v = v_THV + first_new * v_row + head * v_head
     new_far = max(far - num_past, 0) // N * N
-    sum_MV = _add_keys(
+    sum_MV = add_keys(
         sum_MV, q_MA, new_k, new_v, k_row, v_row,
         max(first - num_past, 0), min(new_far, last - num_past), num_past,
         row_M, history, query_time_M, position, far_bias, time, times, scale,
         A, V, P, Q, A_BLOCK, V_BLOCK, N, False, False,
     )  # fmt: skip
-    sum_MV = _add_keys(
+    sum_MV = add_keys(
         sum_MV, q_MA, new_k, new_v, k_row, v_row,
         max(new_far, first - num_past), last - num_past, num_past,
         row_M, history, query_time_M, position, far_bias, time, times, scale,
@@ -278,7 +286,7 @@ def _attend(
     )  # fmt: skip
 
     if num_targets_B is not None:
-        sum_MV += _from_itself(
+        sum_MV += from_itself(
             q_MA, new_k, new_v, k_row, v_row, row_M - num_past,
             (row_M >= history) & (row_M < stop) & (stretch == 0), position, time, scale,
             A, V, A_BLOCK, V_BLOCK,
@@ -301,130 +309,3 @@ def _add_up(parts_SX, out_X, norm, numbers, stretches, BLOCK: tl.constexpr):
         at = parts_SX + stretch * numbers.to(tl.int64) + x
         sum_X += tl.load(at, mask=x < numbers, other=0.0)
     tl.store(out_X + x, (sum_X / norm).to(out_X.dtype.element_ty), mask=x < numbers)
-
-
-@triton.jit
-def _add_keys(
-    sum_MV,
-    q_MA,
-    keys,
-    values,
-    k_row,
-    v_row,
-    start,
-    stop,
-    before,
-    row_M,
-    history,
-    query_time_M,
-    position,
-    far_bias,
-    time,
-    times,
-    scale,
-    A: tl.constexpr,
-    V: tl.constexpr,
-    P: tl.constexpr,
-    Q: tl.constexpr,
-    A_BLOCK: tl.constexpr,
-    V_BLOCK: tl.constexpr,
-    N: tl.constexpr,
-    NEAR: tl.constexpr,
-    ALIGNED: tl.constexpr,
-):
-    """The sum, with the keys from `start` to `stop`; `before` rows come before the first of all."""
-    for first in range(start, stop, N):
-        row_N = first + tl.arange(0, N)
-        k_NA = _rows(keys, row_N, row_N < stop, k_row, A, A_BLOCK, ALIGNED)
-        score_MN = tl.dot(q_MA, tl.trans(k_NA), input_precision="ieee") * scale
-        if position is not None:
-            if NEAR:
-                distance_MN = tl.minimum(row_M, history)[:, None] - (before + row_N)[None, :]
-                column_MN = tl.minimum(tl.maximum(distance_MN, 0), P - 1)
-                score_MN += tl.load(position + column_MN).to(tl.float32)
-            else:
-                score_MN += far_bias
-        if time is not None:
-            time_N = tl.load(times + before + row_N, mask=row_N < stop, other=0)
-            bucket_MN = _time_bucket(query_time_M[:, None] - time_N[None, :], Q)
-            score_MN += tl.load(time + bucket_MN).to(tl.float32)
-        weight_MN = _silu(score_MN)
-        if NEAR:
-            weight_MN = tl.where((before + row_N)[None, :] <= row_M[:, None], weight_MN, 0.0)
-        # Past the end of the keys the weights are anything, and the values zero.
-        v_NV = _rows(values, row_N, row_N < stop, v_row, V, V_BLOCK, ALIGNED)
-        sum_MV = tl.dot(weight_MN.to(v_NV.dtype), v_NV, sum_MV, input_precision="ieee")
-    return sum_MV
-
-
-@triton.jit
-def _from_itself(
-    q_MA,
-    keys,
-    values,
-    k_row,
-    v_row,
-    row_M,
-    candidate_M,
-    position,
-    time,
-    scale,
-    A: tl.constexpr,
-    V: tl.constexpr,
-    A_BLOCK: tl.constexpr,
-    V_BLOCK: tl.constexpr,
-):
-    """What each candidate sees of itself, (M, V); zeros for all others."""
-    k_MA = _rows(keys, row_M, candidate_M, k_row, A, A_BLOCK)
-    v_MV = _rows(values, row_M, candidate_M, v_row, V, V_BLOCK)
-    score_M = tl.sum(q_MA.to(tl.float32) * k_MA.to(tl.float32), axis=1) * scale
-    if position is not None:
-        score_M += tl.load(position).to(tl.float32)
-    if time is not None:
-        score_M += tl.load(time).to(tl.float32)
-    return _silu(score_M)[:, None] * v_MV.to(tl.float32)
-
-
-@triton.jit
-def _rows(
-    base,
-    row_N,
-    there_N,
-    stride,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ALIGNED: tl.constexpr = False,
-):
-    """(N, BLOCK) numbers of a head, zeros where there are none.
-
-    `ALIGNED` says that rows start at multiples of 16 bytes, where the compiler cannot know.
-    """
-    column = tl.arange(0, BLOCK)[None, :]
-    place = base + row_N.to(tl.int64)[:, None] * stride + column
-    if ALIGNED:
-        place = tl.multiple_of(place, (1, 16))
-    there = there_N[:, None]
-    if WIDTH != BLOCK:
-        there = there & (column < WIDTH)
-    return tl.load(place, mask=there, other=0.0)
-
-
-@triton.jit
-def _silu(x):
-    return x / (1 + tl.exp(-x))
-
-
-@triton.jit
-def _time_bucket(passed, Q: tl.constexpr):
-    """Bits of the number that tells how much time has passed, Q - 1 at most: no rounding.
-
-    Each bit below a set one is cleared: the float then rounds to no higher power of two, and its
-    exponent is that of the highest bit.
-    """
-    if Q <= 32:  # what is cut off would have had the last bucket anyway
-        passed = tl.minimum(tl.maximum(passed, 0), 2147483647).to(tl.int32)
-    else:
-        passed = tl.maximum(passed, 0)
-    highest = passed & ~(passed >> 1)
-    exponent = highest.to(tl.float32).to(tl.int32, bitcast=True) >> 23
-    return tl.minimum(tl.maximum(exponent - 126, 0), Q - 1)

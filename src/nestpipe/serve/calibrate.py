@@ -25,6 +25,9 @@ HIGH = 0.8
 PAUSE_S = 0.002
 """Before a reading: long enough for idle threads to fall asleep."""
 
+GRID = 4
+"""Lengths at which work is timed."""
+
 Run = Callable[[Callable[[], float]], float]
 """Makes one reading, when and where that may be done."""
 Draw = np.random.Generator
@@ -35,6 +38,11 @@ Point = tuple[Work, int, int]
 def at_once(reading: Callable[[], float]) -> float:
     """Here and now."""
     return reading()
+
+
+def lengths_up_to(longest: int) -> list[int]:
+    """Some lengths, each about twice the one before."""
+    return sorted({max(1, longest >> place) for place in range(GRID)})
 
 
 def calibrate(

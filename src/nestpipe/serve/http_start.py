@@ -7,16 +7,13 @@ from time import perf_counter
 
 import numpy as np
 
-from nestpipe.serve.calibrate import Run, calibrate
+from nestpipe.serve.calibrate import Run, calibrate, lengths_up_to
 from nestpipe.serve.model import HstuRankModel
 from nestpipe.serve.settings import ServeSettings
 from nestpipe.serve.trigger import Trigger
 from nestpipe.serve.types import History, RankItem, RankModel, RealClock
 
 SHORTEST = 64
-GRID = 4
-"""Lengths at which work is timed."""
-REPEATS = 5
 SEEN = 4.0
 """Times are measured up to lengths that take so many times the target; then they are fitted."""
 
@@ -38,10 +35,8 @@ class Calibration:
         # Two numbers, so that what a candidate costs can be told from what a ranking costs.
         self._counts = sorted({max(1, candidates // 4), candidates})
         longest = _longest_timed(model, candidates, settings)
-        self._lengths = sorted({max(1, longest >> place) for place in range(GRID)})
-        costs = calibrate(
-            model, self._lengths, self._counts, self._clock, REPEATS, chunk=settings.chunk
-        )
+        self._lengths = lengths_up_to(longest)
+        costs = calibrate(model, self._lengths, self._counts, self._clock, chunk=settings.chunk)
         self.trigger = Trigger(settings, costs, kv_bytes, self._clock)
 
     def again(self, model: RankModel, run: Run) -> None:
@@ -52,7 +47,6 @@ class Calibration:
             self._lengths,
             self._counts,
             self._clock,
-            REPEATS,
             chunk=chunk,
             longest_inline=chunk,
             run=run,

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from nestpipe.config import build, override, positive
 from nestpipe.errors import ConfigError
 from nestpipe.models import HstuConfig
-from nestpipe.serve.calibrate import calibrate
+from nestpipe.serve.calibrate import calibrate, lengths_up_to
 from nestpipe.serve.costs import Costs
 from nestpipe.serve.model import HstuRankModel
 from nestpipe.serve.types import Clock
-
-GRID = 4
-"""Lengths at which costs are measured."""
-REPEATS = 3
-"""Measurements of each, of which the median counts."""
 
 MakeModel = Callable[[], HstuRankModel]
 
@@ -78,12 +73,8 @@ def model_maker(
 
 
 def measure_costs(
-    model: HstuRankModel, longest: int, candidates: int, clock: Clock, short: int
+    model: HstuRankModel, longest: int, candidates: int, clock: Clock, short: int, chunk: int
 ) -> Costs:
-    """Time the model at lengths up to the longest."""
-    return calibrate(model, grid(longest), [candidates], clock, REPEATS, short)
-
-
-def grid(longest: int) -> Sequence[int]:
-    """Lengths up to the longest, each about twice the one before."""
-    return sorted({max(1, longest >> place) for place in range(GRID)})
+    """Time the model at lengths up to the longest, prefixes in chunks as an instance makes them."""
+    lengths = lengths_up_to(longest)
+    return calibrate(model, lengths, [candidates], clock, short=short, chunk=chunk)

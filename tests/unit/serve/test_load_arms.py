@@ -9,10 +9,11 @@ import torch
 
 from nestpipe.errors import ConfigError
 from nestpipe.models import HstuConfig
+from nestpipe.serve.calibrate import lengths_up_to
 from nestpipe.serve.costs import Costs, Fit, Work
 from nestpipe.serve.load_arms import ARMS, arms_of
 from nestpipe.serve.load_driver import Record, drive
-from nestpipe.serve.load_model import RandomModel, grid, model_maker, random_model
+from nestpipe.serve.load_model import RandomModel, model_maker, random_model
 from nestpipe.serve.load_settings import WorkloadSettings
 from nestpipe.serve.load_target import EmulatedRemoteFetch, open_arm, remote_fit
 from nestpipe.serve.load_workload import Visit, legs
@@ -185,5 +186,5 @@ def test_wrong_sizes_are_one_sentence(text, sentence):
 
 
 def test_costs_are_measured_up_to_the_longest():
-    assert list(grid(1024)) == [128, 256, 512, 1024]
-    assert list(grid(1)) == [1]
+    assert lengths_up_to(1024) == [128, 256, 512, 1024]
+    assert lengths_up_to(1) == [1]
