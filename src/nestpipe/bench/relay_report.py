@@ -107,7 +107,9 @@ def _of_front(front: str, readings: Sequence[Reading]) -> str:
     where = f"behind {FRONTS[front]}"
     figures = f"P99 {best.p99_ms:.0f} ms, inline {inline.p99_ms:.0f} ms"
     if not kept:
-        return f"{where} relay misses it ({figures})"
+        in_time = best.p99_ms <= best.told.target_ms
+        spoilt = f", {best.told.spoilt:.1%} cut, shed or lost" if in_time else ""
+        return f"{where} relay misses it ({figures}{spoilt})"
     names = " and ".join(one.told.name for one in kept)
     keep = "keeps" if len(kept) == 1 else "keep"
     also = ", and so does inline ranking" if inline.told.keeps_target else " where inline cannot"

@@ -164,6 +164,13 @@ def test_the_conclusion_says_what_was_seen(ms: dict[str, float], said: str):
     assert is_sound(readings)
 
 
+def test_a_target_kept_by_losing_requests_is_missed_and_the_reason_is_said():
+    spoilt = [reading(name, 60, lost=1) for name in ("relay", "relay + host")]
+    readings = [*four(full=180, capped=60), *spoilt, KILLED]
+    said = "relay misses it (P99 60 ms, inline 180 ms, 9.1% cut, shed or lost)"
+    assert said in conclusion(readings, 2000)
+
+
 def test_a_lost_request_or_a_wrong_score_is_not_sound():
     good = four(full=180, capped=60, relay=70, host=65)
     lost = reading("instance killed", 90, lost=1, kill=Kill("instance-0", 1, 2, True))
