@@ -15,6 +15,7 @@ from nestpipe.kernels.attention_forward import attend, attend_with_past, kernel_
 from nestpipe.models import Hstu, HstuConfig, PrefixParts, Tokens
 
 pytest.importorskip("triton", reason="triton comes with torch's builds for GPUs alone")
+from nestpipe.kernels.hstu_forward import STRETCH
 
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 """Of the largest value; bfloat16 tells 256 values apart between a power of two and the next."""
@@ -238,7 +239,8 @@ def test_a_past_is_not_copied():
         return attend_with_past(*rows, world.offsets, longest=new, **arguments)
 
     _, grown = peak_of(work)
-    assert grown < past.numel() * past.element_size() / 20
+    parts = -(-(length + new) // STRETCH) * world.q.numel() * 4  # what each stretch found
+    assert grown < past.numel() * past.element_size() / 20 + parts
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature:UserWarning")

@@ -35,6 +35,8 @@ _MANY_QUERIES = 1024
 """With so many, larger blocks of them still keep the GPU busy, and read keys less often."""
 _ADDED = 1024
 """Numbers that a program adds up."""
+# Sizes that differ from call to call are kept out of what a kernel is compiled for: else each one
+# that is 1, or a multiple of 16 where others were not, would be compiled anew, for seconds.
 STRETCH = 2048
 """Keys that a program reads where there are few queries; a multiple of what it reads at a time."""
 
@@ -167,7 +169,7 @@ def _aligned(x_THA: Tensor) -> bool:
     return x_THA.shape[2] * x_THA.element_size() % 16 == 0
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total", "blocks"])
 def _attend(
     q_THA,
     k_THA,
@@ -300,7 +302,7 @@ def _attend(
     tl.store(place_MV, sum_MV.to(out_THV.dtype.element_ty), mask=inside_MV)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["numbers", "stretches"])
 def _add_up(parts_SX, out_X, norm, numbers, stretches, BLOCK: tl.constexpr):
     """The parts of every number, first to last, divided by `norm`."""
     x = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

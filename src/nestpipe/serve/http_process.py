@@ -117,10 +117,12 @@ class _Engine:
     def __init__(self, role: Role) -> None:
         from nestpipe.serve.http_start import Calibration, load_model
         from nestpipe.serve.instance import Instance
+        from nestpipe.serve.warm_up import warm_up
 
         self._role = role
         self._load = lambda path: load_model(path, role.device, role.dtype)
         self._model = self._load(role.checkpoint)
+        warm_up(self._model)
         trigger, again = None, None
         if role.settings.relay:  # else signals do nothing
             measured = Calibration(self._model, role.settings, lambda n: self._model.kv_bytes(n))

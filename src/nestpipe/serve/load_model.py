@@ -13,6 +13,7 @@ from nestpipe.serve.calibrate import calibrate, lengths_up_to
 from nestpipe.serve.costs import Costs
 from nestpipe.serve.model import HstuRankModel
 from nestpipe.serve.types import Clock
+from nestpipe.serve.warm_up import warm_up
 
 MakeModel = Callable[[], HstuRankModel]
 
@@ -76,5 +77,6 @@ def measure_costs(
     model: HstuRankModel, longest: int, candidates: int, clock: Clock, short: int, chunk: int
 ) -> Costs:
     """Time the model at lengths up to the longest, prefixes in chunks as an instance makes them."""
+    warm_up(model)
     lengths = lengths_up_to(longest)
     return calibrate(model, lengths, [candidates], clock, short=short, chunk=chunk)
