@@ -20,6 +20,7 @@ from nestpipe.schedule import (
     from_text,
     plan,
     to_text,
+    with_early_rows,
     with_keys_apart,
     with_sums_apart,
 )
@@ -99,11 +100,25 @@ def test_dense_sums_in_a_network_of_their_own_change_nothing(
     assert_no_difference(with_sums_apart(with_keys_apart(plan(name, options))), micros)
 
 
-def assert_no_difference(apart: Plan, micros: int) -> None:
+@pytest.mark.parametrize("name", ["dual_buffer", "nested"])
+@pytest.mark.parametrize("retrieval", Retrieval)
+@pytest.mark.parametrize(("micros", "stages"), [(1, 4), (3, 1), (4, 4), (7, 2)])
+@pytest.mark.parametrize("apart", [False, True])
+def test_rows_that_are_sent_early_change_nothing(
+    name: str, retrieval: Retrieval, micros: int, stages: int, apart: bool
+) -> None:
+    exchange = Exchange.WINDOW if micros == 4 else Exchange.MICRO
+    options = PlanOptions(micros=micros, retrieval=retrieval, stages=stages, exchange=exchange)
+    early = with_early_rows(plan(name, options))
+    apart_too = with_sums_apart(with_keys_apart(early)) if apart else early
+    assert_no_difference(apart_too, micros, exchange)
+
+
+def assert_no_difference(apart: Plan, micros: int, exchange: Exchange = Exchange.MICRO) -> None:
     schedule = apart.schedule(BATCHES)
     check(schedule)
     assert from_text(to_text(schedule)) == schedule
-    reference = interpreter("serial", PlanOptions(micros=micros))
+    reference = interpreter("serial", PlanOptions(micros=micros, exchange=exchange))
     data = random_data(micros)
     assert not seeds_that_end_elsewhere(Interpreter(schedule), reference, data, 60)
 

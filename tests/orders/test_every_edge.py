@@ -30,6 +30,7 @@ from nestpipe.schedule import (
     redundant_edges,
     to_text,
     violations,
+    with_early_rows,
 )
 
 BATCHES = 8
@@ -50,17 +51,20 @@ class Case:
 
     name: str
     options: PlanOptions
+    early: bool = False
 
     def __str__(self) -> str:
         o = self.options
         facts = [self.name, str(o.retrieval), f"micros {o.micros}", f"stages {o.stages}"]
         facts += ["window exchange"] if o.exchange is Exchange.WINDOW else []
+        facts += ["early rows"] if self.early else []
         facts += ["exact groups"] if o.merge is Merge.EXACT else []
         return ", ".join([*facts, f"mirror every {o.mirror_every}"] if o.mirror_every else facts)
 
     @cached_property
     def schedule(self) -> Schedule:
-        return plan(self.name, self.options).schedule(BATCHES)
+        made = plan(self.name, self.options)
+        return (with_early_rows(made) if self.early else made).schedule(BATCHES)
 
     @cached_property
     def interpreter(self) -> Interpreter:
@@ -111,6 +115,15 @@ WINDOW_CASES = [
     for micros in (2, 4)
 ]
 """Micro-batches that share rows."""
+
+
+EARLY_CASES = [
+    Case("nested", PlanOptions(micros=micros, retrieval=retrieval, stages=stages), early=True)
+    for retrieval in Retrieval
+    for micros, stages in ((2, 4), (3, 4), (2, 1))
+]
+"""Rows of the first micro-batch are sent before they are refreshed."""
+MORE_CASES = [*WINDOW_CASES, *EARLY_CASES]
 
 
 def in_pairs(cases: list[Case]) -> Iterator[Case]:
@@ -167,7 +180,7 @@ class Mutations:
         return ""
 
 
-@pytest.mark.parametrize("case", [*in_pairs(CASES), *WINDOW_CASES], ids=str)
+@pytest.mark.parametrize("case", [*in_pairs(CASES), *MORE_CASES], ids=str)
 def test_every_edge_is_implied_or_necessary(case: Case) -> None:
     mutations = Mutations(case, refuses)
     assert not mutations.faults, "\n".join(["", *mutations.faults])
@@ -214,13 +227,13 @@ def template(before: Op, after: Op) -> str:
     return f"{after.kind} t{own} after {before.kind} t{f'{away:+d}' if away else ''}{micro}"
 
 
-@pytest.mark.parametrize("case", [*CASES, *WINDOW_CASES], ids=str)
+@pytest.mark.parametrize("case", [*CASES, *MORE_CASES], ids=str)
 def test_a_schedule_without_edges_is_refused(case: Case) -> None:
     steps = tuple(Step(step.op) for step in case.schedule)
     assert refuses(Schedule(case.schedule.shape, BATCHES, steps))
 
 
-@pytest.mark.parametrize("case", [*CASES, *WINDOW_CASES], ids=str)
+@pytest.mark.parametrize("case", [*CASES, *MORE_CASES], ids=str)
 def test_dropping_every_implied_edge_changes_nothing(case: Case) -> None:
     """Not only one by one: all together they add nothing to the order."""
     schedule = case.schedule
@@ -232,7 +245,7 @@ def test_dropping_every_implied_edge_changes_nothing(case: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", [c for c in (*CASES, *WINDOW_CASES) if c.options.micros == 2], ids=str
+    "case", [c for c in (*CASES, *MORE_CASES) if c.options.micros == 2], ids=str
 )
 def test_what_the_checker_accepts_runs_as_before_and_what_it_refuses_does_not(case: Case) -> None:
     """Removes several edges at once: an implied edge can be the one that saves the day."""

@@ -11,6 +11,7 @@ import pytest
 from nestpipe.comm import run_ranks
 from nestpipe.config import build
 from nestpipe.embedding.optimizers import OPTIMIZERS
+from nestpipe.embedding.tables import ShardedTables
 from nestpipe.train.settings import PipelineSettings
 from nestpipe.train.verify import Verdict, verify
 
@@ -76,7 +77,9 @@ CASES = covering_cases(AXES)
 
 def prove(make_world, case: Case) -> Verdict:
     """The verdict on one case, which must be the same on every rank."""
-    pipeline = build(PipelineSettings, {name: case[name] for name in PIPELINE if name in case})
+    pipeline = build(
+        PipelineSettings, {name: case[name] for name in (*PIPELINE, "early") if name in case}
+    )
     world = make_world(**{name: case[name] for name in WORLD if name in case})
 
     def one(comm) -> Verdict:
@@ -95,6 +98,34 @@ def test_a_plan_changes_no_bit(make_world, case):
     assert verdict.steps == STEPS
     assert verdict.rows_compared == make_world(keys=case["keys"]).source.num_rows()
     assert verdict.tensors_compared >= 10 * case["ranks"]
+
+
+EARLY_AXES: Mapping[str, Sequence[object]] = {
+    **{name: AXES[name] for name in ("ranks", "retrieval", "exchange", "keys", "dtype")},
+    "micro_batches": (1, 2, 3, 8),
+    "plan": ("nested",),
+    "early": (True,),
+}
+
+
+@pytest.mark.parametrize(
+    "case", covering_cases(EARLY_AXES), ids=lambda case: "-".join(map(str, case.values()))
+)
+def test_rows_that_are_sent_early_change_no_bit(make_world, case):
+    verdict = prove(make_world, case)
+    assert verdict.first_difference is None
+    assert verdict.identical
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("retrieval", ["whole", "new"])
+def test_rows_that_are_sent_early_and_not_again_are_caught(
+    make_world, ranks, retrieval, monkeypatch
+):
+    monkeypatch.setattr(ShardedTables, "fresh", lambda tables, batch: None)
+    case = {"ranks": ranks, "plan": "nested", "early": True, "retrieval": retrieval}
+    assert not prove(make_world, {**case, "micro_batches": 2, "keys": "some shared"}).identical
+    assert prove(make_world, {**case, "micro_batches": 2, "keys": "none shared"}).identical
 
 
 def test_any_two_values_meet_in_some_case():

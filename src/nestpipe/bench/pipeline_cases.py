@@ -15,6 +15,7 @@ from nestpipe.schedule import (
     PlanOptions,
     Retrieval,
     plan,
+    with_early_rows,
     with_keys_apart,
     with_sums_apart,
 )
@@ -63,6 +64,8 @@ class PipelineCase:
     first: float = 1.0
     last: float = 1.0
     """Sizes of the first and the last micro-batch over that of those in the middle."""
+    early: bool = False
+    """Send the rows of the first micro-batch early, in `nested`."""
     distinct: int = 8
     """Different batches, drawn before the clock starts and then repeated."""
     steps: int = 24
@@ -211,12 +214,19 @@ class Variant:
     retrieval: str
     micros: int
     exchange: str = "micro"
+    early: bool = False
+    """Whether the rows of the first micro-batch are sent early."""
 
     @property
     def words(self) -> tuple[str, ...]:
         """What tells it apart; the exchange only where it is not the usual one."""
         usual = self.exchange == Exchange.MICRO
-        return (self.plan, self.retrieval, str(self.micros), *(() if usual else (self.exchange,)))
+        early = ("early",) if self.early else ()
+        return (
+            *(self.plan, self.retrieval, str(self.micros)),
+            *(() if usual else (self.exchange,)),
+            *early,
+        )
 
     @property
     def name(self) -> str:
@@ -230,6 +240,8 @@ class Variant:
             exchange=Exchange(self.exchange),
         )
         made = plan(self.plan, options)
+        if self.early:
+            made = with_early_rows(made)
         return with_sums_apart(with_keys_apart(made)) if device == "cuda" else made
 
 
@@ -276,7 +288,7 @@ def variants_of(
     whole_only = {"stale_prefetch"}
     ways = list(dict.fromkeys(exchanges))
     others = [
-        Variant(name, form, case.micros, exchange)
+        Variant(name, form, case.micros, exchange, case.early and name == "nested")
         for name in dict.fromkeys(plans)
         if name != "serial"
         for form in dict.fromkeys(forms)

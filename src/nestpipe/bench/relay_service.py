@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections import Counter
 from collections.abc import Generator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
@@ -23,6 +22,7 @@ from nestpipe.errors import RunError
 from nestpipe.serve.client import Client
 from nestpipe.serve.load_model import RandomModel
 from nestpipe.serve.model import HstuRankModel
+from nestpipe.serve.totals import totals
 from nestpipe.serve.types import Answer, Outcome, RankRequest, Signal
 
 START_S = 600.0
@@ -123,7 +123,7 @@ class Started:
 
 
 class Behind:
-    """A `RankService` before which a router stands; its numbers are the instances' own sums."""
+    """A `RankService` before which a router stands; its numbers are those of all instances."""
 
     def __init__(self, started: Started, front: Client, instances: Mapping[str, Client]) -> None:
         self.started = started
@@ -138,11 +138,11 @@ class Behind:
 
     def stats(self) -> dict[str, float]:
         """Of those that answer: one may have been killed."""
-        total: Counter[str] = Counter()
+        found: list[dict[str, float]] = []
         for one in self.instances.values():
             with suppress(RunError):
-                total.update(one.stats())
-        return dict(total)
+                found.append(one.stats())
+        return totals(found)
 
     def retries(self) -> float:
         """Rankings that the built-in router asked for at a second instance; nginx does not say."""

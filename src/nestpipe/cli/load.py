@@ -12,7 +12,7 @@ from nestpipe.cli.options import JsonFile
 from nestpipe.config import build, override
 from nestpipe.errors import ConfigError
 from nestpipe.serve.load_arms import ARMS, arms_of
-from nestpipe.serve.load_settings import LoadSettings
+from nestpipe.serve.load_settings import TOLERANCE, LoadSettings, check_tolerance
 
 NOT_VALID = 1
 """Exit status of a load test whose driver was late."""
@@ -62,6 +62,9 @@ def load(
         typer.Option(help="Search the longest length or the highest rate that keeps the target."),
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Runs at each value of a search.")] = 3,
+    tolerance: Annotated[
+        float, typer.Option(help="How close a search comes to the true value: 0.05 is 5 %.")
+    ] = TOLERANCE,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
     threads: Annotated[
@@ -119,6 +122,7 @@ def load(
     sections = {"workload": given, "serve": {"target_ms": target_ms}}
     chosen = build(LoadSettings, override(sections, settings or []))
     compared = arms_of(arms)
+    check_tolerance(tolerance)
     _refuse_contradictions(checkpoint, random, url, arms, advise)
     jobs.require("torch", "safetensors")
     if write_log is not None:
@@ -131,8 +135,9 @@ def load(
         jobs.advise_on(advise, costs, model, chosen, json)
     elif find is not None:
         values = range(chosen.workload.seed, chosen.workload.seed + seeds)
+        aim = jobs.Aim(find.value, list(values), tolerance)
         where = jobs.Where(model, compared, url, token_file)
-        if not jobs.find_most(where, find.value, chosen, list(values), json, plot):
+        if not jobs.find_most(where, aim, chosen, json, plot):
             raise typer.Exit(NOT_VALID)
     elif not jobs.compare(jobs.Where(model, compared, url, token_file), chosen, json, plot):
         raise typer.Exit(NOT_VALID)

@@ -77,6 +77,15 @@ class Where:
     token_file: Path | None
 
 
+@dataclass(frozen=True, slots=True)
+class Aim:
+    """What is searched: a length or a rate, with which seeds, and how close it must come."""
+
+    what: str
+    seeds: list[int]
+    tolerance: float
+
+
 def compare(where: Where, settings: LoadSettings, json: str | None, plot: Path | None) -> bool:
     """Run every arm on the same requests; whether all runs are valid."""
     from nestpipe.serve.load_report import as_json
@@ -108,23 +117,19 @@ def compare(where: Where, settings: LoadSettings, json: str | None, plot: Path |
 
 
 def find_most(
-    where: Where,
-    what: str,
-    settings: LoadSettings,
-    seeds: list[int],
-    json: str | None,
-    plot: Path | None,
+    where: Where, aim: Aim, settings: LoadSettings, json: str | None, plot: Path | None
 ) -> bool:
     """Search every arm; whether the runs that decided were valid."""
     from nestpipe.serve.load_report import as_json
 
     _check_plot(plot)
+    what = aim.what
     found: dict[str, Found] = {}
     longest = settings.workload.length * (2 if what == "length" else 1)
     with _measures(where, settings, longest) as measures:
         for name, measure in measures.items():
             told = partial(_tell, name, what, json)
-            found[name] = _search(what, settings, measure, seeds, told)
+            found[name] = _search(aim, settings, measure, told)
     if json is not None:
         results = [
             {
@@ -142,7 +147,8 @@ def find_most(
             }
             for name, one in found.items()
         ]
-        write_json(json, {"find": what, "settings": asdict(settings), "results": results})
+        about = {"find": what, "tolerance": aim.tolerance, "settings": asdict(settings)}
+        write_json(json, {**about, "results": results})
     if plot is not None:
         from nestpipe.serve.load_plot import plot_search
 
@@ -244,13 +250,11 @@ def _fitting(settings: LoadSettings, model: HstuRankModel) -> LoadSettings:
 
 
 def _search(
-    what: str,
-    settings: LoadSettings,
-    measure: Measure,
-    seeds: list[int],
-    told: Callable[[Step], None],
+    aim: Aim, settings: LoadSettings, measure: Measure, told: Callable[[Step], None]
 ) -> Found:
     from nestpipe.serve.load_search import search
+
+    what, exactly = aim.what, partial(search, tolerance=aim.tolerance, seeds=aim.seeds, told=told)
 
     def attempt(value: float, seed: int) -> Report:
         change: dict[str, Any] = {"length": int(value)} if what == "length" else {"rate": value}
@@ -260,19 +264,10 @@ def _search(
 
     workload = settings.workload
     if what == "rate":
-        return search(
-            attempt, workload.rate, low=LEAST_RATE, high=MOST_RATE, seeds=seeds, told=told
-        )
+        return exactly(attempt, workload.rate, low=LEAST_RATE, high=MOST_RATE)
     low = float((workload.short // LENGTH_STEP + 1) * LENGTH_STEP)
-    return search(
-        attempt,
-        float(workload.length),
-        low=low,
-        high=float(workload.most_length),
-        step=LENGTH_STEP,
-        seeds=seeds,
-        told=told,
-    )
+    high = float(workload.most_length)
+    return exactly(attempt, float(workload.length), low=low, high=high, step=LENGTH_STEP)
 
 
 def _tell(name: str, what: str, json: str | None, step: Step) -> None:

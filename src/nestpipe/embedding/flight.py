@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from nestpipe.embedding.again import Again
 from nestpipe.embedding.requests import Request
 from nestpipe.embedding.routing import Asked
 from nestpipe.embedding.working_set import WorkingSet
@@ -41,6 +42,8 @@ class InFlight:
     """... and rows that it wants for them."""
     asked: list[Asked] = field(default_factory=list[Asked])
     working: list[WorkingSet] = field(default_factory=list[WorkingSet])
+    again: list[Again] = field(default_factory=list[Again])
+    """[group] rows of the first micro-batch that come twice."""
     received: dict[int, list[Tensor]] = field(default_factory=dict[int, list[Tensor]])
     """[micro][group] (P, D) rows."""
     gradients: dict[int, dict[int, OfRows]] = field(default_factory=dict[int, dict[int, OfRows]])

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from nestpipe.embedding import native_routing, plain_routing
+from nestpipe.embedding.again import marked, marks_of
 from nestpipe.embedding.replicas import Wide
 from nestpipe.embedding.routing import Asked, United
 from nestpipe.kernels.native import native_wanted
@@ -53,6 +54,10 @@ class WorkingSet:
     """... and both again on the device."""
     wide: WideThere | None = None
     """Where the batch merges replicas."""
+    marks_P: Tensor | None = None
+    """Where rows are sent early: which of the first micro-batch must be sent again ..."""
+    marked: Bags | None = None
+    """... and those alone; both on the host."""
 
     @property
     def size(self) -> int:
@@ -75,8 +80,12 @@ def make_working_set(
     *,
     united: United | None = None,
     wide: Wide | None = None,
+    early: bool = False,
 ) -> WorkingSet:
-    """What an owner works on: all that it was asked for, and more where it is `wide`."""
+    """What an owner works on: all that it was asked for, and more where it is `wide`.
+
+    `early`: mark the rows of the first micro-batch that are of no use before their refresh.
+    """
     routing = _routing()
     united = wide.united if wide is not None else united or unite(asked)
     nothing = united.keys_K[:0]
@@ -87,6 +96,7 @@ def make_working_set(
     )
     moved = bags_on(device, [*united.serve, *united.gather_back])
     micros = len(united.serve)
+    marks_P = marks_of(united.serve[0], shared_K, len(united.keys_K)) if early else None
     serve_counts = asked.row_counts_RMC.sum(2).T.tolist()
     return WorkingSet(
         keys_K=united.keys_K,
@@ -100,6 +110,8 @@ def make_working_set(
         shared_there=shared_K.to(device, non_blocking=True),
         shared_before_there=shared_before.to(device, non_blocking=True),
         wide=None if wide is None else _on(device, wide),
+        marks_P=marks_P,
+        marked=None if marks_P is None else marked(united.serve[0], marks_P),
     )
 
 

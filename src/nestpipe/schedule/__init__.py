@@ -4,7 +4,15 @@ from nestpipe.schedule.check import Violation, check, violations
 from nestpipe.schedule.nominal import nominal_trace
 from nestpipe.schedule.op import LANE_OF, MICRO_KINDS, Kind, Lane, Op
 from nestpipe.schedule.order import HappensBefore, happens_before, redundant_edges
-from nestpipe.schedule.plans import PLANS, Plan, PlanOptions, plan, with_keys_apart, with_sums_apart
+from nestpipe.schedule.plans import (
+    PLANS,
+    Plan,
+    PlanOptions,
+    plan,
+    with_early_rows,
+    with_keys_apart,
+    with_sums_apart,
+)
 from nestpipe.schedule.schedule import Exchange, Merge, Retrieval, Schedule, Shape, Step
 from nestpipe.schedule.text import from_text, to_text
 from nestpipe.schedule.toy import Interpreter, Outcome, ToyData
@@ -37,6 +45,7 @@ __all__ = [
     "redundant_edges",
     "to_text",
     "violations",
+    "with_early_rows",
     "with_keys_apart",
     "with_sums_apart",
 ]

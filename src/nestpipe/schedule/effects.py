@@ -32,6 +32,7 @@ CONTENT_OF = {
     "sizes": "key counts",
     "asked": "requested keys",
     "owned": "keys of the working set",
+    "marks": "marks of rows that come again",
     "buffer": "rows in the device buffer",
     "active": "marks of the active buffer",
     "received": "received rows",
@@ -61,13 +62,13 @@ class Effects:
 def effects(op: Op, shape: Shape) -> Effects:
     """What one op reads and writes."""
     t, m = op.batch, op.micro or 0
-    slot, place = t % shape.slots, m % shape.receive
+    slot = t % shape.slots
     queue = ("queue", t % shape.lookahead)
     batch, wanted, sizes = ("batch", slot), ("wanted", slot), ("sizes", slot)
-    asked, owned = ("asked", slot), ("owned", slot)
+    asked, owned, marks = ("asked", slot), ("owned", slot), ("marks", slot)
     owned_before, owned_next = ("owned", (t - 1) % shape.slots), ("owned", (t + 1) % shape.slots)
     buffer, other_buffer = ("buffer", t % shape.buffers), ("buffer", (t - 1) % shape.buffers)
-    received, sent = ("received", place), ("sent", place)
+    received, sent = ("received", shape.place(t, m)), ("sent", m % shape.receive)
     row_sum, dense_sum, weights = ("row_sum", 0), ("dense_sum", 0), ("weights", 0)
     active: tuple[Cell, ...] = (("active", 0),) if shape.handover is not K.RETRIEVE else ()
     compares = shape.handover is K.SYNC and t > 0
@@ -84,18 +85,27 @@ def effects(op: Op, shape: Shape) -> Effects:
             return Effects(reads=(wanted, sizes), writes=(asked,))
         case K.UNION:
             return Effects(reads=(asked, owned_before) if compares else (asked,), writes=(owned,))
+        case K.MARKS:
+            return Effects(reads=(asked, owned), writes=(marks,))
         case K.RETRIEVE:
             return Effects(reads=(owned,), writes=(buffer,))
         case K.SYNC:
-            reads = (owned, other_buffer) if compares else (owned,)
-            return Effects(reads=reads, writes=(buffer, *active))
+            if not compares:  # there is no batch before
+                return Effects(reads=(owned,), writes=active)
+            return Effects(reads=(owned, other_buffer), writes=(buffer, *active))
         case K.SWAP:
             return Effects(writes=active)
+        case K.FRESH:
+            sent_again = (buffer, *active) if compares else ()
+            return Effects(reads=(asked, marks, received, *sent_again), writes=(received,))
+        case K.ROWS if shape.is_early(op):
+            return Effects(reads=(wanted, asked, buffer), writes=(received,))
         case K.ROWS:
             return Effects(reads=(wanted, asked, buffer, *active), writes=(received,))
         case K.DENSE if shape.exchange is Exchange.WINDOW:
             # A cell for each micro-batch: rows that come with it, rows whose last use it is.
-            came: tuple[Cell, ...] = tuple(("received", micro) for micro in range(m + 1))
+            first: Cell = ("received", shape.place(t, 0))
+            came: tuple[Cell, ...] = (first, *(("received", n) for n in range(1, m + 1)))
             sums: tuple[Cell, ...] = tuple(("window_sum", n) for n in range(m, shape.micros))
             added = sums if m > 0 else ()  # the first micro-batch begins them
             reads = (batch, *came, weights, dense_sum, *added)
@@ -133,6 +143,8 @@ def reference_position(op: Op, shape: Shape) -> tuple[float, ...]:
     """Where the op stands in the serial order that every exact plan must be equal to."""
     if op.kind is K.WRITEBACK and shape.retrieval is Retrieval.NEW:
         return (op.batch + 1, _STAGE[K.UNION] + 0.5)
+    if shape.is_early(op):
+        return (op.batch, _STAGE[K.RETRIEVE] + 0.5)
     stage = _STAGE[op.kind]
     if op.kind is K.MIRROR and shape.merge is Merge.EXACT:
         stage = _STAGE[K.UPDATE] - 0.5

@@ -35,12 +35,18 @@ class Kind(StrEnum):
     """All2All of the keys."""
     UNION = "union"
     """The owner's working set of the batch, and what it shares with the batch before."""
+    MARKS = "marks"
+    """All2All of which rows of the first micro-batch the batch before has too; only where rows are
+    sent early."""
     RETRIEVE = "retrieve"
     """Rows with their optimizer state from host memory into the idle device buffer."""
     SYNC = "sync"
     """Shared rows, state too, from the active to the idle buffer; then the buffers swap."""
     SWAP = "swap"
     """The buffers swap and nothing is refreshed: only a stale plan has it."""
+    FRESH = "fresh"
+    """Those rows of the first micro-batch again, after their refresh; only where rows are sent
+    early."""
     ROWS = "rows"
     """The owner sends a micro-batch's rows to the workers that asked."""
     DENSE = "dense"
@@ -65,9 +71,11 @@ LANE_OF = {
     Kind.COUNTS: Lane.NET,
     Kind.KEYS: Lane.NET,
     Kind.UNION: Lane.ROUTE,
+    Kind.MARKS: Lane.NET,
     Kind.RETRIEVE: Lane.HOST,
     Kind.SYNC: Lane.COMPUTE,
     Kind.SWAP: Lane.COMPUTE,
+    Kind.FRESH: Lane.NET,
     Kind.ROWS: Lane.NET,
     Kind.DENSE: Lane.COMPUTE,
     Kind.GRADS: Lane.NET,
@@ -77,8 +85,10 @@ LANE_OF = {
     Kind.WRITEBACK: Lane.HOST,
 }
 
-ROUTING_COLLECTIVES = frozenset({Kind.COUNTS, Kind.KEYS})
+ROUTING_COLLECTIVES = frozenset({Kind.COUNTS, Kind.KEYS, Kind.MARKS})
 """Collectives that only hosts need to take part in: their data is in host memory."""
+EARLY_KINDS = frozenset({Kind.MARKS, Kind.FRESH})
+"""Kinds that there are only where rows of the first micro-batch are sent early."""
 MICRO_KINDS = frozenset({Kind.ROWS, Kind.DENSE, Kind.GRADS})
 """Kinds that come once per micro-batch; every other comes once per batch."""
 

@@ -105,6 +105,30 @@ def with_sums_apart(plan: Plan) -> Plan:
     return Plan(shape, tuple(tick))
 
 
+def with_early_rows(plan: Plan) -> Plan:
+    """The same plan with the rows of the next batch's first micro-batch under this batch's last.
+
+    Most of them are not in this batch, so they are final. Those that are follow once more, in
+    `fresh`, after its update; that is all that is left between two windows.
+    """
+    shape = replace(plan.shape, early=True)
+    if shape.handover is not K.SYNC or plan.tick[0].kind is not K.SYNC:
+        raise PlanError(
+            f"plan {plan.name} cannot send rows early, because it looks up no batch ahead and "
+            "refreshes it; use nested or dual_buffer"
+        )
+    if shape.mirror_every:
+        raise PlanError(
+            "rows cannot be sent early where replicas are merged, which may change any row; "
+            "use one group, or turn early off"
+        )
+    first = plan.tick.index(Slot(K.ROWS, 0, 0))
+    tick = [*plan.tick[:first], Slot(K.FRESH, 0), *plan.tick[first + 1 :]]
+    last = max(tick.index(Slot(K.DENSE, 0, shape.micros - 1)), tick.index(Slot(K.RETRIEVE, 1)) + 1)
+    early = [Slot(K.MARKS, 1), Slot(K.ROWS, 1, 0)]
+    return Plan(shape, (*tick[:last], *early, *tick[last:]))
+
+
 def _exists(op: Op, end: int | None) -> bool:
     """Whether the op lies between the first batch and the last."""
     return op.batch >= 0 and (end is None or op.batch < end)

@@ -69,6 +69,10 @@ class Shape:
     """Whether dense gradients are summed in a network of their own, begun by the last `dense` and
     ended by `reduce`, which then applies them; `update` is left with the rows."""
 
+    early: bool = False
+    """Whether the rows of the first micro-batch are sent before the batch before has been updated;
+    those that it changes are sent again by `fresh`."""
+
     def lane(self, kind: Kind) -> Lane:
         """Where an op runs: what is apart holds up nothing but the lane that needs it."""
         if self.keys_apart and kind in ROUTING_COLLECTIVES:
@@ -96,6 +100,20 @@ class Shape:
         if self.retrieval is Retrieval.WHOLE:
             return Op(Kind.WRITEBACK, batch)
         return self.last_write(batch)
+
+    def place(self, batch: int, micro: int) -> int:
+        """Where the rows of a micro-batch come to; those that come early have two places more."""
+        early = self.early and micro == 0
+        return self.receive + batch % 2 if early else micro % self.receive
+
+    def is_early(self, op: Op) -> bool:
+        """Whether the op sends rows before they are refreshed."""
+        return self.early and op.kind is Kind.ROWS and op.micro == 0
+
+    @property
+    def places(self) -> int:
+        """Places for rows that come."""
+        return self.receive + 2 * self.early
 
     @property
     def handover(self) -> Kind:

@@ -35,9 +35,16 @@ _EXAMPLE_OF = {
     "stale": "no",
     "keys_apart": "no",
     "sums_apart": "no",
+    "early": "no",
 }
 """Every fact at the head of a schedule, with a value it may have."""
-_USUAL = {"merge": "averaged", "exchange": "micro", "keys_apart": "no", "sums_apart": "no"}
+_USUAL = {
+    "merge": "averaged",
+    "exchange": "micro",
+    "keys_apart": "no",
+    "sums_apart": "no",
+    "early": "no",
+}
 """Facts that are only told where they are otherwise."""
 
 
@@ -59,6 +66,7 @@ def to_text(schedule: Schedule) -> str:
         "stale": "yes" if shape.stale else "no",
         "keys_apart": "yes" if shape.keys_apart else "no",
         "sums_apart": "yes" if shape.sums_apart else "no",
+        "early": "yes" if shape.early else "no",
     }
     head = [f"{name} {value}" for name, value in facts.items() if _USUAL.get(name) != value]
     return "\n".join([*head, "", *map(str, schedule), ""])
@@ -116,6 +124,7 @@ def _schedule(facts: dict[str, str], steps: list[Step]) -> Schedule:
         stale=_read(facts, "stale", _yes),
         keys_apart=_read(facts, "keys_apart", _yes),
         sums_apart=_read(facts, "sums_apart", _yes),
+        early=_read(facts, "early", _yes),
     )
     batches = _read(facts, "batches", _at_least(1))
     for name, count in (("batches", batches), ("micros", shape.micros)):

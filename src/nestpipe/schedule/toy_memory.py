@@ -45,6 +45,8 @@ class Rank:
     """By owner: the keys that each micro-batch asks for, then those whose gradients it sends."""
     sizes: list[dict[int, int]]
     asked: list[dict[int, MicroKeys]]
+    marks: list[frozenset[int]]
+    """Of the first micro-batch: the keys whose rows come a second time."""
     owned: list[frozenset[int]]
     shared: list[frozenset[int]]
     buffers: list[dict[int, Row]]
@@ -85,6 +87,7 @@ def new_world(
     """Ranks with empty memory; `data[rank][batch][micro]` are keys."""
     shards = len(data) // groups
     anything = frozenset(k for batches in data for micros in batches for ks in micros for k in ks)
+    anything_odd = frozenset(key for key in anything if key % 2)  # too few, and too many
     ranks = [
         Rank(
             number=r,
@@ -96,10 +99,11 @@ def new_world(
             wanted=[{} for _ in range(shape.slots)],
             sizes=[{} for _ in range(shape.slots)],
             asked=[{} for _ in range(shape.slots)],
-            owned=[anything] * shape.slots,
+            owned=[anything_odd] * shape.slots,
             shared=[anything] * shape.slots,
             buffers=[{} for _ in range(shape.buffers)],
-            received=[{} for _ in range(shape.receive)],
+            marks=[anything] * shape.slots,
+            received=[{} for _ in range(shape.places)],
             sent=[{} for _ in range(shape.receive)],
         )
         for r in range(len(data))
@@ -162,12 +166,13 @@ def _swap(world: World, rank: Rank, t: int) -> None:
 
 
 def _dense(world: World, rank: Rank, t: int, m: int) -> None:
-    place = m % world.shape.receive
+    shape = world.shape
     micros = rank.batch[t % world.shape.slots]
     keys = micros[m] if m < len(micros) else ()
-    came = rank.received[place]
+    came = rank.received[shape.place(t, m)]
     if world.shape.exchange is Exchange.WINDOW:
-        came = {key: row for part in rank.received[: m + 1] for key, row in part.items()}
+        parts = [rank.received[shape.place(t, micro)] for micro in range(m + 1)]
+        came = {key: row for part in parts for key, row in part.items()}
     gradients: dict[int, int] = {}
     for sample, key in enumerate(keys):
         row = came.get(key, GARBAGE)
@@ -178,7 +183,7 @@ def _dense(world: World, rank: Rank, t: int, m: int) -> None:
     if world.shape.exchange is Exchange.WINDOW:
         _add_to_window(rank, micros, m, gradients)
     else:
-        rank.sent[place] = gradients
+        rank.sent[m % shape.receive] = gradients
 
 
 def _add_to_window(rank: Rank, micros: MicroKeys, m: int, gradients: dict[int, int]) -> None:
@@ -245,21 +250,44 @@ def _cut(micros: MicroKeys, sizes: dict[int, int], peer: int) -> MicroKeys:
     return tuple(kept)
 
 
+def _marks(world: World, members: list[Rank], t: int) -> None:
+    slot = t % world.shape.slots
+    for rank in members:
+        rank.marks[slot] = frozenset(
+            key
+            for owner in members
+            for key in _asked_of(owner, slot, rank.number, 0)
+            if key in owner.shared[slot]
+        )
+
+
 def _asked_of(rank: Rank, slot: int, peer: int, part: int) -> tuple[int, ...]:
     parts = rank.asked[slot].get(peer, ())
     return parts[part] if part < len(parts) else ()
 
 
 def _rows(world: World, members: list[Rank], t: int, m: int) -> None:
-    slot, place = t % world.shape.slots, m % world.shape.receive
+    slot, place = t % world.shape.slots, world.shape.place(t, m)
     arriving: dict[int, dict[int, int]] = {rank.number: {} for rank in members}
+    early = world.shape.early and m == 0
     for owner in members:
-        rows = owner.buffers[owner.active]
+        rows = owner.buffers[t % world.shape.buffers if early else owner.active]
         for peer in members:
             for key in _asked_of(owner, slot, peer.number, m):
                 arriving[peer.number][key] = rows.get(key, GARBAGE_ROW)[0]
     for rank in members:
         rank.received[place] = arriving[rank.number]
+
+
+def _fresh(world: World, members: list[Rank], t: int) -> None:
+    slot, place = t % world.shape.slots, world.shape.place(t, 0)
+    for rank in members:
+        for owner in members:
+            rows = owner.buffers[owner.active]
+            for key in _asked_of(owner, slot, rank.number, 0):
+                if key in rank.marks[slot]:
+                    row = rows.get(key, GARBAGE_ROW) if key in owner.shared[slot] else GARBAGE_ROW
+                    rank.received[place][key] = row[0]
 
 
 def _grads(world: World, members: list[Rank], t: int, m: int) -> None:
@@ -319,6 +347,8 @@ LOCAL_WORK: dict[Kind, Callable[[World, Rank, int], None]] = {
 COLLECTIVE_WORK: dict[Kind, Callable[[World, list[Rank], int], None]] = {
     K.COUNTS: _counts,
     K.KEYS: _keys,
+    K.MARKS: _marks,
+    K.FRESH: _fresh,
     K.REDUCE: _reduce,
     K.MIRROR: _mirror,
 }

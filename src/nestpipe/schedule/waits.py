@@ -48,6 +48,10 @@ def _union(op: Op, shape: Shape) -> Iterator[Op]:
         yield Op(K.WRITEBACK, op.batch - shape.slots)
 
 
+def _marks(op: Op, shape: Shape) -> Iterator[Op]:
+    yield Op(K.UNION, op.batch)
+
+
 def _retrieve(op: Op, shape: Shape) -> Iterator[Op]:
     yield Op(K.UNION, op.batch)
     yield Op(K.WRITEBACK, op.batch - shape.buffers)
@@ -59,19 +63,34 @@ def _retrieve(op: Op, shape: Shape) -> Iterator[Op]:
 def _handover(op: Op, shape: Shape) -> Iterator[Op]:
     yield Op(K.RETRIEVE, op.batch)
     yield shape.last_write(op.batch - 1)
+    if shape.early and op.batch > 0:
+        # What is sent early is read from the buffer that the refresh writes.
+        yield Op(K.ROWS, op.batch, 0)
 
 
 def _rows(op: Op, shape: Shape) -> Iterator[Op]:
     assert op.micro is not None
+    if shape.is_early(op):
+        yield Op(K.RETRIEVE, op.batch)
+        return
     yield Op(shape.handover, op.batch)
-    if op.micro >= shape.receive:
-        yield Op(K.DENSE, op.batch, op.micro - shape.receive)
+    before = op.micro - shape.receive
+    if before >= 0 and not (shape.early and before == 0):
+        yield Op(K.DENSE, op.batch, before)
+
+
+def _fresh(op: Op, shape: Shape) -> Iterator[Op]:
+    yield Op(K.MARKS, op.batch)
+    yield Op(K.ROWS, op.batch, 0)
+    if op.batch > 0:
+        yield Op(shape.handover, op.batch)
 
 
 def _dense(op: Op, shape: Shape) -> Iterator[Op]:
     assert op.micro is not None
     for micro in _shared(op, shape):
-        yield Op(K.ROWS, op.batch, micro)
+        early = shape.early and micro == 0
+        yield Op(K.FRESH, op.batch) if early else Op(K.ROWS, op.batch, micro)
     if op.micro == 0 and shape.sums_apart:
         yield Op(K.REDUCE, op.batch - 1)
     if op.micro > 0:
@@ -133,9 +152,11 @@ _WAITS_OF: dict[Kind, Callable[[Op, Shape], Iterator[Op]]] = {
     K.COUNTS: _counts,
     K.KEYS: _keys,
     K.UNION: _union,
+    K.MARKS: _marks,
     K.RETRIEVE: _retrieve,
     K.SYNC: _handover,
     K.SWAP: _handover,
+    K.FRESH: _fresh,
     K.ROWS: _rows,
     K.DENSE: _dense,
     K.GRADS: _grads,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Set
 from functools import lru_cache
 
-from nestpipe.schedule.op import MICRO_KINDS, Kind, Op
+from nestpipe.schedule.op import EARLY_KINDS, MICRO_KINDS, Kind, Op
 from nestpipe.schedule.schedule import Schedule, Shape
 
 K = Kind
@@ -41,6 +41,8 @@ def ops_of_batch(batch: int, shape: Shape) -> Iterator[Op]:
         if kind in (K.SYNC, K.SWAP) and kind is not shape.handover:
             continue
         if kind is K.MIRROR and not shape.has_mirror(batch):
+            continue
+        if kind in EARLY_KINDS and not shape.early:
             continue
         if kind in MICRO_KINDS:
             yield from (Op(kind, batch, micro) for micro in range(shape.micros))

@@ -15,6 +15,7 @@ from nestpipe.serve.load_log import Logged
 from nestpipe.serve.load_report import percentile
 from nestpipe.serve.load_reuse import Asked, Reuse, reuse
 from nestpipe.serve.settings import ServeSettings
+from nestpipe.serve.trigger import at_risk
 
 TTLS_S = (10.0, 60.0, 600.0, 3600.0, 21_600.0)
 """Times to live that are looked at."""
@@ -22,7 +23,7 @@ SHARES = (0.5, 0.75, 0.9, 0.95, 1.0)
 """Parts of the reuse that a TTL allows, for which the memory is told."""
 NEARLY_ALL = 0.95
 """A TTL or a size is enough when it gives this part of what no limit would; one of `SHARES`."""
-MOST_AT_RISK = 0.01
+MOST_MISSES = 0.01
 """Share of requests that may miss the target without breaking its P99."""
 WORTH = 1.1
 """Gain in throughput below which host memory is not worth its upkeep."""
@@ -39,7 +40,7 @@ class Question:
     kv_bytes: Callable[[int], int]
     """Memory of a prefix of so many events."""
     settings: ServeSettings
-    """Target, window, life and margin are taken from here."""
+    """Target, window, life, margin and risk are taken from here."""
     instances: int = 1
     """That share the requests of the log."""
     short: int = 64
@@ -83,12 +84,14 @@ class Facts:
     candidates_p50: float
     inline_p99_ms: float
     """Time of an inline ranking on an idle device."""
-    at_risk: float
+    misses: float
     """Share of requests whose inline ranking would miss the target on an idle device."""
+    at_risk: float
+    """Share that the trigger would prepare: these and those that come close."""
     too_slow: float
-    """Share at risk whose ranking would miss it even with a prefix."""
+    """Share that would miss the target even with a prefix."""
     too_late: float
-    """Share at risk whose prefix cannot be ready within the window."""
+    """Share that would miss it and whose prefix cannot be ready within the window."""
     inline_load: float
     """Device time per second, everything inline."""
     relay_load: float
@@ -99,7 +102,7 @@ class Facts:
     @property
     def helped(self) -> float:
         """Share of requests that relay would bring within the target."""
-        return self.at_risk - max(self.too_slow, self.too_late)
+        return self.misses - max(self.too_slow, self.too_late)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,7 +135,10 @@ class _Request:
     prefix_ms: float
     cached_ms: float
     reload_ms: float
+    misses: bool
+    """Whether it misses the target inline."""
     at_risk: bool
+    """Whether the trigger would prepare it."""
 
 
 def advise(
@@ -140,8 +146,8 @@ def advise(
 ) -> Advice:
     """Measure the log against the costs, and judge."""
     requests = [_cost(one, question) for one in log]
-    helped = _share([one.at_risk and _can_help(one, question) for one in requests])
-    relay = helped > MOST_AT_RISK
+    helped = _share([one.misses and _can_help(one, question) for one in requests])
+    relay = helped > MOST_MISSES
     # With relay only prefixes that were prepared are there to be kept, without it all are.
     kept = [one for one in requests if one.at_risk or not relay]
     found = reuse([_asked(one) for one in kept], progress)
@@ -178,7 +184,8 @@ def _cost(one: Logged, question: Question) -> _Request:
         prefix_ms=costs.prefix_ms(prefix),
         cached_ms=costs.cached_ms(prefix, one.candidates),
         reload_ms=costs.reload_ms(num_bytes),
-        at_risk=inline_ms > question.allowed_ms,
+        misses=inline_ms > question.allowed_ms,
+        at_risk=at_risk(one.history_length, one.candidates, 0.0, costs, question.settings),
     )
 
 
@@ -221,9 +228,10 @@ def _facts(
         longest=max(lengths),
         candidates_p50=percentile([one.candidates for one in log], 0.5),
         inline_p99_ms=percentile(inline_ms, 0.99),
+        misses=_share([one.misses for one in requests]),
         at_risk=_share([one.at_risk for one in requests]),
-        too_slow=_share([one.at_risk and one.cached_ms > question.allowed_ms for one in requests]),
-        too_late=_share([one.at_risk and one.prefix_ms > window_ms for one in requests]),
+        too_slow=_share([one.misses and one.cached_ms > question.allowed_ms for one in requests]),
+        too_late=_share([one.misses and one.prefix_ms > window_ms for one in requests]),
         inline_load=load * _mean(inline_ms),
         relay_load=load * _mean([_relay_ms(one) for one in requests]),
         host_load=load * host_ms,

@@ -53,7 +53,7 @@ class Line:
         return bool(self._awaited)
 
 
-def at_once(entry: Entry) -> float:
+def at_once(entry: Entry, ticket: Any) -> float:
     """Predicts nothing: whatever is on its way is worth waiting for."""
     return 0.0
 
@@ -69,7 +69,7 @@ class Cache:
         life_s: float,
         reloads: int,
         single_flight: bool = True,
-        eta_s: Callable[[Entry], float] = at_once,
+        eta_s: Callable[[Entry, Any], float] = at_once,
     ) -> None:
         self.slots = slots
         self.expander = expander
@@ -118,7 +118,7 @@ class Cache:
         if entry.complete:
             self._use(entry)
             return Use(entry)
-        if now + self.eta_s(entry) > deadline:
+        if now + self.eta_s(entry, ticket) > deadline:
             self._settle(entry)
             return Miss.TOO_LATE
         entry.waiters.append(ticket)
@@ -133,7 +133,8 @@ class Cache:
         if not kept and purpose is Purpose.RANK:
             return Miss.NOWHERE
         source = Source.HOST if kept else Source.COMPUTED
-        if purpose is not Purpose.SIGNAL and now + self.eta_s(Entry(need, source)) > deadline:
+        eta_s = 0.0 if purpose is Purpose.SIGNAL else self.eta_s(Entry(need, source), ticket)
+        if now + eta_s > deadline:
             return Miss.TOO_LATE
         entry = self.slots.reserve(need, source)
         if entry is None:

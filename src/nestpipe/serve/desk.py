@@ -14,6 +14,7 @@ from nestpipe.errors import RunError
 from nestpipe.serve.cache import Cache
 from nestpipe.serve.expander import Expander
 from nestpipe.serve.probes import Probes
+from nestpipe.serve.reload import ReloadsByLayer
 from nestpipe.serve.settings import ServeSettings
 from nestpipe.serve.slots import Entry, Source, State
 from nestpipe.serve.types import Clock, Outcome, Path
@@ -30,7 +31,7 @@ COUNTED = (
     *("fills", "failed_fills", "abandoned_fills", "wasted_prefixes", "discarded"),
     *("reloads", "failed_reloads", "copies", "failed_copies"),
     *("batches", "batched_rankings", "largest_batch", "failed_batches", "failed_rankings"),
-    *("early_batches", "cancelled", "shed", "faults"),
+    *("early_batches", "cancelled", "shed", "refused_closing", "faults"),
 )
 """Counters that are there from the start, at 0."""
 
@@ -60,13 +61,27 @@ class Desk:
         """Predicted time until all rankings in line are answered."""
         return self.running_ms + sum(ranking.predicted_ms for ranking in self.waiting)
 
-    def eta_s(self, entry: Entry) -> float:
-        """Predicted seconds until an entry that is on its way is complete."""
+    def eta_s(self, entry: Entry, ranking: Ranking) -> float:
+        """Predicted seconds until a ranking can go on as if its prefix were there."""
         rest_ms, cache = self.predictions.rest_ms, self.cache
         if entry.source is Source.HOST:
-            return rest_ms(entry) * (1 + len(cache.loads) / cache.reloads) / 1e3
+            before_ms = rest_ms(entry) * len(cache.loads) / cache.reloads
+            return (before_ms + self._reload_ms(entry, ranking.predicted_ms)) / 1e3
         before = sum(rest_ms(e) for e in cache.fills if e.waiters and e is not entry)
         return (rest_ms(entry) + before + self.rank_queue_ms()) / 1e3
+
+    def _reload_ms(self, entry: Entry, cached_ms: float) -> float:
+        """How much later than with its prefix a ranking ends that has it brought back.
+
+        By layers the ranking is computed under the copies: it ends with the last of them, or as
+        long after the first as it takes, whichever is later.
+        """
+        all_ms = self.predictions.rest_ms(entry)
+        by_layer = self.settings.reload_by_layer and isinstance(entry.need.model, ReloadsByLayer)
+        if not by_layer or self.cache.expander is None:
+            return all_ms
+        first_ms = self.predictions.layer_ms(entry, self.cache.expander.num_layers(entry.key))
+        return max(first_ms, all_ms - cached_ms)
 
     def have_prefix(self, rankings: Iterable[Ranking], now: float) -> None:
         """What they waited for is there."""
@@ -99,17 +114,20 @@ class Desk:
         with self.change:
             self.counts[name] += 1
 
-    def fail_open(self, error: BaseException) -> None:
-        """Let nobody wait for an answer that will not come."""
+    def fail_open(self, error: BaseException) -> int:
+        """Let nobody wait for an answer that will not come; how many did."""
         with self.change:
             left, self.waiting = list(self.waiting.open), Waiting()
             self.probes.cancel()
             self.change.notify_all()
+        num_told = 0
         for ranking in left:
             try:
                 ranking.future.set_exception(error)
+                num_told += 1
             except InvalidStateError:
                 continue  # it was cancelled, or answered just before
+        return num_told
 
     def stats(self) -> dict[str, float]:
         """Counters and gauges by name."""

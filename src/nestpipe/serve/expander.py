@@ -89,6 +89,12 @@ class Expander:
         assert kept.reloads, f"{key} is read without a pin"
         return kept.kv
 
+    def num_layers(self, key: PrefixKey) -> int:
+        """Of a prefix that can be reloaded."""
+        kept = self._kept[key]
+        assert kept.kv is not None, f"{key} is asked about before it was copied"
+        return len(kept.kv.keys_LNHA)
+
     def unpin(self, key: PrefixKey) -> None:
         """The reload is over."""
         kept = self._kept[key]

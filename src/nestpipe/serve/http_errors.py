@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from nestpipe.errors import NestpipeError, ShedError
+from nestpipe.serve.closing import ClosingError
 
 log = logging.getLogger("nestpipe.serve")
 
@@ -46,6 +47,8 @@ def of_fault(fault: BaseException) -> HttpError:
     """What to say of an exception that answering a request ended with."""
     if isinstance(fault, HttpError):
         return fault
+    if isinstance(fault, ClosingError):
+        return draining()
     if isinstance(fault, ShedError):
         return shed(str(fault), fault.retry_after_s)
     if isinstance(fault, TimeoutError):

@@ -20,6 +20,7 @@ from nestpipe.serve.http_backend import (
 )
 from nestpipe.serve.http_settings import HttpSettings
 from nestpipe.serve.router import Router, RouterSettings
+from nestpipe.serve.totals import totals
 from nestpipe.serve.types import Outcome, RealClock
 
 SIGNALS_AT_ONCE = 64
@@ -91,12 +92,11 @@ class Instances:
         assert answer.reply is not None
         return answer.reply
 
-    async def sums(self) -> dict[str, float]:
-        """The instances' own numbers, added up over those that answer."""
+    async def totals(self) -> dict[str, float]:
+        """The instances' own numbers, of all that answer together."""
         call = Call("/metrics", b"", self._headers)
         found = await asyncio.gather(*(one.numbers(call) for one in self.backends.values()))
-        names = dict.fromkeys(name for numbers in found for name in numbers)
-        return {name: sum(numbers.get(name, 0.0) for numbers in found) for name in names}
+        return totals(found)
 
     async def _look_for_ever(self, probed: list[HttpBackend]) -> None:
         while True:

@@ -29,6 +29,7 @@ COUNTERS = {
     "early_batches": "Batches that began before all layers of a prefix were back",
     "cancelled": "Rankings that nobody waited for any more",
     "shed": "Rankings turned away because too many waited",
+    "refused_closing": "Signals and rankings turned away because the instance was closing",
     "faults": "Faults that cost time, but no answer",
     "device_evicted": "Read prefixes that made room in device memory",
     "host_evicted": "Prefixes that made room in host memory",

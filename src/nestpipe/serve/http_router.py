@@ -83,7 +83,7 @@ def router_app(
     async def reload() -> str:
         return "a router has no checkpoint; reload the instances"
 
-    around = guarded(app, gate, token, metrics, instances.sums)
+    around = guarded(app, gate, token, metrics, instances.totals)
     return Served(around, app, gate, metrics, drain, reload)
 
 

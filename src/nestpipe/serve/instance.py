@@ -11,6 +11,7 @@ from typing import Self
 
 from nestpipe.errors import NestpipeError, ShedError
 from nestpipe.serve.cache import Cache
+from nestpipe.serve.closing import ClosingError
 from nestpipe.serve.compute import Compute
 from nestpipe.serve.copies import Copies, CopyStream
 from nestpipe.serve.desk import Desk, has_failed, start
@@ -156,7 +157,7 @@ class Instance:
         if isinstance(step, Wait | Load | Fill):
             ranking.entry, ranking.path = step.entry, _path(step)
             last_call = ranking.deadline - costs.cut_ms(ranking) / 1e3
-            desk.waiting.wait_until(ranking, max(last_call, now + desk.eta_s(step.entry)))
+            desk.waiting.wait_until(ranking, max(last_call, now + desk.eta_s(step.entry, ranking)))
             return
         if isinstance(step, Use):
             ranking.entry = step.entry
@@ -182,7 +183,8 @@ class Instance:
         if desk.broken is not None:
             raise has_failed(desk.broken)
         if desk.draining:
-            raise ShedError("the instance is closing; ask another, or again in a second")
+            desk.count("refused_closing")
+            raise ClosingError("the instance is closing; ask another, or again in a second")
 
     def _refuse_if_full(self) -> None:
         waiting = self._desk.waiting.num_waiting
@@ -235,14 +237,17 @@ class Instance:
             return desk.change.wait_for(lambda: not desk.waiting.open, timeout_s)
 
     def close(self) -> None:
-        """End the threads after what they are doing; rankings that still wait are shed."""
+        """End the threads after what they are doing; rankings that still wait are refused."""
         desk = self._desk
         with desk.change:
             desk.draining = desk.closed = True
             desk.change.notify_all()
         for thread in self._threads:
             thread.join()
-        desk.fail_open(ShedError("the instance closed before it came to this; ask another"))
+        closing = ClosingError("the instance closed before it came to this; ask another")
+        left = desk.fail_open(closing)
+        with desk.change:
+            desk.counts["refused_closing"] += left
         for thread in self._calibrating:
             thread.join()
 

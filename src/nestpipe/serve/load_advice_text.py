@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from nestpipe.serve.advise import MOST_AT_RISK, WORTH, Advice, Question
+from nestpipe.serve.advise import MOST_MISSES, WORTH, Advice, Question
 
 BUSY = 0.7
 """Part of a device's time above which queues alone may break a P99."""
@@ -35,14 +35,14 @@ def _reuse(advice: Advice) -> str:
 def _relay(advice: Advice, question: Question) -> str:
     facts, settings = advice.facts, question.settings
     target = f"{settings.target_ms:g} ms"
-    if facts.at_risk <= MOST_AT_RISK:
+    if facts.misses <= MOST_MISSES:
         return (
             f"Relay does not pay: inline rankings take {facts.inline_p99_ms:.1f} ms at P99 on an "
-            f"idle device, and {facts.at_risk:.1%} of requests would miss the target of {target}, "
+            f"idle device, and {facts.misses:.1%} of requests would miss the target of {target}, "
             "which its P99 allows."
         )
-    begin = f"{facts.at_risk:.1%} of requests would miss the target of {target} if ranked inline"
-    if facts.helped <= MOST_AT_RISK:
+    begin = f"{facts.misses:.1%} of requests would miss the target of {target} if ranked inline"
+    if facts.helped <= MOST_MISSES:
         late = facts.too_late >= facts.too_slow
         why = (
             f"their prefixes take longer than the window of {settings.window_ms:g} ms; a quicker "
@@ -58,7 +58,7 @@ def _relay(advice: Advice, question: Question) -> str:
             f"{question.instances} instances would need {facts.relay_load:.0%} of their time; "
             f"{_instances(facts.relay_load, question)} instances could carry it."
         )
-    rest = facts.at_risk - facts.helped
+    rest = facts.misses - facts.helped
     left = f", {rest:.1%} stay out of reach" if rest > 0.0005 else ""
     return f"Relay pays: {begin}; with their prefixes ready {facts.helped:.1%} are within it{left}."
 

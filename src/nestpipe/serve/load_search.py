@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from nestpipe.errors import ConfigError
 from nestpipe.serve.load_report import Report
+from nestpipe.serve.load_settings import TOLERANCE, check_tolerance
 
 Try = Callable[[float, int], Report]
 """A run at a value, with a seed."""
@@ -41,7 +42,7 @@ def search(
     low: float,
     high: float,
     step: float = 0.0,
-    tolerance: float = 0.05,
+    tolerance: float = TOLERANCE,
     seeds: Sequence[int] = (0, 1, 2),
     told: Told = lambda step: None,
 ) -> Found:
@@ -49,6 +50,7 @@ def search(
 
     With a `step` only its multiples are tried. A value keeps the target when most of its seeds do.
     """
+    check_tolerance(tolerance)
     if not low <= start <= high:
         raise ConfigError(f"the search starts at {start:g}; start between {low:g} and {high:g}")
     steps: list[Step] = []

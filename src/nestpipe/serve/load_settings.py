@@ -9,6 +9,9 @@ from nestpipe.config import fraction, not_negative, positive
 from nestpipe.errors import ConfigError
 from nestpipe.serve.settings import ServeSettings
 
+TOLERANCE = 0.05
+"""How close a search comes to the true value."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkloadSettings:
@@ -91,3 +94,9 @@ class LoadSettings:
 
     serve: ServeSettings = field(default_factory=ServeSettings)
     workload: WorkloadSettings = field(default_factory=WorkloadSettings)
+
+
+def check_tolerance(tolerance: float) -> None:
+    """Refuse what a search cannot end with, and what is no search."""
+    if not 0 < tolerance <= 1:
+        raise ConfigError(f"tolerance is {tolerance:g}; give a number above 0, and at most 1")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
@@ -14,6 +13,7 @@ from nestpipe.serve.instance import Instance
 from nestpipe.serve.load_arms import Arm
 from nestpipe.serve.router import Router, RouterSettings
 from nestpipe.serve.settings import ServeSettings
+from nestpipe.serve.totals import totals
 from nestpipe.serve.trigger import Trigger
 from nestpipe.serve.types import (
     KV,
@@ -89,10 +89,8 @@ class Several:
         return self._router.rank(request)
 
     def stats(self) -> dict[str, float]:
-        total: Counter[str] = Counter()
-        for instance in self._instances:
-            total.update(instance.stats())
-        return {**total, **self._router.stats()}
+        together = totals(instance.stats() for instance in self._instances)
+        return {**together, **self._router.stats()}
 
     def drain(self, timeout_s: float) -> bool:
         return self._router.drain(timeout_s)

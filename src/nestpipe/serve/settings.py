@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nestpipe.config import fraction, not_negative, positive
+from nestpipe.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,7 +19,12 @@ class ServeSettings:
     life_s: float = 0.5
     """How long a prefix waits for its ranking in device memory before it is given up."""
     margin: float = 0.1
-    """Part of the target that is kept free when times are predicted."""
+    """Part of the target that is kept free: an inline ranking that would need it is cut."""
+    risk: float = 0.2
+    """Part of the target that an inline ranking must leave free, or its signal is acted on.
+
+    More than `margin`, so that what was not prepared is not cut when it takes a little longer.
+    """
     device_mb: float = 1024.0
     """Device memory for prefixes: a hard bound."""
     host_mb: float = 4096.0
@@ -57,4 +63,10 @@ class ServeSettings:
             positive(name, getattr(self, name))
         not_negative("host_mb", self.host_mb)
         fraction("margin", self.margin)
+        fraction("risk", self.risk)
+        if self.risk < self.margin:
+            raise ConfigError(
+                f"risk is {self.risk} and margin is {self.margin}; give a risk that is not below "
+                "the margin, or rankings are cut that nothing was prepared for"
+            )
         fraction("prefix_share", self.prefix_share)

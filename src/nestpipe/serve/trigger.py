@@ -1,4 +1,4 @@
-"""Which signals are acted on: those whose ranking would else miss the target, and no more.
+"""Which signals are acted on: those whose ranking might else miss the target, and no more.
 
 All of it rests on predictions (`Costs`) and on what the instance says of itself (`Load`); nothing
 of the history but its length is needed.
@@ -38,8 +38,12 @@ class Load:
 def at_risk(
     length: int, candidates: int, queue_ms: float, costs: Costs, settings: ServeSettings
 ) -> bool:
-    """Whether an inline ranking at full length would miss the target."""
-    allowed_ms = settings.target_ms * (1 - settings.margin)
+    """Whether an inline ranking at full length might miss the target.
+
+    Asked with more to spare than the ranking itself will be: what takes a little longer by then
+    than was predicted here would else be neither prepared nor in time, and cut.
+    """
+    allowed_ms = settings.target_ms * (1 - settings.risk)
     return costs.inline_ms(length, candidates) + queue_ms > allowed_ms
 
 

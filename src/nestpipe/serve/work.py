@@ -139,6 +139,10 @@ class Predictions:
         done, all_of_it = entry.num_events, entry.key.length
         return self._ask(lambda costs: costs.prefix_ms(all_of_it) - costs.prefix_ms(done))
 
+    def layer_ms(self, entry: Entry, layers: int) -> float:
+        """Until the first layer of a reload is there."""
+        return self._ask(lambda costs: costs.reload_ms(-(-entry.num_bytes // layers)))
+
     def observe(self, planned: list[Planned], ms: float) -> None:
         """Share the time of a batch among its rankings, as was predicted."""
         total_ms = sum(p.predicted_ms for p in planned)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from nestpipe.errors import ParseError
-from nestpipe.schedule.op import Kind, Op
+from nestpipe.schedule.op import EARLY_KINDS, Kind, Op
 from nestpipe.schedule.plans import Plan
 from nestpipe.schedule.schedule import Retrieval
 from nestpipe.sim.sharing import COLLECTIVES, CostOf, Sharing, replay_shared
@@ -46,6 +46,8 @@ class SerialRuns:
         shape = plan.shape
 
         def cost_of(op: Op, rank: int) -> float:
+            if op.kind in EARLY_KINDS:
+                return _early_cost(op, rank, whole, new)
             refreshes = shape.buffers > 1 and op.kind in REFRESH_KINDS
             return (new if shape.retrieval is Retrieval.NEW or refreshes else whole)(op, rank)
 
@@ -56,6 +58,18 @@ class SerialRuns:
     @property
     def _buckets(self) -> int:
         return int(self.whole[0].facts.get(BUCKETS, USUAL_BUCKETS))
+
+
+def _early_cost(op: Op, rank: int, whole: CostOf, new: CostOf) -> float:
+    """What no serial run does: marks are as short a message as counts, and of the rows of the first
+    micro-batch those come again that the batch before has too, the part that `new` need not read.
+    """
+    if op.kind is Kind.MARKS:
+        return whole(Op(Kind.COUNTS, op.batch), rank)
+    retrieve = Op(Kind.RETRIEVE, op.batch)
+    all_rows = whole(retrieve, rank)
+    shared = max(0.0, 1 - new(retrieve, rank) / all_rows) if all_rows else 1.0
+    return shared * whole(Op(Kind.ROWS, op.batch, 0), rank)
 
 
 def begun_early(cost_of: CostOf, micros: int, buckets: int) -> CostOf:

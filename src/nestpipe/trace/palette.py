@@ -19,9 +19,9 @@ MARK = "#d0021b"
 
 FAMILIES = {
     "compute": ("dense", "update"),
-    "exchange": ("rows", "grads", "reduce", "mirror"),
+    "exchange": ("rows", "fresh", "grads", "reduce", "mirror"),
     "memory": ("prefetch", "copy", "retrieve", "writeback"),
-    "routing": ("dedup", "counts", "keys", "union", "sync", "swap"),
+    "routing": ("dedup", "counts", "keys", "union", "marks", "sync", "swap"),
 }
 """The families of kinds, by what they keep busy; any other kind belongs to `other`."""
 

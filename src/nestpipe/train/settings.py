@@ -7,7 +7,16 @@ from typing import Literal
 
 from nestpipe.config import positive
 from nestpipe.errors import ConfigError
-from nestpipe.schedule import PLANS, Exchange, Merge, Plan, PlanOptions, Retrieval, plan
+from nestpipe.schedule import (
+    PLANS,
+    Exchange,
+    Merge,
+    Plan,
+    PlanOptions,
+    Retrieval,
+    plan,
+    with_early_rows,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +70,10 @@ class PipelineSettings:
     """Size of the last one: none hides the exchange of its gradients, but its backward pass hides
     the sum of dense gradients."""
 
+    early: bool = False
+    """nested: send the rows of the first micro-batch under the last one of the batch before, and
+    then, when that is updated, once more those that it changed."""
+
     def __post_init__(self) -> None:
         if self.plan not in PLANS:
             raise ConfigError(f"plan is {self.plan!r}; use one of {', '.join(PLANS)}")
@@ -78,7 +91,8 @@ class PipelineSettings:
             mirror_every=parallel.merge_every if parallel is not None and replicas else 0,
             merge=Merge(parallel.merge) if parallel is not None and replicas else Merge.AVERAGED,
         )
-        return plan(self.plan, options)
+        made = plan(self.plan, options)
+        return with_early_rows(made) if self.early and self.plan == "nested" else made
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

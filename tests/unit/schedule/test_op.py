@@ -38,6 +38,8 @@ def test_collectives_are_exactly_the_ops_on_the_network() -> None:
     assert {kind for kind in Kind if Op(kind, 0).collective} == {
         Kind.COUNTS,
         Kind.KEYS,
+        Kind.MARKS,
+        Kind.FRESH,
         Kind.ROWS,
         Kind.GRADS,
         Kind.REDUCE,

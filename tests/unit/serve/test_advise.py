@@ -47,7 +47,7 @@ def test_short_histories_need_no_relay():
     advice = advise(strangers(200), QUESTION)
     assert not advice.relay
     assert not advice.host
-    assert advice.facts.at_risk == 0
+    assert advice.facts.misses == advice.facts.at_risk == 0
     assert advice.facts.inline_p99_ms == pytest.approx(10)
     assert advice.settings["relay"] == 0
     said = words(strangers(200))
@@ -59,7 +59,7 @@ def test_long_histories_of_strangers_need_relay_but_no_host_memory():
     advice = advise(strangers(1600), QUESTION)
     assert advice.relay
     assert not advice.host
-    assert advice.facts.at_risk == 1
+    assert advice.facts.misses == advice.facts.at_risk == 1
     # 1 request a second: 80 ms inline, or 1536 * 0.04 + 2 + 1536 * 0.005 with a prefix of 1536.
     assert advice.facts.inline_load == pytest.approx(0.080)
     assert advice.facts.relay_load == pytest.approx(0.06144 + 0.00968)
@@ -99,6 +99,16 @@ def test_returning_users_with_short_histories_may_want_host_memory_without_relay
     assert not advice.relay
     assert advice.host
     assert any(s.startswith("Host memory pays even without relay") for s in words(returning(832)))
+
+
+def test_the_trigger_also_prepares_what_comes_close_to_the_target():
+    # 45 ms are in time and the trigger prepares from 40 ms on: prefixes of 2 of the 3 are computed.
+    mixed = log((0, "a", 1600), (1, "b", 832), (2, "c", 200))
+    facts = advise(mixed, QUESTION).facts
+    assert facts.misses == facts.helped == pytest.approx(1 / 3)
+    assert facts.at_risk == pytest.approx(2 / 3)
+    long, close, inline = 1536 * 0.045 + 2, 768 * 0.045 + 2, 200 * 0.05
+    assert facts.relay_load == pytest.approx((long + close + inline) / 3 / 1e3)
 
 
 def test_only_prefixes_that_relay_made_are_kept():

@@ -184,7 +184,7 @@ def test_what_is_still_in_host_memory_is_not_copied_there_again():
 
 
 def test_a_ranking_does_not_wait_past_its_deadline_and_the_fill_is_given_up():
-    made = cache(eta_s=lambda entry: 2.0)
+    made = cache(eta_s=lambda entry, ticket: 2.0)
     step = made.acquire(need(), SIGNAL, 0.0)
     assert isinstance(step, Fill)
     assert made.next_fill() is step.entry

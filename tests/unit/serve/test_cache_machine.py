@@ -78,7 +78,7 @@ class World:
             life_s=LIFE_S,
             reloads=2,
             single_flight=self.single_flight,
-            eta_s=lambda entry: self.random.choice([0.0] * 9 + [2.0]),
+            eta_s=lambda entry, ticket: self.random.choice([0.0] * 9 + [2.0]),
         )
         self.model = Model("0")
         self.rankings: list[Ranking] = []

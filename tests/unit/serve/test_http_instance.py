@@ -13,6 +13,7 @@ import pytest
 
 from nestpipe.errors import CheckpointError, DataError, RunError, ShedError
 from nestpipe.serve.client import ranking_body, read_answer, read_stats, signal_body
+from nestpipe.serve.closing import ClosingError
 from nestpipe.serve.http_app import Served
 from nestpipe.serve.http_binary import MEDIA_TYPE
 from nestpipe.serve.http_histories import Histories
@@ -338,6 +339,14 @@ def test_a_shed_signal_says_when_to_come_again():
     fake.fault = ShedError("closing")
     reply = ask(served, "POST", "/v1/prefetch", json={"user": "u", "history": {"items": []}})
     assert (reply.status_code, reply.headers["retry-after"]) == (503, "1")
+
+
+def test_an_instance_that_closes_says_that_another_may_answer():
+    served, fake, _ = build()
+    fake.fault = ClosingError("closed before it came to this")
+    reply = ask(served, "POST", "/v1/rank", json=GOOD)
+    assert (reply.status_code, reply.headers["x-nestpipe-draining"]) == (503, "1")
+    assert "ask another" in sentence(reply)
 
 
 def test_a_deadline_that_passes_is_told_and_the_work_goes_on():

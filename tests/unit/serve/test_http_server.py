@@ -67,7 +67,10 @@ class Fake:
         return Answer(scores_C, Path.DRAM_HIT, used, self.name)
 
     def stats(self) -> dict[str, float]:
-        return {"path_dram_hit": float(len(self.users)), "broken": 0.0}
+        largest = 5.0 if self.name == "instance-0" else 3.0
+        return {
+            "path_dram_hit": float(len(self.users)), "broken": 0.0, "largest_batch": largest,
+        }  # fmt: skip
 
     def drain(self, timeout_s: float) -> bool:
         return True
@@ -494,6 +497,7 @@ def test_the_router_adds_up_what_its_instances_count(two: Any):
         found = client.stats()
     assert (found["path_dram_hit"], found["router_rankings"]) == (6.0, 6.0)
     assert (found["router_members_alive"], found["http_requests"]) == (2.0, 0.0)
+    assert found["largest_batch"] == 5.0, "the largest of all, not their sum"
 
 
 def test_a_reload_goes_to_every_instance_and_stops_at_a_broken_checkpoint(two: Any):

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from nestpipe.errors import DataError, RunError, ShedError
+from nestpipe.serve.closing import ClosingError
 from nestpipe.serve.costs import Work
 from nestpipe.serve.instance import Instance
 from nestpipe.serve.probes import Probes
@@ -705,14 +706,16 @@ def test_a_drain_answers_all_that_was_accepted_and_takes_no_more():
             lambda: instance.rank(request()),
             lambda: instance.prefetch(Signal("a", LONG)),
         ):
-            with pytest.raises(ShedError, match="closing"):
+            with pytest.raises(ClosingError, match="closing"):
                 call()
+        stats = instance.stats()
+        assert (stats["refused_closing"], stats["shed"]) == (2, 0)
         stops.open("rank")
         assert instance.drain(PATIENCE_S)
         assert all(checked(request(), future.result(0.0)) for future in futures)
 
 
-def test_closing_sheds_what_has_not_begun():
+def test_closing_refuses_what_has_not_begun():
     stops = Stops("rank")
     with served(Model(during=stops)) as instance:
         first = instance.rank(request())
@@ -725,8 +728,10 @@ def test_closing_sheds_what_has_not_begun():
         stops.open("rank")
         closing.join(PATIENCE_S)
         assert first.result(PATIENCE_S).path is Path.MISS_FULL
-        with pytest.raises(ShedError, match="closed before"):
+        with pytest.raises(ClosingError, match="closed before"):
             second.result(PATIENCE_S)
+        stats = instance.stats()
+        assert (stats["refused_closing"], stats["shed"]) == (1, 0)
 
 
 def test_another_model_takes_over_and_what_was_begun_ends_on_the_old_one():

@@ -83,6 +83,28 @@ def test_a_search_prints_every_step(run):
     assert "192 or more" in out
 
 
+@pytest.mark.parametrize(
+    ("tolerance", "tried"),
+    # Up to 799 events keep the target.
+    [(1, [512, 1024]), (0.5, [512, 1024, 704]), (0.05, [512, 1024, 704, 832, 768])],
+)
+def test_the_tolerance_says_when_a_search_ends(run, monkeypatch, tolerance, tried):
+    import nestpipe.serve.load_run as runs
+
+    def run_arm(arm, bench, advance):
+        return virtual_report(10 if bench.settings.workload.length < 800 else 100), None
+
+    monkeypatch.setattr(runs, "run_arm", run_arm)
+    status, out, _ = run(
+        *(*TINY, "--arms", "B", "--find", "length", "--length", 512, "--seeds", 1),
+        *("--tolerance", tolerance, "--json", "-"),
+    )
+    assert status == 0
+    said = json.loads(out)
+    assert said["tolerance"] == tolerance
+    assert [step["value"] for step in said["results"][0]["steps"]] == tried
+
+
 def test_a_log_is_written_and_advised_on(run, tmp_path):
     log, costs = tmp_path / "log.csv", tmp_path / "costs.json"
     status, out, _ = run("--write-log", log, "--rate", 20, "--seconds", 30, "--length", 2048)
@@ -217,6 +239,8 @@ def test_what_was_found_is_compared_with_the_first_arm(capsys):
     [
         (["--arms", "Z"], "there is no arm 'Z'"),
         (["--rate", "0"], "rate is 0"),
+        (["--find", "rate", "--tolerance", "0"], "tolerance is 0; give a number above 0"),
+        (["--find", "rate", "--tolerance", "1.5"], "tolerance is 1.5; give a number above 0"),
         (["--length", "10"], "length is 10 and its newest 64 events"),
         (["--set", "workload.user=3"], "did you mean users"),
         (["--set", "host_mb=3"], "unknown key 'host_mb'"),

@@ -40,6 +40,20 @@ def test_the_highest_rate_of_a_regular_queue(start):
     assert found.bounded
 
 
+def test_a_wide_tolerance_ends_sooner_and_stays_below():
+    most = 1000 / (10 - 40 / 197)
+    close, wide = rate_search(10, 5, tolerance=0.01), rate_search(10, 5, tolerance=0.5)
+    assert len(wide.steps) < len(close.steps)
+    assert wide.value is not None
+    assert most / 1.5 <= wide.value <= most
+
+
+@pytest.mark.parametrize("tolerance", [0, -0.1, 1.01, float("nan")])
+def test_a_tolerance_that_no_search_can_keep_is_refused(tolerance):
+    with pytest.raises(ConfigError, match=r"tolerance is .*; give a number above 0"):
+        rate_search(10, 5, tolerance=tolerance)
+
+
 def test_the_longest_length_is_a_multiple_of_its_step():
     def attempt(length: float, seed: int) -> Report:
         return regular_run(10, int(length), lambda n: n / 16)  # 800 events in 50 ms

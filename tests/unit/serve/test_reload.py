@@ -16,14 +16,17 @@ from nestpipe.errors import RunError
 from nestpipe.models import HstuConfig
 from nestpipe.models.hstu import HstuBlock
 from nestpipe.serve.arrival import Arrival
+from nestpipe.serve.costs import Work
 from nestpipe.serve.instance import Instance
 from nestpipe.serve.model import HstuRankModel
 from nestpipe.serve.reload import Reload
 from nestpipe.serve.settings import ServeSettings
+from nestpipe.serve.trigger import Load
 from nestpipe.serve.types import (
     KV,
     Answer,
     History,
+    Outcome,
     Path,
     PrefixItem,
     RankItem,
@@ -31,6 +34,7 @@ from nestpipe.serve.types import (
     Scores,
     Signal,
 )
+from nestpipe.serve.work import Decides
 
 PATIENCE_S = 20.0
 LAYERS = 3
@@ -222,10 +226,12 @@ def test_the_device_waits_for_the_event_of_the_layer_that_is_read(monkeypatch: p
 
 
 @contextmanager
-def returning(model: HstuRankModel, **changes: float | bool) -> Iterator[Instance]:
+def returning(
+    model: HstuRankModel, trigger: Decides | None = None, **changes: float | bool
+) -> Iterator[Instance]:
     """An instance with the prefixes of users 0 and 1 in host memory, and nothing on the device."""
     settings = replace(SETTINGS, **changes)  # pyright: ignore[reportArgumentType]
-    with Instance(model, settings) as instance:
+    with Instance(model, settings, trigger, StillClock()) as instance:
         for user in range(2):
             instance.prefetch(Signal(str(user), asked(user).long))
             instance.rank(asked(user)).result(PATIENCE_S)
@@ -241,6 +247,63 @@ def until(instance: Instance, **numbers: float) -> dict[str, float]:
             if change.wait_for(there, PATIENCE_S / 1000):
                 return instance.stats()
     raise AssertionError(f"not {numbers} but {instance.stats()}")
+
+
+class StillClock:
+    def now(self) -> float:
+        return 0.0
+
+
+class Times:
+    """Costs as they are given, and a trigger that admits everybody; reloads go by their bytes."""
+
+    def __init__(self, cached_ms: float, reload_ms: float, num_bytes: int) -> None:
+        self.costs = self
+        self._cached_ms = cached_ms
+        self._reload_ms_per_byte = reload_ms / num_bytes
+
+    def inline_ms(self, length: int, candidates: int) -> float:
+        return 0.0
+
+    def prefix_ms(self, length: int) -> float:
+        return 0.0
+
+    def cached_ms(self, length: int, candidates: int) -> float:
+        return self._cached_ms
+
+    def reload_ms(self, num_bytes: int) -> float:
+        return self._reload_ms_per_byte * num_bytes
+
+    def decide(self, length: int, candidates: int, load: Load) -> Outcome:
+        return Outcome.ADMITTED
+
+    def observe(self, work: Work, ms: float, size: int, candidates: int = 0) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("by_layer", "reload_ms", "cached_ms", "path"),
+    [
+        (False, 60, 39, Path.DRAM_HIT),
+        (False, 60, 41, Path.MISS_FULL),
+        # By layers it ends with the last copy ...
+        (True, 60, 41, Path.DRAM_HIT),
+        (True, 99, 50, Path.DRAM_HIT),
+        (True, 101, 50, Path.MISS_FULL),
+        # ... or so long after the first of three, if that is later.
+        (True, 60, 79, Path.DRAM_HIT),
+        (True, 60, 82, Path.MISS_FULL),
+    ],
+)
+def test_a_reload_is_in_time_if_the_ranking_under_it_is(
+    by_layer: bool, reload_ms: float, cached_ms: float, path: Path
+):
+    model = make_model()
+    times = Times(cached_ms, reload_ms, model.kv_bytes(30))
+    given: dict[str, float | bool] = {"target_ms": 100.0, "margin": 0.0}
+    with returning(model, times, reload_by_layer=by_layer, **given) as instance:
+        (answer,) = results(instance.rank(asked()))
+    assert answer.path is path
 
 
 def results(*futures: Future[Answer]) -> list[Answer]:
