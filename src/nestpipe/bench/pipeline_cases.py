@@ -63,6 +63,8 @@ class PipelineCase:
     first: float = 1.0
     last: float = 1.0
     """Sizes of the first and the last micro-batch over that of those in the middle."""
+    wire: Literal["float32", "bfloat16"] = "float32"
+    """Numbers of rows and row gradients between ranks."""
     distinct: int = 8
     """Different batches, drawn before the clock starts and then repeated."""
     steps: int = 24

@@ -34,6 +34,7 @@ from nestpipe.embedding.requests import make_requests, make_window, requests_on
 from nestpipe.embedding.row_buffers import RowBuffers
 from nestpipe.embedding.spread import spread_rows, spread_window
 from nestpipe.embedding.store import RowStore
+from nestpipe.embedding.wire import round_in_place, rounded
 from nestpipe.embedding.working_set import make_working_set, unite
 from nestpipe.errors import ConfigError
 from nestpipe.jagged import Jagged
@@ -59,10 +60,12 @@ class ShardedTables:
         *,
         in_place: bool = False,
         pin: bool = False,
+        wire: torch.dtype = torch.float32,
     ) -> None:
         """`in_place`: use and update rows where the store has them, if that is possible.
 
-        `pin`: where it is not, let a GPU copy them from there itself.
+        `pin`: where it is not, let a GPU copy them from there itself. `wire`: the type in which
+        rows and their gradients travel.
         """
         self.groups = list(groups)
         self.optimizer = optimizer
@@ -71,6 +74,7 @@ class ShardedTables:
         """The ranks among which rows are shared out; keys, rows and gradients stay among them."""
         self.shape = shape
         self.device = device
+        self.wire = wire
         self.buffers = RowBuffers(list(stores), shape, device, in_place=in_place, pin=pin)
         self.flights: dict[int, InFlight] = {}
         self.replicas = (
@@ -91,10 +95,13 @@ class ShardedTables:
         self._check_features(micro_keys[0])
         rank, ranks = self.comm.rank, self.comm.size
         if self.shape.exchange is Exchange.WINDOW:
-            requests = [make_window(micro_keys, group, rank, ranks) for group in self.groups]
+            requests = [
+                make_window(micro_keys, group, rank, ranks, self.wire) for group in self.groups
+            ]
         else:
             requests = [
-                make_requests(micro_keys, group, rank, ranks, self.device) for group in self.groups
+                make_requests(micro_keys, group, rank, ranks, self.device, self.wire)
+                for group in self.groups
             ]
         self.flights[batch] = InFlight([requests_on(self.device, of) for of in requests])
 
@@ -221,10 +228,11 @@ class ShardedTables:
             others = len(received_PD) - own
             weights = _weights_of(self.buffers.of(batch)[g], group.dim)
             sum_bags(working.serve[micro], weights, [sent_PD, received_PD[others:]])
+            round_in_place(received_PD[others:], self.wire)
             sent.append(sent_PD)
             received.append(received_PD)
             from_others.append(received_PD[:others])
-        exchange(self.comm, sent, sent_splits, from_others, received_splits)
+        exchange(self.comm, sent, sent_splits, from_others, received_splits, self.wire)
         flight.received[micro] = received
 
     def _place_of(self, flight: InFlight, g: int, micro: int) -> Tensor:
@@ -273,9 +281,10 @@ class ShardedTables:
             [of[micro].gradients_per_owner for of in flight.requests],
             received,
             received_splits,
+            self.wire,
         )
         for g, working in enumerate(flight.working):
-            _, own = gradients[g]
+            own = [rounded(piece, self.wire) for piece in gradients[g][1]]
             self._add_up(flight, g, working.gather_back[micro], [received[g], *own])
         if self.device.type == "cpu":
             # Nobody uses them any more; on a GPU a stream may.
