@@ -29,7 +29,7 @@ DIM, USER_DIM, FEATURES = 16, 8, 3
 TIMEOUT_S = 60.0
 
 Case = dict[str, object]
-PIPELINE = ("plan", "retrieval", "micro_batches", "exchange")
+PIPELINE = ("plan", "retrieval", "micro_batches", "exchange", "wire")
 
 
 def one_batch(b: int, first: int, vocabulary: int, keys_seed: int | None = None) -> Batch:
@@ -156,7 +156,7 @@ def prove(
     around: Callable[[Work], Work] = lambda work: work,
 ) -> Verdict:
     """The verdict on one case; only the plan's own run has something `around` its work."""
-    pipeline = build(PipelineSettings, {name: case[name] for name in PIPELINE})
+    pipeline = build(PipelineSettings, {name: case[name] for name in PIPELINE if name in case})
     source = Samples(str(case["keys"]))
 
     def start(settings: PipelineSettings):

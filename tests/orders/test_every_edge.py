@@ -120,7 +120,7 @@ WINDOW_CASES = [
 EARLY_CASES = [
     Case("nested", PlanOptions(micros=micros, retrieval=retrieval, stages=stages), early=True)
     for retrieval in Retrieval
-    for micros, stages in ((2, 4), (3, 4), (2, 1))
+    for micros, stages in ((1, 4), (2, 4), (3, 4), (2, 1))
 ]
 """Rows of the first micro-batch are sent before they are refreshed."""
 MORE_CASES = [*WINDOW_CASES, *EARLY_CASES]

@@ -23,6 +23,7 @@ PIPELINE: Mapping[str, Sequence[object]] = {
     "retrieval": ("whole", "new"),
     "micro_batches": (1, 2, 3, 4, 5, 6, 7, 8),
     "exchange": ("micro", "window"),
+    "wire": ("float32", "bfloat16"),
     "cut": ("contiguous", "clustered"),
     "first": (1.0, 0.5),
     "last": (1.0, 0.5),

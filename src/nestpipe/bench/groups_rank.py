@@ -54,6 +54,7 @@ class Timed:
                 retrieval="new",
                 first=case.first,
                 last=case.last,
+                wire=case.wire,
             ),
             parallel=parallel,
         )

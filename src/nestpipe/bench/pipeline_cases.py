@@ -66,6 +66,8 @@ class PipelineCase:
     """Sizes of the first and the last micro-batch over that of those in the middle."""
     early: bool = False
     """Send the rows of the first micro-batch early, in `nested`."""
+    wire: Literal["float32", "bfloat16"] = "float32"
+    """Numbers of rows and row gradients between ranks."""
     distinct: int = 8
     """Different batches, drawn before the clock starts and then repeated."""
     steps: int = 24

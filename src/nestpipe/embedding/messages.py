@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from nestpipe.comm.communicator import Communicator
+from nestpipe.embedding.wire import lowered
+from nestpipe.kernels import host_memory
 
 # Shapes: n rows of one store, D its width, R ranks
 
@@ -24,24 +26,43 @@ def exchange(
     sent_splits: Splits,
     received: Sequence[Tensor],
     received_splits: Splits,
+    wire: torch.dtype | None = None,
 ) -> None:
     """Fill `received` with the rows that other ranks sent, in rank order, for each store.
 
-    Rows may be (n,) keys or (n, D) weights; all are of one type.
+    Rows may be (n,) keys or (n, D) weights; all are of one type, and travel as `wire`; None: as
+    they are.
     """
     if comm.size == 1:
         return
     theirs = _without(comm.rank, sent_splits)
     mine = _without(comm.rank, received_splits)
+    wire = wire or sent[0].dtype
     if len(sent) == 1:
-        comm.all_to_all(received[0], sent[0], mine[0], theirs[0])
+        _all_to_all(comm, received[0], sent[0], mine[0], theirs[0], wire)
         return
     widths = [_width(rows) for rows in sent]
     flat = _interleave([rows.reshape(-1) for rows in sent], theirs, widths)
     back_splits = _flat_splits(mine, widths)
     arrived = flat.new_empty(sum(back_splits))
-    comm.all_to_all(arrived, flat, back_splits, _flat_splits(theirs, widths))
+    _all_to_all(comm, arrived, flat, back_splits, _flat_splits(theirs, widths), wire)
     _deinterleave(arrived, received, mine, widths)
+
+
+def _all_to_all(
+    comm: Communicator,
+    received: Tensor,
+    sent: Tensor,
+    received_splits: Sequence[int],
+    sent_splits: Sequence[int],
+    wire: torch.dtype,
+) -> None:
+    if sent.dtype == wire:
+        comm.all_to_all(received, sent, received_splits, sent_splits)
+        return
+    arrived = host_memory.empty(received.shape, wire, received.device)
+    comm.all_to_all(arrived, lowered(sent, wire), received_splits, sent_splits)
+    received.copy_(arrived)
 
 
 def _without(rank: int, splits: Splits) -> list[list[int]]:

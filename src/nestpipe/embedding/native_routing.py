@@ -23,7 +23,7 @@ _CPU = torch.device("cpu")
 
 class _Wanted(ctypes.Structure):
     _fields_ = (
-        *((name, c_int64) for name in ("tables", "ranks", "rank", "dim")),
+        *((name, c_int64) for name in ("tables", "ranks", "rank", "row_bytes")),
         *(
             (name, c_void_p)
             for name in ("term_ends", "output_ends", "keys", "lengths", "pooled", "homes")
@@ -111,7 +111,7 @@ def request(wanted: Wanted) -> Routed:
     seen_S, back_S = _int32s(terms), _int32s(terms)
     seen_ends, back_ends = _int32s(outputs + 1), _int32s(terms + 1)
     given = _Wanted(
-        *(tables, wanted.ranks, wanted.rank, wanted.dim),
+        *(tables, wanted.ranks, wanted.rank, wanted.row_bytes),
         *(term_ends.data_ptr(), output_ends.data_ptr(), keys_T.data_ptr()),
         *(None if alone else lengths_O.data_ptr(), pooled.data_ptr()),
         homes.data_ptr(),

@@ -71,7 +71,7 @@ def _of_table(wanted: Wanted, table: int) -> _OfTable:
         owner_T = owner_of(keys_T, table, wanted.ranks, home)
         pairs_P, counts_P = torch.unique(output_T * wanted.ranks + owner_T, return_counts=True)
         unique = unique_at_least(mixed(keys_T, table))
-        if sums_pay(len(pairs_P), len(keys_T), unique, wanted.dim):
+        if sums_pay(len(pairs_P), len(keys_T), unique, wanted.row_bytes):
             return _sums(wanted, keys_T, owner_T, pairs_P, counts_P, len(lengths_O))
     unique_U, inverse_T = torch.unique(keys_T, return_inverse=True)
     owner_U = owner_of(unique_U, table, wanted.ranks, home)

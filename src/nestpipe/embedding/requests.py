@@ -82,9 +82,18 @@ class Request:
         return self.rows_per_owner if self.window is None else self.window.leaving_counts
 
 
-def make_request(keys: Mapping[str, Jagged], group: TableGroup, rank: int, ranks: int) -> Request:
-    """Find what a micro-batch needs and put it in the order in which it travels."""
-    wanted = _wanted([keys], group, rank, ranks)
+def make_request(
+    keys: Mapping[str, Jagged],
+    group: TableGroup,
+    rank: int,
+    ranks: int,
+    wire: torch.dtype = torch.float32,
+) -> Request:
+    """Find what a micro-batch needs and put it in the order in which it travels.
+
+    `wire`: the type in which rows come.
+    """
+    wanted = _wanted([keys], group, rank, ranks, wire)
     routed = (native_routing if native_wanted() else plain_routing).request(wanted)
     sizes = _sizes(keys, group)
     return Request(
@@ -105,6 +114,7 @@ def make_requests(
     rank: int,
     ranks: int,
     device: torch.device,
+    wire: torch.dtype = torch.float32,
 ) -> list[Request]:
     """A request for each micro-batch: one after the other, or two at a time for a GPU.
 
@@ -112,13 +122,17 @@ def make_requests(
     """
 
     def make(keys: Mapping[str, Jagged]) -> Request:
-        return make_request(keys, group, rank, ranks)
+        return make_request(keys, group, rank, ranks, wire)
 
     return list(map(make, micro_keys) if device.type == "cpu" else ROUTERS.map(make, micro_keys))
 
 
 def make_window(
-    micro_keys: Sequence[Mapping[str, Jagged]], group: TableGroup, rank: int, ranks: int
+    micro_keys: Sequence[Mapping[str, Jagged]],
+    group: TableGroup,
+    rank: int,
+    ranks: int,
+    wire: torch.dtype = torch.float32,
 ) -> list[Request]:
     """The same for all micro-batches of a window: what one has asked for, the later ones have.
 
@@ -133,7 +147,8 @@ def make_window(
             for table in range(len(group.tables))
         ]
     )
-    slices = routing.cut(routing.request(_wanted(micro_keys, group, rank, ranks)), outputs_CM, rank)
+    whole = routing.request(_wanted(micro_keys, group, rank, ranks, wire))
+    slices = routing.cut(whole, outputs_CM, rank)
     new = [int(s.row_counts_RC.sum()) for s in slices]
     return [
         Request(
@@ -202,7 +217,11 @@ def _straight(
 
 
 def _wanted(
-    micro_keys: Sequence[Mapping[str, Jagged]], group: TableGroup, rank: int, ranks: int
+    micro_keys: Sequence[Mapping[str, Jagged]],
+    group: TableGroup,
+    rank: int,
+    ranks: int,
+    wire: torch.dtype,
 ) -> Wanted:
     """What several micro-batches need together; of a table, one micro-batch after the other."""
     tables = range(len(group.tables))
@@ -218,7 +237,7 @@ def _wanted(
         ],
         pooled=[any(f.pooled for f, _ in of) for of in of_table],
         homes=group.homes,
-        dim=group.dim,
+        row_bytes=group.dim * wire.itemsize,
         rank=rank,
         ranks=ranks,
     )

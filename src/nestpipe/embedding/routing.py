@@ -29,7 +29,8 @@ class Wanted:
     """[table] whether the owner may add rows up"""
     homes: tuple[int, ...]
     """[table] the one owner, modulo the number of ranks; -1: each key has its own"""
-    dim: int
+    row_bytes: int
+    """Of a row on its way, and of its gradient."""
     rank: int
     ranks: int
 
@@ -144,9 +145,9 @@ def unique_at_least(mixed_T: Tensor) -> int:
     return len(torch.unique((mixed_T >> 20) & (places - 1)))
 
 
-def sums_pay(sums: int, keys: int, unique: int, dim: int) -> bool:
+def sums_pay(sums: int, keys: int, unique: int, row_bytes: int) -> bool:
     """Whether rows added up by their owners are fewer bytes, there and back, than unique rows."""
-    row = 8 * dim + 8
+    row = 2 * row_bytes + 8
     return unique > (sums * row + 8 * keys) // row
 
 

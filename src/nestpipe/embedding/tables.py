@@ -36,6 +36,7 @@ from nestpipe.embedding.requests import make_requests, make_window, requests_on
 from nestpipe.embedding.row_buffers import RowBuffers
 from nestpipe.embedding.spread import spread_rows, spread_window
 from nestpipe.embedding.store import RowStore
+from nestpipe.embedding.wire import round_in_place, rounded
 from nestpipe.embedding.working_set import make_working_set, unite
 from nestpipe.errors import ConfigError
 from nestpipe.jagged import Jagged
@@ -64,10 +65,12 @@ class ShardedTables:
         *,
         in_place: bool = False,
         pin: bool = False,
+        wire: torch.dtype = torch.float32,
     ) -> None:
         """`in_place`: use and update rows where the store has them, if that is possible.
 
-        `pin`: where it is not, let a GPU copy them from there itself.
+        `pin`: where it is not, let a GPU copy them from there itself. `wire`: the type in which
+        rows and their gradients travel.
         """
         self.groups = list(groups)
         self.optimizer = optimizer
@@ -76,6 +79,7 @@ class ShardedTables:
         """The ranks among which rows are shared out; keys, rows and gradients stay among them."""
         self.shape = shape
         self.device = device
+        self.wire = wire
         self.buffers = RowBuffers(list(stores), shape, device, in_place=in_place, pin=pin)
         self.flights: dict[int, InFlight] = {}
         self.replicas = (
@@ -96,10 +100,13 @@ class ShardedTables:
         self._check_features(micro_keys[0])
         rank, ranks = self.comm.rank, self.comm.size
         if self.shape.exchange is Exchange.WINDOW:
-            requests = [make_window(micro_keys, group, rank, ranks) for group in self.groups]
+            requests = [
+                make_window(micro_keys, group, rank, ranks, self.wire) for group in self.groups
+            ]
         else:
             requests = [
-                make_requests(micro_keys, group, rank, ranks, self.device) for group in self.groups
+                make_requests(micro_keys, group, rank, ranks, self.device, self.wire)
+                for group in self.groups
             ]
         self.flights[batch] = InFlight([requests_on(self.device, of) for of in requests])
 
@@ -255,10 +262,11 @@ class ShardedTables:
             others = len(received_PD) - own
             weights = _weights_of(self.buffers.of(batch)[g], group.dim)
             sum_bags(working.serve[micro], weights, [sent_PD, received_PD[others:]])
+            round_in_place(received_PD[others:], self.wire)
             sent.append(sent_PD)
             received.append(received_PD)
             from_others.append(received_PD[:others])
-        exchange(self.comm, sent, sent_splits, from_others, received_splits)
+        exchange(self.comm, sent, sent_splits, from_others, received_splits, self.wire)
         flight.received[micro] = received
 
     def _place_of(self, flight: InFlight, g: int, micro: int) -> Tensor:
@@ -286,7 +294,9 @@ class ShardedTables:
             sent_nD = empty_rows(sum(again.served_counts) - own, group.dim, self.device)
             came_nD = empty_rows(len(again.places_n), group.dim, self.device)
             weights = _weights_of(rows, group.dim)
-            sum_bags(again.served, weights, [sent_nD, came_nD[len(came_nD) - own :]])
+            own_nD = came_nD[len(came_nD) - own :]
+            sum_bags(again.served, weights, [sent_nD, own_nD])
+            round_in_place(own_nD, self.wire)
             sent.append(sent_nD)
             came.append(came_nD)
         exchange(
@@ -298,6 +308,7 @@ class ShardedTables:
                 for came_nD, again in zip(came, flight.again, strict=True)
             ],
             [again.counts for again in flight.again],
+            self.wire,
         )
         for received_PD, came_nD, again in zip(flight.received[0], came, flight.again, strict=True):
             received_PD.index_copy_(0, again.places_n, came_nD)
@@ -335,9 +346,10 @@ class ShardedTables:
             [of[micro].gradients_per_owner for of in flight.requests],
             received,
             received_splits,
+            self.wire,
         )
         for g, working in enumerate(flight.working):
-            _, own = gradients[g]
+            own = [rounded(piece, self.wire) for piece in gradients[g][1]]
             self._add_up(flight, g, working.gather_back[micro], [received[g], *own])
         if self.device.type == "cpu":
             # Nobody uses them any more; on a GPU a stream may.

@@ -90,14 +90,15 @@ def effects(op: Op, shape: Shape) -> Effects:
         case K.RETRIEVE:
             return Effects(reads=(owned,), writes=(buffer,))
         case K.SYNC:
-            if not compares:  # there is no batch before
-                return Effects(reads=(owned,), writes=active)
-            return Effects(reads=(owned, other_buffer), writes=(buffer, *active))
+            if shape.early and t == 0:  # rows are being sent, and there is nothing to refresh
+                return Effects(writes=active)
+            reads = (owned, other_buffer) if compares else (owned,)
+            return Effects(reads=reads, writes=(buffer, *active))
         case K.SWAP:
             return Effects(writes=active)
         case K.FRESH:
-            sent_again = (buffer, *active) if compares else ()
-            return Effects(reads=(asked, marks, received, *sent_again), writes=(received,))
+            again = (buffer, *active) if t > 0 else ()
+            return Effects(reads=(asked, marks, received, *again), writes=(received,))
         case K.ROWS if shape.is_early(op):
             return Effects(reads=(wanted, asked, buffer), writes=(received,))
         case K.ROWS:

@@ -105,6 +105,7 @@ def new_world(
             marks=[anything] * shape.slots,
             received=[{} for _ in range(shape.places)],
             sent=[{} for _ in range(shape.receive)],
+            active=shape.buffers - 1,  # not that of the first batch
         )
         for r in range(len(data))
     ]

@@ -61,9 +61,11 @@ def _retrieve(op: Op, shape: Shape) -> Iterator[Op]:
 
 
 def _handover(op: Op, shape: Shape) -> Iterator[Op]:
+    if shape.early and op.batch == 0:
+        return
     yield Op(K.RETRIEVE, op.batch)
     yield shape.last_write(op.batch - 1)
-    if shape.early and op.batch > 0:
+    if shape.early:
         # What is sent early is read from the buffer that the refresh writes.
         yield Op(K.ROWS, op.batch, 0)
 
@@ -74,6 +76,8 @@ def _rows(op: Op, shape: Shape) -> Iterator[Op]:
         yield Op(K.RETRIEVE, op.batch)
         return
     yield Op(shape.handover, op.batch)
+    if shape.early and op.batch == 0:  # there is nothing to refresh, and no wait for it
+        yield Op(K.RETRIEVE, op.batch)
     before = op.micro - shape.receive
     if before >= 0 and not (shape.early and before == 0):
         yield Op(K.DENSE, op.batch, before)
@@ -119,6 +123,8 @@ def _reduce(op: Op, shape: Shape) -> Iterator[Op]:
 def _update(op: Op, shape: Shape) -> Iterator[Op]:
     for micro in range(shape.micros):
         yield Op(K.GRADS, op.batch, micro)
+    if shape.early:
+        yield Op(shape.handover, op.batch)
     if not shape.sums_apart:
         yield Op(K.REDUCE, op.batch)
     if shape.sums_gradients_in_mirror(op.batch):

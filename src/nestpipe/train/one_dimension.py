@@ -72,6 +72,11 @@ def verify_one_dimension(
             f"groups is {config.parallel.groups} and merge {config.parallel.merge!r}: only several "
             "exact groups equal one dimension; set parallel.groups=2 and parallel.merge=exact"
         )
+    if config.pipeline.wire != "float32":
+        raise ConfigError(
+            f"wire is {config.pipeline.wire!r}: a last bit that differs may then be rounded to "
+            "another number, which is further off than sums explain; set pipeline.wire=float32"
+        )
     plain = replace(config, parallel=ParallelSettings(), pipeline=serial_twin(config.pipeline))
     with ExitStack() as closing:
 

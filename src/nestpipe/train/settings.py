@@ -49,7 +49,7 @@ class PipelineSettings:
     """The schedule of a run: how fast training is.
 
     The plan and the retrieval never change what comes out; micro-batches, their cut, their
-    sizes and their exchange change only the order of sums.
+    sizes and their exchange change only the order of sums; a wire of bfloat16 rounds.
     """
 
     plan: str = "serial"
@@ -61,6 +61,8 @@ class PipelineSettings:
     exchange: Literal["micro", "window"] = "micro"
     """Between ranks: each micro-batch asks for its own rows, or only for those that no earlier
     one of the batch has, and sends a row's gradient after its last use."""
+    wire: Literal["float32", "bfloat16"] = "float32"
+    """Numbers of rows and row gradients between ranks; bfloat16 halves what is sent."""
     cut: Literal["contiguous", "random", "clustered"] = "contiguous"
     """How samples are dealt to micro-batches; `clustered`: those that share keys meet."""
     first: float = 1.0

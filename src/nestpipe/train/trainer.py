@@ -18,6 +18,7 @@ from nestpipe.embedding.open_store import open_store
 from nestpipe.embedding.optimizers import row_optimizer
 from nestpipe.embedding.routing import owner_of
 from nestpipe.embedding.tables import ShardedTables
+from nestpipe.embedding.wire import WIRES
 from nestpipe.errors import ConfigError
 from nestpipe.models.protocol import RecModel
 from nestpipe.runtime import End, Lanes, Work, lanes_for, name_collectives, run, spans_for
@@ -112,6 +113,7 @@ class Trainer:
             self.device,
             in_place=training and self.settings.in_place,
             pin=training and self.settings.pin_rows,
+            wire=WIRES[self.settings.pipeline.wire],
         )
 
     def fit(

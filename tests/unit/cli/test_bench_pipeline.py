@@ -21,6 +21,7 @@ def run(capfd, *arguments: str):
         (("--exchange", "window", "--set", "micros=1"), "exchange is 'window' and micros 1"),
         (("--rate", "5mbit"), "add --hosts or drop --rate"),
         (("--set", "bach=4"), "did you mean batch?"),
+        (("--set", "wire=float16"), "wire is 'float16'"),
         (("--hosts", "--rate", "5"), "rate is '5'; write a speed"),
     ],
 )

@@ -97,7 +97,7 @@ class Ask:
             lengths=[int64([len(output) for output in of]) for of in self.outputs],
             pooled=self.pooled,
             homes=tuple(self.homes),
-            dim=self.dim,
+            row_bytes=4 * self.dim,
             rank=self.rank,
             ranks=self.ranks,
         )
@@ -252,7 +252,7 @@ def test_owners_add_up_where_that_is_less_to_send(routing, outputs, summed):
 
 def test_more_keys_than_positions_can_number_are_refused():
     many = int64([1]).expand(2**31)
-    wanted = Wanted([many], [many], [False], (-1,), dim=4, rank=0, ranks=1)
+    wanted = Wanted([many], [many], [False], (-1,), row_bytes=16, rank=0, ranks=1)
     with pytest.raises(ConfigError, match=r"2,147,483,648 keys .* more micro-batches"):
         native_routing.request(wanted)
     counts = int64([2**31]).view(1, 1, 1)

@@ -70,7 +70,7 @@ struct Requester {
     seen_ends = numbers<int32_t>(outputs + 1);
     back_ends = numbers<int32_t>(terms + 1);
     const nestpipe::Wanted wanted{kTables,           ranks,
-                                  rank,              dim,
+                                  rank,              4 * dim,
                                   term_ends.data(),  output_ends.data(),
                                   keys.data(),       lengths.data(),
                                   kPooled,           homes.data()};

@@ -108,6 +108,7 @@ def settings(
     plan="serial",
     retrieval="whole",
     exchange="micro",
+    wire="float32",
 ):
     return TrainSettings(
         batch=BATCH,
@@ -124,6 +125,7 @@ def settings(
                 "micro_batches": micros,
                 "retrieval": retrieval,
                 "exchange": exchange,
+                "wire": wire,
             },
         ),
     )
@@ -206,6 +208,16 @@ def test_rows_in_place_and_copied_and_all_plain_give_the_same_bits(
     monkeypatch.setenv("NESTPIPE_NATIVE", "0")
     assert_same_bits(in_place, train(ranks, **chosen))
     assert not located, "only the first run was in place"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("micros", "exchange"), [(1, "micro"), (2, "micro"), (3, "window")])
+def test_so_do_they_where_rows_travel_in_bfloat16(ranks, micros, exchange, monkeypatch):
+    chosen = {"micros": micros, "exchange": exchange, "wire": "bfloat16", "epochs": 1}
+    in_place = train(ranks, **chosen)
+    assert_same_bits(in_place, train(ranks, in_place=False, **chosen))
+    monkeypatch.setenv("NESTPIPE_NATIVE", "0")
+    assert_same_bits(in_place, train(ranks, **chosen))
 
 
 def count_calls(monkeypatch, name: str) -> list[str]:

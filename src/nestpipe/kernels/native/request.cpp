@@ -116,7 +116,7 @@ class Route {
     int64_t sums = 0;
     for (size_t r = 0; r < ranks_; ++r) sums += out_.row_counts[cell(r, t)];
     // A row, its gradient, its key or length; sums need every key besides.
-    const int64_t row = 8 * in_.dim + 8;
+    const int64_t row = 2 * in_.row_bytes + 8;
     const int64_t begin = first_term(t), end = in_.term_ends[t];
     const int64_t limit = (sums * row + 8 * (end - begin)) / row;
     // Unique keys, a few too little, by the places of their hashes in a bitmap.

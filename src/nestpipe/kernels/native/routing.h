@@ -15,7 +15,7 @@ struct Wanted {
   int64_t tables;
   int64_t ranks;
   int64_t rank;  // this one
-  int64_t dim;
+  int64_t row_bytes;  // of a row on its way, and of its gradient
   const int64_t* term_ends;    // by table: where its keys end
   const int64_t* output_ends;  // by table: where what the model sees of it ends
   const int64_t* keys;         // T, by table

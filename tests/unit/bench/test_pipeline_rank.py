@@ -1,0 +1,23 @@
+"""One rank of `nestpipe bench pipeline`: what of a case reaches the trainer."""
+
+from contextlib import closing
+from dataclasses import replace
+
+import pytest
+import torch
+
+from nestpipe.bench.pipeline_cases import CASES, Variant
+from nestpipe.bench.pipeline_rank import Rounds
+from nestpipe.comm import LocalCommunicator
+
+TINY = replace(CASES["network"], ranks=1, batch=4, keys=3, rows=100, dim=4, width=4, micros=2)
+
+
+@pytest.mark.parametrize(
+    ("wire", "dtype"), [("float32", torch.float32), ("bfloat16", torch.bfloat16)]
+)
+def test_rows_travel_as_the_case_says(wire, dtype):
+    rounds = Rounds(replace(TINY, wire=wire), LocalCommunicator())
+    with closing(rounds.trainer):
+        rounds.run(Variant("nested", "whole", 2))
+        assert rounds.trainer.make_tables(rounds.trainer.plan).wire == dtype
