@@ -26,6 +26,7 @@ def pipeline(plan: str, seed: int) -> PipelineSettings:
         "micro_batches": 1 + seed % 3,
         "retrieval": ("whole", "new")[seed // 3 % 2] if plan != "stale_prefetch" else "whole",
         "exchange": ("micro", "window")[seed // 6 % 2],
+        "early": bool(seed // 12 % 2),
     }
     return build(PipelineSettings, given)
 

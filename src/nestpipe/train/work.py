@@ -157,6 +157,8 @@ class TrainingWork:
         self.flights[op.batch].read = self.tables.retrieve(op.batch)
 
     def sync(self, op: Op) -> None:
+        if op.batch == 0:  # nothing to refresh: it may come before all else of the batch
+            return
         self.flights[op.batch].refreshed = self.tables.sync(op.batch)
 
     def dense(self, op: Op) -> None:
