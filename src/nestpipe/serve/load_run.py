@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from nestpipe.serve.collector import spared
 from nestpipe.serve.costs import Costs
 from nestpipe.serve.load_arms import Arm
 from nestpipe.serve.load_driver import SIGNAL_THREADS, RealPace, Run, by_threads, drive
@@ -42,6 +43,7 @@ def run_arm(arm: Arm, bench: Bench, progress: Progress = lambda: None) -> tuple[
     serve, workload = bench.settings.serve, bench.settings.workload
     sent = list(legs(workload, visits(workload), arm.cap(serve)))
     with (
+        spared(),
         open_arm(arm, serve, bench.models, bench.costs, bench.clock) as service,
         prompt_threads(),
         prompt_driver(),
