@@ -121,7 +121,10 @@ def lab_variants(
     """Our runs: each plan in each form, with each number of micro-batches."""
     check_names(plans, forms)
     sizes = [replace(case, micros=number).micros for number in micros]  # refuses what cannot be
-    return [Variant(*chosen) for chosen in product(plans, forms, sizes)]
+    return [
+        Variant(plan, form, size, early=case.early and plan == "nested")
+        for plan, form, size in product(plans, forms, sizes)
+    ]
 
 
 def time_nestpipe(case: PipelineCase, variants: Sequence[Variant]) -> list[Reading]:

@@ -115,6 +115,7 @@ def lab(
     micros: int,
     first: float = 1.0,
     last: float = 1.0,
+    early: bool = False,
 ) -> PipelineCase:
     """A configuration that TorchRec is timed on too, with the same batches and the same layers."""
     return PipelineCase(
@@ -131,6 +132,7 @@ def lab(
         micros=micros,
         first=first,
         last=last,
+        early=early,
         distinct=WARM_STEPS + TIMED_STEPS + LAST_STEPS,  # as many as that script draws
         steps=WARM_STEPS + TIMED_STEPS + LAST_STEPS,
         plans="serial,nested",
@@ -160,10 +162,12 @@ CASES = {
             rows=40_000_000,
             optimizer="adam",
             full=True,
-            width=512,
+            width=384,
             micros=3,
-            first=0.4,
-            last=0.5,
+            first=0.3,
+            last=0.4,
+            wire="bfloat16",
+            early=True,
             steps=14,
             rounds=2,
         ),
@@ -200,10 +204,30 @@ CASES = {
             steps=16,
             rounds=2,
         ),
-        lab("lab_a", ranks=2, rows=20_000_000, blocks=4, width=512, micros=3, first=0.3, last=0.3),
+        lab(
+            "lab_a",
+            ranks=2,
+            rows=20_000_000,
+            blocks=4,
+            width=512,
+            micros=3,
+            first=0.3,
+            last=0.3,
+            early=True,
+        ),
         lab("lab_b", ranks=2, rows=40_000_000, blocks=1, width=256, micros=2),
         lab("lab_c", ranks=4, rows=40_000_000, blocks=1, width=512, micros=2),
-        lab("lab_d", ranks=4, rows=40_000_000, blocks=4, width=512, micros=3, first=0.3, last=0.6),
+        lab(
+            "lab_d",
+            ranks=4,
+            rows=40_000_000,
+            blocks=4,
+            width=512,
+            micros=3,
+            first=0.3,
+            last=0.6,
+            early=True,
+        ),
     )
 }
 

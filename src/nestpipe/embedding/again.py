@@ -94,7 +94,8 @@ def make_again(
     ]
     come = [*theirs, sent[-1]]
     served, places = bags_on(device, [served, Bags(torch.cat(come).nonzero().squeeze(1))])
-    return Again(served, _in_rank_order(sent, order), places.rows_T, _in_rank_order(come, order))
+    places_n = places.rows_T.long()
+    return Again(served, _in_rank_order(sent, order), places_n, _in_rank_order(come, order))
 
 
 def _wide(marks_n: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from nestpipe.serve.load_log import Logged
 from nestpipe.serve.load_report import percentile
 from nestpipe.serve.load_reuse import Asked, Reuse, reuse
 from nestpipe.serve.settings import ServeSettings
-from nestpipe.serve.trigger import at_risk
+from nestpipe.serve.trigger import at_risk, fits_window
 
 TTLS_S = (10.0, 60.0, 600.0, 3600.0, 21_600.0)
 """Times to live that are looked at."""
@@ -139,6 +139,8 @@ class _Request:
     """Whether it misses the target inline."""
     at_risk: bool
     """Whether the trigger would prepare it."""
+    in_time: bool
+    """Whether its prefix would be ready for its ranking."""
 
 
 def advise(
@@ -186,12 +188,12 @@ def _cost(one: Logged, question: Question) -> _Request:
         reload_ms=costs.reload_ms(num_bytes),
         misses=inline_ms > question.allowed_ms,
         at_risk=at_risk(one.history_length, one.candidates, 0.0, costs, question.settings),
+        in_time=fits_window(prefix, one.candidates, 0.0, costs, question.settings),
     )
 
 
 def _can_help(one: _Request, question: Question) -> bool:
-    in_time = one.prefix_ms <= question.settings.window_ms
-    return in_time and one.cached_ms <= question.allowed_ms
+    return one.in_time and one.cached_ms <= question.allowed_ms
 
 
 def _asked(one: _Request) -> Asked:
@@ -218,7 +220,6 @@ def _facts(
     load = (len(log) - 1) / seconds / question.instances / 1e3 if seconds > 0 else 0.0
     lengths = [one.history_length for one in log]
     inline_ms = [one.inline_ms for one in requests]
-    window_ms = question.settings.window_ms
     return Facts(
         requests=len(log),
         users=len({one.user for one in log}),
@@ -231,7 +232,7 @@ def _facts(
         misses=_share([one.misses for one in requests]),
         at_risk=_share([one.at_risk for one in requests]),
         too_slow=_share([one.misses and one.cached_ms > question.allowed_ms for one in requests]),
-        too_late=_share([one.misses and one.prefix_ms > window_ms for one in requests]),
+        too_late=_share([one.misses and not one.in_time for one in requests]),
         inline_load=load * _mean(inline_ms),
         relay_load=load * _mean([_relay_ms(one) for one in requests]),
         host_load=load * host_ms,

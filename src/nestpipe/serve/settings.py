@@ -15,7 +15,8 @@ class ServeSettings:
     target_ms: float = 50.0
     """P99 that a ranking must keep."""
     window_ms: float = 100.0
-    """Time from a signal to its ranking: a prefix must be ready within it."""
+    """Time from a signal to its ranking: a prefix must be ready within it, or so soon after that
+    the ranking can wait and still keep the target."""
     life_s: float = 0.5
     """How long a prefix waits for its ranking in device memory before it is given up."""
     margin: float = 0.1

@@ -47,9 +47,13 @@ def at_risk(
     return costs.inline_ms(length, candidates) + queue_ms > allowed_ms
 
 
-def fits_window(length: int, queue_ms: float, costs: Costs, settings: ServeSettings) -> bool:
-    """Whether the prefix would be ready when its ranking comes."""
-    return costs.prefix_ms(length) + queue_ms <= settings.window_ms
+def fits_window(
+    length: int, candidates: int, queue_ms: float, costs: Costs, settings: ServeSettings
+) -> bool:
+    """Whether the prefix would be ready in time for its ranking, which may wait for it a while."""
+    allowed_ms = settings.target_ms * (1 - settings.margin)
+    spare_ms = max(0.0, allowed_ms - costs.cached_ms(length, candidates))
+    return costs.prefix_ms(length) + queue_ms <= settings.window_ms + spare_ms
 
 
 def fits_memory(num_bytes: int, live_bytes: int, settings: ServeSettings) -> bool:
@@ -131,7 +135,7 @@ class Trigger:
         if settings.trigger:
             if not at_risk(length, candidates, load.rank_queue_ms, costs, settings):
                 return Outcome.NOT_AT_RISK
-            if not fits_window(length, load.prefix_queue_ms, costs, settings):
+            if not fits_window(length, candidates, load.prefix_queue_ms, costs, settings):
                 return Outcome.REJECTED_WINDOW
         if not fits_memory(num_bytes, load.live_bytes, settings):
             return Outcome.REJECTED_FOOTPRINT

@@ -80,9 +80,15 @@ def test_a_risk_that_cannot_be_used_is_refused(settings, sentence: str):
         ServeSettings(**settings)
 
 
-def test_a_prefix_that_cannot_be_ready_in_time_is_not_begun():
-    assert trigger().decide(2000, 100, Load(prefix_queue_ms=80.0)) is Outcome.ADMITTED
-    assert trigger().decide(2000, 100, Load(prefix_queue_ms=80.1)) is Outcome.REJECTED_WINDOW
+@pytest.mark.parametrize(("cached_ms", "queue_ms"), [(0, 125), (5, 120), (44, 81), (60, 80)])
+def test_a_prefix_that_cannot_be_ready_in_time_is_not_begun(cached_ms: float, queue_ms: float):
+    """It takes 20 ms, and has the window, 100 ms, and what its ranking can wait: 45 ms less its own
+    time."""
+    costs = Costs({**COSTS.fits, Work.CACHED: Fit(base=cached_ms)})
+    ready = Trigger(ServeSettings(), costs, lambda n: n * 1000, HandClock())
+    assert ready.decide(2000, 100, Load(prefix_queue_ms=queue_ms)) is Outcome.ADMITTED
+    late = Load(prefix_queue_ms=queue_ms + 0.1)
+    assert ready.decide(2000, 100, late) is Outcome.REJECTED_WINDOW
 
 
 def test_memory_is_a_hard_bound_to_the_byte():
@@ -153,7 +159,7 @@ def test_every_outcome_is_counted():
         (2000, Load()),
         (2000, Load(already=True)),
         (2000, Load(live_bytes=3 * MB)),
-        (2000, Load(prefix_queue_ms=99.0)),
+        (2000, Load(prefix_queue_ms=199.0)),
     ]
     for length, load in loads:
         counting.decide(length, 100, load)
