@@ -35,8 +35,9 @@ def test_every_plan_is_measured_and_predicted(capfd, tmp_path):
 
 
 def test_a_table_is_printed_for_people(capfd):
-    status, said = run(capfd, *SMALL, "--plans", "nested", "--retrieval", "whole")
+    early = ("--set", "early=true", "--set", "wire=bfloat16")
+    status, said = run(capfd, *SMALL, "--plans", "nested", "--retrieval", "whole", *early)
     assert status == 0, said.err
     assert "network: 1 ranks of 4 samples (cpu)" in said.out
     assert "Of the serial step" in said.out
-    assert "nested" in said.out
+    assert "nested whole 2 early" in said.out

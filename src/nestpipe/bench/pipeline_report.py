@@ -146,7 +146,7 @@ def report(
                 exchange_ms=found.exchange * found.step_ms,
                 idle_ms=found.idle * found.step_ms,
                 busy_ms={lane: part * found.step_ms for lane, part in found.busy.items()},
-                ratio=seen[replace(variant, plan="serial")].step_ms / found.step_ms,
+                ratio=seen[replace(variant, plan="serial", early=False)].step_ms / found.step_ms,
                 ratio_best=best / found.step_ms,
                 predicted_ms=predicted.get(variant),
             )
