@@ -70,6 +70,9 @@ ON_ONE_RANK = [case_number(n) for n in range(52)]
 ON_RANKS = ON_ONE_RANK[:15]
 ROUNDED = [{**case_number(n), "wire": "bfloat16"} for n in (2, 3, 10, 14)]
 """Every plan, with both exchanges and both retrievals."""
+EARLY = [{**case_number(n), "plan": "nested", "early": True} for n in (0, 1, 3, 7, 9, 13)]
+"""Rows of the first micro-batch are sent before their refresh; some of them once more."""
+EARLY_ON_RANKS = [EARLY[2], {**EARLY[4], "wire": "bfloat16"}]
 STALE: Case = {
     "plan": "stale_prefetch",
     "micro_batches": 2,
@@ -104,6 +107,12 @@ def test_on_ranks_every_plan_meets_every_kind_of_data_and_every_value_occurs():
         assert {case[axis] for case in ON_RANKS} == set(values)
 
 
+def test_early_rows_meet_every_kind_of_data_every_exchange_and_every_retrieval():
+    for axis in ("keys", "exchange", "retrieval", "pin_rows"):
+        assert {case[axis] for case in EARLY} == set(AXES[axis])
+    assert 1 in {case["micro_batches"] for case in EARLY}
+
+
 def assert_identical(figures: Mapping[str, object], case: Case, ranks: int) -> None:
     assert figures["first_difference"] is None
     assert figures["identical"] is True
@@ -112,7 +121,7 @@ def assert_identical(figures: Mapping[str, object], case: Case, ranks: int) -> N
     assert int(str(figures["tensors_compared"])) >= 9 * ranks
 
 
-@pytest.mark.parametrize("case", [*ON_ONE_RANK, *ROUNDED], ids=name_of)
+@pytest.mark.parametrize("case", [*ON_ONE_RANK, *ROUNDED, *EARLY], ids=name_of)
 def test_a_plan_changes_no_bit(case):
     assert_identical(world.prove(case, LocalCommunicator(), DEVICE).figures(), case, 1)
 
@@ -126,7 +135,7 @@ def test_a_stale_plan_is_caught():
 
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_no_delay_of_host_or_device_changes_a_bit(seed):
-    case = {**case_number(seed), "plan": "nested"}
+    case = {**case_number(seed), "plan": "nested", "early": seed % 2 == 1}
     around = partial(delayed, seed=seed)
     assert_identical(world.prove(case, LocalCommunicator(), DEVICE, around).figures(), case, 1)
 
@@ -151,7 +160,7 @@ def delayed(work: Work, seed: int) -> Work:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_nccl_ranks_on_one_gpu_change_no_bit_and_catch_a_stale_plan(tmp_path, ranks):
     """One start of the ranks for all cases: that is what takes time."""
-    exact = [*ON_RANKS, *ROUNDED]
+    exact = [*ON_RANKS, *ROUNDED, *EARLY_ON_RANKS]
     *figures, stale = verdicts_of([*exact, STALE], ranks, tmp_path)
     for case, found in zip(exact, figures, strict=True):
         assert_identical(found, case, ranks)

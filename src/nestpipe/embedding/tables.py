@@ -12,13 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from nestpipe.comm.mesh import Mesh
-from nestpipe.embedding.again import make_again, packed, packed_sizes
+from nestpipe.embedding.early import exchange_marks, send_again
 from nestpipe.embedding.flight import InFlight, OfRows, Window
 from nestpipe.embedding.groups import TableGroup
 from nestpipe.embedding.letters import (
@@ -46,9 +45,6 @@ from nestpipe.schedule.schedule import Exchange, Merge, Retrieval, Shape
 
 # Shapes: P rows that come for a micro-batch, K rows of a working set, D weights, W weights and
 # state, R ranks, M micro-batches, C tables of a group, G groups
-
-
-T = TypeVar("T")
 
 
 class ShardedTables:
@@ -195,31 +191,8 @@ class ShardedTables:
 
     def marks(self, batch: int) -> None:
         """Owners tell which rows of the first micro-batch they will send again."""
-        flight, rank = self.flights[batch], self.comm.rank
-        served_counts = [working.serve_counts[0] for working in flight.working]
-        counts = [of[0].rows_per_owner for of in flight.requests]
-        marks = [_given(working.marks_P) for working in flight.working]
-        sizes = [packed_sizes(of) for of in counts]
-        told = [torch.empty(sum(of) - of[rank], dtype=torch.int64) for of in sizes]
-        exchange(
-            self.comm,
-            [packed(marks[g], of, rank) for g, of in enumerate(served_counts)],
-            [packed_sizes(of) for of in served_counts],
-            told,
-            sizes,
-        )
-        flight.again = [
-            make_again(
-                _given(working.marked),
-                marks[g],
-                served_counts[g],
-                told[g],
-                counts[g],
-                rank,
-                self.device,
-            )
-            for g, working in enumerate(flight.working)
-        ]
+        flight = self.flights[batch]
+        flight.again = exchange_marks(self.comm, flight, self.device)
 
     # Rows between host memory and the device
 
@@ -284,34 +257,9 @@ class ShardedTables:
 
     def fresh(self, batch: int) -> None:
         """Rows of the first micro-batch that came before their refresh, once more."""
-        flight, rank = self.flights[batch], self.comm.rank
-        sent: list[Tensor] = []
-        came: list[Tensor] = []
-        for group, rows, again in zip(
-            self.groups, self.buffers.of(batch), flight.again, strict=True
-        ):
-            own = again.served_counts[rank]
-            sent_nD = empty_rows(sum(again.served_counts) - own, group.dim, self.device)
-            came_nD = empty_rows(len(again.places_n), group.dim, self.device)
-            weights = _weights_of(rows, group.dim)
-            own_nD = came_nD[len(came_nD) - own :]
-            sum_bags(again.served, weights, [sent_nD, own_nD])
-            round_in_place(own_nD, self.wire)
-            sent.append(sent_nD)
-            came.append(came_nD)
-        exchange(
-            self.comm,
-            sent,
-            [again.served_counts for again in flight.again],
-            [
-                came_nD[: len(came_nD) - again.counts[rank]]
-                for came_nD, again in zip(came, flight.again, strict=True)
-            ],
-            [again.counts for again in flight.again],
-            self.wire,
-        )
-        for received_PD, came_nD, again in zip(flight.received[0], came, flight.again, strict=True):
-            received_PD.index_copy_(0, again.places_n, came_nD)
+        rows = zip(self.buffers.of(batch), self.groups, strict=True)
+        weights = [_weights_of(of_group, group.dim) for of_group, group in rows]
+        send_again(self.comm, self.flights[batch], weights, self.wire)
 
     def spread(self, batch: int, micro: int) -> dict[str, Tensor]:
         """The rows of every feature, as the model sees them."""
@@ -423,11 +371,6 @@ class ShardedTables:
             return
         for group, store, merged in zip(self.groups, stores, self.replicas.take(), strict=True):
             merge_stored(self.mesh.replicas, store, merged, self.optimizer, group.dim, self.device)
-
-
-def _given(what: T | None) -> T:
-    assert what is not None, "only a plan that sends rows early has it"
-    return what
 
 
 def _weights_of(rows: Tensor | Places, dim: int) -> Rows:

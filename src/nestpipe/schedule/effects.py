@@ -65,13 +65,15 @@ def effects(op: Op, shape: Shape) -> Effects:
     slot = t % shape.slots
     queue = ("queue", t % shape.lookahead)
     batch, wanted, sizes = ("batch", slot), ("wanted", slot), ("sizes", slot)
-    asked, owned, marks = ("asked", slot), ("owned", slot), ("marks", slot)
+    asked, owned = ("asked", slot), ("owned", slot)
     owned_before, owned_next = ("owned", (t - 1) % shape.slots), ("owned", (t + 1) % shape.slots)
     buffer, other_buffer = ("buffer", t % shape.buffers), ("buffer", (t - 1) % shape.buffers)
     received, sent = ("received", shape.place(t, m)), ("sent", m % shape.receive)
     row_sum, dense_sum, weights = ("row_sum", 0), ("dense_sum", 0), ("weights", 0)
     active: tuple[Cell, ...] = (("active", 0),) if shape.handover is not K.RETRIEVE else ()
     compares = shape.handover is K.SYNC and t > 0
+    if shape.is_early(op):
+        return _early_effects(op, shape)
     match op.kind:
         case K.PREFETCH:
             return Effects(writes=(queue,))
@@ -85,8 +87,6 @@ def effects(op: Op, shape: Shape) -> Effects:
             return Effects(reads=(wanted, sizes), writes=(asked,))
         case K.UNION:
             return Effects(reads=(asked, owned_before) if compares else (asked,), writes=(owned,))
-        case K.MARKS:
-            return Effects(reads=(asked, owned), writes=(marks,))
         case K.RETRIEVE:
             return Effects(reads=(owned,), writes=(buffer,))
         case K.SYNC:
@@ -96,11 +96,8 @@ def effects(op: Op, shape: Shape) -> Effects:
             return Effects(reads=reads, writes=(buffer, *active))
         case K.SWAP:
             return Effects(writes=active)
-        case K.FRESH:
-            again = (buffer, *active) if t > 0 else ()
-            return Effects(reads=(asked, marks, received, *again), writes=(received,))
-        case K.ROWS if shape.is_early(op):
-            return Effects(reads=(wanted, asked, buffer), writes=(received,))
+        case K.MARKS | K.FRESH:
+            return _early_effects(op, shape)
         case K.ROWS:
             return Effects(reads=(wanted, asked, buffer, *active), writes=(received,))
         case K.DENSE if shape.exchange is Exchange.WINDOW:
@@ -133,6 +130,20 @@ def effects(op: Op, shape: Shape) -> Effects:
         case K.WRITEBACK:
             leaving = (owned_next,) if shape.retrieval is Retrieval.NEW else ()
             return Effects(reads=(owned, buffer, *leaving))
+
+
+def _early_effects(op: Op, shape: Shape) -> Effects:
+    """The same for rows that are sent before their refresh, and what follows from it."""
+    t = op.batch
+    slot = t % shape.slots
+    asked, marks = ("asked", slot), ("marks", slot)
+    buffer, received = ("buffer", t % shape.buffers), ("received", shape.place(t, 0))
+    if op.kind is K.MARKS:
+        return Effects(reads=(asked, ("owned", slot)), writes=(marks,))
+    if op.kind is K.ROWS:
+        return Effects(reads=(("wanted", slot), asked, buffer), writes=(received,))
+    again: tuple[Cell, ...] = (buffer, ("active", 0)) if t > 0 else ()
+    return Effects(reads=(asked, marks, received, *again), writes=(received,))
 
 
 _PLACE = {kind: i for i, kind in enumerate(Kind)}

@@ -21,3 +21,13 @@ def test_rows_travel_as_the_case_says(wire, dtype):
     with closing(rounds.trainer):
         rounds.run(Variant("nested", "whole", 2))
         assert rounds.trainer.make_tables(rounds.trainer.plan).wire == dtype
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_rows_are_sent_early_where_the_variant_says_so(early):
+    rounds = Rounds(replace(TINY, early=True), LocalCommunicator())
+    with closing(rounds.trainer):
+        trace = rounds.run(Variant("nested", "whole", 2, early=early))
+    assert {"marks", "fresh"} & {span.kind for span in trace.spans} == (
+        {"marks", "fresh"} if early else set()
+    )

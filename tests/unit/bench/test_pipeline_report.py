@@ -1,5 +1,6 @@
 """The figures of `nestpipe bench pipeline`, from traces whose figures are known."""
 
+from dataclasses import replace
 from statistics import median
 
 import pytest
@@ -8,12 +9,15 @@ from nestpipe.bench.pipeline import sharing_of
 from nestpipe.bench.pipeline_cases import EXACT_PLANS, PipelineCase, Variant, case_of, variants_of
 from nestpipe.bench.pipeline_files import joined, read_rounds, read_task, trace_file, write_task
 from nestpipe.bench.pipeline_report import (
+    PointReport,
+    VariantReport,
     collective_draw,
     network_in_use,
     report,
     step_times,
     without_waiting,
 )
+from nestpipe.cli.app import main
 from nestpipe.errors import ConfigError
 from nestpipe.schedule import Kind, Lane, Op
 from nestpipe.sim.sharing import Sharing, replay_shared
@@ -95,6 +99,60 @@ def test_on_a_gpu_predictions_are_of_the_plan_that_runs_there():
     on_one_network = replay_shared(variants[-1].make_plan(), cost, OWN, batches=16)
     assert nested.error == pytest.approx(0.0, abs=1e-3)
     assert nested.step_ms < 0.9 * median(step_times(on_one_network))
+
+
+EARLY_CASE = replace(CASE, early=True)
+
+
+def test_only_nested_sends_rows_early_and_is_named_so():
+    variants = variants_of(EARLY_CASE, EXACT_PLANS, ("whole", "new"), ("micro", "window"))
+    early = [variant.name for variant in variants if variant.early]
+    assert early == [
+        "nested-whole-4-early",
+        "nested-whole-4-window-early",
+        "nested-new-4-early",
+        "nested-new-4-window-early",
+    ]
+    for variant in variants:
+        for device in ("cpu", "cuda"):
+            assert variant.make_plan(device).shape.early == variant.name.endswith("early")
+
+
+def test_rows_that_are_sent_early_are_measured_against_the_same_serial():
+    """Neighbouring batches share a fifth of their rows: `new` reads the other four."""
+
+    def traces(variant: Variant) -> list[Trace]:
+        costs = {**COSTS, Kind.FRESH: 1.0}
+        if variant.retrieval == "new":
+            costs[Kind.RETRIEVE] = 16.0
+        made = variant.make_plan()
+        return [replay_shared(made, lambda op, rank: costs.get(op.kind, 0.0), OWN, batches=16)]
+
+    variants = variants_of(EARLY_CASE, ("nested",), ("whole",))
+    *_, nested = report(EARLY_CASE, 1, OWN, {v: traces(v) for v in variants}).variants
+    assert nested.variant.early
+    # Hidden but for a refresh, the rows that come again and the last gradients.
+    assert nested.step_ms == pytest.approx(1 + 1 + 40 + 5, rel=1e-3)
+    assert nested.ratio == pytest.approx(100 / 47, rel=1e-3)
+    assert nested.error == pytest.approx(0.0, abs=1e-3)
+
+
+def seen(variant: Variant) -> VariantReport:
+    return VariantReport(variant, 50.0, 1.0, 40.0, 1.0, 5.0, 0.0, {"compute": 40.0}, 2.0, 1.5, None)
+
+
+def test_the_table_names_what_sends_rows_early(monkeypatch, capsys):
+    def run_pipeline(case, variants, folder, *, hosts):
+        return [PointReport(case.passes, tuple(seen(variant) for variant in variants))]
+
+    monkeypatch.setattr("nestpipe.bench.pipeline.run_pipeline", run_pipeline)
+    for early, row in ((True, "nested whole 4 early"), (False, "nested whole 4")):
+        sizes = ("--set", "micros=4", "--set", f"early={str(early).lower()}")
+        with pytest.raises(SystemExit) as stop:
+            main(["bench", "pipeline", "--plans", "nested", "--retrieval", "whole", *sizes])
+        assert stop.value.code == 0
+        rows = [line.strip().split("  ")[0] for line in capsys.readouterr().out.splitlines()]
+        assert row in rows
 
 
 def test_waiting_for_a_peer_is_not_work_of_the_network():

@@ -21,6 +21,9 @@ from nestpipe.schedule import (
     plan,
     to_text,
     violations,
+    with_early_rows,
+    with_keys_apart,
+    with_sums_apart,
 )
 
 EVERY = [
@@ -30,6 +33,8 @@ EVERY = [
     if (name, retrieval) != ("stale_prefetch", Retrieval.NEW)
 ]
 every_plan = pytest.mark.parametrize(("name", "retrieval"), EVERY)
+REFRESHING = ("dual_buffer", "nested")
+"""Plans that look up a batch ahead and refresh it: they may send rows early."""
 Golden = Callable[[str, str], None]
 
 
@@ -45,7 +50,9 @@ def any_plan(draw: st.DrawFn) -> Plan:
         exchange=draw(st.sampled_from(Exchange)),
         mirror_every=draw(st.integers(0, 3)),
     )
-    return plan(name, options)
+    made = plan(name, options)
+    can_be_early = name in REFRESHING and options.mirror_every == 0
+    return with_early_rows(made) if can_be_early and draw(st.booleans()) else made
 
 
 @every_plan
@@ -67,6 +74,83 @@ def test_nested_with_a_shared_window_equals_its_golden_schedule(golden: Golden) 
 def test_one_micro_batch_shares_its_rows_with_none() -> None:
     shared, usual = (plan("nested", PlanOptions(exchange=exchange)) for exchange in Exchange)
     assert shared == usual
+
+
+EARLY = [
+    pytest.param(name, retrieval, micros, id=f"{name}-{retrieval}-{micros}")
+    for name in REFRESHING
+    for retrieval in Retrieval
+    for micros in (1, 2, 3, 5)
+]
+every_early_plan = pytest.mark.parametrize(("name", "retrieval", "micros"), EARLY)
+
+
+def on_a_gpu(plan: Plan) -> Plan:
+    return with_sums_apart(with_keys_apart(plan))
+
+
+@every_early_plan
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("apart", [False, True])
+def test_early_rows_are_issued_under_the_batch_before_and_fresh_ones_after_its_update(
+    name: str, retrieval: Retrieval, micros: int, stages: int, apart: bool
+) -> None:
+    options = PlanOptions(micros=micros, retrieval=retrieval, stages=stages)
+    made = with_early_rows(plan(name, options))
+    place = {op: n for n, op in enumerate((on_a_gpu(made) if apart else made).schedule(6).ops)}
+    for t in range(1, 6):
+        order = [
+            Op(Kind.MARKS, t),
+            Op(Kind.ROWS, t, 0),
+            Op(Kind.DENSE, t - 1, micros - 1),
+            Op(Kind.GRADS, t - 1, micros - 1),
+            Op(Kind.UPDATE, t - 1),
+            Op(Kind.SYNC, t),
+            Op(Kind.FRESH, t),
+            Op(Kind.DENSE, t, 0),
+        ]
+        assert sorted(order, key=lambda op: place[op]) == order
+
+
+@pytest.mark.parametrize(
+    ("name", "retrieval"), [case for case in EVERY if case.values[0] not in REFRESHING]
+)
+def test_a_plan_that_refreshes_no_batch_ahead_cannot_send_rows_early(
+    name: str, retrieval: Retrieval
+) -> None:
+    with pytest.raises(PlanError) as caught:
+        with_early_rows(plan(name, PlanOptions(micros=2, retrieval=retrieval)))
+    assert str(caught.value) == (
+        f"plan {name} cannot send rows early, because it looks up no batch ahead and refreshes it; "
+        "use nested or dual_buffer"
+    )
+
+
+@every_early_plan
+def test_without_its_new_ops_an_early_plan_issues_what_it_did(
+    name: str, retrieval: Retrieval, micros: int
+) -> None:
+    usual = plan(name, PlanOptions(micros=micros, retrieval=retrieval))
+    early = with_early_rows(usual)
+    moved = (Kind.MARKS, Kind.FRESH)
+
+    def others(made: Plan) -> list[Op]:
+        first_rows = (Kind.ROWS, 0)
+        ops = made.schedule(5).ops
+        return [o for o in ops if o.kind not in moved and (o.kind, o.micro) != first_rows]
+
+    assert others(early) == others(usual)
+    assert {op.kind for op in early.schedule(5).ops} - {
+        op.kind for op in usual.schedule(5).ops
+    } == {*moved}
+
+
+@every_early_plan
+def test_early_rows_do_not_depend_on_when_networks_are_set_apart(
+    name: str, retrieval: Retrieval, micros: int
+) -> None:
+    usual = plan(name, PlanOptions(micros=micros, retrieval=retrieval))
+    assert with_early_rows(on_a_gpu(usual)) == on_a_gpu(with_early_rows(usual))
 
 
 @every_plan
@@ -243,6 +327,11 @@ def test_a_reader_of_a_long_stream_remembers_only_recent_ops(
             lambda: plan("stale_prefetch", PlanOptions(retrieval=Retrieval.NEW)),
             "stale_prefetch cannot retrieve only new rows, because it never refreshes the others; "
             "use --retrieval whole",
+        ),
+        (
+            lambda: with_early_rows(plan("nested", PlanOptions(mirror_every=2))),
+            "rows cannot be sent early where replicas are merged, which may change any row; "
+            "use one group, or turn early off",
         ),
     ],
     ids=lambda value: value.split(";")[0] if isinstance(value, str) else "",

@@ -14,6 +14,7 @@ from nestpipe.schedule import (
     PlanOptions,
     Retrieval,
     plan,
+    with_early_rows,
     with_keys_apart,
     with_sums_apart,
 )
@@ -142,6 +143,79 @@ def test_serial_predicts_a_plan_whose_dense_sums_begin_early(name: str):
     late = replay_shared(other, long_sums, NOTHING, batches=20)
     assert step_ms(predicted) == pytest.approx(step_ms(true), rel=1e-3)
     assert step_ms(predicted) < 0.99 * step_ms(late)
+
+
+@pytest.mark.parametrize("name", ["dual_buffer", "nested"])
+@pytest.mark.parametrize("placed", [as_planned, apart])
+def test_early_rows_are_replayed_alike(name, placed):
+    chosen = placed(with_early_rows(plan(name, PlanOptions(micros=3))))
+    costs = {**COSTS, Kind.MARKS: 0.5, Kind.FRESH: 1.5}
+    shared = replay_shared(chosen, lambda op, rank: costs[op.kind], NOTHING, batches=12)
+    many = replay(chosen, costs, Scale(4), batches=12, record=range(4)).trace
+    ends = {(span.name, span.rank): span.end for span in many.spans}
+    assert {(s.name, s.rank): s.end for s in shared.spans} == pytest.approx(ends, abs=1e-3)
+
+
+NEW_SHARES = [(1.0, 0.0), (0.4, 0.6), (0.0, 1.0), (1.3, 0.0)]
+"""What `new` reads of a batch, and so the part of its rows that must come again."""
+
+
+def serial_runs(new_share: float, sharing: Sharing = NOTHING) -> SerialRuns:
+    """Neighbouring batches share the rows that `new` does not read; the first micro-batch is
+    short."""
+
+    def cost(form: Retrieval):
+        read = new_share if form is Retrieval.NEW else 1.0
+
+        def of(op: Op, rank: int) -> float:
+            if op.kind is Kind.RETRIEVE:
+                return read * COSTS[Kind.RETRIEVE]
+            return COSTS[op.kind] / (2 if op.micro == 0 else 1)
+
+        return of
+
+    traces = {
+        form: replay_shared(
+            plan("serial", PlanOptions(micros=3, retrieval=form)), cost(form), sharing, batches=12
+        )
+        for form in Retrieval
+    }
+    return SerialRuns([traces[Retrieval.WHOLE]], [traces[Retrieval.NEW]], sharing)
+
+
+@pytest.mark.parametrize(("new_share", "again"), NEW_SHARES)
+@pytest.mark.parametrize("retrieval", list(Retrieval))
+def test_rows_that_come_again_cost_their_part_of_the_first_ones(new_share, again, retrieval):
+    early = with_early_rows(plan("nested", PlanOptions(micros=3, retrieval=retrieval)))
+    spans = serial_runs(new_share).predict(early, batches=20).of_rank(0)
+    took = {kind: {s.name: s.duration for s in spans if s.kind == kind} for kind in Kind}
+    first_rows = COSTS[Kind.ROWS] / 2
+    assert set(took[Kind.FRESH]) == {f"fresh {t}" for t in range(20)}
+    for t in range(1, 20):
+        fresh = took[Kind.FRESH][f"fresh {t}"]
+        assert fresh == pytest.approx(again * first_rows, abs=1e-3)
+        assert 0 <= fresh <= took[Kind.ROWS][f"rows {t}.0"] + 1e-9
+        assert took[Kind.MARKS][f"marks {t}"] == pytest.approx(COSTS[Kind.COUNTS], abs=1e-3)
+
+
+@pytest.mark.parametrize(("new_share", "again"), NEW_SHARES)
+def test_early_rows_leave_only_those_that_come_again_between_two_windows(new_share, again):
+    """Dense compute hides everything but the last gradients, the update and the first rows."""
+    long = {Kind.DENSE: 100.0, Kind.ROWS: 8.0, Kind.GRADS: 5.0, Kind.RETRIEVE: 20.0}
+
+    def runs(form: Retrieval) -> Trace:
+        part = new_share if form is Retrieval.NEW else 1.0
+        costs = {**long, Kind.RETRIEVE: part * long[Kind.RETRIEVE]}
+        serial = apart(plan("serial", PlanOptions(micros=3, retrieval=form)))
+        return replay_shared(serial, lambda op, rank: costs.get(op.kind, 0.0), NOTHING, batches=12)
+
+    serial = SerialRuns([runs(Retrieval.WHOLE)], [runs(Retrieval.NEW)], NOTHING)
+    usual = plan("nested", PlanOptions(micros=3))
+    late, early = (
+        step_ms(serial.predict(apart(made), batches=20)) for made in (usual, with_early_rows(usual))
+    )
+    assert late == pytest.approx(300 + 5 + 8, abs=1e-2)
+    assert early == pytest.approx(300 + 5 + again * 8, abs=1e-2)
 
 
 @pytest.mark.parametrize(
