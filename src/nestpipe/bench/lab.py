@@ -140,9 +140,10 @@ def _reading(variant: Variant, rounds: Sequence[Trace], timed: int) -> Reading:
     steps_ms = tuple(timed_step(trace, WARM_STEPS, timed) for trace in rounds)
     seen, step_ms = steady(rounds), median(steps_ms)
     parts = {"compute": seen.compute, "lookup": seen.lookup, "exchange": seen.exchange}
+    early = ", rows early" if variant.early else ""
     return Reading(
         NESTPIPE,
-        f"{variant.plan} {variant.retrieval}, {variant.micros} micro-batches",
+        f"{variant.plan} {variant.retrieval}, {variant.micros} micro-batches{early}",
         step_ms,
         steps_ms,
         {name: part * step_ms for name, part in {**parts, "idle": seen.idle}.items()},

@@ -15,7 +15,6 @@ from nestpipe.schedule import (
     PlanOptions,
     Retrieval,
     plan,
-    with_early_rows,
     with_keys_apart,
     with_sums_apart,
 )
@@ -264,10 +263,9 @@ class Variant:
             micros=self.micros,
             retrieval=Retrieval(self.retrieval),
             exchange=Exchange(self.exchange),
+            early=self.early,
         )
         made = plan(self.plan, options)
-        if self.early:
-            made = with_early_rows(made)
         return with_sums_apart(with_keys_apart(made)) if device == "cuda" else made
 
 

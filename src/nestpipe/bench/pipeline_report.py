@@ -66,6 +66,7 @@ class VariantReport:
             "retrieval": self.variant.retrieval,
             "micros": self.variant.micros,
             "exchange": self.variant.exchange,
+            "early": self.variant.early,
             "step_ms": self.step_ms,
             "samples_per_s": self.samples_per_s,
             "ratio": self.ratio,

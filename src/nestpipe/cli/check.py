@@ -8,6 +8,7 @@ import typer
 
 from nestpipe.cli.options import (
     Batches,
+    EarlyRows,
     ExchangeForm,
     JsonFile,
     Micros,
@@ -37,6 +38,7 @@ def check(
     stages: Stages = 4,
     mirror_every: MirrorEvery = 0,
     exchange: ExchangeForm = Exchange.MICRO,
+    early: EarlyRows = False,
     stale: Annotated[
         str | None,
         typer.Option(metavar="PLAN", help="Accept this plan although it is stale."),
@@ -47,7 +49,7 @@ def check(
 
     Example: nestpipe check nested --micros 8 --retrieval new
     """
-    options = plan_options(micros, retrieval, stages, mirror_every, exchange)
+    options = plan_options(micros, retrieval, stages, mirror_every, exchange, early=early)
     schedule = schedule_from(source, options, batches)
     if json is not None:
         found = list(violations(schedule, stale=stale))

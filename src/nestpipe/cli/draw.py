@@ -12,6 +12,7 @@ import typer
 
 from nestpipe.cli.options import (
     Batches,
+    EarlyRows,
     ExchangeForm,
     Micros,
     MirrorEvery,
@@ -51,6 +52,7 @@ def draw(
     stages: Stages = 4,
     mirror_every: MirrorEvery = 0,
     exchange: ExchangeForm = Exchange.MICRO,
+    early: EarlyRows = False,
     format: Annotated[  # noqa: A002 - the option is called so
         Format,
         typer.Option(
@@ -68,7 +70,7 @@ def draw(
 
     Example: nestpipe draw nested --batches 3 --micros 2 --format svg -o nested.svg
     """
-    options = plan_options(micros, retrieval, stages, mirror_every, exchange)
+    options = plan_options(micros, retrieval, stages, mirror_every, exchange, early=early)
     if format is Format.SCHEDULE:
         if _is_trace(source):
             raise PlanError(f"{source!r} is a trace, which has no edges; draw it as text or svg")

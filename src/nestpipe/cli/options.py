@@ -29,6 +29,9 @@ MirrorEvery = Annotated[
     int,
     typer.Option("--mirror-every", help="Merge replicas every so many batches; 0: no replicas."),
 ]
+EarlyRows = Annotated[
+    bool, typer.Option("--early", help="Send a batch's first rows under the batch before.")
+]
 JsonFile = Annotated[
     str | None, typer.Option("--json", metavar="FILE", help="Write the figures; - for stdout.")
 ]
@@ -40,6 +43,8 @@ def plan_options(
     stages: int,
     mirror_every: int,
     exchange: Exchange = Exchange.MICRO,
+    *,
+    early: bool = False,
 ) -> PlanOptions:
     """The choices about a plan that the command line offers."""
     return PlanOptions(
@@ -48,6 +53,7 @@ def plan_options(
         stages=stages,
         mirror_every=mirror_every,
         exchange=exchange,
+        early=early,
     )
 
 

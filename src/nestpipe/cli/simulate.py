@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from nestpipe.cli.options import ExchangeForm, JsonFile, Micros, RetrievalForm, Stages
+from nestpipe.cli.options import EarlyRows, ExchangeForm, JsonFile, Micros, RetrievalForm, Stages
 from nestpipe.cli.output import STDOUT, console, progress_bar, write_json, write_text
 from nestpipe.cli.tables import (
     curve_table,
@@ -69,6 +69,7 @@ def simulate(
     retrieval: RetrievalForm = Retrieval.WHOLE,
     stages: Stages = 4,
     exchange: ExchangeForm = Exchange.MICRO,
+    early: EarlyRows = False,
     groups: Annotated[
         str,
         typer.Option(
@@ -142,6 +143,7 @@ def simulate(
         exchange=exchange,
         mirror_every=merge_every,
         merge=merge,
+        early=early,
     )
     plan_for(plan_name, options, 1)  # refuses what cannot be, before anything is read
     numbers = _numbers("workers", workers, MOST_WORKERS)

@@ -125,8 +125,11 @@ def with_early_rows(plan: Plan) -> Plan:
     first = plan.tick.index(Slot(K.ROWS, 0, 0))
     tick = [*plan.tick[:first], Slot(K.FRESH, 0), *plan.tick[first + 1 :]]
     last = max(tick.index(Slot(K.DENSE, 0, shape.micros - 1)), tick.index(Slot(K.RETRIEVE, 1)) + 1)
-    early = [Slot(K.MARKS, 1), Slot(K.ROWS, 1, 0)]
-    return Plan(shape, (*tick[:last], *early, *tick[last:]))
+    tick.insert(last, Slot(K.ROWS, 1, 0))
+    # As soon as the next batch's rows are known: the routing of later ones follows on that lane.
+    known = Slot(K.UNION, 1) if Slot(K.UNION, 1) in tick else Slot(K.FRESH, 0)
+    tick.insert(tick.index(known) + 1, Slot(K.MARKS, 1))
+    return Plan(shape, tuple(tick))
 
 
 def _exists(op: Op, end: int | None) -> bool:
@@ -150,6 +153,8 @@ class PlanOptions:
     """Merge replicas in every so manieth batch (2D parallelism); 0: no replicas."""
     merge: Merge = Merge.AVERAGED
     """What of replicas is merged: rows after `update`, or the gradients of every batch before."""
+    early: bool = False
+    """Send the rows of the first micro-batch under the last one of the batch before."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.micros <= MOST_MICROS:
@@ -216,7 +221,9 @@ def plan(name: str, options: PlanOptions | None = None) -> Plan:
     """The plan of that name."""
     if name not in PLANS:
         raise PlanError(f"unknown plan {name!r}; the plans are {', '.join(PLANS)}")
-    return PLANS[name](options or PlanOptions())
+    options = options or PlanOptions()
+    made = PLANS[name](options)
+    return with_early_rows(made) if options.early else made
 
 
 def _full_depth(options: PlanOptions) -> Ahead:

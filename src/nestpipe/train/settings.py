@@ -15,7 +15,6 @@ from nestpipe.schedule import (
     PlanOptions,
     Retrieval,
     plan,
-    with_early_rows,
 )
 
 
@@ -91,10 +90,10 @@ class PipelineSettings:
             retrieval=Retrieval(self.retrieval),
             exchange=Exchange(self.exchange),
             mirror_every=parallel.merge_every if parallel is not None and replicas else 0,
+            early=self.early and self.plan == "nested",
             merge=Merge(parallel.merge) if parallel is not None and replicas else Merge.AVERAGED,
         )
-        made = plan(self.plan, options)
-        return with_early_rows(made) if self.early and self.plan == "nested" else made
+        return plan(self.plan, options)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -122,8 +122,8 @@ def test_every_variant_is_timed_on_the_way(capfd):
     variants = lab_variants(case, ["nested", "serial"], ["new"], [1, 2])
     readings = time_nestpipe(case, variants)
     assert [r.pipeline for r in readings] == [
-        "nested new, 1 micro-batches",
-        "nested new, 2 micro-batches",
+        "nested new, 1 micro-batches, rows early",
+        "nested new, 2 micro-batches, rows early",
         "serial new, 1 micro-batches",
         "serial new, 2 micro-batches",
     ]

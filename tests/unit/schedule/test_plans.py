@@ -71,6 +71,11 @@ def test_nested_with_a_shared_window_equals_its_golden_schedule(golden: Golden) 
     golden("nested_whole_window.txt", to_text(schedule))
 
 
+def test_early_rows_match_the_golden_file(golden) -> None:
+    schedule = plan("nested", PlanOptions(micros=2, early=True)).schedule(3)
+    golden("nested_whole_early.txt", to_text(schedule))
+
+
 def test_one_micro_batch_shares_its_rows_with_none() -> None:
     shared, usual = (plan("nested", PlanOptions(exchange=exchange)) for exchange in Exchange)
     assert shared == usual
