@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from nestpipe.config import fraction, not_negative, positive
@@ -138,6 +139,9 @@ def lab(
     )
 
 
+deep_lab = partial(lab, blocks=4, width=512, micros=3, first=0.3, early=True)
+"""Where compute is the floor."""
+
 CASES = {
     case.name: case
     for case in (
@@ -203,30 +207,10 @@ CASES = {
             steps=16,
             rounds=2,
         ),
-        lab(
-            "lab_a",
-            ranks=2,
-            rows=20_000_000,
-            blocks=4,
-            width=512,
-            micros=3,
-            first=0.3,
-            last=0.3,
-            early=True,
-        ),
+        deep_lab("lab_a", ranks=2, rows=20_000_000, last=0.3),
         lab("lab_b", ranks=2, rows=40_000_000, blocks=1, width=256, micros=2),
         lab("lab_c", ranks=4, rows=40_000_000, blocks=1, width=512, micros=2),
-        lab(
-            "lab_d",
-            ranks=4,
-            rows=40_000_000,
-            blocks=4,
-            width=512,
-            micros=3,
-            first=0.3,
-            last=0.6,
-            early=True,
-        ),
+        deep_lab("lab_d", ranks=4, rows=40_000_000, last=0.6),
     )
 }
 

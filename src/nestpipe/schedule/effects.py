@@ -100,24 +100,15 @@ def effects(op: Op, shape: Shape) -> Effects:
             return _early_effects(op, shape)
         case K.ROWS:
             return Effects(reads=(wanted, asked, buffer, *active), writes=(received,))
-        case K.DENSE if shape.exchange is Exchange.WINDOW:
-            # A cell for each micro-batch: rows that come with it, rows whose last use it is.
-            first: Cell = ("received", shape.place(t, 0))
-            came: tuple[Cell, ...] = (first, *(("received", n) for n in range(1, m + 1)))
-            sums: tuple[Cell, ...] = tuple(("window_sum", n) for n in range(m, shape.micros))
-            added = sums if m > 0 else ()  # the first micro-batch begins them
-            reads = (batch, *came, weights, dense_sum, *added)
-            return Effects(reads=reads, writes=(*sums, dense_sum))
-        case K.GRADS if shape.exchange is Exchange.WINDOW:
-            return Effects(reads=(("window_sum", m), asked, row_sum), writes=(row_sum,))
+        case K.DENSE | K.GRADS if shape.exchange is Exchange.WINDOW:
+            return _window_effects(op, shape)
         case K.DENSE:
             return Effects(reads=(batch, received, weights, dense_sum), writes=(sent, dense_sum))
         case K.GRADS:
             return Effects(reads=(sent, asked, row_sum), writes=(row_sum,))
-        case K.REDUCE if shape.sums_apart:
-            return Effects(reads=(dense_sum,), writes=(weights, dense_sum))
         case K.REDUCE:
-            return Effects(reads=(dense_sum,), writes=(dense_sum,))
+            applied = (weights,) if shape.sums_apart else ()
+            return Effects(reads=(dense_sum,), writes=(*applied, dense_sum))
         case K.UPDATE if shape.sums_apart:
             return Effects(reads=(owned, buffer, row_sum, *active), writes=(buffer, row_sum))
         case K.UPDATE:
@@ -130,6 +121,25 @@ def effects(op: Op, shape: Shape) -> Effects:
         case K.WRITEBACK:
             leaving = (owned_next,) if shape.retrieval is Retrieval.NEW else ()
             return Effects(reads=(owned, buffer, *leaving))
+
+
+def _window_effects(op: Op, shape: Shape) -> Effects:
+    """The same where micro-batches share rows.
+
+    There is a cell for each of them: rows that come with it, rows whose last use it is.
+    """
+    t, m = op.batch, op.micro or 0
+    slot = t % shape.slots
+    row_sum, dense_sum, weights = ("row_sum", 0), ("dense_sum", 0), ("weights", 0)
+    if op.kind is K.GRADS:
+        reads = (("window_sum", m), ("asked", slot), row_sum)
+        return Effects(reads=reads, writes=(row_sum,))
+    first: Cell = ("received", shape.place(t, 0))
+    came: tuple[Cell, ...] = (first, *(("received", n) for n in range(1, m + 1)))
+    sums: tuple[Cell, ...] = tuple(("window_sum", n) for n in range(m, shape.micros))
+    added = sums if m > 0 else ()  # the first micro-batch begins them
+    reads = (("batch", slot), *came, weights, dense_sum, *added)
+    return Effects(reads=reads, writes=(*sums, dense_sum))
 
 
 def _early_effects(op: Op, shape: Shape) -> Effects:
