@@ -15,11 +15,27 @@ from torch import Tensor
 
 # Shapes: K rows of a buffer, n some of them, W numbers of a row
 
-ROWS_AT_ONCE, WARPS = 64, 16
-"""Rows that a program has under way at a time, and its warps."""
-PROGRAMS = 4
+NUMBERS_AT_ONCE, MOST_ROWS, WARPS = 8192, 64, 16
+"""How much a program asks for while as much from before is still on its way, and its warps: a
+thread has 16 numbers of each, which leaves registers for their addresses."""
+PROGRAMS = 2
 """Each takes a multiprocessor away from dense compute, so a few with much under way are better than
 many: with 96 of them a step of dense compute took 3 to 8 % longer."""
+
+
+@triton.jit
+def _whence(addresses_K, positions_n, number, count, SOME: tl.constexpr):
+    """Where some rows stand in the buffer and where they live."""
+    there = number < count
+    at = tl.load(positions_n + number, mask=there, other=0) if SOME else number.to(tl.int64)
+    return at, tl.load(addresses_K + at, mask=there, other=0)
+
+
+@triton.jit
+def _pointers(rows_KW, stride, at, place, column):
+    """Every number of some rows, on the device and on the host."""
+    on_host = place.to(tl.pointer_type(tl.float32))[:, None] + column
+    return rows_KW + at[:, None] * stride + column, on_host
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -35,19 +51,26 @@ def _copy(
     SOME: tl.constexpr,
     TO_PLACES: tl.constexpr,
 ):
+    """Each turn asks for rows, and for the addresses of those after, before it waits for any."""
     column = tl.arange(0, COLUMNS)[None, :]
-    for first in range(tl.program_id(0) * ROWS, count, tl.num_programs(0) * ROWS):
-        number = first + tl.arange(0, ROWS)
-        there = number < count
-        at = tl.load(positions_n + number, mask=there, other=0) if SOME else number.to(tl.int64)
-        place = tl.load(addresses_K + at, mask=there, other=0).to(tl.pointer_type(tl.float32))
-        on_host = place[:, None] + column
-        on_device = rows_KW + at[:, None] * stride + column
-        inside = there[:, None] & (column < WIDTH)
-        if TO_PLACES:
-            tl.store(on_host, tl.load(on_device, mask=inside), mask=inside)
-        else:
-            tl.store(on_device, tl.load(on_host, mask=inside), mask=inside)
+    step = tl.num_programs(0) * ROWS
+    number = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    at, place = _whence(addresses_K, positions_n, number, count, SOME)
+    on_device, on_host = _pointers(rows_KW, stride, at, place, column)
+    inside = (number < count)[:, None] & (column < WIDTH)
+    rows = tl.load(on_device if TO_PLACES else on_host, mask=inside)
+    next_at, next_place = _whence(addresses_K, positions_n, number + step, count, SOME)
+    for _ in range(tl.program_id(0) * ROWS, count, step):
+        on_device, on_host = _pointers(rows_KW, stride, next_at, next_place, column)
+        inside = (number + step < count)[:, None] & (column < WIDTH)
+        next_rows = tl.load(on_device if TO_PLACES else on_host, mask=inside)
+        after_at, after_place = _whence(addresses_K, positions_n, number + 2 * step, count, SOME)
+        on_device, on_host = _pointers(rows_KW, stride, at, place, column)
+        inside = (number < count)[:, None] & (column < WIDTH)
+        tl.store(on_host if TO_PLACES else on_device, rows, mask=inside)
+        at, place, rows = next_at, next_place, next_rows
+        next_at, next_place = after_at, after_place
+        number += step
 
 
 def copy_rows_by_gpu(
@@ -60,7 +83,9 @@ def copy_rows_by_gpu(
     count, width = len(rows_KW) if positions_n is None else len(positions_n), rows_KW.shape[1]
     if not count:
         return
-    programs = min(PROGRAMS, -(-count // ROWS_AT_ONCE))
+    columns = triton.next_power_of_2(width)
+    rows_at_once = max(1, min(MOST_ROWS, NUMBERS_AT_ONCE // columns))
+    programs = min(PROGRAMS, -(-count // rows_at_once))
     with torch.cuda.device(rows_KW.device):
         _copy[(programs,)](
             addresses_K,
@@ -69,8 +94,8 @@ def copy_rows_by_gpu(
             count,
             rows_KW.stride(0),
             WIDTH=width,
-            COLUMNS=triton.next_power_of_2(width),
-            ROWS=ROWS_AT_ONCE,
+            COLUMNS=columns,
+            ROWS=rows_at_once,
             SOME=positions_n is not None,
             TO_PLACES=to_places,
             num_warps=WARPS,

@@ -73,7 +73,8 @@ class _InFlight:
         weights = [self.weight]
         if mesh.groups > 1:
             weights += [self.weight * (group == mesh.group) for group in range(mesh.groups)]
-        return torch.cat([loss, loss.new_tensor(weights)])
+        # As arguments of kernels: a copy from the host would hold up the issuing thread.
+        return torch.cat([loss, *(loss.new_full((1,), weight) for weight in weights)])
 
 
 @dataclass(slots=True)
