@@ -73,6 +73,11 @@ ROUNDED = [{**case_number(n), "wire": "bfloat16"} for n in (2, 3, 10, 14)]
 EARLY = [{**case_number(n), "plan": "nested", "early": True} for n in (0, 1, 3, 7, 9, 13)]
 """Rows of the first micro-batch are sent before their refresh; some of them once more."""
 EARLY_ON_RANKS = [EARLY[2], {**EARLY[4], "wire": "bfloat16"}]
+THIRD = [
+    {**case_number(n), "plan": plan, "retrieval": "new", "early": n % 2 == 1, "buffers": 3}
+    for n, plan in ((0, "nested"), (1, "nested"), (3, "nested"), (7, "dual_buffer"), (14, "nested"))
+]
+"""Rows are written back while the next are read."""
 STALE: Case = {
     "plan": "stale_prefetch",
     "micro_batches": 2,
@@ -113,6 +118,11 @@ def test_early_rows_meet_every_kind_of_data_every_exchange_and_every_retrieval()
     assert 1 in {case["micro_batches"] for case in EARLY}
 
 
+def test_a_third_buffer_meets_every_kind_of_data_and_rows_moved_by_host_and_device():
+    for axis in ("keys", "exchange", "pin_rows"):
+        assert {case[axis] for case in THIRD} == set(AXES[axis])
+
+
 def assert_identical(figures: Mapping[str, object], case: Case, ranks: int) -> None:
     assert figures["first_difference"] is None
     assert figures["identical"] is True
@@ -121,7 +131,7 @@ def assert_identical(figures: Mapping[str, object], case: Case, ranks: int) -> N
     assert int(str(figures["tensors_compared"])) >= 9 * ranks
 
 
-@pytest.mark.parametrize("case", [*ON_ONE_RANK, *ROUNDED, *EARLY], ids=name_of)
+@pytest.mark.parametrize("case", [*ON_ONE_RANK, *ROUNDED, *EARLY, *THIRD], ids=name_of)
 def test_a_plan_changes_no_bit(case):
     assert_identical(world.prove(case, LocalCommunicator(), DEVICE).figures(), case, 1)
 
@@ -136,6 +146,7 @@ def test_a_stale_plan_is_caught():
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_no_delay_of_host_or_device_changes_a_bit(seed):
     case = {**case_number(seed), "plan": "nested", "early": seed % 2 == 1}
+    case |= {"retrieval": "new", "buffers": 3} if seed % 3 == 0 else {}
     around = partial(delayed, seed=seed)
     assert_identical(world.prove(case, LocalCommunicator(), DEVICE, around).figures(), case, 1)
 
@@ -160,7 +171,7 @@ def delayed(work: Work, seed: int) -> Work:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_nccl_ranks_on_one_gpu_change_no_bit_and_catch_a_stale_plan(tmp_path, ranks):
     """One start of the ranks for all cases: that is what takes time."""
-    exact = [*ON_RANKS, *ROUNDED, *EARLY_ON_RANKS]
+    exact = [*ON_RANKS, *ROUNDED, *EARLY_ON_RANKS, *THIRD[1:3]]
     *figures, stale = verdicts_of([*exact, STALE], ranks, tmp_path)
     for case, found in zip(exact, figures, strict=True):
         assert_identical(found, case, ranks)

@@ -29,7 +29,7 @@ DIM, USER_DIM, FEATURES = 16, 8, 3
 TIMEOUT_S = 60.0
 
 Case = dict[str, object]
-PIPELINE = ("plan", "retrieval", "micro_batches", "exchange", "wire", "early")
+PIPELINE = ("plan", "retrieval", "micro_batches", "exchange", "wire", "early", "buffers")
 
 
 def one_batch(b: int, first: int, vocabulary: int, keys_seed: int | None = None) -> Batch:

@@ -114,6 +114,40 @@ def test_rows_that_are_sent_early_change_nothing(
     assert_no_difference(apart_too, micros, exchange)
 
 
+@pytest.mark.parametrize("name", ["dual_buffer", "nested"])
+@pytest.mark.parametrize(("micros", "stages"), [(1, 4), (3, 1), (4, 4), (7, 2)])
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_third_buffer_changes_nothing(
+    name: str, micros: int, stages: int, early: bool, apart: bool
+) -> None:
+    exchange = Exchange.WINDOW if micros == 4 else Exchange.MICRO
+    made = plan(
+        name,
+        PlanOptions(
+            micros=micros,
+            retrieval=Retrieval.NEW,
+            stages=stages,
+            exchange=exchange,
+            early=early,
+            buffers=3,
+        ),
+    )
+    apart_too = with_sums_apart(with_keys_apart(made)) if apart else made
+    assert_no_difference(apart_too, micros, exchange)
+
+
+@pytest.mark.parametrize("name", ["dual_buffer", "nested"])
+@pytest.mark.parametrize("mirror_every", [1, 2, 3])
+def test_a_third_buffer_changes_nothing_on_groups_with_replicas(
+    name: str, mirror_every: int
+) -> None:
+    options = PlanOptions(micros=2, retrieval=Retrieval.NEW, mirror_every=mirror_every, buffers=3)
+    serial = interpreter("serial", PlanOptions(micros=2, mirror_every=mirror_every))
+    data = random_data(2, ranks=4, groups=2)
+    assert seeds_that_end_elsewhere(interpreter(name, options), serial, data, 100) == {}
+
+
 def assert_no_difference(apart: Plan, micros: int, exchange: Exchange = Exchange.MICRO) -> None:
     schedule = apart.schedule(BATCHES)
     check(schedule)

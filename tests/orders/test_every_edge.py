@@ -58,6 +58,7 @@ class Case:
         facts = [self.name, str(o.retrieval), f"micros {o.micros}", f"stages {o.stages}"]
         facts += ["window exchange"] if o.exchange is Exchange.WINDOW else []
         facts += ["early rows"] if self.early else []
+        facts += ["three buffers"] if o.buffers == 3 else []
         facts += ["exact groups"] if o.merge is Merge.EXACT else []
         return ", ".join([*facts, f"mirror every {o.mirror_every}"] if o.mirror_every else facts)
 
@@ -123,7 +124,26 @@ EARLY_CASES = [
     for micros, stages in ((1, 4), (2, 4), (3, 4), (2, 1))
 ]
 """Rows of the first micro-batch are sent before they are refreshed."""
-MORE_CASES = [*WINDOW_CASES, *EARLY_CASES]
+THIRD_CASES = [
+    Case(
+        name,
+        PlanOptions(
+            micros=micros, retrieval=Retrieval.NEW, stages=stages, mirror_every=every, buffers=3
+        ),
+        early=early,
+    )
+    for name, micros, stages, every, early in (
+        ("nested", 1, 4, 0, False),
+        ("nested", 2, 4, 0, False),
+        ("nested", 2, 4, 0, True),
+        ("nested", 3, 2, 0, True),
+        ("nested", 2, 1, 2, False),
+        ("dual_buffer", 2, 4, 1, False),
+        ("dual_buffer", 2, 1, 0, True),
+    )
+]
+"""Rows are written back while the next are read."""
+MORE_CASES = [*WINDOW_CASES, *EARLY_CASES, *THIRD_CASES]
 
 
 def in_pairs(cases: list[Case]) -> Iterator[Case]:

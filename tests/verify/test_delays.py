@@ -21,12 +21,14 @@ RANKS, SEEDS, MAX_MS, STEPS = 2, 54, 1.5, 5
 
 def pipeline(plan: str, seed: int) -> PipelineSettings:
     """Seeds also vary what the plan does."""
+    retrieval = ("whole", "new")[seed // 3 % 2] if plan != "stale_prefetch" else "whole"
     given = {
         "plan": plan,
         "micro_batches": 1 + seed % 3,
-        "retrieval": ("whole", "new")[seed // 3 % 2] if plan != "stale_prefetch" else "whole",
+        "retrieval": retrieval,
         "exchange": ("micro", "window")[seed // 6 % 2],
         "early": bool(seed // 12 % 2),
+        "buffers": 3 if retrieval == "new" and seed >= SEEDS // 2 else 2,
     }
     return build(PipelineSettings, given)
 
@@ -101,6 +103,19 @@ def test_no_delay_changes_a_bit(twins, seed):
 
 def test_the_same_comparison_catches_a_stale_plan(twins):
     assert all(found.rows_different for found in findings(twins, "stale_prefetch", 1))
+
+
+def test_rows_taken_over_before_their_update_are_found(twins):
+    """With three buffers: one wait less, and some seed shows it."""
+    different = 0
+    for seed in range(SEEDS // 2, SEEDS):
+        if pipeline("nested", seed).buffers == 3:
+            hasty = partial(Without, kind=Kind.RETRIEVE, awaited=Kind.UPDATE)
+            with suppress(RunError, KeyError):
+                different += sum(f.rows_different for f in findings(twins, "nested", seed, hasty))
+        if different:
+            return
+    pytest.fail("nobody noticed")
 
 
 def test_rows_sent_before_their_refresh_are_found(twins):

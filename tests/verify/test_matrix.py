@@ -12,6 +12,7 @@ import pytest
 from nestpipe.comm import run_ranks
 from nestpipe.config import build
 from nestpipe.embedding.optimizers import OPTIMIZERS
+from nestpipe.embedding.row_buffers import RowBuffers
 from nestpipe.embedding.tables import ShardedTables
 from nestpipe.errors import RunError
 from nestpipe.train.settings import PipelineSettings
@@ -81,7 +82,8 @@ CASES = covering_cases(AXES)
 def prove(make_world, case: Case) -> Verdict:
     """The verdict on one case, which must be the same on every rank."""
     pipeline = build(
-        PipelineSettings, {name: case[name] for name in (*PIPELINE, "early") if name in case}
+        PipelineSettings,
+        {name: case[name] for name in (*PIPELINE, "early", "buffers") if name in case},
     )
     world = make_world(**{name: case[name] for name in WORLD if name in case})
 
@@ -128,6 +130,37 @@ def test_rows_that_are_sent_early_and_not_again_are_caught(
     monkeypatch.setattr(ShardedTables, "fresh", lambda tables, batch: None)
     case = {"ranks": ranks, "plan": "nested", "early": True, "retrieval": retrieval}
     case["micro_batches"] = 2
+    assert prove(make_world, {**case, "keys": "none shared"}).identical
+    with suppress(RunError):  # a loss of what was in memory by chance, and nobody should have read
+        assert not prove(make_world, {**case, "keys": "some shared"}).identical
+
+
+THIRD_AXES: Mapping[str, Sequence[object]] = {
+    **{name: AXES[name] for name in ("ranks", "exchange", "keys", "dtype", "in_place")},
+    "optimizer": ("rowwise_adagrad", "adam"),
+    "micro_batches": (1, 2, 3, 8),
+    "plan": ("nested", "dual_buffer"),
+    "retrieval": ("new",),
+    "early": (False, True),
+    "buffers": (3,),
+}
+
+
+@pytest.mark.parametrize(
+    "case", covering_cases(THIRD_AXES), ids=lambda case: "-".join(map(str, case.values()))
+)
+def test_a_third_buffer_changes_no_bit(make_world, case):
+    verdict = prove(make_world, case)
+    assert verdict.first_difference is None
+    assert verdict.identical
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("in_place", [True, False])
+def test_rows_that_are_not_taken_over_are_caught(make_world, ranks, in_place, monkeypatch):
+    monkeypatch.setattr(RowBuffers, "_take_over", lambda buffers, batch, working: None)
+    case = {"ranks": ranks, "plan": "nested", "buffers": 3, "retrieval": "new"}
+    case |= {"micro_batches": 2, "in_place": in_place}
     assert prove(make_world, {**case, "keys": "none shared"}).identical
     with suppress(RunError):  # a loss of what was in memory by chance, and nobody should have read
         assert not prove(make_world, {**case, "keys": "some shared"}).identical

@@ -28,6 +28,7 @@ from nestpipe.bench.pipeline_cases import (
     Variant,
     case_of,
     check_names,
+    variant_of,
 )
 from nestpipe.bench.pipeline_files import read_rounds
 from nestpipe.bench.pipeline_report import steady
@@ -120,11 +121,8 @@ def lab_variants(
 ) -> list[Variant]:
     """Our runs: each plan in each form, with each number of micro-batches."""
     check_names(plans, forms)
-    sizes = [replace(case, micros=number).micros for number in micros]  # refuses what cannot be
-    return [
-        Variant(plan, form, size, early=case.early and plan == "nested")
-        for plan, form, size in product(plans, forms, sizes)
-    ]
+    sized = [replace(case, micros=number) for number in micros]  # refuses what cannot be
+    return [variant_of(of, plan, form) for plan, form, of in product(plans, forms, sized)]
 
 
 def time_nestpipe(case: PipelineCase, variants: Sequence[Variant]) -> list[Reading]:
@@ -140,10 +138,10 @@ def _reading(variant: Variant, rounds: Sequence[Trace], timed: int) -> Reading:
     steps_ms = tuple(timed_step(trace, WARM_STEPS, timed) for trace in rounds)
     seen, step_ms = steady(rounds), median(steps_ms)
     parts = {"compute": seen.compute, "lookup": seen.lookup, "exchange": seen.exchange}
-    early = ", rows early" if variant.early else ""
+    more = ", rows early" * variant.early + ", 3 buffers" * (variant.buffers == 3)
     return Reading(
         NESTPIPE,
-        f"{variant.plan} {variant.retrieval}, {variant.micros} micro-batches{early}",
+        f"{variant.plan} {variant.retrieval}, {variant.micros} micro-batches{more}",
         step_ms,
         steps_ms,
         {name: part * step_ms for name, part in {**parts, "idle": seen.idle}.items()},

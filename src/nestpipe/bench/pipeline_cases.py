@@ -66,6 +66,8 @@ class PipelineCase:
     """Sizes of the first and the last micro-batch over that of those in the middle."""
     early: bool = False
     """Send the rows of the first micro-batch early, in `nested`."""
+    buffers: int = 2
+    """Of rows on the device, in `nested` with new rows; else two."""
     wire: Literal["float32", "bfloat16"] = "float32"
     """Numbers of rows and row gradients between ranks."""
     distinct: int = 8
@@ -225,16 +227,18 @@ class Variant:
     exchange: str = "micro"
     early: bool = False
     """Whether the rows of the first micro-batch are sent early."""
+    buffers: int = 2
+    """Buffers of rows on the device, of a plan that looks up ahead."""
 
     @property
     def words(self) -> tuple[str, ...]:
         """What tells it apart; the exchange only where it is not the usual one."""
         usual = self.exchange == Exchange.MICRO
-        early = ("early",) if self.early else ()
+        more = (*(("early",) * self.early), *(("third",) * (self.buffers == 3)))
         return (
             *(self.plan, self.retrieval, str(self.micros)),
             *(() if usual else (self.exchange,)),
-            *early,
+            *more,
         )
 
     @property
@@ -248,6 +252,7 @@ class Variant:
             retrieval=Retrieval(self.retrieval),
             exchange=Exchange(self.exchange),
             early=self.early,
+            buffers=self.buffers,
         )
         made = plan(self.plan, options)
         return with_sums_apart(with_keys_apart(made)) if device == "cuda" else made
@@ -275,6 +280,13 @@ def check_names(
             raise ConfigError(f"unknown exchange {exchange!r}; use {' or '.join(Exchange)}")
 
 
+def variant_of(case: PipelineCase, name: str, form: str, exchange: str = "micro") -> Variant:
+    """A plan as the case wants it: what only `nested` can have, others do without."""
+    nested = name == "nested"
+    buffers = case.buffers if nested and form == Retrieval.NEW else 2
+    return Variant(name, form, case.micros, exchange, case.early and nested, buffers)
+
+
 def variants_of(
     case: PipelineCase,
     plans: tuple[str, ...],
@@ -296,7 +308,7 @@ def variants_of(
     whole_only = {"stale_prefetch"}
     ways = list(dict.fromkeys(exchanges))
     others = [
-        Variant(name, form, case.micros, exchange, case.early and name == "nested")
+        variant_of(case, name, form, exchange)
         for name in dict.fromkeys(plans)
         if name != "serial"
         for form in dict.fromkeys(forms)

@@ -67,6 +67,7 @@ class VariantReport:
             "micros": self.variant.micros,
             "exchange": self.variant.exchange,
             "early": self.variant.early,
+            "buffers": self.variant.buffers,
             "step_ms": self.step_ms,
             "samples_per_s": self.samples_per_s,
             "ratio": self.ratio,
@@ -147,13 +148,18 @@ def report(
                 exchange_ms=found.exchange * found.step_ms,
                 idle_ms=found.idle * found.step_ms,
                 busy_ms={lane: part * found.step_ms for lane, part in found.busy.items()},
-                ratio=seen[replace(variant, plan="serial", early=False)].step_ms / found.step_ms,
+                ratio=seen[_serial(variant)].step_ms / found.step_ms,
                 ratio_best=best / found.step_ms,
                 predicted_ms=predicted.get(variant),
             )
             for variant, found in seen.items()
         ),
     )
+
+
+def _serial(variant: Variant) -> Variant:
+    """What it is measured against."""
+    return replace(variant, plan="serial", early=False, buffers=2)
 
 
 def without_waiting(trace: Trace) -> Trace:

@@ -8,6 +8,7 @@ import typer
 
 from nestpipe.cli.options import (
     Batches,
+    Buffers,
     EarlyRows,
     ExchangeForm,
     JsonFile,
@@ -39,6 +40,7 @@ def check(
     mirror_every: MirrorEvery = 0,
     exchange: ExchangeForm = Exchange.MICRO,
     early: EarlyRows = False,
+    buffers: Buffers = 2,
     stale: Annotated[
         str | None,
         typer.Option(metavar="PLAN", help="Accept this plan although it is stale."),
@@ -49,7 +51,9 @@ def check(
 
     Example: nestpipe check nested --micros 8 --retrieval new
     """
-    options = plan_options(micros, retrieval, stages, mirror_every, exchange, early=early)
+    options = plan_options(
+        micros, retrieval, stages, mirror_every, exchange, early=early, buffers=buffers
+    )
     schedule = schedule_from(source, options, batches)
     if json is not None:
         found = list(violations(schedule, stale=stale))

@@ -12,6 +12,7 @@ import typer
 
 from nestpipe.cli.options import (
     Batches,
+    Buffers,
     EarlyRows,
     ExchangeForm,
     Micros,
@@ -53,6 +54,7 @@ def draw(
     mirror_every: MirrorEvery = 0,
     exchange: ExchangeForm = Exchange.MICRO,
     early: EarlyRows = False,
+    buffers: Buffers = 2,
     format: Annotated[  # noqa: A002 - the option is called so
         Format,
         typer.Option(
@@ -70,7 +72,9 @@ def draw(
 
     Example: nestpipe draw nested --batches 3 --micros 2 --format svg -o nested.svg
     """
-    options = plan_options(micros, retrieval, stages, mirror_every, exchange, early=early)
+    options = plan_options(
+        micros, retrieval, stages, mirror_every, exchange, early=early, buffers=buffers
+    )
     if format is Format.SCHEDULE:
         if _is_trace(source):
             raise PlanError(f"{source!r} is a trace, which has no edges; draw it as text or svg")

@@ -32,6 +32,12 @@ MirrorEvery = Annotated[
 EarlyRows = Annotated[
     bool, typer.Option("--early", help="Send a batch's first rows under the batch before.")
 ]
+Buffers = Annotated[
+    int,
+    typer.Option(
+        "--buffers", help="Device buffers of rows, 2 or 3: then writing back overlaps reading."
+    ),
+]
 JsonFile = Annotated[
     str | None, typer.Option("--json", metavar="FILE", help="Write the figures; - for stdout.")
 ]
@@ -45,6 +51,7 @@ def plan_options(
     exchange: Exchange = Exchange.MICRO,
     *,
     early: bool = False,
+    buffers: int = 2,
 ) -> PlanOptions:
     """The choices about a plan that the command line offers."""
     return PlanOptions(
@@ -54,6 +61,7 @@ def plan_options(
         mirror_every=mirror_every,
         exchange=exchange,
         early=early,
+        buffers=buffers,
     )
 
 

@@ -8,7 +8,15 @@ from typing import Annotated
 
 import typer
 
-from nestpipe.cli.options import EarlyRows, ExchangeForm, JsonFile, Micros, RetrievalForm, Stages
+from nestpipe.cli.options import (
+    Buffers,
+    EarlyRows,
+    ExchangeForm,
+    JsonFile,
+    Micros,
+    RetrievalForm,
+    Stages,
+)
 from nestpipe.cli.output import STDOUT, console, progress_bar, write_json, write_text
 from nestpipe.cli.tables import (
     curve_table,
@@ -70,6 +78,7 @@ def simulate(
     stages: Stages = 4,
     exchange: ExchangeForm = Exchange.MICRO,
     early: EarlyRows = False,
+    buffers: Buffers = 2,
     groups: Annotated[
         str,
         typer.Option(
@@ -144,6 +153,7 @@ def simulate(
         mirror_every=merge_every,
         merge=merge,
         early=early,
+        buffers=buffers,
     )
     plan_for(plan_name, options, 1)  # refuses what cannot be, before anything is read
     numbers = _numbers("workers", workers, MOST_WORKERS)

@@ -74,6 +74,7 @@ class RowBuffers:
             self._rows[batch] = list(self._places[batch])
         else:
             self._rows[batch] = [self._read(batch, g, read[g], w) for g, w in enumerate(working)]
+            self._take_over(batch, working)
         return sum(
             of_store.size if new is None else len(new[0])
             for new, of_store in zip(read, working, strict=True)
@@ -94,9 +95,12 @@ class RowBuffers:
 
     def _new_positions(self, working: WorkingSet) -> tuple[Tensor, list[int]] | None:
         """Rows to read and how many of each table; None: all."""
-        if self._shape.retrieval is Retrieval.NEW and len(working.shared_K):
-            return working.without(working.shared_K)
-        return None
+        if self._shape.retrieval is not Retrieval.NEW:
+            return None
+        here_K = working.shared_K
+        if working.taken is not None:
+            here_K = torch.cat([here_K, working.taken.positions_K])
+        return working.without(here_K) if len(here_K) else None
 
     def _locate(
         self, batch: int, g: int, new: tuple[Tensor, list[int]] | None, working: WorkingSet
@@ -108,8 +112,11 @@ class RowBuffers:
         new_n, counts = new
         addresses_K = torch.empty_like(working.keys_K)
         addresses_K[new_n] = store.locate(working.keys_K[new_n], counts).addresses_K
-        before = self._places[batch - 1][g].addresses_K
-        addresses_K[working.shared_K] = before[working.shared_before]
+        if len(working.shared_K):
+            before = self._places[batch - 1][g].addresses_K
+            addresses_K[working.shared_K] = before[working.shared_before]
+        if (taken := working.taken) is not None:
+            addresses_K[taken.positions_K] = self._places[batch - 2][g].addresses_K[taken.older]
         return Places(addresses_K, store.layout.width)
 
     def _read(
@@ -137,8 +144,22 @@ class RowBuffers:
             rows_KW.copy_(rows_nW, non_blocking=True)
         return rows_KW
 
+    def _take_over(self, batch: int, working: Sequence[WorkingSet]) -> None:
+        """Rows that may not be in host memory yet, from the buffer where they still are."""
+        for g, of_store in enumerate(working):
+            if (taken := of_store.taken) is None:
+                continue
+            now_KW, older_KW = self._rows[batch][g], self._rows[batch - 2][g]
+            assert isinstance(now_KW, Tensor)
+            assert isinstance(older_KW, Tensor)
+            rows = older_KW.index_select(0, taken.older_there)
+            now_KW.index_copy_(0, taken.positions_there, rows)
+
     def sync(self, batch: int, working: Sequence[WorkingSet]) -> int:
-        """Rows that the batch before had too, from its buffer; returns how many."""
+        """Rows that the batch before had too, from its buffer; returns how many.
+
+        Those that were taken over from an older one count too.
+        """
         if batch - 1 not in self._rows:
             return 0
         refreshed = 0
@@ -150,6 +171,7 @@ class RowBuffers:
             shared = before_KW.index_select(0, of_store.shared_before_there)
             now_KW.index_copy_(0, of_store.shared_there, shared)
             refreshed += len(of_store.shared_K)
+            refreshed += 0 if of_store.taken is None else len(of_store.taken.positions_K)
         return refreshed
 
     def writeback(

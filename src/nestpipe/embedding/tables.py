@@ -174,6 +174,7 @@ class ShardedTables:
         """Unite what was asked for into the working set; compare it with the one before."""
         flight = self.flights[batch]
         before = self.flights.get(batch - 1) if self.shape.buffers > 1 else None
+        older = self.flights.get(batch - 2) if self.shape.takes_over else None
         united = [unite(asked) for asked in flight.asked]
         wide = self.replicas.unite(batch, united) if self.replicas is not None else None
         flight.working = [
@@ -184,6 +185,7 @@ class ShardedTables:
                 united=united[g],
                 wide=wide[g] if wide else None,
                 early=self.shape.early,
+                older=older.working[g] if older else None,
             )
             for g, asked in enumerate(flight.asked)
         ]
@@ -201,7 +203,10 @@ class ShardedTables:
         return self.buffers.retrieve(batch, self.flights[batch].working)
 
     def sync(self, batch: int) -> int:
-        """Rows that the batch before had too, with state, from its buffer; returns how many."""
+        """Rows that the batch before had too, with state, from its buffer.
+
+        Returns how many; those that were taken over from an older one count too.
+        """
         return self.buffers.sync(batch, self.flights[batch].working)
 
     def writeback(self, batch: int) -> int:
@@ -209,8 +214,8 @@ class ShardedTables:
         then = self.flights.get(batch + 1) if self.shape.retrieval is Retrieval.NEW else None
         staying = then.working if then is not None and then.working else None
         written = self.buffers.writeback(batch, self.flights[batch].working, staying)
-        # With two buffers a batch's keys serve the next union, and its rows the next refresh.
-        self.forget(batch - 1 if self.shape.buffers > 1 else batch)
+        # With several buffers a batch's keys serve later unions, and its rows later batches.
+        self.forget(batch - self.shape.buffers + 1)
         return written
 
     def forget(self, batch: int) -> None:

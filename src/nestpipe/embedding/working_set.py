@@ -31,6 +31,19 @@ class WideThere:
 
 
 @dataclass(frozen=True, slots=True)
+class Taken:
+    """Rows that the batch before the last has too, and the last one has not."""
+
+    positions_K: Tensor
+    """Their positions now ..."""
+    older: Tensor
+    """... and where they stood there; both on the host ..."""
+    positions_there: Tensor
+    older_there: Tensor
+    """... and both again on the device."""
+
+
+@dataclass(frozen=True, slots=True)
 class WorkingSet:
     """The owner's rows of one batch, table by table; keys and counts are on the host."""
 
@@ -52,6 +65,8 @@ class WorkingSet:
     shared_there: Tensor
     shared_before_there: Tensor
     """... and both again on the device."""
+    taken: Taken | None = None
+    """Where rows are taken over from the batch before the last."""
     wide: WideThere | None = None
     """Where the batch merges replicas."""
     marks_P: Tensor | None = None
@@ -68,6 +83,20 @@ class WorkingSet:
         return _routing().others(positions, self.table_counts)
 
 
+def take_over(united: United, shared_K: Tensor, older: WorkingSet, device: torch.device) -> Taken:
+    """What a batch takes over from the one before the last, where that has working set `older`."""
+    routing = _routing()
+    new_n, counts = routing.others(shared_K, united.table_counts)
+    here_m, there_m = routing.match(united.keys_K[new_n], counts, older.keys_K, older.table_counts)
+    taken_K = new_n[here_m]
+    return Taken(
+        positions_K=taken_K,
+        older=there_m,
+        positions_there=taken_K.to(device, non_blocking=True),
+        older_there=there_m.to(device, non_blocking=True),
+    )
+
+
 def unite(asked: Asked) -> United:
     """What all requesters of this rank's group asked for."""
     return _routing().unite(asked)
@@ -81,10 +110,12 @@ def make_working_set(
     united: United | None = None,
     wide: Wide | None = None,
     early: bool = False,
+    older: WorkingSet | None = None,
 ) -> WorkingSet:
     """What an owner works on: all that it was asked for, and more where it is `wide`.
 
     `early`: mark the rows of the first micro-batch that are of no use before their refresh.
+    `older`: the working set of the batch before the last, where rows are taken over from it.
     """
     routing = _routing()
     united = wide.united if wide is not None else united or unite(asked)
@@ -109,6 +140,7 @@ def make_working_set(
         shared_before=shared_before,
         shared_there=shared_K.to(device, non_blocking=True),
         shared_before_there=shared_before.to(device, non_blocking=True),
+        taken=None if older is None else take_over(united, shared_K, older, device),
         wide=None if wide is None else _on(device, wide),
         marks_P=marks_P,
         marked=None if marks_P is None else marked(united.serve[0], marks_P),

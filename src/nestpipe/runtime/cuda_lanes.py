@@ -18,7 +18,7 @@ from nestpipe.runtime.threads import ThreadLanes
 from nestpipe.runtime.worker import LaneThread, Mark
 from nestpipe.schedule import Lane
 
-HOST_LANES = frozenset({Lane.LOADER, Lane.HOST})
+HOST_LANES = frozenset({Lane.LOADER, Lane.HOST, Lane.WRITE})
 """Lanes whose acts read and write host memory, which no stream can hold back."""
 DEFAULT_PRIORITY, HIGH_PRIORITY = 0, -1
 

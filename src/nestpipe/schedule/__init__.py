@@ -12,6 +12,7 @@ from nestpipe.schedule.plans import (
     with_early_rows,
     with_keys_apart,
     with_sums_apart,
+    with_third_buffer,
 )
 from nestpipe.schedule.schedule import Exchange, Merge, Retrieval, Schedule, Shape, Step
 from nestpipe.schedule.text import from_text, to_text
@@ -48,4 +49,5 @@ __all__ = [
     "with_early_rows",
     "with_keys_apart",
     "with_sums_apart",
+    "with_third_buffer",
 ]

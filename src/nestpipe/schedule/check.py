@@ -238,15 +238,17 @@ def _stored_rows_land_in_order(schedule: Schedule, order: HappensBefore) -> Iter
 
 def _fresh_rows(schedule: Schedule, order: HappensBefore) -> Iterator[Violation]:
     """What a batch reads from host memory, nobody is still about to write there."""
-    refreshed = schedule.shape.handover is K.SYNC
+    shape = schedule.shape
+    refreshed = shape.handover is K.SYNC
     for batch in range(1, schedule.batches):
         retrieve = Op(K.RETRIEVE, batch)
-        # `sync` brings the rows of the batch just before; all older ones come from host memory.
-        newest_stored = batch - 2 if refreshed else batch - 1
+        # `sync` brings the rows of the batch just before, and with three buffers `retrieve` those
+        # of the one before it from the device; all older ones come from host memory.
+        newest_stored = batch - shape.buffers if refreshed else batch - 1
         for earlier in range(newest_stored, -1, -1):
             writeback = Op(K.WRITEBACK, earlier)
             if not order(writeback, retrieve):
-                yield _stale(schedule.shape, batch, earlier)
+                yield _stale(shape, batch, earlier)
                 break
 
 

@@ -72,6 +72,7 @@ def effects(op: Op, shape: Shape) -> Effects:
     row_sum, dense_sum, weights = ("row_sum", 0), ("dense_sum", 0), ("weights", 0)
     active: tuple[Cell, ...] = (("active", 0),) if shape.handover is not K.RETRIEVE else ()
     compares = shape.handover is K.SYNC and t > 0
+    takes_over = shape.takes_over and t > 1
     if shape.is_early(op):
         return _early_effects(op, shape)
     match op.kind:
@@ -86,9 +87,12 @@ def effects(op: Op, shape: Shape) -> Effects:
         case K.KEYS:
             return Effects(reads=(wanted, sizes), writes=(asked,))
         case K.UNION:
-            return Effects(reads=(asked, owned_before) if compares else (asked,), writes=(owned,))
+            older = (("owned", (t - 2) % shape.slots),) if takes_over else ()
+            compared = (owned_before, *older) if compares else ()
+            return Effects(reads=(asked, *compared), writes=(owned,))
         case K.RETRIEVE:
-            return Effects(reads=(owned,), writes=(buffer,))
+            taken = (("buffer", (t - 2) % shape.buffers),) if takes_over else ()
+            return Effects(reads=(owned, *taken), writes=(buffer,))
         case K.SYNC:
             if shape.early and t == 0:  # rows are being sent, and there is nothing to refresh
                 return Effects(writes=active)

@@ -15,6 +15,8 @@ class Lane(StrEnum):
     LOADER = "loader"
     COPY = "copy"
     HOST = "host"
+    WRITE = "write"
+    """Where rows are written back while others are read; else `host` does both."""
     NET = "net"
     ROUTE = "route"
     COMPUTE = "compute"

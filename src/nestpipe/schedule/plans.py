@@ -132,6 +132,25 @@ def with_early_rows(plan: Plan) -> Plan:
     return Plan(shape, tuple(tick))
 
 
+def with_third_buffer(plan: Plan) -> Plan:
+    """The same plan with rows written back while the next are read: both ways at a time.
+
+    A row that comes back after one batch without it need not have been stored by then: it is taken
+    over from the third buffer, where it still is.
+    """
+    if plan.tick[0].kind is not K.SYNC:
+        raise PlanError(
+            f"plan {plan.name} has no use for a third buffer, because it looks up no batch ahead "
+            "and refreshes it; use nested or dual_buffer"
+        )
+    if plan.shape.retrieval is Retrieval.WHOLE:
+        raise PlanError(
+            "a third buffer is for rows that are not read again, and whole working sets are; "
+            "use retrieval new, or two buffers"
+        )
+    return replace(plan, shape=replace(plan.shape, buffers=3))
+
+
 def _exists(op: Op, end: int | None) -> bool:
     """Whether the op lies between the first batch and the last."""
     return op.batch >= 0 and (end is None or op.batch < end)
@@ -155,6 +174,8 @@ class PlanOptions:
     """What of replicas is merged: rows after `update`, or the gradients of every batch before."""
     early: bool = False
     """Send the rows of the first micro-batch under the last one of the batch before."""
+    buffers: int = 2
+    """For rows on the device; with 3, rows are written back while the next are read."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.micros <= MOST_MICROS:
@@ -163,6 +184,8 @@ class PlanOptions:
             raise PlanError(f"lookup stages cannot be {self.stages}; use 1 to {LOOKUP_STAGES}")
         if self.mirror_every < 0:
             raise PlanError(f"mirror interval cannot be {self.mirror_every}; use 0 or more")
+        if self.buffers not in (2, 3):
+            raise PlanError(f"buffers cannot be {self.buffers}; use 2 or 3")
         if self.merge is Merge.EXACT and self.mirror_every > 1:
             raise PlanError(
                 f"mirror interval cannot be {self.mirror_every} where replicas are exact; use 1"
@@ -223,6 +246,7 @@ def plan(name: str, options: PlanOptions | None = None) -> Plan:
         raise PlanError(f"unknown plan {name!r}; the plans are {', '.join(PLANS)}")
     options = options or PlanOptions()
     made = PLANS[name](options)
+    made = with_third_buffer(made) if options.buffers == 3 else made
     return with_early_rows(made) if options.early else made
 
 

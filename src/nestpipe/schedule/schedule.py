@@ -51,7 +51,9 @@ class Shape:
     slots: int
     """Places on the device for a batch's samples and key lists, used in turn."""
     buffers: int
-    """Device buffers for rows with their state, used in turn."""
+    """Device buffers for rows with their state, used in turn. With three of them rows are written
+    back while the next are read, and `retrieve` takes over on the device what is not yet stored:
+    rows that the batch before the last has, and the last one has not."""
     receive: int
     """Places for the rows and row gradients of a micro-batch, used in turn."""
     mirror_every: int = 0
@@ -81,6 +83,8 @@ class Shape:
             return Lane.COPY
         if self.sums_apart and kind is Kind.REDUCE:
             return Lane.COMPUTE
+        if self.takes_over and kind is Kind.WRITEBACK:
+            return Lane.WRITE
         return LANE_OF[kind]
 
     def network(self, kind: Kind) -> str | None:
@@ -109,6 +113,11 @@ class Shape:
     def is_early(self, op: Op) -> bool:
         """Whether the op sends rows before they are refreshed."""
         return self.early and op.kind is Kind.ROWS and op.micro == 0
+
+    @property
+    def takes_over(self) -> bool:
+        """Whether `retrieve` takes rows from the buffer of the batch before the last."""
+        return self.buffers > 2
 
     @property
     def places(self) -> int:

@@ -49,6 +49,8 @@ class Rank:
     """Of the first micro-batch: the keys whose rows come a second time."""
     owned: list[frozenset[int]]
     shared: list[frozenset[int]]
+    taken: list[frozenset[int]]
+    """Of a batch's keys, those that only the batch before the last has too."""
     buffers: list[dict[int, Row]]
     received: list[dict[int, int]]
     sent: list[dict[int, int]]
@@ -101,6 +103,7 @@ def new_world(
             asked=[{} for _ in range(shape.slots)],
             owned=[anything_odd] * shape.slots,
             shared=[anything] * shape.slots,
+            taken=[anything] * shape.slots,
             buffers=[{} for _ in range(shape.buffers)],
             marks=[anything] * shape.slots,
             received=[{} for _ in range(shape.places)],
@@ -143,6 +146,8 @@ def _union(world: World, rank: Rank, t: int) -> None:
     if world.shape.handover is K.SYNC:
         before = rank.owned[(t - 1) % slots] if t > 0 else frozenset[int]()
         rank.shared[t % slots] = keys & before
+        older = rank.owned[(t - 2) % slots] if t > 1 else frozenset[int]()
+        rank.taken[t % slots] = (keys & older) - before
 
 
 def _retrieve(world: World, rank: Rank, t: int) -> None:
@@ -150,20 +155,31 @@ def _retrieve(world: World, rank: Rank, t: int) -> None:
     keys = rank.owned[slot]
     if world.shape.retrieval is Retrieval.NEW:
         keys = keys - rank.shared[slot]
+    taken = rank.taken[slot] if world.shape.takes_over else frozenset[int]()
+    older = rank.buffers[(t - 2) % world.shape.buffers]
     rank.buffers[t % world.shape.buffers] = {
-        key: world.moved(K.RETRIEVE, rank.stored.get(key, first_value(key))) for key in keys
+        key: world.moved(
+            K.RETRIEVE,
+            older.get(key, GARBAGE_ROW) if key in taken else _stored(rank, key),
+        )
+        for key in keys
     }
 
 
+def _stored(rank: Rank, key: int) -> Row:
+    return rank.stored.get(key, first_value(key))
+
+
 def _sync(world: World, rank: Rank, t: int) -> None:
-    idle, active = rank.buffers[t % 2], rank.buffers[(t - 1) % 2]
+    buffers = world.shape.buffers
+    idle, active = rank.buffers[t % buffers], rank.buffers[(t - 1) % buffers]
     for key in rank.shared[t % world.shape.slots]:
         idle[key] = world.moved(K.SYNC, active.get(key, GARBAGE_ROW))
-    rank.active = t % 2
+    rank.active = t % buffers
 
 
 def _swap(world: World, rank: Rank, t: int) -> None:
-    rank.active = t % 2
+    rank.active = t % world.shape.buffers
 
 
 def _dense(world: World, rank: Rank, t: int, m: int) -> None:

@@ -55,7 +55,12 @@ def _marks(op: Op, shape: Shape) -> Iterator[Op]:
 def _retrieve(op: Op, shape: Shape) -> Iterator[Op]:
     yield Op(K.UNION, op.batch)
     yield Op(K.WRITEBACK, op.batch - shape.buffers)
-    if shape.handover is K.SYNC and op.batch > 1:
+    if shape.takes_over:
+        yield shape.last_write(op.batch - 2)
+        if op.batch > 2:
+            # The batch before took rows from the very buffer that this op fills.
+            yield Op(K.RETRIEVE, op.batch - 1)
+    elif shape.handover is K.SYNC and op.batch > 1:
         # The refresh of the batch before reads the very buffer that this op fills.
         yield Op(K.SYNC, op.batch - 1)
 
@@ -143,6 +148,9 @@ def _writeback(op: Op, shape: Shape) -> Iterator[Op]:
     yield shape.last_write(op.batch)
     if shape.retrieval is Retrieval.NEW:
         yield Op(K.UNION, op.batch + 1)
+        if shape.takes_over:
+            # A row that was taken over is stored twice: the later value must land last.
+            yield Op(K.WRITEBACK, op.batch - 2)
     elif shape.buffers > 1:
         # Both batches may have changed the same row: the later value must land last.
         yield Op(K.WRITEBACK, op.batch - 1)

@@ -17,6 +17,9 @@ from nestpipe.schedule import (
     plan,
 )
 
+REFRESHING_PLANS = ("dual_buffer", "nested")
+"""Plans that look up a batch ahead, and refresh what it shares with the one before."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelSettings:
@@ -74,6 +77,9 @@ class PipelineSettings:
     early: bool = False
     """nested: send the rows of the first micro-batch under the last one of the batch before, and
     then, when that is updated, once more those that it changed."""
+    buffers: int = 2
+    """dual_buffer and nested, of new rows: buffers of rows on the device. With 3, rows are written
+    back while the next are read, and a row that skips one batch stays on the device."""
 
     def __post_init__(self) -> None:
         if self.plan not in PLANS:
@@ -81,6 +87,13 @@ class PipelineSettings:
         positive("micro_batches", self.micro_batches)
         positive("first", self.first)
         positive("last", self.last)
+        if self.buffers not in (2, 3):
+            raise ConfigError(f"buffers is {self.buffers}; use 2 or 3")
+        if self.buffers == 3 and self.plan in REFRESHING_PLANS and self.retrieval != "new":
+            raise ConfigError(
+                f"buffers is 3 and retrieval {self.retrieval!r}; a third buffer is for rows that "
+                "are not read again, so set retrieval = 'new', or two buffers"
+            )
 
     def make_plan(self, parallel: ParallelSettings | None = None) -> Plan:
         """The plan, with what several groups of ranks add to it."""
@@ -91,6 +104,7 @@ class PipelineSettings:
             exchange=Exchange(self.exchange),
             mirror_every=parallel.merge_every if parallel is not None and replicas else 0,
             early=self.early and self.plan == "nested",
+            buffers=self.buffers if self.plan in REFRESHING_PLANS else 2,
             merge=Merge(parallel.merge) if parallel is not None and replicas else Merge.AVERAGED,
         )
         return plan(self.plan, options)

@@ -40,7 +40,7 @@ class StepReport:
     rows_read: int
     rows_refreshed: int
     rows_written: int
-    """Rows that this rank read from host memory, refreshed from the batch before, and wrote."""
+    """Rows that this rank read from host memory, refreshed from batches before, and wrote."""
     keys_asked: int = 0
     """Keys that this rank asked owners for, itself included."""
 

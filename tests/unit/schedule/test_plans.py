@@ -11,6 +11,7 @@ from nestpipe.schedule import (
     PLANS,
     Exchange,
     Kind,
+    Lane,
     Op,
     Plan,
     PlanOptions,
@@ -24,6 +25,7 @@ from nestpipe.schedule import (
     with_early_rows,
     with_keys_apart,
     with_sums_apart,
+    with_third_buffer,
 )
 
 EVERY = [
@@ -51,6 +53,8 @@ def any_plan(draw: st.DrawFn) -> Plan:
         mirror_every=draw(st.integers(0, 3)),
     )
     made = plan(name, options)
+    if name in REFRESHING and retrieval is Retrieval.NEW and draw(st.booleans()):
+        made = with_third_buffer(made)
     can_be_early = name in REFRESHING and options.mirror_every == 0
     return with_early_rows(made) if can_be_early and draw(st.booleans()) else made
 
@@ -74,6 +78,48 @@ def test_nested_with_a_shared_window_equals_its_golden_schedule(golden: Golden) 
 def test_early_rows_match_the_golden_file(golden) -> None:
     schedule = plan("nested", PlanOptions(micros=2, early=True)).schedule(3)
     golden("nested_whole_early.txt", to_text(schedule))
+
+
+def test_a_third_buffer_matches_the_golden_file(golden) -> None:
+    options = PlanOptions(micros=2, retrieval=Retrieval.NEW, buffers=3)
+    golden("nested_new_three_buffers.txt", to_text(plan("nested", options).schedule(4)))
+
+
+def test_with_a_third_buffer_rows_are_written_on_a_lane_of_their_own() -> None:
+    two, three = (
+        plan("nested", PlanOptions(retrieval=Retrieval.NEW, buffers=buffers)).shape
+        for buffers in (2, 3)
+    )
+    assert two.lane(Kind.WRITEBACK) is two.lane(Kind.RETRIEVE) is Lane.HOST
+    assert three.lane(Kind.WRITEBACK) is Lane.WRITE
+    assert three.lane(Kind.RETRIEVE) is Lane.HOST
+
+
+def test_a_third_buffer_does_not_depend_on_when_other_things_are_chosen() -> None:
+    usual = plan("nested", PlanOptions(micros=2, retrieval=Retrieval.NEW))
+    third_last = with_third_buffer(with_early_rows(on_a_gpu(usual)))
+    assert third_last == on_a_gpu(with_early_rows(with_third_buffer(usual)))
+
+
+@pytest.mark.parametrize("name", [name for name in PLANS if name not in REFRESHING])
+def test_a_plan_that_refreshes_no_batch_ahead_has_no_use_for_a_third_buffer(name: str) -> None:
+    with pytest.raises(PlanError) as error:
+        with_third_buffer(plan(name, PlanOptions(micros=2)))
+    assert str(error.value) == (
+        f"plan {name} has no use for a third buffer, because it looks up no batch ahead and "
+        "refreshes it; use nested or dual_buffer"
+    )
+
+
+@pytest.mark.parametrize("name", REFRESHING)
+def test_a_third_buffer_is_not_for_whole_working_sets(name: str) -> None:
+    with pytest.raises(PlanError, match="use retrieval new, or two buffers"):
+        with_third_buffer(plan(name, PlanOptions(micros=2)))
+
+
+def test_there_are_two_buffers_or_three() -> None:
+    with pytest.raises(PlanError, match="buffers cannot be 4; use 2 or 3"):
+        PlanOptions(buffers=4)
 
 
 def test_one_micro_batch_shares_its_rows_with_none() -> None:

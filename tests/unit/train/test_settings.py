@@ -3,7 +3,7 @@
 import pytest
 
 from nestpipe.config import build
-from nestpipe.errors import PlanError
+from nestpipe.errors import ConfigError, PlanError
 from nestpipe.schedule import PLANS, Kind
 from nestpipe.train.settings import ParallelSettings, PipelineSettings
 
@@ -24,6 +24,30 @@ def test_groups_refuse_rows_that_are_sent_early(given):
         "use one group, or turn early off"
     )
     assert caught.value.exit_status == 2
+
+
+@pytest.mark.parametrize("name", ["serial", "sparse_dist", "frozen_window"])
+def test_a_third_buffer_is_of_no_use_where_nothing_is_looked_up_ahead(name):
+    three, two = (PipelineSettings(plan=name, retrieval="new", buffers=n) for n in (3, 2))
+    assert three.make_plan() == two.make_plan()
+
+
+@pytest.mark.parametrize(
+    ("buffers", "retrieval", "message"),
+    [
+        (4, "new", "buffers is 4; use 2 or 3"),
+        (
+            3,
+            "whole",
+            "buffers is 3 and retrieval 'whole'; a third buffer is for rows that are not read "
+            "again, so set retrieval = 'new', or two buffers",
+        ),
+    ],
+)
+def test_buffers_that_cannot_be_are_refused(buffers, retrieval, message):
+    with pytest.raises(ConfigError) as error:
+        PipelineSettings(plan="nested", retrieval=retrieval, buffers=buffers)
+    assert str(error.value) == message
 
 
 def test_one_group_may_send_rows_early():
