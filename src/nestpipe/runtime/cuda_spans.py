@@ -20,7 +20,7 @@ from nestpipe.trace.span import Fact
 TRIES = 5
 """How often the two clocks are compared; the shortest time between counts."""
 _Timed = tuple[Op, Lane, torch.cuda.Event, torch.cuda.Event]
-HOST_CLOCK = frozenset({Lane.LOADER, Lane.ROUTE})
+HOST_CLOCK = frozenset({Lane.LOADER, Lane.KEYS, Lane.ROUTE})
 """Lanes whose work is the host's; what they put on a stream is small."""
 
 

@@ -18,6 +18,8 @@ class Lane(StrEnum):
     WRITE = "write"
     """Where rows are written back while others are read; else `host` does both."""
     NET = "net"
+    KEYS = "keys"
+    """Where hosts exchange keys in a network of their own; else `net` does."""
     ROUTE = "route"
     COMPUTE = "compute"
 

@@ -65,8 +65,8 @@ class Shape:
     stale: bool = False
     """Whether batches may train on rows that miss the update of the batch before."""
     keys_apart: bool = False
-    """Whether counts and keys travel in a network of their own, that of the hosts. They are then
-    on the lane of routing, and `dedup` leaves it for that of the copies."""
+    """Whether counts and keys travel in a network of their own, that of the hosts. They then have a
+    lane of their own too, and `dedup` leaves that of routing for that of the copies."""
     sums_apart: bool = False
     """Whether dense gradients are summed in a network of their own, begun by the last `dense` and
     ended by `reduce`, which then applies them; `update` is left with the rows."""
@@ -78,7 +78,7 @@ class Shape:
     def lane(self, kind: Kind) -> Lane:
         """Where an op runs: what is apart holds up nothing but the lane that needs it."""
         if self.keys_apart and kind in ROUTING_COLLECTIVES:
-            return Lane.ROUTE
+            return Lane.KEYS
         if self.keys_apart and kind is Kind.DEDUP:
             return Lane.COPY
         if self.sums_apart and kind is Kind.REDUCE:
