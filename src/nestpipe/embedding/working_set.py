@@ -13,7 +13,7 @@ from nestpipe.embedding.again import marked, marks_of
 from nestpipe.embedding.replicas import Wide
 from nestpipe.embedding.routing import Asked, United
 from nestpipe.kernels.native import native_wanted
-from nestpipe.kernels.rows import Bags, bags_on
+from nestpipe.kernels.rows import Bags, bags_on, lists_on
 
 # Shapes: K unique keys of the owner, n some of them, R ranks, M micro-batches, C tables
 
@@ -89,12 +89,7 @@ def take_over(united: United, shared_K: Tensor, older: WorkingSet, device: torch
     new_n, counts = routing.others(shared_K, united.table_counts)
     here_m, there_m = routing.match(united.keys_K[new_n], counts, older.keys_K, older.table_counts)
     taken_K = new_n[here_m]
-    return Taken(
-        positions_K=taken_K,
-        older=there_m,
-        positions_there=taken_K.to(device, non_blocking=True),
-        older_there=there_m.to(device, non_blocking=True),
-    )
+    return Taken(taken_K, there_m, *lists_on(device, [taken_K, there_m]))
 
 
 def unite(asked: Asked) -> United:
@@ -126,6 +121,7 @@ def make_working_set(
         else (nothing, nothing)
     )
     moved = bags_on(device, [*united.serve, *united.gather_back])
+    shared_there, shared_before_there = lists_on(device, [shared_K, shared_before])
     micros = len(united.serve)
     marks_P = marks_of(united.serve[0], shared_K, len(united.keys_K)) if early else None
     serve_counts = asked.row_counts_RMC.sum(2).T.tolist()
@@ -138,8 +134,8 @@ def make_working_set(
         back_counts=serve_counts if asked.lasts_Q is None else asked.gradient_counts(),
         shared_K=shared_K,
         shared_before=shared_before,
-        shared_there=shared_K.to(device, non_blocking=True),
-        shared_before_there=shared_before.to(device, non_blocking=True),
+        shared_there=shared_there,
+        shared_before_there=shared_before_there,
         taken=None if older is None else take_over(united, shared_K, older, device),
         wide=None if wide is None else _on(device, wide),
         marks_P=marks_P,

@@ -49,13 +49,20 @@ class Bags:
 
 def bags_on(device: torch.device, bags: Sequence[Bags]) -> list[Bags]:
     """The same bags on a device, by a single copy for which the host does not wait."""
-    if device.type == "cpu":
-        return list(bags)
     parts = [part for b in bags for part in (b.rows_T, b.ends_S1) if part is not None]
-    staging = torch.empty(sum(map(len, parts)), dtype=parts[0].dtype, pin_memory=True)
-    torch.cat(parts, out=staging)
-    moved = iter(torch.split(staging.to(device, non_blocking=True), [len(p) for p in parts]))
+    moved = iter(lists_on(device, parts))
     return [Bags(next(moved), None if b.ends_S1 is None else next(moved)) for b in bags]
+
+
+def lists_on(device: torch.device, lists: Sequence[Tensor]) -> list[Tensor]:
+    """The same lists of numbers, all of one type, on a device: again by a single copy."""
+    if device.type == "cpu":
+        return list(lists)
+    # Not straight from ordinary memory: the host would wait for the copy.
+    staging = torch.empty(sum(map(len, lists)), dtype=lists[0].dtype, pin_memory=True)
+    torch.cat(list(lists), out=staging)
+    moved = staging.to(device, non_blocking=True)
+    return list(torch.split(moved, [len(numbers) for numbers in lists]))
 
 
 def sum_bags(bags: Bags, rows: Rows, out: Sequence[Tensor]) -> None:
