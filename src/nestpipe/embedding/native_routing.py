@@ -9,7 +9,15 @@ from ctypes import c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from nestpipe.embedding.routing import Asked, Routed, Slice, United, Wanted
+from nestpipe.embedding.routing import (
+    Asked,
+    KnownKeys,
+    Neighbours,
+    Routed,
+    Slice,
+    United,
+    Wanted,
+)
 from nestpipe.errors import ConfigError
 from nestpipe.kernels.host_memory import empty
 from nestpipe.kernels.native import Status, library
@@ -241,21 +249,58 @@ def unite(asked: Asked) -> United:
     return United(keys_K[:unique], counts, serve, gather_back)
 
 
-def match(
-    now_K: Tensor, counts: Sequence[int], before_K: Tensor, counts_before: Sequence[int]
-) -> tuple[Tensor, Tensor]:
-    """Positions now and before of the keys that two batches share."""
-    most = min(len(now_K), len(before_K))
-    here, there = _int64s(most), _int64s(most)
-    now_C, before_C = torch.tensor(list(counts)), torch.tensor(list(counts_before))
-    found = library().nestpipe_match(
-        len(now_C),
-        *(now_K.data_ptr(), now_C.data_ptr(), before_K.data_ptr(), before_C.data_ptr()),
-        *(here.data_ptr(), there.data_ptr()),
+class _KnownKeys(ctypes.Structure):
+    _fields_ = (("keys", c_void_p), ("counts", c_void_p), ("index", c_void_p))
+
+
+class _Neighbours(ctypes.Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("shared", "shared_before", "taken", "taken_older")),
+        *((name, c_int64) for name in ("num_shared", "num_taken")),
     )
-    if found < 0:
-        raise MemoryError("no memory left to compare two batches")
-    return here[:found], there[:found]
+
+
+def index_of(keys_K: Tensor, counts: Sequence[int]) -> Tensor:
+    """What `neighbours` finds unique keys by: a small hash for each table."""
+    counts_C = torch.tensor(list(counts))
+    size = library().nestpipe_index_size(len(counts_C), counts_C.data_ptr())
+    index = _int32s(size)
+    library().nestpipe_index(
+        len(counts_C), keys_K.data_ptr(), counts_C.data_ptr(), index.data_ptr()
+    )
+    return index
+
+
+def neighbours(
+    now_K: Tensor, counts: Sequence[int], before: KnownKeys, older: KnownKeys | None
+) -> Neighbours:
+    """What a batch shares with the one before, and of the rest with the one before that."""
+    now_C = torch.tensor(list(counts))
+    lists = [_int64s(len(now_K)) for _ in range(4 if older is not None else 2)]
+    places = [found.data_ptr() for found in lists]
+    made = _Neighbours(*places, *[None] * (4 - len(places)))
+    known = [one for one in (before, older) if one is not None]
+    all_counts = [torch.tensor(one.table_counts) for one in known]
+    given = [
+        _KnownKeys(one.keys_K.data_ptr(), of_one.data_ptr(), one.index.data_ptr())
+        for one, of_one in zip(known, all_counts, strict=True)
+    ]
+    _check(
+        library().nestpipe_neighbours(
+            *(len(now_C), now_K.data_ptr(), now_C.data_ptr()),
+            ctypes.byref(given[0]),
+            ctypes.byref(given[1]) if older is not None else None,
+            ctypes.byref(made),
+        )
+    )
+    shared_K, shared_before = (found[: made.num_shared] for found in lists[:2])
+    nothing = now_K[:0]
+    taken_K, taken_older = (
+        (found[: made.num_taken] for found in lists[2:])
+        if older is not None
+        else (nothing, nothing)
+    )
+    return Neighbours(shared_K, shared_before, taken_K, taken_older)
 
 
 def _at_some_place(numbers: Tensor) -> Tensor:

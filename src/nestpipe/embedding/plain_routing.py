@@ -10,6 +10,8 @@ from torch import Tensor
 
 from nestpipe.embedding.routing import (
     Asked,
+    KnownKeys,
+    Neighbours,
     Routed,
     Slice,
     United,
@@ -262,7 +264,24 @@ def _lengths(
     return found
 
 
-def match(
+def index_of(keys_K: Tensor, counts: Sequence[int]) -> Tensor:
+    """Nothing: the keys are in order, which is what `neighbours` finds them by."""
+    return keys_K[:0]
+
+
+def neighbours(
+    now_K: Tensor, counts: Sequence[int], before: KnownKeys, older: KnownKeys | None
+) -> Neighbours:
+    """What a batch shares with the one before, and of the rest with the one before that."""
+    shared_K, shared_before = _match(now_K, counts, before.keys_K, before.table_counts)
+    if older is None:
+        return Neighbours(shared_K, shared_before, now_K[:0], now_K[:0])
+    new_n, new_counts = others(shared_K, counts)
+    here_m, taken_older = _match(now_K[new_n], new_counts, older.keys_K, older.table_counts)
+    return Neighbours(shared_K, shared_before, new_n[here_m], taken_older)
+
+
+def _match(
     now_K: Tensor, counts: Sequence[int], before_K: Tensor, counts_before: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
     """Positions now and before of the keys that two batches share."""

@@ -18,6 +18,30 @@ from nestpipe.kernels.rows import Bags
 
 
 @dataclass(frozen=True, slots=True)
+class KnownKeys:
+    """The unique keys of an earlier batch, table by table."""
+
+    keys_K: Tensor
+    table_counts: list[int]
+    index: Tensor
+    """What makes them quick to find: see `index_of`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbours:
+    """Which keys of a batch earlier ones have too."""
+
+    shared_K: Tensor
+    """Positions of those that the batch before has ..."""
+    shared_before: Tensor
+    """... and where they stand there."""
+    taken_K: Tensor
+    """Positions of those that the batch before has not, and the one before it has ..."""
+    taken_older: Tensor
+    """... and where they stand there."""
+
+
+@dataclass(frozen=True, slots=True)
 class Wanted:
     """What a micro-batch needs, table by table."""
 

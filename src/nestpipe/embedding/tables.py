@@ -186,6 +186,7 @@ class ShardedTables:
                 wide=wide[g] if wide else None,
                 early=self.shape.early,
                 older=older.working[g] if older else None,
+                compared=self.shape.buffers > 1,
             )
             for g, asked in enumerate(flight.asked)
         ]

@@ -11,7 +11,7 @@ from torch import Tensor
 from nestpipe.embedding import native_routing, plain_routing
 from nestpipe.embedding.again import marked, marks_of
 from nestpipe.embedding.replicas import Wide
-from nestpipe.embedding.routing import Asked, United
+from nestpipe.embedding.routing import Asked, KnownKeys, Neighbours, United
 from nestpipe.kernels.native import native_wanted
 from nestpipe.kernels.rows import Bags, bags_on, lists_on
 
@@ -47,9 +47,8 @@ class Taken:
 class WorkingSet:
     """The owner's rows of one batch, table by table; keys and counts are on the host."""
 
-    keys_K: Tensor
-    table_counts: list[int]
-    """Rows of each table."""
+    known: KnownKeys
+    """The keys of the rows; with an index where later batches look for theirs among them."""
     serve: list[Bags]
     """For each micro-batch, the rows to send as sums of these, other ranks first."""
     serve_counts: list[list[int]]
@@ -75,21 +74,21 @@ class WorkingSet:
     """... and those alone; both on the host."""
 
     @property
+    def keys_K(self) -> Tensor:  # noqa: N802 - its shape
+        return self.known.keys_K
+
+    @property
+    def table_counts(self) -> list[int]:
+        """Rows of each table."""
+        return self.known.table_counts
+
+    @property
     def size(self) -> int:
         return self.keys_K.shape[0]
 
     def without(self, positions: Tensor) -> tuple[Tensor, list[int]]:
         """(n,) all other positions, and how many of each table."""
         return _routing().others(positions, self.table_counts)
-
-
-def take_over(united: United, shared_K: Tensor, older: WorkingSet, device: torch.device) -> Taken:
-    """What a batch takes over from the one before the last, where that has working set `older`."""
-    routing = _routing()
-    new_n, counts = routing.others(shared_K, united.table_counts)
-    here_m, there_m = routing.match(united.keys_K[new_n], counts, older.keys_K, older.table_counts)
-    taken_K = new_n[here_m]
-    return Taken(taken_K, there_m, *lists_on(device, [taken_K, there_m]))
 
 
 def unite(asked: Asked) -> United:
@@ -106,28 +105,24 @@ def make_working_set(
     wide: Wide | None = None,
     early: bool = False,
     older: WorkingSet | None = None,
+    compared: bool = False,
 ) -> WorkingSet:
     """What an owner works on: all that it was asked for, and more where it is `wide`.
 
     `early`: mark the rows of the first micro-batch that are of no use before their refresh.
     `older`: the working set of the batch before the last, where rows are taken over from it.
+    `compared`: later batches will be compared with this one.
     """
-    routing = _routing()
     united = wide.united if wide is not None else united or unite(asked)
-    nothing = united.keys_K[:0]
-    shared_K, shared_before = (
-        routing.match(united.keys_K, united.table_counts, before.keys_K, before.table_counts)
-        if before is not None
-        else (nothing, nothing)
-    )
+    found = _neighbours(united, before, older)
+    shared_K, shared_before = found.shared_K, found.shared_before
     moved = bags_on(device, [*united.serve, *united.gather_back])
     shared_there, shared_before_there = lists_on(device, [shared_K, shared_before])
     micros = len(united.serve)
     marks_P = marks_of(united.serve[0], shared_K, len(united.keys_K)) if early else None
     serve_counts = asked.row_counts_RMC.sum(2).T.tolist()
     return WorkingSet(
-        keys_K=united.keys_K,
-        table_counts=united.table_counts,
+        known=_known(united, compared=compared),
         serve=moved[:micros],
         serve_counts=serve_counts,
         gather_back=moved[micros:],
@@ -136,11 +131,31 @@ def make_working_set(
         shared_before=shared_before,
         shared_there=shared_there,
         shared_before_there=shared_before_there,
-        taken=None if older is None else take_over(united, shared_K, older, device),
+        taken=None if older is None else _taken(found, device),
         wide=None if wide is None else _on(device, wide),
         marks_P=marks_P,
         marked=None if marks_P is None else marked(united.serve[0], marks_P),
     )
+
+
+def _neighbours(united: United, before: WorkingSet | None, older: WorkingSet | None) -> Neighbours:
+    nothing = united.keys_K[:0]
+    if before is None:
+        return Neighbours(nothing, nothing, nothing, nothing)
+    known = None if older is None else older.known
+    return _routing().neighbours(united.keys_K, united.table_counts, before.known, known)
+
+
+def _known(united: United, *, compared: bool) -> KnownKeys:
+    keys_K, counts = united.keys_K, united.table_counts
+    return KnownKeys(
+        keys_K, counts, _routing().index_of(keys_K, counts) if compared else keys_K[:0]
+    )
+
+
+def _taken(found: Neighbours, device: torch.device) -> Taken:
+    taken = [found.taken_K, found.taken_older]
+    return Taken(*taken, *lists_on(device, taken))
 
 
 def _on(device: torch.device, wide: Wide) -> WideThere:

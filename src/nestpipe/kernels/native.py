@@ -66,7 +66,9 @@ _SIGNATURES = {
     "nestpipe_request": (c_int, [c_void_p, c_void_p]),
     "nestpipe_cut": (c_int, [c_void_p, c_void_p]),
     "nestpipe_unite": (c_int, [c_void_p, c_void_p]),
-    "nestpipe_match": (c_int64, [c_int64, *[c_void_p] * 6]),
+    "nestpipe_index_size": (c_int64, [c_int64, c_void_p]),
+    "nestpipe_index": (None, [c_int64, *[c_void_p] * 3]),
+    "nestpipe_neighbours": (c_int, [c_int64, *[c_void_p] * 5]),
     "nestpipe_others": (c_int64, [c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_void_p]),
     "nestpipe_copy_rows": (
         c_int,

@@ -18,7 +18,7 @@ from torch import Tensor
 NUMBERS_AT_ONCE, MOST_ROWS, WARPS = 8192, 64, 16
 """How much a program asks for while as much from before is still on its way, and its warps: a
 thread has 16 numbers of each, which leaves registers for their addresses."""
-PROGRAMS = 2
+PROGRAMS = 4
 """Each takes a multiprocessor away from dense compute, so a few with much under way are better than
 many: with 96 of them a step of dense compute took 3 to 8 % longer."""
 

@@ -25,7 +25,7 @@ from nestpipe.embedding.letters import (
     open_letters,
 )
 from nestpipe.embedding.requests import Request, make_request
-from nestpipe.embedding.routing import Asked, Routed, Wanted, owner_of, seats
+from nestpipe.embedding.routing import Asked, KnownKeys, Routed, Wanted, owner_of, seats
 from nestpipe.embedding.spread import spread_rows
 from nestpipe.embedding.working_set import make_working_set
 from nestpipe.errors import ConfigError
@@ -500,33 +500,46 @@ def test_native_and_plain_owners_differ_only_in_the_order_of_their_keys(world):
             assert list(map(len, lists_of(one))) == list(map(len, lists_of(other)))
 
 
-@given(st.lists(st.tuples(st.sets(FEW), st.sets(FEW)), min_size=1, max_size=3), st.randoms())
-def test_rows_that_two_batches_share_are_found_in_both(tables, random):
-    def flat(sets, order):
-        return int64([key for keys in sets for key in order(keys)]), [len(keys) for keys in sets]
+SETS = st.tuples(st.sets(FEW), st.sets(FEW), st.sets(FEW))
 
+
+@given(st.lists(SETS, min_size=1, max_size=3), st.booleans(), st.randoms())
+def test_rows_that_earlier_batches_have_are_found_in_both(tables, looks_further, random):
     def shuffled(keys):
         return random.sample(sorted(keys), len(keys))
 
-    now, before = zip(*tables, strict=True)
-    shared = [(table, key) for table, (a, b) in enumerate(tables) for key in a & b]
+    def known(routing, sets, order):
+        keys_K = int64([key for keys in sets for key in order(keys)])
+        counts = [len(keys) for keys in sets]
+        return KnownKeys(keys_K, counts, routing.index_of(keys_K, counts))
+
+    def named(known, positions):
+        ends = int64(known.table_counts).cumsum(0).tolist()
+        tables = [sum(position >= end for end in ends) for position in positions.tolist()]
+        return list(zip(tables, known.keys_K[positions].tolist(), strict=True))
+
+    shared = {(table, key) for table, (now, before, _) in enumerate(tables) for key in now & before}
+    taken = {
+        (table, key)
+        for table, (now, before, older) in enumerate(tables)
+        for key in now & older - before
+        if looks_further
+    }
     for routing, order in [
         (plain_routing, sorted),
         (native_routing, sorted),
         (native_routing, shuffled),
     ]:
-        now_K, counts = flat(now, order)
-        before_K, counts_before = flat(before, order)
-        here, there = routing.match(now_K, counts, before_K, counts_before)
-        assert torch.equal(now_K[here], before_K[there])
-        found = [
-            (sum(position >= end for end in int64(of).cumsum(0).tolist()), int(keys[position]))
-            for positions, keys, of in [(here, now_K, counts), (there, before_K, counts_before)]
-            for position in positions.tolist()
-        ]
-        half = len(found) // 2
-        assert found[:half] == found[half:]
-        assert sorted(found[:half]) == sorted(shared)
+        now, before, older = (known(routing, sets, order) for sets in zip(*tables, strict=True))
+        found = routing.neighbours(
+            now.keys_K, now.table_counts, before, older if looks_further else None
+        )
+        assert set(named(now, found.shared_K)) == shared
+        assert named(now, found.shared_K) == named(before, found.shared_before)
+        assert set(named(now, found.taken_K)) == taken
+        assert named(now, found.taken_K) == named(older, found.taken_older)
+        assert len(found.shared_K) == len(shared)
+        assert len(found.taken_K) == len(taken)
 
 
 @given(BATCHES, BATCHES)
@@ -534,7 +547,7 @@ def test_a_working_set_knows_what_is_new_to_it(old, new):
     def working(batch, before):
         keys = {name: Jagged.from_lists(lists) for name, lists in batch.items()}
         request = make_request(keys, group, 0, 1)
-        return make_working_set(World([[request]]).asked(0), before, CPU)
+        return make_working_set(World([[request]]).asked(0), before, CPU, compared=True)
 
     group = group_of(("tags", "clicks"), "rows")
     for wanted in (True, False):

@@ -189,20 +189,36 @@ class World {
       }
     }
     owner.num_unique = next;
-    check_match(owner);
+    check_neighbours(owner);
     std::vector<float> served(static_cast<size_t>(owner.num_served * dim_));
     sum(owner.rows, {owner.serve_rows.data(), owner.serve_ends.data()}, owner.num_served, served,
         0);
     hand_over(self, served, true);
   }
 
-  // The unique keys shared with themselves are all of them.
-  void check_match(const Owner& owner) {
-    std::vector<int64_t> here(owner.unique.size()), there(owner.unique.size());
-    const int64_t found =
-        nestpipe_match(kTables, owner.unique.data(), owner.table_counts.data(),
-                       owner.unique.data(), owner.table_counts.data(), here.data(), there.data());
-    require(found == owner.num_unique && here == there, "shared keys are missing");
+  // The unique keys shared with themselves are all of them; and where the batch before has none,
+  // all are taken from the one before it.
+  void check_neighbours(const Owner& owner) {
+    const int64_t* const counts = owner.table_counts.data();
+    const std::vector<int64_t> nothing(kTables, 0);
+    std::vector<uint32_t> index(static_cast<size_t>(nestpipe_index_size(kTables, counts)));
+    std::vector<uint32_t> empty(static_cast<size_t>(nestpipe_index_size(kTables, nothing.data())));
+    nestpipe_index(kTables, owner.unique.data(), counts, index.data());
+    nestpipe_index(kTables, owner.unique.data(), nothing.data(), empty.data());
+    const nestpipe::KnownKeys all{owner.unique.data(), counts, index.data()};
+    const nestpipe::KnownKeys none{owner.unique.data(), nothing.data(), empty.data()};
+    std::vector<int64_t> a(owner.unique.size()), b(a), c(a), d(a);
+    nestpipe::Neighbours found{a.data(), b.data(), c.data(), d.data(), 0, 0};
+    require(nestpipe_neighbours(kTables, owner.unique.data(), counts, &all, &none, &found) ==
+                nestpipe::kOk,
+            "a comparison failed");
+    require(found.num_shared == owner.num_unique && found.num_taken == 0 && a == b,
+            "shared keys are missing");
+    require(nestpipe_neighbours(kTables, owner.unique.data(), counts, &none, &all, &found) ==
+                nestpipe::kOk,
+            "a comparison failed");
+    require(found.num_taken == owner.num_unique && found.num_shared == 0 && c == d,
+            "older keys are missing");
   }
 
   // Between the rows that an owner serves and those that each requester has.

@@ -98,6 +98,23 @@ struct United {
   int32_t* back_ends;     // micros x (1 + unique keys), room for micros x (1 + A)
 };
 
+// The unique keys of an earlier batch, and what `nestpipe_index` made of them.
+struct KnownKeys {
+  const int64_t* keys;  // by table
+  const int64_t* counts;
+  const uint32_t* index;
+};
+
+// Room for all keys of the batch in each list.
+struct Neighbours {
+  int64_t* shared;         // positions of keys that the batch before has too ...
+  int64_t* shared_before;  // ... and where they stand there
+  int64_t* taken;          // those that only the batch before that one has ...
+  int64_t* taken_older;    // ... and where they stand there
+  int64_t num_shared;
+  int64_t num_taken;
+};
+
 }  // namespace nestpipe
 
 // The requester's side, for one micro-batch or a whole batch.
@@ -106,10 +123,16 @@ NESTPIPE_API int nestpipe_request(const nestpipe::Wanted* wanted, nestpipe::Rout
 NESTPIPE_API int nestpipe_cut(const nestpipe::Whole* whole, nestpipe::Cut* cut);
 // The owner's side, for all micro-batches of a batch.
 NESTPIPE_API int nestpipe_unite(const nestpipe::Asked* asked, nestpipe::United* united);
-// Unique keys that two batches share: their positions in both; returns how many, -1: no memory.
-NESTPIPE_API int64_t nestpipe_match(int64_t tables, const int64_t* now, const int64_t* now_counts,
-                                    const int64_t* before, const int64_t* before_counts,
-                                    int64_t* here, int64_t* there);
+// An index of unique keys, by table: how many numbers it has, and the index itself.
+NESTPIPE_API int64_t nestpipe_index_size(int64_t tables, const int64_t* counts);
+NESTPIPE_API void nestpipe_index(int64_t tables, const int64_t* keys, const int64_t* counts,
+                                 uint32_t* index);
+// Unique keys that a batch shares with the one before, and where `older` is not null, with the one
+// before that.
+NESTPIPE_API int nestpipe_neighbours(int64_t tables, const int64_t* now, const int64_t* counts,
+                                     const nestpipe::KnownKeys* before,
+                                     const nestpipe::KnownKeys* older,
+                                     nestpipe::Neighbours* neighbours);
 // All positions of some tables but the given ones, and how many of each table; returns how many,
 // -1: no memory.
 NESTPIPE_API int64_t nestpipe_others(int64_t tables, const int64_t* table_counts,

@@ -41,15 +41,6 @@ class Unique {
     }
   }
 
-  // Looks for many keys: `use(i, number)` for each, where it has none -1.
-  template <typename Use>
-  void find_all(const int64_t* keys, int64_t count, Use use) const {
-    for (int64_t i = 0; i < count; ++i) {
-      fetch(keys, i, count);
-      use(i, find(keys[i]));
-    }
-  }
-
   const std::vector<int64_t>& keys() const { return keys_; }
 
  private:
@@ -62,15 +53,6 @@ class Unique {
       const uint32_t place = places_[hash_of(keys[i + kHalfWay]) & mask_];
       if (place != 0) __builtin_prefetch(&keys_[place - 1]);
     }
-  }
-
-  // The number of a key, or -1.
-  int64_t find(int64_t key) const {
-    uint64_t at = hash_of(key) & mask_;
-    for (; places_[at] != 0; at = (at + 1) & mask_) {
-      if (keys_[places_[at] - 1] == key) return static_cast<int64_t>(places_[at]) - 1;
-    }
-    return -1;
   }
 
   void resize(uint64_t size) {

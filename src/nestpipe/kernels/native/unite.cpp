@@ -1,5 +1,5 @@
 // The owner's routing: the rows that it needs for a batch, whom each goes to, and how gradients
-// come back to it; and which rows two neighbouring batches share.
+// come back to it.
 #include <algorithm>
 #include <cstdint>
 #include <vector>
@@ -214,23 +214,6 @@ class Unite {
   std::vector<uint32_t>& next_;
 };
 
-int64_t match(int64_t tables, const int64_t* now, const int64_t* now_counts, const int64_t* before,
-              const int64_t* before_counts, int64_t* here, int64_t* there) {
-  Unique& unique = kept().unique;
-  int64_t found = 0, start = 0, start_before = 0;
-  for (int64_t t = 0; t < tables; ++t) {
-    unique.begin(before_counts[t]);
-    unique.number_all(before + start_before, before_counts[t], [](int64_t, uint32_t) {});
-    unique.find_all(now + start, now_counts[t], [&](int64_t i, int64_t number) {
-      if (number < 0) return;
-      here[found] = start + i;
-      there[found++] = start_before + number;
-    });
-    start += now_counts[t], start_before += before_counts[t];
-  }
-  return found;
-}
-
 }  // namespace
 }  // namespace nestpipe
 
@@ -242,36 +225,5 @@ NESTPIPE_API int nestpipe_unite(const nestpipe::Asked* asked, nestpipe::United* 
     return nestpipe::kNoMemory;
   } catch (...) {
     return nestpipe::kDefect;
-  }
-}
-
-NESTPIPE_API int64_t nestpipe_match(int64_t tables, const int64_t* now, const int64_t* now_counts,
-                                    const int64_t* before, const int64_t* before_counts,
-                                    int64_t* here, int64_t* there) {
-  try {
-    return nestpipe::match(tables, now, now_counts, before, before_counts, here, there);
-  } catch (...) {
-    return -1;
-  }
-}
-
-int64_t nestpipe_others(int64_t tables, const int64_t* table_counts, const int64_t* positions,
-                        int64_t count, int64_t* others, int64_t* other_counts) {
-  try {
-    int64_t total = 0;
-    for (int64_t t = 0; t < tables; ++t) total += table_counts[t];
-    std::vector<bool> given(static_cast<size_t>(total), false);
-    for (int64_t i = 0; i < count; ++i) given[static_cast<size_t>(positions[i])] = true;
-    int64_t found = 0, position = 0;
-    for (int64_t t = 0; t < tables; ++t) {
-      const int64_t before = found, end = position + table_counts[t];
-      for (; position < end; ++position) {
-        if (!given[static_cast<size_t>(position)]) others[found++] = position;
-      }
-      other_counts[t] = found - before;
-    }
-    return found;
-  } catch (...) {
-    return -1;
   }
 }
