@@ -66,13 +66,12 @@ def effects(op: Op, shape: Shape) -> Effects:
     queue = ("queue", t % shape.lookahead)
     batch, wanted, sizes = ("batch", slot), ("wanted", slot), ("sizes", slot)
     asked, owned = ("asked", slot), ("owned", slot)
-    owned_before, owned_next = ("owned", (t - 1) % shape.slots), ("owned", (t + 1) % shape.slots)
+    owned_next = ("owned", (t + 1) % shape.slots)
     buffer, other_buffer = ("buffer", t % shape.buffers), ("buffer", (t - 1) % shape.buffers)
     received, sent = ("received", shape.place(t, m)), ("sent", m % shape.receive)
     row_sum, dense_sum, weights = ("row_sum", 0), ("dense_sum", 0), ("weights", 0)
     active: tuple[Cell, ...] = (("active", 0),) if shape.handover is not K.RETRIEVE else ()
     compares = shape.handover is K.SYNC and t > 0
-    takes_over = shape.takes_over and t > 1
     if shape.is_early(op):
         return _early_effects(op, shape)
     match op.kind:
@@ -86,13 +85,8 @@ def effects(op: Op, shape: Shape) -> Effects:
             return Effects(reads=(wanted,), writes=(sizes,))
         case K.KEYS:
             return Effects(reads=(wanted, sizes), writes=(asked,))
-        case K.UNION:
-            older = (("owned", (t - 2) % shape.slots),) if takes_over else ()
-            compared = (owned_before, *older) if compares else ()
-            return Effects(reads=(asked, *compared), writes=(owned,))
-        case K.RETRIEVE:
-            taken = (("buffer", (t - 2) % shape.buffers),) if takes_over else ()
-            return Effects(reads=(owned, *taken), writes=(buffer,))
+        case K.UNION | K.RETRIEVE:
+            return _lookup_effects(op, shape)
         case K.SYNC:
             if shape.early and t == 0:  # rows are being sent, and there is nothing to refresh
                 return Effects(writes=active)
@@ -125,6 +119,20 @@ def effects(op: Op, shape: Shape) -> Effects:
         case K.WRITEBACK:
             leaving = (owned_next,) if shape.retrieval is Retrieval.NEW else ()
             return Effects(reads=(owned, buffer, *leaving))
+
+
+def _lookup_effects(op: Op, shape: Shape) -> Effects:
+    """The same for ops that look at earlier batches, to find and to take over what they have."""
+    t = op.batch
+    owned, buffer = ("owned", t % shape.slots), ("buffer", t % shape.buffers)
+    takes_over = shape.takes_over and t > 1
+    if op.kind is K.RETRIEVE:
+        taken = (("buffer", (t - 2) % shape.buffers),) if takes_over else ()
+        return Effects(reads=(owned, *taken), writes=(buffer,))
+    compares = shape.handover is K.SYNC and t > 0
+    before = (("owned", (t - 1) % shape.slots),) if compares else ()
+    older = (("owned", (t - 2) % shape.slots),) if takes_over else ()
+    return Effects(reads=(("asked", t % shape.slots), *before, *older), writes=(owned,))
 
 
 def _window_effects(op: Op, shape: Shape) -> Effects:

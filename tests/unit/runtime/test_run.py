@@ -60,6 +60,29 @@ class Watch:
         return {kind: watched(act) for kind, act in work.items()}
 
 
+def test_where_nothing_overlaps_ops_of_the_host_wait_for_the_device():
+    """A device that does what it was given only when somebody waits for it."""
+    given: list[Op] = []
+    done: list[Op] = []
+
+    def finish() -> None:
+        done.extend(given)
+        given.clear()
+
+    def act(op: Op) -> None:
+        if chosen.shape.lane(op.kind) in on_host:
+            assert not given, f"{op} began before the device had done {given}"
+            done.append(op)
+        else:
+            given.append(op)
+
+    chosen = plan("serial", PlanOptions(micros=2, retrieval=Retrieval.NEW))
+    on_host = frozenset({Lane.LOADER, Lane.HOST, Lane.ROUTE})
+    run(chosen, dict.fromkeys(Kind, act), InlineLanes(finish, on_host), batches=End(3))
+    finish()
+    assert done == list(chosen.schedule(3).ops)
+
+
 @every_plan
 @both_lanes
 def test_every_op_runs_once_after_what_it_waits_for(chosen: Plan, lanes: Callable[[], Lanes]):
