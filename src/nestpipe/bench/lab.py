@@ -138,10 +138,11 @@ def _reading(variant: Variant, rounds: Sequence[Trace], timed: int) -> Reading:
     steps_ms = tuple(timed_step(trace, WARM_STEPS, timed) for trace in rounds)
     seen, step_ms = steady(rounds), median(steps_ms)
     parts = {"compute": seen.compute, "lookup": seen.lookup, "exchange": seen.exchange}
-    more = ", rows early" * variant.early + ", 3 buffers" * (variant.buffers == 3)
+    early = ", rows early" if variant.early else ""
+    third = ", 3 buffers" if variant.buffers == 3 else ""
     return Reading(
         NESTPIPE,
-        f"{variant.plan} {variant.retrieval}, {variant.micros} micro-batches{more}",
+        f"{variant.plan} {variant.retrieval}, {variant.micros} micro-batches{early}{third}",
         step_ms,
         steps_ms,
         {name: part * step_ms for name, part in {**parts, "idle": seen.idle}.items()},

@@ -93,6 +93,8 @@ class PipelineCase:
         not_negative("steps", self.steps)
         if self.steps < 8:
             raise ConfigError(f"steps is {self.steps}; give at least 8, for a steady state")
+        if self.buffers not in (2, 3):
+            raise ConfigError(f"buffers is {self.buffers}; use 2 or 3")
         if self.micros > self.batch:
             raise ConfigError(
                 f"micros is {self.micros} and batch {self.batch}; give at most a micro per sample"
@@ -235,11 +237,11 @@ class Variant:
     def words(self) -> tuple[str, ...]:
         """What tells it apart; the exchange only where it is not the usual one."""
         usual = self.exchange == Exchange.MICRO
-        more = (*(("early",) * self.early), *(("third",) * (self.buffers == 3)))
         return (
             *(self.plan, self.retrieval, str(self.micros)),
             *(() if usual else (self.exchange,)),
-            *more,
+            *(("early",) if self.early else ()),
+            *(("third",) if self.buffers == 3 else ()),
         )
 
     @property

@@ -96,6 +96,17 @@ class _United(ctypes.Structure):
     )
 
 
+class _KnownKeys(ctypes.Structure):
+    _fields_ = (("keys", c_void_p), ("counts", c_void_p), ("index", c_void_p))
+
+
+class _Neighbours(ctypes.Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("shared", "shared_before", "taken", "taken_older")),
+        *((name, c_int64) for name in ("num_shared", "num_taken")),
+    )
+
+
 def request(wanted: Wanted) -> Routed:
     """What to send, and what to do with the rows that come."""
     terms, outputs = sum(map(len, wanted.keys)), sum(map(len, wanted.lengths))
@@ -247,17 +258,6 @@ def unite(asked: Asked) -> United:
         Bags(terms, end) for terms, end in zip(torch.split(back_T, keys_M), backs, strict=True)
     ]
     return United(keys_K[:unique], counts, serve, gather_back)
-
-
-class _KnownKeys(ctypes.Structure):
-    _fields_ = (("keys", c_void_p), ("counts", c_void_p), ("index", c_void_p))
-
-
-class _Neighbours(ctypes.Structure):
-    _fields_ = (
-        *((name, c_void_p) for name in ("shared", "shared_before", "taken", "taken_older")),
-        *((name, c_int64) for name in ("num_shared", "num_taken")),
-    )
 
 
 def index_of(keys_K: Tensor, counts: Sequence[int]) -> Tensor:

@@ -244,6 +244,7 @@ def test_what_cannot_be_run_is_named(plans, forms, sentence):
     ("sizes", "sentence"),
     [
         ({"steps": 4}, "steps is 4; give at least 8"),
+        ({"buffers": 4}, "buffers is 4; use 2 or 3"),
         ({"micros": 512, "batch": 256}, "micros is 512 and batch 256"),
         ({"model": "hstu", "dim": 30}, "dim is 30; make it a multiple of heads, 4"),
         ({"ranks": 0}, "ranks is 0"),
