@@ -9,6 +9,8 @@ from nestpipe.kernels.native_rows import copy_rows
 
 pytest.importorskip("triton", reason="triton comes with torch's builds for GPUs alone")
 
+from nestpipe.kernels import reach
+from nestpipe.kernels.carry import aligned_rows, can_carry
 from nestpipe.kernels.reach import copy_rows_by_gpu
 
 
@@ -19,9 +21,16 @@ def make_store(dim: int, rows: int) -> NativeStore:
     return store
 
 
-@pytest.mark.parametrize("dim", [1, 8, 128, 300])
+@pytest.mark.parametrize("dim", [1, 8, 11, 128, 300, 1100])
 @pytest.mark.parametrize("some", [False, True])
-def test_rows_come_and_go_as_the_host_would_copy_them(dim: int, some: bool):
+@pytest.mark.parametrize("carried", [False, True])
+def test_rows_come_and_go_as_the_host_would_copy_them(
+    monkeypatch: pytest.MonkeyPatch, dim: int, some: bool, carried: bool
+):
+    if not carried:
+        monkeypatch.setattr(reach, "can_carry", lambda _: False)
+    elif not can_carry(torch.zeros(1, 4, device="cuda")):
+        pytest.skip("no bulk copies: they need compute capability 9.0 and nvcc")
     count = 40_000
     store = make_store(dim, count)
     assert store.pin()
@@ -34,7 +43,8 @@ def test_rows_come_and_go_as_the_host_would_copy_them(dim: int, some: bool):
 
     addresses_K = places.addresses_K.cuda()
     there_n = None if positions_n is None else positions_n.cuda()
-    rows_KW = torch.zeros(len(keys_K), dim + 1, device="cuda")
+    rows_KW = aligned_rows(len(keys_K), dim + 1, torch.device("cuda")).zero_()
+    assert not carried or can_carry(rows_KW)
     copy_rows_by_gpu(addresses_K, there_n, rows_KW, to_places=False)
     found = rows_KW.cpu() if positions_n is None else rows_KW.cpu()[positions_n]
     assert torch.equal(found, expected)

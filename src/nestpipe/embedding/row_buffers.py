@@ -17,6 +17,7 @@ from torch import Tensor
 from nestpipe.embedding.native_store import NativeStore
 from nestpipe.embedding.store import RowStore
 from nestpipe.embedding.working_set import WorkingSet
+from nestpipe.kernels.carry import aligned_rows
 from nestpipe.kernels.host_memory import empty
 from nestpipe.kernels.native import native_wanted
 from nestpipe.kernels.native_rows import Places, copy_rows
@@ -123,11 +124,12 @@ class RowBuffers:
         self, batch: int, g: int, new: tuple[Tensor, list[int]] | None, working: WorkingSet
     ) -> Tensor:
         store = self._stores[g]
-        rows_KW = empty_rows(working.size, store.layout.width, self._device)
         new_n, counts = new or (None, working.table_counts)
         if self._by_gpu:
+            rows_KW = aligned_rows(working.size, store.layout.width, self._device)
             self._move(batch, g, new_n, rows_KW, to_places=False)
             return rows_KW
+        rows_KW = empty_rows(working.size, store.layout.width, self._device)
         if self._located and not rows_KW.is_cuda:
             self._copy(batch, g, new_n, rows_KW, new_n, to_places=False)
             return rows_KW
@@ -234,7 +236,8 @@ class RowBuffers:
 
         positions_n = None if which_n is None else self._sent(which_n)
         addresses_K = self._addresses_there[batch][g]
-        copy_rows_by_gpu(addresses_K, positions_n, rows_KW, to_places=to_places)
+        alone = self._shape.buffers == 1
+        copy_rows_by_gpu(addresses_K, positions_n, rows_KW, to_places=to_places, alone=alone)
 
     def _sent(self, numbers: Tensor) -> Tensor:
         """The same numbers on the device; the host does not wait for them."""

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -39,7 +39,7 @@ def build() -> Path:
     target = cache_folder() / f"libnestpipe-{build_key(compiler)}.so"
     if target.exists():
         return target
-    with _locked(target.with_suffix(".lock")):
+    with locked(target.with_suffix(".lock")):
         if not target.exists():
             _compile(compiler, target)
     return target
@@ -100,7 +100,7 @@ def _processor() -> str:
 
 
 @contextmanager
-def _locked(path: Path) -> Generator[None]:
+def locked(path: Path) -> Generator[None]:
     """Hold a file lock: of several ranks that start at once, one compiles and the others wait."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -124,21 +124,32 @@ def _compile(compiler: list[str], target: Path) -> None:
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         if result.returncode != 0:
             raise ConfigError(
-                f"{compiler[0]} cannot compile the native store ({_first_error(result.stderr)}); "
+                f"{compiler[0]} cannot compile the native store ({first_error(result.stderr)}); "
                 f"use g++ 12 or newer (name it in CXX), {TWIN}"
             )
         made.replace(target)
 
 
-def _first_error(text: str) -> str:
+def first_error(text: str) -> str:
+    """The line of a compiler's output that says what is wrong."""
     lines = text.strip().splitlines() or ["it said nothing"]
     return next((line for line in lines if "error" in line), lines[-1])
 
 
 def main() -> None:
-    """Build the library and say where it is."""
+    """Build the libraries and say where they are."""
+    from nestpipe.kernels.build_cuda import CannotCompileError, build_cuda  # needs this module
+
+    _say(build)
+    try:
+        _say(build_cuda)
+    except CannotCompileError as error:
+        sys.stdout.write(f"nothing for a GPU: {error}\n")
+
+
+def _say(make: Callable[[], Path]) -> None:
     began = time.monotonic()
-    path = build()
+    path = make()
     sys.stdout.write(f"{path} ({time.monotonic() - began:.1f} s)\n")
 
 

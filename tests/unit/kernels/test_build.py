@@ -18,13 +18,13 @@ from pathlib import Path
 from nestpipe.kernels import build
 
 sources, arrived = map(Path, sys.argv[1:])
-locked = build._locked
+locked = build.locked
 
 def locked_together(path):
     (arrived / str(os.getpid())).touch()
     return locked(path)
 
-build.SOURCES, build._locked = sources, locked_together
+build.SOURCES, build.locked = sources, locked_together
 print(build.build())
 """
 """Builds, and says when it has come to the lock."""

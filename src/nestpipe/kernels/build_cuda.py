@@ -1,0 +1,75 @@
+"""Compile the sources for GPUs, where NVIDIA's compiler is installed: they are fast, not needed."""
+
+# pyright: strict
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from nestpipe.kernels.build import cache_folder, first_error, locked
+
+SOURCES = Path(__file__).parent / "cuda"
+# Bulk copies came with compute capability 9.0; later GPUs compile the same for themselves.
+FLAGS = (
+    *("-std=c++17", "-O3", "-gencode", "arch=compute_90,code=[sm_90,compute_90]"),
+    *("-shared", "-Xcompiler", "-fPIC,-fvisibility=hidden"),
+)
+USUAL = Path("/usr/local/cuda/bin/nvcc")
+
+
+class CannotCompileError(Exception):
+    """Why there is no library; those who ask have another way."""
+
+
+def build_cuda() -> Path:
+    """The library, compiled now where this machine has none of these sources yet."""
+    compiler = find_nvcc()
+    target = cache_folder() / f"libnestpipe-cuda-{_key(compiler)}.so"
+    if target.exists():
+        return target
+    with locked(target.with_suffix(".lock")):
+        if not target.exists():
+            _compile(compiler, target)
+    return target
+
+
+def find_nvcc() -> Path:
+    """NVIDIA's compiler: in `$CUDA_HOME`, on the path, or where it usually is."""
+    home = os.environ.get("CUDA_HOME")
+    found = shutil.which("nvcc")
+    wanted = [Path(home) / "bin" / "nvcc"] if home else []
+    for path in (*wanted, *([Path(found)] if found else []), USUAL):
+        if path.is_file():
+            return path
+    raise CannotCompileError("nvcc is not installed (or name its folder in CUDA_HOME)")
+
+
+def _key(compiler: Path) -> str:
+    """A hash of the sources, the flags and the compiler."""
+    digest = hashlib.sha256()
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
+    for part in (*FLAGS, str(compiler), version.stdout):
+        digest.update(part.encode() + b"\0")
+    for source in _sources():
+        digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def _sources() -> list[Path]:
+    return sorted(SOURCES.glob("*.cu"))
+
+
+def _compile(compiler: Path, target: Path) -> None:
+    sys.stderr.write("compiling for the GPU with nvcc\n")
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        made = Path(folder) / target.name
+        command = [compiler, *FLAGS, "-o", made, *_sources()]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        if result.returncode != 0:
+            raise CannotCompileError(f"nvcc cannot compile: {first_error(result.stderr)}")
+        made.replace(target)

@@ -1,0 +1,86 @@
+"""Rows carried by the GPU's engine for bulk copies, where the GPU has one and nvcc compiled it.
+
+`reach` does the same with ordinary loads and stores, on any GPU; it asks here first.
+"""
+
+# pyright: strict
+from __future__ import annotations
+
+import ctypes
+import warnings
+from ctypes import c_int, c_int64, c_void_p
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from nestpipe.kernels.build_cuda import CannotCompileError, build_cuda
+
+# Shapes: K rows of a buffer, n some of them, W numbers of a row
+
+WHOLE = 16
+"""Bulk copies move multiples of so many bytes, from and to multiples of as many."""
+MOST_BYTES = 16 * 1024
+"""Of a row: several must fit into shared memory."""
+BLOCKS, BLOCKS_ALONE = 1, 8
+"""Of one warp each, beside dense compute and where nothing else runs."""
+FIRST_CAPABILITY = (9, 0)
+READ_FORM, WRITE_FORM = 44, 24
+
+
+def aligned_rows(count: int, width: int, device: torch.device) -> Tensor:
+    """(count, width) float32 numbers to be written; every row starts where a bulk copy can."""
+    numbers = WHOLE // 4
+    return torch.empty(count, -(-width // numbers) * numbers, device=device)[:, :width]
+
+
+def can_carry(rows_KW: Tensor) -> bool:
+    """Whether rows of this buffer can travel so: see `aligned_rows`."""
+    stride = rows_KW.stride(0) * 4
+    whole = rows_KW.stride(1) == 1 and stride % WHOLE == 0 and rows_KW.data_ptr() % WHOLE == 0
+    fits = stride >= _bytes_of(rows_KW) and _bytes_of(rows_KW) <= MOST_BYTES
+    return whole and fits and _library(rows_KW.get_device()) is not None
+
+
+def carry_rows(
+    addresses_K: Tensor, positions_n: Tensor, rows_KW: Tensor, *, to_places: bool, alone: bool
+) -> None:
+    """What `copy_rows_by_gpu` does; up to 12 bytes after a row come along."""
+    library = _library(rows_KW.get_device())
+    assert library is not None
+    assert addresses_K.dtype == positions_n.dtype == torch.int64
+    status = library.nestpipe_carry(
+        addresses_K.data_ptr(),
+        positions_n.data_ptr(),
+        rows_KW.data_ptr(),
+        len(positions_n),
+        rows_KW.stride(0) * 4,
+        _bytes_of(rows_KW),
+        to_places,
+        BLOCKS_ALONE if alone else BLOCKS,
+        WRITE_FORM if to_places else READ_FORM,
+        torch.cuda.current_stream(rows_KW.device).cuda_stream,
+    )
+    if status != 0:
+        raise RuntimeError(f"CUDA cannot carry rows: error {status}")
+
+
+def _bytes_of(rows_KW: Tensor) -> int:
+    """Of a row as it travels."""
+    return -(-rows_KW.shape[1] * 4 // WHOLE) * WHOLE
+
+
+@cache
+def _library(device: int) -> ctypes.CDLL | None:
+    """None where the GPU is too old or nothing can be compiled."""
+    if torch.cuda.get_device_capability(device) < FIRST_CAPABILITY:
+        return None
+    try:
+        library = ctypes.CDLL(str(build_cuda()))
+    except CannotCompileError as error:
+        warnings.warn(f"rows are moved by a slower kernel: {error}", stacklevel=2)
+        return None
+    pointers = [c_void_p] * 3
+    library.nestpipe_carry.argtypes = [*pointers, *[c_int64] * 3, *[c_int] * 3, c_void_p]
+    library.nestpipe_carry.restype = c_int
+    return library
