@@ -22,10 +22,9 @@ WHOLE = 16
 """Bulk copies move multiples of so many bytes, from and to multiples of as many."""
 MOST_BYTES = 16 * 1024
 """Of a row: several must fit into shared memory."""
-BLOCKS, BLOCKS_ALONE = 1, 8
+BLOCKS, BLOCKS_ALONE = 2, 8
 """Of one warp each, beside dense compute and where nothing else runs."""
 FIRST_CAPABILITY = (9, 0)
-READ_FORM, WRITE_FORM = 44, 24
 
 
 def aligned_rows(count: int, width: int, device: torch.device) -> Tensor:
@@ -58,7 +57,6 @@ def carry_rows(
         _bytes_of(rows_KW),
         to_places,
         BLOCKS_ALONE if alone else BLOCKS,
-        WRITE_FORM if to_places else READ_FORM,
         torch.cuda.current_stream(rows_KW.device).cuda_stream,
     )
     if status != 0:
@@ -81,6 +79,6 @@ def _library(device: int) -> ctypes.CDLL | None:
         warnings.warn(f"rows are moved by a slower kernel: {error}", stacklevel=2)
         return None
     pointers = [c_void_p] * 3
-    library.nestpipe_carry.argtypes = [*pointers, *[c_int64] * 3, *[c_int] * 3, c_void_p]
+    library.nestpipe_carry.argtypes = [*pointers, *[c_int64] * 3, *[c_int] * 2, c_void_p]
     library.nestpipe_carry.restype = c_int
     return library

@@ -132,15 +132,11 @@ cudaError_t start(const Task& task, int blocks, cudaStream_t stream) {
 
 }  // namespace
 
+// Reading waits for the link, so four loads are under way; writing does, so two stores are too.
 extern "C" __attribute__((visibility("default"))) int nestpipe_carry(
     const int64_t* addresses, const int64_t* positions, void* rows, int64_t count, int64_t stride,
-    int64_t bytes, int to_places, int blocks, int form, cudaStream_t stream) {
+    int64_t bytes, int to_places, int blocks, cudaStream_t stream) {
   const Task task{addresses, positions, static_cast<std::byte*>(rows), count, stride,
                   static_cast<uint32_t>(bytes), to_places != 0};
-  switch (form) {
-    case 44: return start<4, 4>(task, blocks, stream);
-    case 22: return start<2, 2>(task, blocks, stream);
-    case 24: return start<2, 4>(task, blocks, stream);
-  }
-  return -1;
+  return to_places ? start<2, 4>(task, blocks, stream) : start<4, 4>(task, blocks, stream);
 }
