@@ -57,6 +57,8 @@ class PipelineCase:
     """Residual blocks, or blocks of HSTU."""
     passes: int = 1
     """blocks: how often a batch goes through the blocks: more compute, the same weights."""
+    recompute: bool = False
+    """blocks: keep what goes in alone and compute the rest again; many passes need the memory."""
     heads: int = 4
     """hstu: attention heads, each `dim` / `heads` wide."""
     micros: int = 8
@@ -208,6 +210,7 @@ CASES = {
             first=0.5,
             last=0.5,
             curve=True,
+            recompute=True,
             steps=16,
             rounds=2,
         ),

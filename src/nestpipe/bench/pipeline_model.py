@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from nestpipe.batch import Batch
 from nestpipe.bench.pipeline_cases import PipelineCase
@@ -31,6 +32,7 @@ class Blocks(nn.Module):
         super().__init__()
         self.keys = case.keys
         self.passes = case.passes
+        self.through = again if case.recompute else at_once
         width = case.width
         self.first = nn.Linear(case.dim, width)
         self.blocks = nn.ModuleList(
@@ -59,8 +61,20 @@ class Blocks(nn.Module):
         x_BLW = self.first(rows_TD.view(samples, self.keys, -1))
         for _ in range(self.passes):
             for block in self.blocks:
-                x_BLW = x_BLW + block(x_BLW)
+                x_BLW = x_BLW + self.through(block, x_BLW)
         return self.last(x_BLW.mean(1)).squeeze(1)
+
+
+def at_once(block: nn.Module, x: Tensor) -> Tensor:
+    """What a block makes of its input; all of it is kept for the way back."""
+    return block(x)
+
+
+def again(block: nn.Module, x: Tensor) -> Tensor:
+    """The same; it is computed once more on the way back."""
+    made = checkpoint(block, x, use_reentrant=False, preserve_rng_state=False)
+    assert isinstance(made, Tensor)
+    return made
 
 
 class Ranker(HstuRanker):

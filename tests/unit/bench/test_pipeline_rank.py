@@ -6,7 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from nestpipe.batch import Batch
 from nestpipe.bench.pipeline_cases import CASES, Variant
+from nestpipe.bench.pipeline_model import Blocks, make_model
 from nestpipe.bench.pipeline_rank import Rounds
 from nestpipe.comm import LocalCommunicator
 
@@ -31,3 +33,16 @@ def test_rows_are_sent_early_where_the_variant_says_so(early):
     assert {"marks", "fresh"} & {span.kind for span in trace.spans} == (
         {"marks", "fresh"} if early else set()
     )
+
+
+def test_what_is_computed_again_has_the_same_gradients():
+    """Bit for bit: the curve's most compute would not fit otherwise."""
+    found = []
+    for recompute in (False, True):
+        model = make_model(replace(TINY, passes=3, recompute=recompute))
+        assert isinstance(model, Blocks)
+        rows_TD = torch.linspace(-1, 1, 4 * 3 * 4).view(-1, 4).requires_grad_()
+        batch = Batch(4, {"label": torch.tensor([0.0, 1.0, 1.0, 0.0])}, {})
+        model.dense({"history": rows_TD}, batch).total.backward()
+        found.append([rows_TD.grad, *(p.grad for p in model.parameters())])
+    assert all(torch.equal(kept, made) for kept, made in zip(*found, strict=True))
