@@ -33,6 +33,16 @@ def aligned_rows(count: int, width: int, device: torch.device) -> Tensor:
     return torch.empty(count, -(-width // numbers) * numbers, device=device)[:, :width]
 
 
+def in_order_of_addresses(addresses_K: Tensor, positions_n: Tensor | None) -> Tensor:
+    """(n,) the same positions; rows that share a page of host memory come one after the other.
+
+    The GPU remembers few pages at a time: in any other order it looks up one for nearly every row.
+    """
+    if positions_n is None:
+        return addresses_K.argsort()
+    return positions_n[addresses_K[positions_n].argsort()]
+
+
 def can_carry(rows_KW: Tensor) -> bool:
     """Whether rows of this buffer can travel so: see `aligned_rows`."""
     stride = rows_KW.stride(0) * 4
@@ -48,17 +58,18 @@ def carry_rows(
     library = _library(rows_KW.get_device())
     assert library is not None
     assert addresses_K.dtype == positions_n.dtype == torch.int64
-    status = library.nestpipe_carry(
-        addresses_K.data_ptr(),
-        positions_n.data_ptr(),
-        rows_KW.data_ptr(),
-        len(positions_n),
-        rows_KW.stride(0) * 4,
-        _bytes_of(rows_KW),
-        to_places,
-        BLOCKS_ALONE if alone else BLOCKS,
-        torch.cuda.current_stream(rows_KW.device).cuda_stream,
-    )
+    with torch.cuda.device(rows_KW.device):
+        status = library.nestpipe_carry(
+            addresses_K.data_ptr(),
+            positions_n.data_ptr(),
+            rows_KW.data_ptr(),
+            len(positions_n),
+            rows_KW.stride(0) * 4,
+            _bytes_of(rows_KW),
+            to_places,
+            BLOCKS_ALONE if alone else BLOCKS,
+            torch.cuda.current_stream(rows_KW.device).cuda_stream,
+        )
     if status != 0:
         raise RuntimeError(f"CUDA cannot carry rows: error {status}")
 
@@ -74,11 +85,18 @@ def _library(device: int) -> ctypes.CDLL | None:
     if torch.cuda.get_device_capability(device) < FIRST_CAPABILITY:
         return None
     try:
-        library = ctypes.CDLL(str(build_cuda()))
-    except CannotCompileError as error:
+        return _begun(ctypes.CDLL(str(build_cuda())), device)
+    except (CannotCompileError, OSError) as error:
         warnings.warn(f"rows are moved by a slower kernel: {error}", stacklevel=2)
         return None
+
+
+def _begun(library: ctypes.CDLL, device: int) -> ctypes.CDLL:
     pointers = [c_void_p] * 3
     library.nestpipe_carry.argtypes = [*pointers, *[c_int64] * 3, *[c_int] * 2, c_void_p]
     library.nestpipe_carry.restype = c_int
+    with torch.cuda.device(device):
+        status = library.nestpipe_carry_begin()
+    if status != 0:
+        raise CannotCompileError(f"the driver refuses what nvcc made: CUDA's error {status}")
     return library

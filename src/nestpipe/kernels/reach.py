@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nestpipe.kernels.carry import can_carry, carry_rows
+from nestpipe.kernels.carry import can_carry, carry_rows, in_order_of_addresses
 
 # Shapes: K rows of a buffer, n some of them, W numbers of a row
 
@@ -94,16 +94,6 @@ def copy_rows_by_gpu(
         carry_rows(addresses_K, positions_n, rows_KW, to_places=to_places, alone=alone)
     else:
         _copy_rows(addresses_K, positions_n, rows_KW, to_places=to_places)
-
-
-def in_order_of_addresses(addresses_K: Tensor, positions_n: Tensor | None) -> Tensor:
-    """(n,) the same positions; rows that share a page of host memory come one after the other.
-
-    The GPU remembers few pages at a time: in any other order it looks up one for nearly every row.
-    """
-    if positions_n is None:
-        return addresses_K.argsort()
-    return positions_n[addresses_K[positions_n].argsort()]
 
 
 def _copy_rows(

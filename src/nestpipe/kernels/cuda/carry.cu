@@ -123,19 +123,30 @@ cudaError_t start(const Task& task, int blocks, cudaStream_t stream) {
   const size_t row = kSlots * task.bytes;
   const int lanes = static_cast<int>(std::min<size_t>(kLanes, kSharedBytes / row));
   if (lanes == 0) return cudaErrorInvalidValue;
-  const cudaError_t allowed = cudaFuncSetAttribute(
-      carry<kLoads, kSlots>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
-  if (allowed != cudaSuccess) return allowed;
   carry<kLoads, kSlots><<<blocks, lanes, lanes * row, stream>>>(task);
   return cudaGetLastError();
 }
 
+template <int kLoads, int kSlots>
+cudaError_t allow_shared_memory() {
+  return cudaFuncSetAttribute(carry<kLoads, kSlots>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                              kSharedBytes);
+}
+
 }  // namespace
 
+#define NESTPIPE_API extern "C" __attribute__((visibility("default")))
+
+// Once for each device, before rows are carried there; 0, or why the driver cannot.
+NESTPIPE_API int nestpipe_carry_begin() {
+  const cudaError_t writing = allow_shared_memory<2, 4>();
+  return writing != cudaSuccess ? writing : allow_shared_memory<4, 4>();
+}
+
 // Reading waits for the link, so four loads are under way; writing does, so two stores are too.
-extern "C" __attribute__((visibility("default"))) int nestpipe_carry(
-    const int64_t* addresses, const int64_t* positions, void* rows, int64_t count, int64_t stride,
-    int64_t bytes, int to_places, int blocks, cudaStream_t stream) {
+NESTPIPE_API int nestpipe_carry(const int64_t* addresses, const int64_t* positions, void* rows,
+                                int64_t count, int64_t stride, int64_t bytes, int to_places,
+                                int blocks, cudaStream_t stream) {
   const Task task{addresses, positions, static_cast<std::byte*>(rows), count, stride,
                   static_cast<uint32_t>(bytes), to_places != 0};
   return to_places ? start<2, 4>(task, blocks, stream) : start<4, 4>(task, blocks, stream);
