@@ -15,7 +15,8 @@ from torch import Tensor
 
 from nestpipe.errors import ConfigError
 from nestpipe.kernels import native_rows
-from nestpipe.kernels.native_rows import Gradients, Places
+from nestpipe.kernels.native_rows import Gradients, OptimizerStruct, Places, optimizer_struct
+from nestpipe.kernels.update_rows import can_update, update_rows
 
 # Shapes: K rows, D weights of a row, W weights and state, U rows that are merged
 
@@ -52,7 +53,7 @@ class RowOptimizer:
         return self.states_per_weight * dim + self.states_per_row
 
     def update(self, rows_KW: Tensor, gradients_KD: Tensor, step: int) -> None:
-        """The plain form, on a GPU and where native code is not wanted."""
+        """The plain form: the twin of both others."""
         self.apply(rows_KW, gradients_KD, step, self)
 
     def update_native(
@@ -64,12 +65,23 @@ class RowOptimizer:
         step: int,
     ) -> None:
         """The same on the host, with sums and the factor of the gradients in the same pass."""
-        native_rows.update(
+        native_rows.update(self._struct(step), rows, dim, gradients, times)
+
+    def update_times(
+        self, rows_KW: Tensor, gradients_KD: Tensor, times: float | Tensor, step: int
+    ) -> None:
+        """The same on gradients times a number; on a GPU in one pass, where it has a kernel.
+
+        The gradients are of no use afterwards.
+        """
+        if isinstance(times, Tensor) and can_update(rows_KW, gradients_KD, times):
+            update_rows(self._struct(step), rows_KW, gradients_KD, times)
+        else:
+            self.update(rows_KW, gradients_KD.mul_(times), step)
+
+    def _struct(self, step: int) -> OptimizerStruct:
+        return optimizer_struct(
             self.name,
-            rows,
-            dim,
-            gradients,
-            times,
             lr=self.lr,
             eps=self.eps,
             betas=self.betas,
@@ -111,7 +123,6 @@ def _rowwise_adagrad(rows_KW: Tensor, gradients_KD: Tensor, step: int, of: RowOp
 def _momentum_scaled(rows_KW: Tensor, gradients_KD: Tensor, step: int, of: RowOptimizer) -> None:
     """Row-wise AdaGrad with the root of v / c; c = 1 changes no bit of it."""
     moments_K1 = _add_to_moments(rows_KW, gradients_KD)
-    # A tensor: by a number torch divides with its reciprocal on a GPU, and rounds twice.
     scales_K1 = torch.full_like(moments_K1, of.scale)
     _move(rows_KW, gradients_KD, moments_K1 / scales_K1, of)
 
@@ -130,10 +141,15 @@ def _touch_scaled(rows_KW: Tensor, gradients_KD: Tensor, step: int, of: RowOptim
 
 
 def _add_to_moments(rows_KW: Tensor, gradients_KD: Tensor) -> Tensor:
-    """Add the mean square of its gradient to each row's second moment; returns the moments."""
+    """Add the mean square of its gradient to each row's second moment; returns the moments.
+
+    By a tensor here and below: by a number torch divides with its reciprocal on a GPU, and rounds
+    twice.
+    """
     dim = gradients_KD.shape[1]
     moments_K1 = rows_KW[:, dim : dim + 1]
-    return moments_K1.add_(sum_of_squares(gradients_KD).div_(dim))
+    squares_K1 = sum_of_squares(gradients_KD)
+    return moments_K1.add_(squares_K1.div_(torch.full_like(squares_K1, dim)))
 
 
 def _move(rows_KW: Tensor, gradients_KD: Tensor, moments_K1: Tensor, of: RowOptimizer) -> None:

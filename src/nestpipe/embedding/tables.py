@@ -354,7 +354,7 @@ class ShardedTables:
             else:
                 assert isinstance(rows, Tensor)
                 some = rows if own is None else rows.index_select(0, own)
-                self.optimizer.update(some, sums.rows[0].mul_(times), step)
+                self.optimizer.update_times(some, sums.rows[0], times, step)
                 if own is not None:
                     rows.index_copy_(0, own, some)
             _round(group, rows)

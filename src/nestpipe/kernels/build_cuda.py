@@ -17,8 +17,10 @@ SOURCES = Path(__file__).parent / "cuda"
 # Bulk copies came with compute capability 9.0; later GPUs compile the same for themselves.
 FLAGS = (
     *("-std=c++17", "-O3", "-gencode", "arch=compute_90,code=[sm_90,compute_90]"),
-    *("-shared", "-Xcompiler", "-fPIC,-fvisibility=hidden"),
+    # No contraction: torch, which does one rounding per operation, must agree.
+    *("-fmad=false", "-shared", "-Xcompiler", "-fPIC,-fvisibility=hidden"),
 )
+HEADERS = (SOURCES / "export.h", Path(__file__).parent / "native" / "row_math.h")
 USUAL = Path("/usr/local/cuda/bin/nvcc")
 
 
@@ -55,7 +57,7 @@ def _key(compiler: Path) -> str:
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
     for part in (*FLAGS, str(compiler), version.stdout):
         digest.update(part.encode() + b"\0")
-    for source in _sources():
+    for source in (*_sources(), *HEADERS):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 

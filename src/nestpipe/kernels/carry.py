@@ -6,15 +6,10 @@
 # pyright: strict
 from __future__ import annotations
 
-import ctypes
-import warnings
-from ctypes import c_int, c_int64, c_void_p
-from functools import cache
-
 import torch
 from torch import Tensor
 
-from nestpipe.kernels.build_cuda import CannotCompileError, build_cuda
+from nestpipe.kernels.cuda_library import cuda_library
 
 # Shapes: K rows of a buffer, n some of them, W numbers of a row
 
@@ -24,7 +19,6 @@ MOST_BYTES = 16 * 1024
 """Of a row: several must fit into shared memory."""
 BLOCKS, BLOCKS_ALONE = 2, 8
 """Of one warp each, beside dense compute and where nothing else runs."""
-FIRST_CAPABILITY = (9, 0)
 
 
 def aligned_rows(count: int, width: int, device: torch.device) -> Tensor:
@@ -48,14 +42,14 @@ def can_carry(rows_KW: Tensor) -> bool:
     stride = rows_KW.stride(0) * 4
     whole = rows_KW.stride(1) == 1 and stride % WHOLE == 0 and rows_KW.data_ptr() % WHOLE == 0
     fits = stride >= _bytes_of(rows_KW) and _bytes_of(rows_KW) <= MOST_BYTES
-    return whole and fits and _library(rows_KW.get_device()) is not None
+    return whole and fits and cuda_library(rows_KW.get_device()) is not None
 
 
 def carry_rows(
     addresses_K: Tensor, positions_n: Tensor, rows_KW: Tensor, *, to_places: bool, alone: bool
 ) -> None:
     """What `copy_rows_by_gpu` does; up to 12 bytes after a row come along."""
-    library = _library(rows_KW.get_device())
+    library = cuda_library(rows_KW.get_device())
     assert library is not None
     assert addresses_K.dtype == positions_n.dtype == torch.int64
     with torch.cuda.device(rows_KW.device):
@@ -77,26 +71,3 @@ def carry_rows(
 def _bytes_of(rows_KW: Tensor) -> int:
     """Of a row as it travels."""
     return -(-rows_KW.shape[1] * 4 // WHOLE) * WHOLE
-
-
-@cache
-def _library(device: int) -> ctypes.CDLL | None:
-    """None where the GPU is too old or nothing can be compiled."""
-    if torch.cuda.get_device_capability(device) < FIRST_CAPABILITY:
-        return None
-    try:
-        return _begun(ctypes.CDLL(str(build_cuda())), device)
-    except (CannotCompileError, OSError) as error:
-        warnings.warn(f"rows are moved by a slower kernel: {error}", stacklevel=2)
-        return None
-
-
-def _begun(library: ctypes.CDLL, device: int) -> ctypes.CDLL:
-    pointers = [c_void_p] * 3
-    library.nestpipe_carry.argtypes = [*pointers, *[c_int64] * 3, *[c_int] * 2, c_void_p]
-    library.nestpipe_carry.restype = c_int
-    with torch.cuda.device(device):
-        status = library.nestpipe_carry_begin()
-    if status != 0:
-        raise CannotCompileError(f"the driver refuses what nvcc made: CUDA's error {status}")
-    return library

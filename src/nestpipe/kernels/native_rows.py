@@ -28,7 +28,9 @@ class _Part(ctypes.Structure):
     _fields_ = (("gradients", _Rows), ("bags", _Bags))
 
 
-class _Optimizer(ctypes.Structure):
+class OptimizerStruct(ctypes.Structure):
+    """What a row optimizer is, for native code."""
+
     _fields_ = (
         ("kind", c_int64),
         *((name, c_float) for name in ("lr", "eps", "beta1", "rest1", "beta2", "rest2")),
@@ -95,18 +97,29 @@ def sum_bags(
     _check(status)
 
 
-def update(
+def optimizer_struct(
     kind: str,
-    rows: Tensor | Places,
-    dim: int,
-    parts: Sequence[Gradients],
-    times: float,
     *,
     lr: float,
     eps: float,
     betas: tuple[float, float],
     adam_scale: float,
     scale: float,
+) -> OptimizerStruct:
+    """An optimizer at one of its steps."""
+    return OptimizerStruct(
+        *(KINDS.index(kind), lr, eps),
+        *(betas[0], 1 - betas[0], betas[1], 1 - betas[1]),
+        *(adam_scale, scale),
+    )
+
+
+def update(
+    optimizer: OptimizerStruct,
+    rows: Tensor | Places,
+    dim: int,
+    parts: Sequence[Gradients],
+    times: float,
 ) -> None:
     """One optimizer application per row, on its summed gradients times a number."""
     count = len(rows)
@@ -121,11 +134,6 @@ def update(
             _Part(source, _Bags(_pointer(terms), _pointer(ends)))
             for (source, _), (terms, ends) in zip(sources, positions, strict=True)
         )
-    )
-    optimizer = _Optimizer(
-        *(KINDS.index(kind), lr, eps),
-        *(betas[0], 1 - betas[0], betas[1], 1 - betas[1]),
-        *(adam_scale, scale),
     )
     status = library().nestpipe_update(
         ctypes.byref(optimizer),

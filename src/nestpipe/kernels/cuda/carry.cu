@@ -10,6 +10,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "export.h"
+
 namespace {
 
 constexpr int kLanes = 32;
@@ -134,8 +136,6 @@ cudaError_t allow_shared_memory() {
 }
 
 }  // namespace
-
-#define NESTPIPE_API extern "C" __attribute__((visibility("default")))
 
 // Once for each device, before rows are carried there; 0, or why the driver cannot.
 NESTPIPE_API int nestpipe_carry_begin() {

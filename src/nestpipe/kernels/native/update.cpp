@@ -1,9 +1,4 @@
 // Row optimizers: gradients of a row are summed and applied while they are in the cache.
-//
-// Every step rounds on its own (the build forbids contraction), so the plain twin in torch, which
-// has one operation per step, gives the same bits.
-#include <algorithm>
-#include <cmath>
 #include <cstdint>
 #include <vector>
 
@@ -38,18 +33,12 @@ float sum_of_squares(const float* g, int64_t dim, float* squares) {
   return squares[0];
 }
 
-// The root of a row's moment over c; to divide by 1 changes no bit.
-void rowwise_adagrad(const Optimizer& of, float c, float* row, const float* g, int64_t dim,
+void rowwise_adagrad(const Optimizer& of, float* row, const float* g, int64_t dim,
                      float* scratch) {
   float* const moment = row + dim;
   *moment += sum_of_squares(g, dim, scratch) / static_cast<float>(dim);
-  const float rate = 1.0F / (std::sqrt(*moment / c) + of.eps) * of.lr;
+  const float rate = rowwise_rate(of, *moment, divisor_of(of, moment));
   for (int64_t i = 0; i < dim; ++i) row[i] -= g[i] * rate;
-}
-
-// From the whole scale, for a row that one group touches, down to 1.
-float touch_scale(float scale, float groups_beyond_one) {
-  return std::min(std::max(scale / (groups_beyond_one + 1.0F), 1.0F), scale);
 }
 
 void apply(const Optimizer& of, float* row, const float* g, int64_t dim, float* scratch) {
@@ -59,26 +48,13 @@ void apply(const Optimizer& of, float* row, const float* g, int64_t dim, float* 
       for (int64_t i = 0; i < dim; ++i) row[i] -= g[i] * of.lr;
       return;
     case kAdagrad:
-      for (int64_t i = 0; i < dim; ++i) {
-        state[i] += g[i] * g[i];
-        row[i] -= g[i] / (std::sqrt(state[i]) + of.eps) * of.lr;
-      }
+      for (int64_t i = 0; i < dim; ++i) adagrad(of, row[i], state[i], g[i]);
       return;
-    case kRowwiseAdagrad:
-      return rowwise_adagrad(of, 1.0F, row, g, dim, scratch);
-    case kMomentumScaledRowwiseAdagrad:
-      return rowwise_adagrad(of, of.scale, row, g, dim, scratch);
-    case kTouchScaledRowwiseAdagrad:
-      return rowwise_adagrad(of, touch_scale(of.scale, state[1]), row, g, dim, scratch);
-    default: {
-      float* const mean = state;
-      float* const square = state + dim;
-      for (int64_t i = 0; i < dim; ++i) {
-        mean[i] = mean[i] * of.beta1 + g[i] * of.rest1;
-        square[i] = square[i] * of.beta2 + g[i] * g[i] * of.rest2;
-        row[i] -= mean[i] / (std::sqrt(square[i]) + of.eps) * of.adam_scale;
-      }
-    }
+    case kAdam:
+      for (int64_t i = 0; i < dim; ++i) adam(of, row[i], state[i], state[dim + i], g[i]);
+      return;
+    default:
+      rowwise_adagrad(of, row, g, dim, scratch);
   }
 }
 

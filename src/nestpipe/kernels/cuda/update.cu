@@ -1,0 +1,96 @@
+// Row optimizers on a GPU: gradients are scaled and applied in one pass over rows and state.
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+#include "../native/row_math.h"
+#include "export.h"
+
+namespace {
+
+using nestpipe::Optimizer;
+
+constexpr int kWarp = 32, kWarps = 8, kMostBlocks = 2048;
+
+struct Rows {
+  float* rows;
+  const float* gradients;
+  const float* times;  // all gradients are multiplied by it
+  int64_t row_stride, gradient_stride;  // numbers
+  int64_t count;
+  int dim;
+};
+
+// Halves are added until one number is left, as the host and the plain twin do.
+__device__ float sum_of_squares(const float* g, float times, int dim, float* squares, int lane) {
+  for (int i = lane; i < dim; i += kWarp) {
+    const float scaled = g[i] * times;
+    squares[i] = scaled * scaled;
+  }
+  for (int n = dim; n > 1;) {
+    const int half = (n + 1) / 2;
+    __syncwarp();
+    for (int i = lane; i < n - half; i += kWarp) squares[i] += squares[half + i];
+    n = half;
+  }
+  __syncwarp();
+  return squares[0];
+}
+
+__device__ void apply(const Optimizer& of, float* row, const float* g, float times, int dim,
+                      float* squares, int lane) {
+  float* const state = row + dim;
+  switch (of.kind) {
+    case nestpipe::kSgd:
+      for (int i = lane; i < dim; i += kWarp) row[i] -= g[i] * times * of.lr;
+      return;
+    case nestpipe::kAdagrad:
+      for (int i = lane; i < dim; i += kWarp) adagrad(of, row[i], state[i], g[i] * times);
+      return;
+    case nestpipe::kAdam:
+      for (int i = lane; i < dim; i += kWarp) {
+        adam(of, row[i], state[i], state[dim + i], g[i] * times);
+      }
+      return;
+    default: {
+      const float squares_of = sum_of_squares(g, times, dim, squares, lane);
+      const float moment = *state + squares_of / static_cast<float>(dim);
+      const float rate = rowwise_rate(of, moment, divisor_of(of, state));
+      for (int i = lane; i < dim; i += kWarp) row[i] -= g[i] * times * rate;
+      __syncwarp();  // all have read the state, and the squares
+      if (lane == 0) *state = moment;
+    }
+  }
+}
+
+// A warp for each row.
+__global__ void __launch_bounds__(kWarp* kWarps) update(const Optimizer of, const Rows all) {
+  extern __shared__ float memory[];
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  const float times = *all.times;
+  const int64_t step = static_cast<int64_t>(gridDim.x) * kWarps;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kWarps + warp; i < all.count; i += step) {
+    apply(of, all.rows + i * all.row_stride, all.gradients + i * all.gradient_stride, times,
+          all.dim, memory + warp * all.dim, lane);
+  }
+}
+
+}  // namespace
+
+// Rows and gradients of `count` rows with `dim` weights each; strides in numbers.
+NESTPIPE_API int nestpipe_update_rows(const Optimizer* of, float* rows, int64_t row_stride,
+                                      const float* gradients, int64_t gradient_stride,
+                                      const float* times, int64_t count, int64_t dim,
+                                      cudaStream_t stream) {
+  const Rows all{rows, gradients, times, row_stride, gradient_stride, count,
+                 static_cast<int>(dim)};
+  const auto blocks =
+      static_cast<int>(std::min<int64_t>(kMostBlocks, (count + kWarps - 1) / kWarps));
+  const bool one_moment = of->kind != nestpipe::kSgd && of->kind != nestpipe::kAdagrad &&
+                          of->kind != nestpipe::kAdam;
+  const size_t shared = one_moment ? sizeof(float) * kWarps * static_cast<size_t>(dim) : 0;
+  update<<<blocks, kWarp * kWarps, shared, stream>>>(*of, all);
+  return cudaGetLastError();
+}

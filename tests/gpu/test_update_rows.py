@@ -1,0 +1,45 @@
+"""Rows updated on a GPU in one pass have the bits of torch's operations, one after the other."""
+
+import pytest
+import torch
+
+from nestpipe.embedding.optimizers import OPTIMIZERS, row_optimizer
+from nestpipe.kernels.carry import aligned_rows
+from nestpipe.kernels.update_rows import can_update
+
+CUDA = torch.device("cuda")
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("dim", [1, 3, 32, 33, 64, 100, 128, 1000])
+def test_one_pass_and_many_operations_give_the_same_bits(name: str, dim: int):
+    optimizer = row_optimizer(name, lr=0.07, eps=1e-6, scale=4.0)
+    generator = torch.Generator(CUDA).manual_seed(dim)
+    count = 3_001
+
+    def drawn(width: int) -> torch.Tensor:
+        return torch.randn(count, width, device=CUDA, generator=generator)
+
+    rows_KW = aligned_rows(count, dim + optimizer.state_dim(dim), CUDA)
+    rows_KW.copy_(drawn(rows_KW.shape[1]))
+    rows_KW[:, dim:].abs_()  # sums of squares, moments and counts
+    twin_KW = rows_KW.clone()
+    for step in range(1, 5):
+        gradients_KD = drawn(dim) * 10.0 ** (step - 3)
+        times = torch.full((), 0.3 / step, device=CUDA)
+        if not can_update(rows_KW, gradients_KD, times):
+            pytest.skip("no kernel: it needs compute capability 9.0 and nvcc")
+        optimizer.update(twin_KW, gradients_KD * times, step)
+        optimizer.update_times(rows_KW, gradients_KD, times, step)
+        assert torch.equal(rows_KW, twin_KW), f"step {step}"
+
+
+def test_no_rows_are_no_work():
+    rows_KW, gradients_KD = torch.zeros(0, 8, device=CUDA), torch.zeros(0, 8, device=CUDA)
+    row_optimizer("sgd").update_times(rows_KW, gradients_KD, torch.ones((), device=CUDA), 1)
+
+
+def test_a_number_of_the_host_takes_the_other_way():
+    rows_KW, gradients_KD = torch.ones(3, 2, device=CUDA), torch.ones(3, 2, device=CUDA)
+    row_optimizer("sgd", lr=1.0).update_times(rows_KW, gradients_KD, 0.5, 1)
+    assert torch.equal(rows_KW.cpu(), torch.full((3, 2), 0.5))
