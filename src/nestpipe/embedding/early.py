@@ -14,7 +14,6 @@ from nestpipe.comm.communicator import Communicator
 from nestpipe.embedding.again import Again, make_again, packed, packed_sizes
 from nestpipe.embedding.flight import InFlight
 from nestpipe.embedding.messages import exchange
-from nestpipe.embedding.wire import round_in_place
 from nestpipe.kernels.rows import Rows, empty_rows, sum_bags
 
 # Shapes: P rows that came early, n those of them that come again, D weights
@@ -75,9 +74,8 @@ def _gathered(
 ) -> tuple[Tensor, Tensor]:
     """What goes to other ranks, and room for what comes, with this rank's own rows at its end."""
     own, dim, device = again.served_counts[rank], received_PD.shape[1], received_PD.device
-    sent_nD = empty_rows(sum(again.served_counts) - own, dim, device)
+    sent_nD = empty_rows(sum(again.served_counts) - own, dim, device, wire)
     came_nD = empty_rows(len(again.places_n), dim, device)
     own_nD = came_nD[len(came_nD) - own :]
-    sum_bags(again.served, rows, [sent_nD, own_nD])
-    round_in_place(own_nD, wire)
+    sum_bags(again.served, rows, [sent_nD, own_nD], leaving=wire)
     return sent_nD, came_nD

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from nestpipe.comm.communicator import Communicator
-from nestpipe.embedding.wire import lowered
 from nestpipe.kernels import host_memory
+from nestpipe.kernels.rounding import lowered
 
 # Shapes: n rows of one store, D its width, R ranks
 
@@ -57,12 +57,12 @@ def _all_to_all(
     sent_splits: Sequence[int],
     wire: torch.dtype,
 ) -> None:
-    if sent.dtype == wire:
-        comm.all_to_all(received, sent, received_splits, sent_splits)
-        return
-    arrived = host_memory.empty(received.shape, wire, received.device)
+    arrived = received
+    if received.dtype != wire:
+        arrived = host_memory.empty(received.shape, wire, received.device)
     comm.all_to_all(arrived, lowered(sent, wire), received_splits, sent_splits)
-    received.copy_(arrived)
+    if arrived is not received:
+        received.copy_(arrived)
 
 
 def _without(rank: int, splits: Splits) -> list[list[int]]:

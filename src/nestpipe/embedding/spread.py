@@ -49,15 +49,15 @@ class _Spread(torch.autograd.Function):
 
 
 def _of_rows(
-    request: Request, gradients: Sequence[Tensor], own: int
+    request: Request, gradients: Sequence[Tensor], own: int, wire: torch.dtype
 ) -> tuple[Tensor, list[Tensor]]:
     """The gradients of the rows that came; those of the last `own` rows may stay where they are."""
     count, dim, device = len(request.back), gradients[0].shape[1], gradients[0].device
     others = count - own
     if request.straight is None:
-        gradients_PD = empty_rows(count, dim, device)
-        sum_bags(request.back, gradients, [gradients_PD])
-        return gradients_PD[:others], [gradients_PD[others:]]
+        sent_PD, kept_PD = empty_rows(others, dim, device, wire), empty_rows(own, dim, device)
+        sum_bags(request.back, gradients, [sent_PD, kept_PD], leaving=wire)
+        return sent_PD, [kept_PD]
     sent_PD = empty_rows(others, dim, device)
     in_order = sorted(zip(request.straight, gradients, strict=True), key=lambda pair: pair[0])
     for start, gradient in in_order:
@@ -66,12 +66,21 @@ def _of_rows(
     return sent_PD, [gradient for start, gradient in in_order if start >= others]
 
 
-def spread_rows(rows_PD: Tensor, request: Request, deliver: Deliver, own: int) -> dict[str, Tensor]:
+def spread_rows(
+    rows_PD: Tensor,
+    request: Request,
+    deliver: Deliver,
+    own: int,
+    wire: torch.dtype = torch.float32,
+) -> dict[str, Tensor]:
     """Each feature's rows, or the sums of each sample's rows where its table pools.
 
-    The last `own` rows are this rank's.
+    The last `own` rows are this rank's; the gradients of the others are delivered as `wire`, or as
+    they are where nothing has to be summed.
     """
-    return _spread(rows_PD, request, lambda gradients: deliver(*_of_rows(request, gradients, own)))
+    return _spread(
+        rows_PD, request, lambda gradients: deliver(*_of_rows(request, gradients, own, wire))
+    )
 
 
 def spread_window(rows_PD: Tensor, request: Request, gradients_PD: Tensor) -> dict[str, Tensor]:

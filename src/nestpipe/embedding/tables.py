@@ -35,11 +35,11 @@ from nestpipe.embedding.requests import make_requests, make_window, requests_on
 from nestpipe.embedding.row_buffers import RowBuffers
 from nestpipe.embedding.spread import spread_rows, spread_window
 from nestpipe.embedding.store import RowStore
-from nestpipe.embedding.wire import round_in_place, rounded
 from nestpipe.embedding.working_set import make_working_set, unite
 from nestpipe.errors import ConfigError
 from nestpipe.jagged import Jagged
 from nestpipe.kernels.native_rows import Gradients, Places
+from nestpipe.kernels.rounding import raised
 from nestpipe.kernels.rows import Bags, Rows, add_bags, empty_rows, places_in, sum_bags, use_native
 from nestpipe.schedule.schedule import Exchange, Merge, Retrieval, Shape
 
@@ -236,12 +236,12 @@ class ShardedTables:
         from_others: list[Tensor] = []
         for g, (group, working) in enumerate(zip(self.groups, flight.working, strict=True)):
             own = sent_splits[g][rank]
-            sent_PD = empty_rows(sum(sent_splits[g]) - own, group.dim, self.device)
+            sent_PD = empty_rows(sum(sent_splits[g]) - own, group.dim, self.device, self.wire)
             received_PD = self._place_of(flight, g, micro)
             others = len(received_PD) - own
             weights = _weights_of(self.buffers.of(batch)[g], group.dim)
-            sum_bags(working.serve[micro], weights, [sent_PD, received_PD[others:]])
-            round_in_place(received_PD[others:], self.wire)
+            out = [sent_PD, received_PD[others:]]
+            sum_bags(working.serve[micro], weights, out, leaving=self.wire)
             sent.append(sent_PD)
             received.append(received_PD)
             from_others.append(received_PD[:others])
@@ -282,7 +282,7 @@ class ShardedTables:
         for g, of in enumerate(flight.requests):
             own = flight.working[g].serve_counts[micro][self.comm.rank]
             deliver = partial(_keep, gradients, g)
-            seen.update(spread_rows(flight.received[micro][g], of[micro], deliver, own))
+            seen.update(spread_rows(flight.received[micro][g], of[micro], deliver, own, self.wire))
         return seen
 
     def grads(self, batch: int, micro: int) -> None:
@@ -291,7 +291,7 @@ class ShardedTables:
         gradients = [self._made(flight, g, micro) for g in range(len(self.groups))]
         received_splits = [working.back_counts[micro] for working in flight.working]
         received = [
-            empty_rows(sum(splits) - splits[rank], group.dim, self.device)
+            empty_rows(sum(splits) - splits[rank], group.dim, self.device, self.wire)
             for splits, group in zip(received_splits, self.groups, strict=True)
         ]
         exchange(
@@ -303,8 +303,7 @@ class ShardedTables:
             self.wire,
         )
         for g, working in enumerate(flight.working):
-            own = [rounded(piece, self.wire) for piece in gradients[g][1]]
-            self._add_up(flight, g, working.gather_back[micro], [received[g], *own])
+            self._add_up(flight, g, working.gather_back[micro], [received[g], *gradients[g][1]])
         if self.device.type == "cpu":
             # Nobody uses them any more; on a GPU a stream may.
             flight.gradients.pop(micro, None)
@@ -330,13 +329,14 @@ class ShardedTables:
         """Add the gradients of a micro-batch; a single one is summed by the update itself."""
         exact = self.replicas is not None and self.shape.merge is Merge.EXACT
         if use_native(self.device) and self.shape.micros == 1 and not exact:
-            flight.sums.append(Gradients(gradients, bags.rows_T, bags.ends_S1))
+            rows = [raised(part, self.wire) for part in gradients]
+            flight.sums.append(Gradients(rows, bags.rows_T, bags.ends_S1))
         elif g == len(flight.sums):
             sums_KD = empty_rows(len(bags), self.groups[g].dim, self.device)
-            sum_bags(bags, gradients, [sums_KD])
+            sum_bags(bags, gradients, [sums_KD], came=self.wire)
             flight.sums.append(Gradients([sums_KD], None, None))
         else:
-            add_bags(bags, gradients, flight.sums[g].rows[0])
+            add_bags(bags, gradients, flight.sums[g].rows[0], came=self.wire)
 
     def update(self, batch: int, times: float | Tensor, step: int) -> None:
         """One optimizer application per row, on its summed gradient times a number.

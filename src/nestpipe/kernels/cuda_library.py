@@ -17,6 +17,10 @@ FIRST_CAPABILITY = (9, 0)
 _SIGNATURES = {
     "nestpipe_carry_begin": [],
     "nestpipe_carry": [*[c_void_p] * 3, *[c_int64] * 3, *[c_int] * 2, c_void_p],
+    "nestpipe_sum_bags": [
+        *[c_void_p, c_int64, c_void_p, c_int64],
+        *[c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int, c_void_p],
+    ],
     "nestpipe_update_rows": [
         *[c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_int64],
         c_void_p,

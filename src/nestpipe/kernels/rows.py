@@ -1,8 +1,8 @@
 """Sums of rows in a fixed order: what exactness rests on.
 
-A sum of rows is a bag: the rows of a bag are added one after the other, first to last. On a GPU
-torch's `embedding_bag` does just that, without atomics; on the host native code does, into memory
-that is used again, and the plain form stays as its twin.
+A sum of rows is a bag: the rows of a bag are added one after the other, first to last. On a GPU a
+kernel of ours does that, on the host native code, into memory that is used again; torch's
+`embedding_bag`, which adds without atomics, stays as the twin of both.
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from nestpipe.kernels import host_memory, native_rows
+from nestpipe.kernels.bag_sums import can_sum, sum_on_gpu
 from nestpipe.kernels.native import native_wanted
 from nestpipe.kernels.native_rows import Places
+from nestpipe.kernels.rounding import raised, round_in_place
 
 # Shapes: N rows, S sums, T terms of all sums together, D width
 
+F32 = torch.float32
 Rows = Sequence[Tensor] | Places
 """Rows in one or several (n, D) tensors, numbered one after the other, or where they live."""
 
@@ -65,8 +68,38 @@ def lists_on(device: torch.device, lists: Sequence[Tensor]) -> list[Tensor]:
     return list(torch.split(moved, [len(numbers) for numbers in lists]))
 
 
-def sum_bags(bags: Bags, rows: Rows, out: Sequence[Tensor]) -> None:
-    """Write every sum; `out` may be several (s, D) tensors, filled one after the other."""
+def sum_bags(
+    bags: Bags,
+    rows: Rows,
+    out: Sequence[Tensor],
+    *,
+    came: torch.dtype = F32,
+    leaving: torch.dtype = F32,
+) -> None:
+    """Write every sum; `out` may be several (s, D) tensors, filled one after the other.
+
+    Rows are rounded to the type in which they `came` from other ranks, if they did, and sums to the
+    one in which they are `leaving`; what has that type already may be given, or asked for, as such.
+    """
+    if not isinstance(rows, Places):
+        if can_sum(bags.rows_T, bags.ends_S1, rows, out):
+            sum_on_gpu(bags.rows_T, bags.ends_S1, rows, out, came=came, leaving=leaving)
+            return
+        rows = [raised(part, came) for part in rows]
+    wide = [
+        part if part.dtype == F32 else host_memory.empty(part.shape, F32, part.device)
+        for part in out
+    ]
+    _sum_bags(bags, rows, wide)
+    for out_SD, wide_SD in zip(out, wide, strict=True):
+        if out_SD.dtype == F32:
+            round_in_place(out_SD, leaving)
+        else:
+            out_SD.copy_(wide_SD)
+
+
+def _sum_bags(bags: Bags, rows: Rows, out: Sequence[Tensor]) -> None:
+    """The same in float32."""
     if isinstance(rows, Places) or use_native(out[0].device):
         start = 0
         for out_SD in out:
@@ -83,8 +116,14 @@ def sum_bags(bags: Bags, rows: Rows, out: Sequence[Tensor]) -> None:
         out_SD.copy_(part)
 
 
-def add_bags(bags: Bags, rows: Sequence[Tensor], out_SD: Tensor) -> None:
-    """Add every sum to what is there."""
+def add_bags(
+    bags: Bags, rows: Sequence[Tensor], out_SD: Tensor, *, came: torch.dtype = F32
+) -> None:
+    """Add every sum to what is there, which was a sum too."""
+    if can_sum(bags.rows_T, bags.ends_S1, rows, [out_SD]):
+        sum_on_gpu(bags.rows_T, bags.ends_S1, rows, [out_SD], came=came, leaving=F32, add=True)
+        return
+    rows = [raised(part, came) for part in rows]
     if use_native(out_SD.device):
         native_rows.sum_bags(bags.rows_T, bags.ends_S1, rows, out_SD, add=True)
     else:
@@ -93,7 +132,10 @@ def add_bags(bags: Bags, rows: Sequence[Tensor], out_SD: Tensor) -> None:
 
 def add_bags_at(bags: Bags, rows: Sequence[Tensor], out_ND: Tensor, places_S: Tensor) -> None:
     """Add every sum to the row at its place; no place comes twice."""
-    if use_native(out_ND.device):
+    terms_T, ends_S1, out = bags.rows_T, bags.ends_S1, [out_ND]
+    if can_sum(terms_T, ends_S1, rows, out) and places_S.dtype == torch.int32:
+        sum_on_gpu(terms_T, ends_S1, rows, out, came=F32, leaving=F32, add=True, places_S=places_S)
+    elif use_native(out_ND.device):
         out = places_in(out_ND, places_S)
         native_rows.sum_bags(bags.rows_T, bags.ends_S1, rows, out, add=True)
     else:
@@ -128,9 +170,11 @@ def use_native(device: torch.device) -> bool:
     return device.type == "cpu" and native_wanted()
 
 
-def empty_rows(count: int, dim: int, device: torch.device) -> Tensor:
-    """(count, dim) float32 numbers to be written."""
-    return host_memory.empty((count, dim), torch.float32, device)
+def empty_rows(
+    count: int, dim: int, device: torch.device, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """(count, dim) numbers to be written."""
+    return host_memory.empty((count, dim), dtype, device)
 
 
 def bags_of_targets(targets_T: Tensor, sums: int, rows_T: Tensor | None = None) -> Bags:

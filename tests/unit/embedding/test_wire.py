@@ -9,8 +9,9 @@ from nestpipe.config import Table
 from nestpipe.embedding.groups import group_tables
 from nestpipe.embedding.messages import exchange
 from nestpipe.embedding.requests import make_request, make_window
-from nestpipe.embedding.wire import WIRES, lowered, round_in_place, rounded
+from nestpipe.embedding.wire import WIRES
 from nestpipe.jagged import Jagged
+from nestpipe.kernels.rounding import lowered, raised, round_in_place
 
 BFLOAT16 = torch.bfloat16
 ODD = torch.tensor([[1 / 3, -1e30, 1e-42], [float("inf"), 257.0, -0.0]])
@@ -23,7 +24,7 @@ def bits(rows: Tensor) -> Tensor:
 
 def test_what_is_rounded_is_a_copy_unless_it_is_to_stay_in_place():
     rows = ODD.clone()
-    there = rounded(rows, BFLOAT16)
+    there = raised(rows, BFLOAT16)
     assert there.dtype == torch.float32
     assert torch.equal(bits(there), bits(ODD.bfloat16().float()))
     assert torch.equal(bits(rows), bits(ODD))
@@ -32,10 +33,10 @@ def test_what_is_rounded_is_a_copy_unless_it_is_to_stay_in_place():
     assert not torch.equal(rows, ODD)
 
 
-def test_pieces_of_larger_tensors_may_be_rounded():
+def test_pieces_of_larger_tensors_may_be_raised():
     wide = torch.randn(7, 10, generator=torch.Generator().manual_seed(0))
     piece, before = wide[1:5, 2:6], wide.clone()
-    assert torch.equal(rounded(piece, BFLOAT16), piece.bfloat16().float())
+    assert torch.equal(raised(piece, BFLOAT16), piece.bfloat16().float())
     assert torch.equal(wide, before)
     round_in_place(piece, BFLOAT16)
     before[1:5, 2:6] = before[1:5, 2:6].bfloat16().float()
@@ -44,7 +45,7 @@ def test_pieces_of_larger_tensors_may_be_rounded():
 
 def test_in_float32_nothing_is_copied():
     rows = ODD.clone()
-    assert rounded(rows, torch.float32) is rows
+    assert raised(rows, torch.float32) is rows
     assert lowered(rows, torch.float32) is rows
     round_in_place(rows, torch.float32)
     assert torch.equal(bits(rows), bits(ODD))

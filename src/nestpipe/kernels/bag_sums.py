@@ -1,0 +1,86 @@
+"""Sums of rows on a GPU in one kernel, where nvcc compiled it; torch's operations are the twin."""
+
+# pyright: strict
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import c_int32, c_int64, c_void_p
+
+import torch
+from torch import Tensor
+
+from nestpipe.kernels.cuda_library import cuda_library
+
+# Shapes: S sums, T terms of all sums together
+
+MOST_PARTS = 6
+FLOAT32, BFLOAT16, ROUNDED = range(3)
+
+
+class _Part(ctypes.Structure):
+    """Rows in one piece of memory; `cuda/sums.cu` says more."""
+
+    _fields_ = (
+        *(("base", c_void_p), ("stride", c_int64)),
+        *(("count", c_int64), ("type", c_int32)),
+    )
+
+
+def can_sum(
+    terms_T: Tensor, ends_S1: Tensor | None, rows: Sequence[Tensor], out: Sequence[Tensor]
+) -> bool:
+    """Whether these sums can be taken so."""
+    if not terms_T.is_cuda:
+        return False
+    lists = [terms_T, *([] if ends_S1 is None else [ends_S1])]
+    parts = [*rows, *out]
+    return (
+        all(numbers.dtype == torch.int32 and numbers.stride(0) == 1 for numbers in lists)
+        and all(p.dtype in (torch.float32, torch.bfloat16) and p.stride(1) == 1 for p in parts)
+        and max(len(rows), len(out)) <= MOST_PARTS
+        and cuda_library(terms_T.get_device()) is not None
+    )
+
+
+def sum_on_gpu(
+    terms_T: Tensor,
+    ends_S1: Tensor | None,
+    rows: Sequence[Tensor],
+    out: Sequence[Tensor],
+    *,
+    came: torch.dtype,
+    leaving: torch.dtype,
+    add: bool = False,
+    places_S: Tensor | None = None,
+) -> None:
+    """Write the sums, or add them: to rows one after the other, or to those at `places_S`."""
+    bags = len(terms_T) if ends_S1 is None else len(ends_S1) - 1
+    if not bags:
+        return
+    device = terms_T.device
+    library = cuda_library(terms_T.get_device())
+    assert library is not None
+    assert places_S is None or places_S.dtype == torch.int32
+    with torch.cuda.device(device):
+        status = library.nestpipe_sum_bags(
+            (_Part * len(rows))(*(_part(part, came) for part in rows)),
+            len(rows),
+            (_Part * len(out))(*(_part(part, leaving) for part in out)),
+            len(out),
+            terms_T.data_ptr(),
+            None if ends_S1 is None else ends_S1.data_ptr(),
+            None if places_S is None else places_S.data_ptr(),
+            bags,
+            out[0].shape[1],
+            add,
+            torch.cuda.current_stream(device).cuda_stream,
+        )
+    if status != 0:
+        raise RuntimeError(f"CUDA cannot sum rows: error {status}")
+
+
+def _part(rows: Tensor, wire: torch.dtype) -> _Part:
+    kind = BFLOAT16 if rows.dtype == torch.bfloat16 else FLOAT32
+    kind = ROUNDED if rows.dtype != wire and kind == FLOAT32 else kind
+    return _Part(rows.data_ptr(), rows.stride(0), len(rows), kind)
