@@ -18,7 +18,7 @@ from nestpipe.bench.pipeline_report import PointReport, report
 from nestpipe.comm import launch
 from nestpipe.errors import ConfigError, RunError
 from nestpipe.schedule import Lane
-from nestpipe.sim.sharing import Sharing
+from nestpipe.sim.sharing import EXCHANGES, Sharing
 
 
 def run_pipeline(
@@ -63,7 +63,8 @@ def sharing_of(case: PipelineCase, *, hosts: bool) -> Sharing:
     """What the ranks of a run compute with, and have to share."""
     everyone = (0,) * case.ranks
     if case.device == "cuda":
-        return Sharing(everyone, frozenset({Lane.COMPUTE}))  # routing is done in host memory
+        # Routing is done in host memory, and its network is that of the hosts.
+        return Sharing(everyone, frozenset({Lane.COMPUTE}), drawing=EXCHANGES)
     off_network = frozenset(Lane) - {Lane.NET}
     cores = len(os.sched_getaffinity(0))
     if hosts:  # each has one core, as `launch_on_hosts` gives them out

@@ -21,7 +21,7 @@ from nestpipe.schedule import (
 from nestpipe.schedule.op import EARLY_KINDS
 from nestpipe.sim import Scale, figures, replay
 from nestpipe.sim.serial_costs import BUCKETS, SerialCosts, SerialRuns, begun_early
-from nestpipe.sim.sharing import Sharing, replay_shared
+from nestpipe.sim.sharing import EXCHANGES, Sharing, replay_shared
 from nestpipe.trace import Trace
 
 OFF_NETWORK = frozenset(Lane) - {Lane.NET}
@@ -237,6 +237,12 @@ def test_a_collective_on_another_lane_asks_no_more_of_the_core():
     sharing = Sharing((0,), OFF_NETWORK, collective_draw=0.2)
     assert sharing.draw(Kind.KEYS, Lane.ROUTE) == sharing.draw(Kind.ROWS, Lane.NET) == 0.2
     assert sharing.draw(Kind.DEDUP, Lane.ROUTE) == 1.0
+
+
+def test_collectives_that_have_no_part_in_a_pool_ask_for_nothing():
+    sharing = Sharing((0,), frozenset({Lane.COMPUTE}), collective_draw=0.2, drawing=EXCHANGES)
+    assert sharing.draw(Kind.ROWS, Lane.NET) == sharing.draw(Kind.GRADS, Lane.NET) == 0.2
+    assert sharing.draw(Kind.KEYS, Lane.KEYS) == sharing.draw(Kind.DEDUP, Lane.COPY) == 0.0
 
 
 def test_what_runs_under_dense_on_the_same_core_is_not_free():
