@@ -236,7 +236,7 @@ class RowBuffers:
 
         positions_n = None if which_n is None else self._sent(which_n)
         addresses_K = self._addresses_there[batch][g]
-        alone = self._shape.buffers == 1
+        alone = not self._shape.retrieves_ahead
         copy_rows_by_gpu(addresses_K, positions_n, rows_KW, to_places=to_places, alone=alone)
 
     def _sent(self, numbers: Tensor) -> Tensor:

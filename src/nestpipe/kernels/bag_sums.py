@@ -10,6 +10,7 @@ from ctypes import c_int32, c_int64, c_void_p
 import torch
 from torch import Tensor
 
+from nestpipe.errors import RunError
 from nestpipe.kernels.cuda_library import cuda_library
 
 # Shapes: S sums, T terms of all sums together
@@ -77,7 +78,7 @@ def sum_on_gpu(
             torch.cuda.current_stream(device).cuda_stream,
         )
     if status != 0:
-        raise RuntimeError(f"CUDA cannot sum rows: error {status}")
+        raise RunError(f"the GPU cannot sum rows: CUDA's error {status}")
 
 
 def _part(rows: Tensor, wire: torch.dtype) -> _Part:

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -36,12 +36,17 @@ TWIN = "or set NESTPIPE_NATIVE=0 to use the slow plain twin"
 def build() -> Path:
     """The library, compiled now where this machine has none of these sources yet."""
     compiler = find_compiler()
-    target = cache_folder() / f"libnestpipe-{build_key(compiler)}.so"
+    return built_once(f"libnestpipe-{build_key(compiler)}.so", lambda to: _compile(compiler, to))
+
+
+def built_once(name: str, make: Callable[[Path], None]) -> Path:
+    """A library of that name in the cache; of those who miss it at the same time one makes it."""
+    target = cache_folder() / name
     if target.exists():
         return target
     with locked(target.with_suffix(".lock")):
         if not target.exists():
-            _compile(compiler, target)
+            make(target)
     return target
 
 
@@ -71,10 +76,15 @@ def cache_folder() -> Path:
 
 def build_key(compiler: list[str]) -> str:
     """A hash of the sources, the flags, the compiler and the processor."""
+    return hash_of((*FLAGS, *compiler, version_of(compiler), _processor()), source_files())
+
+
+def hash_of(words: Iterable[str], sources: Iterable[Path]) -> str:
+    """Of all that a library is made of."""
     digest = hashlib.sha256()
-    for part in (*FLAGS, *compiler, _version_of(compiler), _processor()):
-        digest.update(part.encode() + b"\0")
-    for source in source_files():
+    for word in words:
+        digest.update(word.encode() + b"\0")
+    for source in sources:
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 
@@ -84,7 +94,8 @@ def source_files() -> list[Path]:
     return sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")])
 
 
-def _version_of(compiler: list[str]) -> str:
+def version_of(compiler: list[str]) -> str:
+    """What a compiler says of itself."""
     result = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=False)
     return result.stdout
 

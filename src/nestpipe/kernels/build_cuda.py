@@ -3,7 +3,6 @@
 # pyright: strict
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import subprocess
@@ -11,7 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from nestpipe.kernels.build import cache_folder, first_error, locked
+from nestpipe.kernels.build import built_once, first_error, hash_of, version_of
 
 SOURCES = Path(__file__).parent / "cuda"
 # Bulk copies came with compute capability 9.0; later GPUs compile the same for themselves.
@@ -30,14 +29,9 @@ class CannotCompileError(Exception):
 
 def build_cuda() -> Path:
     """The library, compiled now where this machine has none of these sources yet."""
-    compiler = find_nvcc()
-    target = cache_folder() / f"libnestpipe-cuda-{_key(compiler)}.so"
-    if target.exists():
-        return target
-    with locked(target.with_suffix(".lock")):
-        if not target.exists():
-            _compile(compiler, target)
-    return target
+    compiler = str(find_nvcc())
+    key = hash_of((*FLAGS, compiler, version_of([compiler])), (*_sources(), *HEADERS))
+    return built_once(f"libnestpipe-cuda-{key}.so", lambda to: _compile(compiler, to))
 
 
 def find_nvcc() -> Path:
@@ -51,26 +45,15 @@ def find_nvcc() -> Path:
     raise CannotCompileError("nvcc is not installed (or name its folder in CUDA_HOME)")
 
 
-def _key(compiler: Path) -> str:
-    """A hash of the sources, the flags and the compiler."""
-    digest = hashlib.sha256()
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
-    for part in (*FLAGS, str(compiler), version.stdout):
-        digest.update(part.encode() + b"\0")
-    for source in (*_sources(), *HEADERS):
-        digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
-    return digest.hexdigest()[:16]
-
-
 def _sources() -> list[Path]:
     return sorted(SOURCES.glob("*.cu"))
 
 
-def _compile(compiler: Path, target: Path) -> None:
+def _compile(compiler: str, target: Path) -> None:
     sys.stderr.write("compiling for the GPU with nvcc\n")
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         made = Path(folder) / target.name
-        command = [compiler, *FLAGS, "-o", made, *_sources()]
+        command = [compiler, *FLAGS, "-o", str(made), *map(str, _sources())]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         if result.returncode != 0:
             raise CannotCompileError(f"nvcc cannot compile: {first_error(result.stderr)}")

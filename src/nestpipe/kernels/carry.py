@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from nestpipe.errors import RunError
 from nestpipe.kernels.cuda_library import cuda_library
 
 # Shapes: K rows of a buffer, n some of them, W numbers of a row
@@ -30,7 +31,7 @@ def aligned_rows(count: int, width: int, device: torch.device) -> Tensor:
 def in_order_of_addresses(addresses_K: Tensor, positions_n: Tensor | None) -> Tensor:
     """(n,) the same positions; rows that share a page of host memory come one after the other.
 
-    The GPU remembers few pages at a time: in any other order it looks up one for nearly every row.
+    That doubles the speed and more (docs/log.md), most likely since the GPU remembers few pages.
     """
     if positions_n is None:
         return addresses_K.argsort()
@@ -65,7 +66,7 @@ def carry_rows(
             torch.cuda.current_stream(rows_KW.device).cuda_stream,
         )
     if status != 0:
-        raise RuntimeError(f"CUDA cannot carry rows: error {status}")
+        raise RunError(f"the GPU cannot carry rows: CUDA's error {status}; set pin_rows = false")
 
 
 def _bytes_of(rows_KW: Tensor) -> int:

@@ -8,6 +8,7 @@ import ctypes
 import torch
 from torch import Tensor
 
+from nestpipe.errors import RunError
 from nestpipe.kernels.cuda_library import cuda_library
 from nestpipe.kernels.native_rows import OptimizerStruct
 
@@ -49,4 +50,4 @@ def update_rows(
             torch.cuda.current_stream(rows_KW.device).cuda_stream,
         )
     if status != 0:
-        raise RuntimeError(f"CUDA cannot update rows: error {status}")
+        raise RunError(f"the GPU cannot update rows: CUDA's error {status}")

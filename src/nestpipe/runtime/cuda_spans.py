@@ -63,7 +63,7 @@ class CudaSpans:
     def trace(self, facts: Mapping[str, Fact]) -> Trace:
         """Waits for the GPU to reach the last event.
 
-        The clocks run apart, by as much as 0.1 ms in a second: they are compared once more.
+        Two clocks may run apart, so they are compared once more.
         """
         timed = self._timed.all()
         for *_, end in timed:

@@ -36,6 +36,10 @@ class Merge(StrEnum):
     """The gradients of every batch, before `update`: replicas never differ."""
 
 
+RETRIEVING_AHEAD = frozenset({"stale_prefetch", "dual_buffer", "nested"})
+"""Plans that look up the next batch under this one's window."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
     """What a schedule promises to stay within; every op's memory follows from it."""
@@ -113,6 +117,11 @@ class Shape:
     def is_early(self, op: Op) -> bool:
         """Whether the op sends rows before they are refreshed."""
         return self.early and op.kind is Kind.ROWS and op.micro == 0
+
+    @property
+    def retrieves_ahead(self) -> bool:
+        """Whether rows of a later batch are read while this one computes."""
+        return self.plan in RETRIEVING_AHEAD
 
     @property
     def takes_over(self) -> bool:

@@ -21,8 +21,10 @@ from nestpipe.runtime import (
     name_collectives,
     run,
 )
+from nestpipe.runtime.cuda_spans import at_rate
 from nestpipe.schedule import PLANS, Kind, Lane, Op, Plan, PlanOptions, Retrieval, plan
 from nestpipe.schedule.wellformed import ops_of_batch
+from nestpipe.trace import Span
 
 NESTED = plan("nested", PlanOptions(micros=2))
 EVERY = [
@@ -266,3 +268,8 @@ def test_a_delay_belongs_to_its_op_whatever_runs_it(monkeypatch: pytest.MonkeyPa
     assert max(inline) <= 0.040
     assert delays(ThreadLanes(), 5) == inline
     assert delays(InlineLanes(), 6) != inline
+
+
+def test_spans_of_another_clock_are_brought_to_this_one():
+    (span,) = at_rate(1.5, [Span("union", "route", 3, None, 0, 10.0, 14.0)])
+    assert (span.start, span.end, span.name) == (15.0, 21.0, "union 3")

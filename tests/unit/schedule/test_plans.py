@@ -393,3 +393,10 @@ def test_what_no_plan_can_do_is_refused_with_a_remedy(
     with pytest.raises(PlanError) as caught:
         ask()
     assert str(caught.value) == sentence
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_shape_knows_whether_rows_of_later_batches_are_read(name):
+    made = plan(name)
+    ahead = any(slot.kind is Kind.RETRIEVE and slot.ahead > 0 for slot in made.tick)
+    assert made.shape.retrieves_ahead == ahead
