@@ -180,6 +180,18 @@ def test_nccl_ranks_on_one_gpu_change_no_bit_and_catch_a_stale_plan(tmp_path, ra
     assert stale["first_different_step"] == 2
 
 
+ONE_STREAM = [
+    {**EARLY[n], "retrieval": "new", "buffers": 3, "one_stream": True, "delays": n}
+    for n in range(len(EARLY))
+]
+"""Whoever starts collectives in another order than its peers hangs with them."""
+
+
+def test_ranks_whose_threads_are_late_by_chance_start_collectives_in_one_order(tmp_path):
+    for case, found in zip(ONE_STREAM, verdicts_of(ONE_STREAM, 2, tmp_path), strict=True):
+        assert_identical(found, case, 2)
+
+
 IN_GROUPS = [
     {**case, "parallel": {"groups": 2, "merge": merge, "merge_every": every}}
     for case, (merge, every) in zip(

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,14 +20,17 @@ from nestpipe.comm import Communicator, LocalCommunicator, connect
 from nestpipe.config import Table, build
 from nestpipe.jagged import Jagged
 from nestpipe.models import Loss
-from nestpipe.runtime import Work
+from nestpipe.runtime import Work, inject_delays
+from nestpipe.runtime.cuda_lanes import CudaLanes
+from nestpipe.schedule import Lane
 from nestpipe.train.settings import PipelineSettings, TrainSettings
 from nestpipe.train.trainer import Trainer
 from nestpipe.train.verify import Verdict, verify
 
 BATCH, STEPS = 48, 6
 DIM, USER_DIM, FEATURES = 16, 8, 3
-TIMEOUT_S = 60.0
+TIMEOUT_S = float(os.environ.get("VERIFY_TIMEOUT_S", "60"))
+DELAY_MS = 3.0
 
 Case = dict[str, object]
 PIPELINE = ("plan", "retrieval", "micro_batches", "exchange", "wire", "early", "buffers")
@@ -146,7 +150,18 @@ def make_trainer(
         "parallel": case.get("parallel", {}),
     }
     settings = replace(build(TrainSettings, given), pipeline=pipeline)
-    return Trainer(Model(), TABLES, settings, comm, around=around)
+    trainer = Trainer(Model(), TABLES, settings, comm, around=around)
+    if case.get("one_stream") and isinstance(trainer.lanes, CudaLanes):
+        use_one_stream(trainer, trainer.lanes)
+    return trainer
+
+
+def use_one_stream(trainer: Trainer, lanes: CudaLanes) -> None:
+    """A tool for tests: collectives that two threads start share what there is least of."""
+    stream = lanes._places[Lane.NET].stream
+    assert trainer._early_sums is not None
+    assert isinstance(stream, torch.cuda.Stream)
+    trainer._early_sums._stream = stream
 
 
 def prove(
@@ -166,6 +181,13 @@ def prove(
     return verify(start, pipeline)  # pyright: ignore[reportArgumentType]  columns are not asked for
 
 
+def delays_of(case: Case, rank: int) -> Callable[[Work], Work]:
+    """Others on every rank, where the case asks for some."""
+    if "delays" not in case:
+        return lambda work: work
+    return partial(inject_delays, seed=1000 * int(str(case["delays"])) + rank, max_ms=DELAY_MS)
+
+
 def main() -> None:
     """One rank: every case, one after the other; rank 0 writes the verdicts."""
     cases, out, device = sys.argv[1:]
@@ -176,7 +198,10 @@ def main() -> None:
         comm = connect("nccl", timeout_s=TIMEOUT_S)
     else:
         comm = connect("gloo", timeout_s=TIMEOUT_S)
-    verdicts = [prove(case, comm, device) for case in json.loads(Path(cases).read_text())]
+    verdicts = [
+        prove(case, comm, device, delays_of(case, comm.rank))
+        for case in json.loads(Path(cases).read_text())
+    ]
     if comm.rank == 0:
         Path(out).write_text(json.dumps([verdict.figures() for verdict in verdicts]))
     comm.barrier()

@@ -27,7 +27,9 @@ def _no_device() -> None:
 class _InlineLane:
     begin: Callable[[], None]
 
-    def submit(self, act: Act, op: Op, after: Sequence[Event]) -> Event:
+    def submit(
+        self, act: Act, op: Op, after: Sequence[Event], behind: Event | None = None
+    ) -> Event:
         """Run the op; what it waits for was issued earlier and has ended."""
         try:
             self.begin()

@@ -33,9 +33,12 @@ class Event(Protocol):
 class LaneQueue(Protocol):
     """One lane, as the issuing loop sees it."""
 
-    def submit(self, act: Act, op: Op, after: Sequence[Event]) -> Event:
+    def submit(
+        self, act: Act, op: Op, after: Sequence[Event], behind: Event | None = None
+    ) -> Event:
         """Run `act(op)` after all that was submitted before and after the events.
 
+        The act is called when that of `behind` has returned, whether its op has ended or not.
         Raises the first failure of any lane, once there is one.
         """
         ...

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from nestpipe.runtime.collective_order import CollectiveOrder
 from nestpipe.runtime.interpreter import between_batches, quiet_interpreter
 from nestpipe.runtime.lanes import Act, Event, Lanes, Work
 from nestpipe.runtime.spans import HostSpans, Spans
@@ -37,6 +38,7 @@ def run(
     lane_of = {kind: plan.shape.lane(kind) for kind in work}
     acts = {k: _until(batches, spans.timed(act, lane_of[k])) for k, act in work.items()}
     done: dict[Op, Event] = {}
+    order = CollectiveOrder(plan.shape)
     spans.begin()
     with quiet_interpreter(), lanes:
         for step in plan.stream(batches):
@@ -45,7 +47,8 @@ def run(
                 _make_room(op.batch, plan.shape, done)
                 between_batches(op.batch)
             lane = lanes[lane_of[op.kind]]
-            done[op] = lane.submit(acts[op.kind], op, [done[b] for b in step.after])
+            after, behind = [done[b] for b in step.after], order.next(op)
+            done[op] = lane.submit(acts[op.kind], op, after, done[behind] if behind else None)
     return spans.trace({**_facts(plan.shape), **(facts or {})})
 
 

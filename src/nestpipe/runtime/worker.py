@@ -78,12 +78,15 @@ class _Task:
     act: Act
     op: Op
     after: Sequence[_End]
+    behind: _End | None
     end: _End = field(default_factory=_End)
 
     def run(self, place: Place, halt: Halt) -> None:
         try:
             for end in self.after:
                 end.issued.wait()
+            if self.behind is not None:
+                self.behind.issued.wait()
             if not halt.called:
                 place.wait_for([end.mark for end in self.after if end.mark is not None])
                 self.act(self.op)
@@ -106,9 +109,12 @@ class LaneThread:
         self._thread = threading.Thread(target=self._work, name=f"lane {name}", daemon=True)
         self._thread.start()
 
-    def submit(self, act: Act, op: Op, after: Sequence[Event]) -> Event:
+    def submit(
+        self, act: Act, op: Op, after: Sequence[Event], behind: Event | None = None
+    ) -> Event:
         self._halt.check()
-        task = _Task(act, op, cast("Sequence[_End]", after))  # lanes of one set, so all are ours
+        # Lanes of one set, so all are ours.
+        task = _Task(act, op, cast("Sequence[_End]", after), cast("_End | None", behind))
         self._tasks.put(task)
         return task.end
 

@@ -124,8 +124,9 @@ def with_early_rows(plan: Plan) -> Plan:
         )
     first = plan.tick.index(Slot(K.ROWS, 0, 0))
     tick = [*plan.tick[:first], Slot(K.FRESH, 0), *plan.tick[first + 1 :]]
-    last = max(tick.index(Slot(K.DENSE, 0, shape.micros - 1)), tick.index(Slot(K.RETRIEVE, 1)) + 1)
-    tick.insert(last, Slot(K.ROWS, 1, 0))
+    # Behind that `dense`, which starts the sums of dense gradients and must not wait for them.
+    last = max(tick.index(Slot(K.DENSE, 0, shape.micros - 1)), tick.index(Slot(K.RETRIEVE, 1)))
+    tick.insert(last + 1, Slot(K.ROWS, 1, 0))
     # As soon as the next batch's rows are known, but behind the keys of the batch after it: they
     # must not wait for that union, or every union waits for the exchanges after the last one.
     known = Slot(K.KEYS, 2) if Slot(K.KEYS, 2) in tick else Slot(K.UNION, 1)

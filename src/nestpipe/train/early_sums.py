@@ -69,6 +69,8 @@ class EarlySums:
             yield
         finally:
             self._in_backward = False
+        if early:  # parameters that this pass did not reach
+            self._send_all()
 
     def _ready(self, parameter: Tensor) -> None:
         """Called by autograd, in its thread, when a parameter has its gradient."""
@@ -86,6 +88,10 @@ class EarlySums:
         while len(self._sums) < len(self._buckets) and not self._missing[len(self._sums)]:
             self._send_next()
 
+    def _send_all(self) -> None:
+        while len(self._sums) < len(self._buckets):
+            self._send_next()
+
     def _send_next(self) -> None:
         bucket = self._buckets[len(self._sums)]
         gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in bucket]
@@ -100,8 +106,7 @@ class EarlySums:
 
     def finish(self) -> None:
         """Send what is left; then every parameter has its summed gradient, for this stream."""
-        while len(self._sums) < len(self._buckets):
-            self._send_next()
+        self._send_all()
         torch.cuda.current_stream().wait_stream(self._stream)
         for bucket, flat in zip(self._buckets, self._sums, strict=True):
             parts = torch.split(flat, [p.numel() for p in bucket])

@@ -135,9 +135,9 @@ class Issued:
         self.lane = self.inner[lane]
         return self
 
-    def submit(self, act: Act, op: Op, after: list[Event]) -> Event:
+    def submit(self, act: Act, op: Op, after: list[Event], behind: Event | None = None) -> Event:
         self.newest = max(self.newest, op.batch)
-        return self.lane.submit(act, op, after)
+        return self.lane.submit(act, op, after, behind)
 
 
 @every_plan

@@ -152,8 +152,8 @@ def test_early_rows_are_issued_under_the_batch_before_and_fresh_ones_after_its_u
     for t in range(1, 6):
         order = [
             Op(Kind.MARKS, t),
-            Op(Kind.ROWS, t, 0),
             Op(Kind.DENSE, t - 1, micros - 1),
+            Op(Kind.ROWS, t, 0),
             Op(Kind.GRADS, t - 1, micros - 1),
             Op(Kind.UPDATE, t - 1),
             Op(Kind.SYNC, t),
