@@ -148,10 +148,11 @@ def measure(case: PipelineCase, variants: Sequence[Variant], comm: Communicator,
     for point, passes in enumerate(points):
         rounds.set_passes(passes)
         at = f"{passes} passes, " if case.curve else ""
-        for number in range(case.rounds + 1):
+        # Round 0 warms everything up: kernels and memory are the same at every point.
+        for number in range(min(point, 1), case.rounds + 1):
             for variant in variants:
                 trace = rounds.run(variant)
-                if number > 0:  # the first one warms everything up
+                if number > 0:
                     write_chrome(trace, trace_file(folder, point, variant, number, comm.rank))
                 step_ms = median(step_times(trace))
                 say(f"{at}round {number} of {case.rounds}, {variant.name}: {step_ms:,.0f} ms")
