@@ -12,8 +12,6 @@ from nestpipe.trace import Trace, read_chrome
 
 NET_CPU = "net_cpu_ms"
 """A fact of a trace: processor time of rank 0 in collectives, all batches together."""
-NET_DEVICE = "net_device_ms"
-"""Of a trace on a GPU: what rank 0's exchanges of rows and gradients took off the network."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,13 +19,7 @@ import torch
 
 from nestpipe.bench.one_gpu import look_like_a_host
 from nestpipe.bench.pipeline_cases import CURVE, PipelineCase, Variant
-from nestpipe.bench.pipeline_files import (
-    NET_CPU,
-    NET_DEVICE,
-    read_task,
-    trace_file,
-    write_points,
-)
+from nestpipe.bench.pipeline_files import NET_CPU, read_task, trace_file, write_points
 from nestpipe.bench.pipeline_model import (
     fill_store,
     make_batches,
@@ -34,7 +28,6 @@ from nestpipe.bench.pipeline_model import (
 )
 from nestpipe.bench.pipeline_report import step_times
 from nestpipe.bench.repeated import Repeated
-from nestpipe.bench.timed_network import TimedNetwork
 from nestpipe.comm import Communicator, LocalCommunicator, connect
 from nestpipe.errors import NestpipeError
 from nestpipe.runtime import Lanes, Spans, lanes_for
@@ -42,7 +35,6 @@ from nestpipe.runtime.lanes import Act
 from nestpipe.schedule import Lane, Op
 from nestpipe.sim import figures
 from nestpipe.sim.serial_costs import BUCKETS
-from nestpipe.sim.sharing import EXCHANGES
 from nestpipe.trace import Span, Trace, write_chrome
 from nestpipe.trace.span import Fact
 from nestpipe.train.early_sums import buckets_of
@@ -96,8 +88,8 @@ class Rounds:
             pipeline=PipelineSettings(first=case.first, last=case.last, wire=case.wire),
         )
         self.case = case
-        self.comm = TimedNetwork(comm)
-        self.trainer = Trainer(make_model(case), make_tables(case), settings, self.comm)
+        self.comm = comm
+        self.trainer = Trainer(make_model(case), make_tables(case), settings, comm)
         self.source = Repeated(make_batches(case, comm.rank), case.steps)
         self._clock = SharedClock(self.trainer.spans)
         self._lanes: dict[bool, Lanes] = {}
@@ -109,14 +101,11 @@ class Rounds:
         trainer.plan, trainer.lanes = plan, self._lanes_of(plan.name)
         trainer.spans, trainer.trace = self._clock, Trace(())
         self.comm.barrier()
-        self.comm.begin()
         trainer.fit(self.source, epochs=trainer.progress.epoch + 1)  # type: ignore[arg-type]
         parameters = trainer.model.parameters()
-        exchanges_ms = sum(s.duration for s in trainer.trace.spans if s.kind in EXCHANGES)
         facts = {
             **trainer.trace.facts,
             NET_CPU: self._clock.net_cpu_ms,
-            NET_DEVICE: exchanges_ms - self.comm.exchange_ms(),
             BUCKETS: len(buckets_of([p for p in parameters if p.requires_grad])),
         }
         return Trace(_shifted(trainer.trace.spans, self._clock.began_ms), facts)

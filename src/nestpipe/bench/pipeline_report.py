@@ -9,7 +9,7 @@ from itertools import pairwise
 from statistics import mean, median
 
 from nestpipe.bench.pipeline_cases import PipelineCase, Variant
-from nestpipe.bench.pipeline_files import NET_CPU, NET_DEVICE
+from nestpipe.bench.pipeline_files import NET_CPU
 from nestpipe.schedule import Kind
 from nestpipe.sim.report import EXCHANGE_KINDS, LOOKUP_KINDS
 from nestpipe.sim.serial_costs import SerialRuns
@@ -264,8 +264,7 @@ def _predict(
         whole, new = (
             rounds[Variant("serial", form, case.micros, exchange)] for form in ("whole", "new")
         )
-        fact = NET_CPU if case.device == "cpu" else NET_DEVICE
-        draw = collective_draw(whole, fact, sharing)
+        draw = collective_draw(whole) if case.device == "cpu" else 0.0
         runs = SerialRuns(whole, new, replace(sharing, collective_draw=draw))
         for variant in split:
             if variant.exchange == exchange:
@@ -274,16 +273,13 @@ def _predict(
     return predicted
 
 
-def collective_draw(serial: Sequence[Trace], fact: str, sharing: Sharing) -> float:
-    """What a rank's collectives take of a core, or of the GPU, while they run, from serial traces.
-
-    `fact` is how long they had it.
-    """
-    used = sum(float(trace.facts.get(fact, 0.0)) for trace in serial)
+def collective_draw(serial: Sequence[Trace]) -> float:
+    """The part of a core that a rank's collectives take while they run, from serial traces."""
+    used = sum(float(trace.facts.get(NET_CPU, 0.0)) for trace in serial)
     ran = sum(
         span.duration
         for trace in serial
         for span in without_waiting(trace).of_rank(0)
-        if span.kind in sharing.drawing
+        if span.kind in COLLECTIVES
     )
-    return min(1.0, max(0.0, used / ran)) if ran else 0.0
+    return min(1.0, used / ran) if ran else 0.0

@@ -20,8 +20,8 @@ SOON_MS = 1e-6
 """Ops with less left than this have ended: sums of parts are not exact."""
 COLLECTIVES = frozenset(kind for kind in Kind if LANE_OF[kind] is Lane.NET)
 """Kinds that all ranks take part in, on whatever lane a plan puts them."""
-EXCHANGES = frozenset({Kind.ROWS, Kind.GRADS, Kind.FRESH})
-"""Those of them that gather, round and sum what they exchange, on the device."""
+MOVES = frozenset({Kind.RETRIEVE, Kind.WRITEBACK})
+"""Kinds that move rows between host memory and the device."""
 CostOf = Callable[[Op, int], float]
 """Milliseconds that an op takes a rank which has its pool for itself."""
 
@@ -38,14 +38,16 @@ class Sharing:
     """How many ops a pool can run at full speed."""
     collective_draw: float = 0.0
     """What a collective takes of its rank's pool while it runs, 0 to 1: a network is not free."""
-    drawing: frozenset[Kind] = COLLECTIVES
-    """The collectives that do; the others take nothing."""
+    move_draw: float = 0.0
+    """What rows take of it while they are moved, 0 to 1, on a lane that is not among `lanes`."""
 
     def draw(self, kind: str, lane: str) -> float:
         """How much of a pool an op asks for while it runs; a collective on any lane asks alike."""
         if kind in COLLECTIVES:
-            return self.collective_draw if kind in self.drawing else 0.0
-        return 1.0 if lane in self.lanes else 0.0
+            return self.collective_draw
+        if lane in self.lanes:
+            return 1.0
+        return self.move_draw if kind in MOVES else 0.0
 
     def speed(self, own: float, drawn: float) -> float:
         """How fast an op that asks for `own` runs while all ops of its pool ask for `drawn`."""

@@ -20,7 +20,7 @@ from nestpipe.bench.pipeline_report import (
 from nestpipe.cli.app import main
 from nestpipe.errors import ConfigError
 from nestpipe.schedule import Kind, Lane, Op
-from nestpipe.sim.sharing import EXCHANGES, Sharing, replay_shared
+from nestpipe.sim.sharing import Sharing, replay_shared
 from nestpipe.trace import Span, Trace, write_chrome
 
 CASE = PipelineCase(name="tiny", ranks=2, batch=8, micros=4, rounds=1, steps=16)
@@ -178,18 +178,12 @@ def test_a_lane_of_the_network_is_in_use_until_its_last_member_is_done():
     assert [(span.start, span.end) for span in used.spans] == [(45.0, 58.0)] * 2
 
 
-def test_what_collectives_take_of_a_core_or_a_gpu():
+def test_what_collectives_take_of_a_core():
     spans = (
         Span("rows", "net", 3, 0, 0, 10.0, 50.0),
         Span("rows", "net", 3, 0, 1, 30.0, 50.0),
-        Span("keys", "keys", 3, None, 0, 60.0, 80.0),
-        Span("keys", "keys", 3, None, 1, 60.0, 80.0),
     )
-    traces = [Trace(spans, {"net_cpu_ms": 5.0, "net_device_ms": 8.0})]
-    core, gpu = OWN, replace(OWN, drawing=EXCHANGES)
-    assert collective_draw(traces, "net_cpu_ms", core) == pytest.approx(5 / 40)
-    assert collective_draw(traces, "net_device_ms", gpu) == pytest.approx(8 / 20)
-    assert collective_draw([Trace(spans)], "net_device_ms", gpu) == 0.0
+    assert collective_draw([Trace(spans, {"net_cpu_ms": 5.0})]) == pytest.approx(0.25)
 
 
 def test_traces_travel_through_the_folder(tmp_path):

@@ -21,7 +21,7 @@ from nestpipe.schedule import (
 from nestpipe.schedule.op import EARLY_KINDS
 from nestpipe.sim import Scale, figures, replay
 from nestpipe.sim.serial_costs import BUCKETS, SerialCosts, SerialRuns, begun_early
-from nestpipe.sim.sharing import EXCHANGES, Sharing, replay_shared
+from nestpipe.sim.sharing import Sharing, replay_shared
 from nestpipe.trace import Trace
 
 OFF_NETWORK = frozenset(Lane) - {Lane.NET}
@@ -239,10 +239,18 @@ def test_a_collective_on_another_lane_asks_no_more_of_the_core():
     assert sharing.draw(Kind.DEDUP, Lane.ROUTE) == 1.0
 
 
-def test_collectives_that_have_no_part_in_a_pool_ask_for_nothing():
-    sharing = Sharing((0,), frozenset({Lane.COMPUTE}), collective_draw=0.2, drawing=EXCHANGES)
-    assert sharing.draw(Kind.ROWS, Lane.NET) == sharing.draw(Kind.GRADS, Lane.NET) == 0.2
-    assert sharing.draw(Kind.KEYS, Lane.KEYS) == sharing.draw(Kind.DEDUP, Lane.COPY) == 0.0
+def test_rows_that_a_gpu_moves_take_a_part_of_it_from_dense_compute():
+    """Two ranks on one GPU: dense alone takes 2 x 10 ms, beside rows of both ranks 2.4 x 10."""
+    sharing = Sharing((0, 0), frozenset({Lane.COMPUTE}), move_draw=0.2)
+    assert sharing.draw(Kind.RETRIEVE, Lane.HOST) == sharing.draw(Kind.WRITEBACK, Lane.WRITE) == 0.2
+    assert sharing.draw(Kind.UNION, Lane.ROUTE) == 0.0
+    assert 10 / sharing.speed(1.0, 2.0) == pytest.approx(20)
+    assert 10 / sharing.speed(1.0, 2.0 + 2 * 0.2) == pytest.approx(24)
+
+
+def test_rows_that_a_host_moves_take_all_of_its_core():
+    sharing = Sharing((0,), OFF_NETWORK, move_draw=0.2)
+    assert sharing.draw(Kind.RETRIEVE, Lane.HOST) == 1.0
 
 
 def test_what_runs_under_dense_on_the_same_core_is_not_free():
