@@ -15,7 +15,7 @@ from nestpipe.serve.host_arena import GRAIN, HostArena, give_arena, hand_over_ar
 SIZES = st.integers(0, 6 * GRAIN)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.lists(st.tuples(st.booleans(), SIZES), max_size=60))
 def test_pieces_never_overlap_and_all_memory_comes_back(steps: list[tuple[bool, int]]):
     arena = HostArena(32 * GRAIN, pinned=False)
