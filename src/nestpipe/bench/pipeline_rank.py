@@ -137,7 +137,7 @@ def measure(case: PipelineCase, variants: Sequence[Variant], comm: Communicator,
     for point, passes in enumerate(points):
         rounds.set_passes(passes)
         at = f"{passes} passes, " if case.curve else ""
-        # Round 0 warms everything up: kernels and memory are the same at every point.
+        # Round 0 warms everything up, for all points: those after the first compute less.
         for number in range(min(point, 1), case.rounds + 1):
             for variant in variants:
                 trace = rounds.run(variant)

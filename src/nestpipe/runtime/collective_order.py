@@ -21,12 +21,13 @@ class CollectiveOrder:
         self._last: Op | None = None
         self._last_sums: Op | None = None
 
-    def next(self, op: Op) -> Op | None:
+    def behind(self, op: Op) -> Op | None:
         """The op that must have started its collectives before this one may start its own.
 
-        None where it starts none, or where the order of its lane says enough.
+        To be asked for every op, in the order of issue. None where it starts none, or where the
+        order of its lane says enough.
         """
-        if self._sums(op):
+        if self._starts_sums(op):
             behind, self._last_sums = self._last, op
             return behind
         if self._shape.lane(op.kind) is Lane.NET:
@@ -34,6 +35,6 @@ class CollectiveOrder:
             return self._last_sums
         return None
 
-    def _sums(self, op: Op) -> bool:
+    def _starts_sums(self, op: Op) -> bool:
         last = op.kind is Kind.DENSE and op.micro == self._shape.micros - 1
         return last and self._shape.sums_apart

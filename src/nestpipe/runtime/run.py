@@ -47,7 +47,7 @@ def run(
                 _make_room(op.batch, plan.shape, done)
                 between_batches(op.batch)
             lane = lanes[lane_of[op.kind]]
-            after, behind = [done[b] for b in step.after], order.next(op)
+            after, behind = [done[b] for b in step.after], order.behind(op)
             done[op] = lane.submit(acts[op.kind], op, after, done[behind] if behind else None)
     return spans.trace({**_facts(plan.shape), **(facts or {})})
 

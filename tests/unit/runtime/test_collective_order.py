@@ -62,7 +62,7 @@ def test_whatever_is_late_the_order_is_that_of_the_plan(name: str):
 
 
 def test_without_it_ranks_would_start_them_in_different_orders(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(CollectiveOrder, "next", lambda self, op: None)
+    monkeypatch.setattr(CollectiveOrder, "behind", lambda self, op: None)
     chosen = on_gpus(EVERY["early"])
     assert len({tuple(started(chosen, seed)) for seed in range(SEEDS)}) > 1
 
@@ -72,6 +72,6 @@ def test_sums_never_wait_for_rows_of_the_next_batch():
     for chosen in map(on_gpus, EVERY.values()):
         order = CollectiveOrder(chosen.shape)
         for op in chosen.schedule(5).ops:
-            behind = order.next(op)
+            behind = order.behind(op)
             if op.kind is Kind.DENSE and behind is not None:
                 assert behind.batch <= op.batch
