@@ -7,50 +7,15 @@ Plain state, without threads: the caller holds a lock, says what time it is, doe
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
 from nestpipe.serve.expander import Expander
+from nestpipe.serve.line import Line
 from nestpipe.serve.slots import Entry, Need, Slots, Source, State
 from nestpipe.serve.steps import Fill, Load, Miss, Promised, Purpose, Step, Use, Wait
 from nestpipe.serve.types import KV
-
-
-class Line:
-    """Entries that wait for work: those that a ranking waits for first, then by age."""
-
-    def __init__(self) -> None:
-        self._awaited: dict[Entry, None] = {}
-        self._promised: dict[Entry, None] = {}
-
-    def __len__(self) -> int:
-        return len(self._awaited) + len(self._promised)
-
-    def __iter__(self) -> Iterator[Entry]:
-        yield from self._awaited
-        yield from self._promised
-
-    def push(self, entry: Entry) -> None:
-        (self._awaited if entry.waiters else self._promised)[entry] = None
-
-    def hurry(self, entry: Entry) -> None:
-        """A ranking waits for it now; one that has left the line stays out of it."""
-        if entry in self._promised:
-            del self._promised[entry]
-            self._awaited[entry] = None
-
-    def remove(self, entry: Entry) -> None:
-        self._awaited.pop(entry, None)
-        self._promised.pop(entry, None)
-
-    def first(self) -> Entry | None:
-        return next(iter(self), None)
-
-    @property
-    def awaited(self) -> bool:
-        """Whether a ranking waits for the first."""
-        return bool(self._awaited)
 
 
 def at_once(entry: Entry, ticket: Any) -> float:
@@ -134,11 +99,16 @@ class Cache:
             return Miss.NOWHERE
         source = Source.HOST if kept else Source.COMPUTED
         eta_s = 0.0 if purpose is Purpose.SIGNAL else self.eta_s(Entry(need, source), ticket)
-        if now + eta_s > deadline:
+        late = now + eta_s > deadline
+        if late and (kept or purpose is Purpose.RANK):
             return Miss.TOO_LATE
         entry = self.slots.reserve(need, source)
         if entry is None:
             return Miss.NO_ROOM
+        entry.lasting = purpose is Purpose.RANK_AND_KEEP and not kept
+        if late:  # not for this ranking, but for the user's next one
+            self.fills.push(entry)
+            return Miss.TOO_LATE
         if kept:
             assert self.expander is not None, "there is no host memory"
             self.expander.pin(need.key, now)
@@ -163,8 +133,7 @@ class Cache:
         """It is of no use to anybody: let it go once the rankings that read it have."""
         self.counts["discarded"] += 1
         self.slots.unlist(entry)
-        entry.promises = 0
-        self._settle(entry)
+        self._want_no_more(entry)
 
     # Working
 
@@ -253,7 +222,7 @@ class Cache:
         if entry.arriving:
             return self._failed_half_way(entry)
         self.counts[f"failed_{'reloads' if entry.source is Source.HOST else 'fills'}"] += 1
-        tickets, entry.waiters, entry.promises = entry.waiters, [], 0
+        tickets, entry.waiters, entry.promises, entry.lasting = entry.waiters, [], 0, False
         if entry.source is Source.HOST:
             self.loading -= 1
         self._forget(entry)
@@ -265,8 +234,7 @@ class Cache:
         self._unpin(entry)
         entry.arriving = False
         self.slots.unlist(entry)
-        entry.promises = 0
-        self._settle(entry)
+        self._want_no_more(entry)
         return []
 
     def next_copy(self, now: float) -> tuple[Entry, KV] | None:
@@ -303,7 +271,8 @@ class Cache:
             some = True
             entry.promises = 0
             if entry.state is State.RESERVED:
-                self.counts["abandoned_fills"] += entry.source is Source.COMPUTED
+                computed = entry.source is Source.COMPUTED
+                self.counts["abandoned_fills"] += computed and not entry.lasting
             elif not entry.used:
                 self.counts["wasted_prefixes"] += 1
                 self.slots.unlist(entry)
@@ -316,8 +285,7 @@ class Cache:
         """A model that nobody will ask for again: let its prefixes go as they fall free."""
         self._retired.add(version)
         for entry in [e for e in self.slots if e.key.version == version]:
-            entry.promises = 0
-            self._settle(entry)
+            self._want_no_more(entry)
         if self.expander is not None:
             self.expander.drop_where(lambda key: key.version == version)
 
@@ -344,13 +312,18 @@ class Cache:
         entry.used = True
 
     def _ready(self, entry: Entry, now: float) -> list[Any]:
-        entry.state = State.READY
+        entry.state, entry.lasting = State.READY, False
         tickets, entry.waiters = entry.waiters, []
         for _ in tickets:
             self._use(entry)
         self.slots.promise(entry, now + self.life_s)
         self._settle(entry)
         return tickets
+
+    def _want_no_more(self, entry: Entry) -> None:
+        """Nobody is to come for it: it goes once those who read or wait for it have left."""
+        entry.promises, entry.lasting = 0, False
+        self._settle(entry)
 
     def _settle(self, entry: Entry) -> None:
         """Move an entry on after somebody left it."""
@@ -360,7 +333,7 @@ class Cache:
             if entry.state is State.IN_USE:
                 entry.state = State.READY
             self.slots.promise(entry, entry.keep_until)
-        elif entry.state is State.RESERVED:
+        elif entry.state is State.RESERVED and not entry.lasting:
             self._forget(entry)
         elif entry.complete:
             self._done(entry)

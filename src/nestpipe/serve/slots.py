@@ -68,6 +68,8 @@ class Entry:
     keep_until: float = 0.0
     """End of the last promise."""
     used: bool = False
+    lasting: bool = False
+    """It is computed to be kept, whether or not a ranking is there to use it."""
     spent_s: float = 0.0
     """Time that computing it has taken so far."""
     copying: bool = False
@@ -92,8 +94,8 @@ class Entry:
 
     @property
     def wanted(self) -> bool:
-        """Whether a ranking waits for it, reads it, or may still come for it."""
-        return bool(self.promises or self.waiters or self.users)
+        """Whether a ranking waits for it, reads it or may still come, or it is to be kept."""
+        return bool(self.promises or self.waiters or self.users or self.lasting)
 
     @property
     def num_missing(self) -> int:

@@ -136,6 +136,41 @@ def test_a_ranking_never_computes_a_prefix_unless_it_is_to_be_kept():
     assert made.filled(entry, kv(), 0.0) == ["t"]
 
 
+def test_a_prefix_that_is_to_be_kept_is_computed_though_its_ranking_cannot_wait():
+    made = cache()
+    made.eta_s = lambda entry, ticket: 2.0
+    assert made.acquire(need(), KEEP, 0.0, deadline=1.0, ticket="t") is Miss.TOO_LATE
+    assert made.acquire(need(), KEEP, 0.0, deadline=1.0, ticket="u") is Miss.TOO_LATE, "no second"
+    entry = made.next_fill()
+    assert entry
+    assert made.filled(entry, kv(), 0.0) == []
+    copy = made.next_copy(0.0)
+    assert copy
+    made.copied(*copy, 0.0)
+    made.expire(10.0)
+    assert made.counts["wasted_prefixes"] == made.counts["abandoned_fills"] == 0
+    assert made.expander
+    assert made.expander.holds(need().key, 10.0)
+
+
+def test_a_prefix_that_is_to_be_kept_is_computed_though_its_ranking_left():
+    made = cache()
+    step = made.acquire(need(), KEEP, 0.0, ticket="t")
+    assert isinstance(step, Fill)
+    made.leave(step.entry, "t")
+    assert made.next_fill() is step.entry
+
+
+def test_a_prefix_of_a_retired_model_is_not_computed_to_be_kept():
+    made = cache()
+    step = made.acquire(need(), KEEP, 0.0, ticket="t")
+    assert isinstance(step, Fill)
+    made.leave(step.entry, "t")
+    made.retire(need().key.version)
+    assert made.next_fill() is None
+    assert made.slots.num_bytes == 0
+
+
 def test_a_lost_signal_still_finds_host_memory():
     made = cache()
     kept(made, need())

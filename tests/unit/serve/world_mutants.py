@@ -97,7 +97,7 @@ MUTANTS: dict[str, tuple[Mutant, str]] = {
     ),
     "one release for one reader": (
         _after(Cache, "released", lambda cache, entry: setattr(entry, "users", entry.users - 1)),
-        "is freed while it is needed|keeps device memory for nobody",
+        "is freed while it is needed|reads a prefix that has been freed|device memory for nobody",
     ),
     "pins in host memory": (
         _instead(Kept, "pinned", property(lambda kept: False)),
