@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import statistics
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 from nestpipe.runtime import CudaLanes, CudaSpans, End, ThreadLanes, Work, lanes_for, run
-from nestpipe.runtime.cuda_lanes import StreamPlace
+from nestpipe.runtime.cuda_lanes import HOST_LANES, StreamPlace
 from nestpipe.runtime.cuda_spans import HOST_CLOCK
 from nestpipe.schedule import Kind, Lane, Op, PlanOptions, Retrieval, plan, with_keys_apart
 from nestpipe.trace import Trace
@@ -150,7 +149,7 @@ def test_all_streams_but_that_of_compute_have_high_priority():
 
 
 def test_host_time_and_device_time_share_their_beginning():
-    """A host op waits for a device op and the other way round: their spans keep that order."""
+    """A host op comes after a device op and the other way round: their spans keep that order."""
     chosen = plan("serial")
     cycles = torch.cuda._sleep
 
@@ -163,17 +162,13 @@ def test_host_time_and_device_time_share_their_beginning():
     trace = run(chosen, dict.fromkeys(Kind, act), lanes, batches=End(4), spans=timed)
     spans = {span.name: span for span in trace.spans}
     slack = 0.2 + timed.clocks_differ_ms
-    early: dict[bool, list[float]] = {True: [], False: []}
     for before, after in chosen.schedule(4).edges:
         one, two = spans[str(before)], spans[str(after)]
-        on_host = [span.lane in HOST_CLOCK for span in (one, two)]
-        if on_host[0] == on_host[1]:
-            assert one.end <= two.start + slack, f"{before} -> {after}"
-        else:
-            early[on_host[0]].append(one.end - two.start)
-    # A GPU that others use too may come to an op's last event late, to some by milliseconds.
-    for gaps in early.values():
-        assert statistics.median(gaps) <= slack
+        # These lanes wait until the act before has returned. Its last event may come later: a GPU
+        # that others use too came to some of them after 6 ms.
+        returned = two.lane in HOST_CLOCK - HOST_LANES and one.lane not in HOST_CLOCK
+        first = one.start if returned else one.end
+        assert first <= two.start + slack, f"{before} -> {after}"
 
 
 @pytest.mark.parametrize("retrieval", Retrieval)
