@@ -65,10 +65,16 @@ class Desk:
         """Predicted seconds until a ranking can go on as if its prefix were there."""
         rest_ms, cache = self.predictions.rest_ms, self.cache
         if entry.source is Source.HOST:
-            before_ms = rest_ms(entry) * len(cache.loads) / cache.reloads
-            return (before_ms + self._reload_ms(entry, ranking.predicted_ms)) / 1e3
+            reload_ms = self._reload_ms(entry, ranking.predicted_ms)
+            return max(0.0, self._begins_ms(entry) + reload_ms) / 1e3
         before = sum(rest_ms(e) for e in cache.fills if e.waiters and e is not entry)
         return (rest_ms(entry) + before + self.rank_queue_ms()) / 1e3
+
+    def _begins_ms(self, entry: Entry) -> float:
+        """Predicted time until its reload begins; negative where it has begun."""
+        if entry.loading_since is not None:
+            return (entry.loading_since - self.now()) * 1e3
+        return self.predictions.rest_ms(entry) * len(self.cache.loads) / self.cache.reloads
 
     def _reload_ms(self, entry: Entry, cached_ms: float) -> float:
         """How much later than with its prefix a ranking ends that has it brought back.

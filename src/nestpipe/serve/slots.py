@@ -72,6 +72,8 @@ class Entry:
     """It is computed to be kept, whether or not a ranking is there to use it."""
     spent_s: float = 0.0
     """Time that computing it has taken so far."""
+    loading_since: float | None = None
+    """When it began to come from host memory."""
     copying: bool = False
     """It is being copied to host memory, whatever else happens to it."""
     arriving: bool = False

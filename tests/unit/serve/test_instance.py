@@ -349,6 +349,33 @@ def test_a_ranking_waits_no_longer_than_it_can():
         until(instance, device_bytes=0, queue_reloads=0)
 
 
+class SlowReloads(Costs):
+    """A tenth of a second each."""
+
+    def reload_ms(self, num_bytes: int) -> float:
+        return 100.0
+
+
+@pytest.mark.parametrize("passed_ms", [0, 95, 200])
+def test_a_reload_that_has_begun_is_awaited_for_what_is_left_of_it(passed_ms: int):
+    stops, clock, trigger = Stops("to_device"), Time(), Trigger()
+    trigger.costs = SlowReloads()
+    with served(Model(during=stops), trigger, clock, target_ms=50.0) as instance:
+        instance.prefetch(Signal("ann", LONG))
+        answer(instance, request())
+        until(instance, copies=1, device_bytes=0)
+        instance.prefetch(Signal("ann", LONG))
+        stops.reached("to_device")
+        clock.seconds += passed_ms / 1e3
+        future = instance.rank(request())
+        if passed_ms:
+            until(instance, open_rankings=1, queue_rankings=0)
+            stops.open("to_device")
+        expected = Path.LATE_HIT if passed_ms else Path.MISS_FULL
+        assert checked(request(), future.result(PATIENCE_S)).path is expected
+        stops.open("to_device")
+
+
 def test_a_user_without_a_long_history_is_ranked():
     with served() as instance:
         assert instance.prefetch(Signal("ann", history())) is Outcome.NOT_AT_RISK
