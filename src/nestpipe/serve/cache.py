@@ -100,7 +100,7 @@ class Cache:
         source = Source.HOST if kept else Source.COMPUTED
         eta_s = 0.0 if purpose is Purpose.SIGNAL else self.eta_s(Entry(need, source), ticket)
         late = now + eta_s > deadline
-        if late and (kept or purpose is Purpose.RANK):
+        if late and kept:
             return Miss.TOO_LATE
         entry = self.slots.reserve(need, source)
         if entry is None:
@@ -176,14 +176,14 @@ class Cache:
         self.fills.remove(entry)
         return self._ready(entry, now)
 
-    def next_load(self) -> tuple[Entry, KV] | None:
+    def next_load(self, now: float) -> tuple[Entry, KV] | None:
         """What to copy to device memory; None also while enough is under way."""
         while self.loading < self.reloads and (entry := self.loads.first()):
             if entry.wanted:
                 assert self.expander is not None, "there is no host memory"
                 self.loads.remove(entry)
                 self.loading += 1
-                entry.state = State.FILLING
+                entry.state, entry.loading_since = State.FILLING, now
                 return entry, self.expander.read(entry.key)
             self._forget(entry)
         return None

@@ -44,8 +44,7 @@ class Copies:
     def next_task(self, stream: CopyStream) -> Task | None:
         """With the lock held."""
         cache, now = self.desk.cache, self.desk.now()
-        if load := cache.next_load():
-            load[0].loading_since = now
+        if load := cache.next_load(now):
             return partial(self.load, *load, stream)
         if self._num_out < self._most_out and (copy := cache.next_copy(now)):
             self._num_out += 1

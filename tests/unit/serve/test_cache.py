@@ -177,9 +177,9 @@ def test_a_lost_signal_still_finds_host_memory():
     step = made.acquire(need(), RANK, 0.0, ticket="t")
     assert isinstance(step, Load)
     assert made.acquire(need(), RANK, 0.0, ticket="u") == Wait(step.entry), "one reload for both"
-    load = made.next_load()
+    load = made.next_load(0.0)
     assert load
-    assert made.next_load() is None
+    assert made.next_load(0.0) is None
     assert made.loaded(load[0], kv(), 0.0) == ["t", "u"]
 
 
@@ -187,10 +187,10 @@ def test_a_reload_that_has_begun_is_not_begun_again_by_who_joins():
     made = cache()
     kept(made, need())
     made.acquire(need(), SIGNAL, 0.0)
-    load = made.next_load()
+    load = made.next_load(0.0)
     assert load
     assert made.acquire(need(), RANK, 0.0, ticket="t") == Wait(load[0])
-    assert made.next_load() is None
+    assert made.next_load(0.0) is None
     assert made.loaded(load[0], kv(), 0.0) == ["t"]
 
 
@@ -200,18 +200,18 @@ def test_only_so_many_reloads_run_at_once():
         kept(made, need(user))
     for user in "abc":
         assert isinstance(made.acquire(need(user), SIGNAL, 0.0), Load)
-    loads = [made.next_load() for _ in range(3)]
+    loads = [made.next_load(0.0) for _ in range(3)]
     assert [bool(load) for load in loads] == [True, True, False]
     assert loads[0]
     made.loaded(loads[0][0], kv(), 0.0)
-    assert made.next_load()
+    assert made.next_load(0.0)
 
 
 def test_what_is_still_in_host_memory_is_not_copied_there_again():
     made = cache()
     kept(made, need())
     made.acquire(need(), RANK, 0.0, ticket="t")
-    load = made.next_load()
+    load = made.next_load(0.0)
     assert load
     made.loaded(load[0], kv(), 0.0)
     made.released(load[0])
@@ -314,7 +314,7 @@ def test_the_prefixes_of_a_retired_model_go_as_they_fall_free(when: str):
     if when == "loading":
         kept(made, need())
         made.acquire(need(), SIGNAL, 0.0)
-        load = made.next_load()
+        load = made.next_load(0.0)
         assert load
         made.retire("1")
         made.loaded(load[0], kv(), 0.0)
@@ -362,7 +362,7 @@ def coming_back(made: Cache, purpose: Purpose = RANK) -> Entry:
     """A prefix of which the first layer is back; its ranking reads it."""
     kept(made, need())
     assert isinstance(made.acquire(need(), purpose, 0.0, ticket="t"), Load)
-    load = made.next_load()
+    load = made.next_load(0.0)
     assert load
     assert made.begun(load[0], kv(), 0.0) == (["t"] if purpose is RANK else [])
     return load[0]

@@ -141,7 +141,7 @@ class World:
         return self._read(entry, self.cache.filled(entry, model.kv(chunk, entry.kv), self.now))
 
     def begin_load(self):
-        if load := self.cache.next_load():
+        if load := self.cache.next_load(self.now):
             self.loading.append(load)
         return load
 

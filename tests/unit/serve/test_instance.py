@@ -518,6 +518,13 @@ def test_without_relay_signals_are_ignored_and_rankings_keep_their_prefix():
         assert answer(instance, request()).path is Path.DRAM_HIT
 
 
+def test_without_relay_a_prefix_is_kept_that_its_ranking_could_not_wait_for():
+    with served(asking=Trigger(), relay=False, target_ms=9.5) as instance:
+        assert answer(instance, request()).path is Path.MISS_CUT
+        until(instance, copies=1)
+        assert answer(instance, request()).path is Path.DRAM_HIT
+
+
 def test_without_relay_and_host_memory_nothing_is_kept():
     stops = Stops()
     with served(Model(during=stops), relay=False, host_mb=0.0) as instance:
