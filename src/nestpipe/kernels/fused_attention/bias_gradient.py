@@ -1,0 +1,191 @@
+"""Gradients of the bias tables: each program adds up a part of its own, and parts add in order.
+
+A program has every so many blocks of queries of one head, and goes over all keys they see. The gradient of a score belongs to one bucket of distance and one of time. As in the other passes,
+sums are without the slope's factor 1/2 and without 1/norm.
+
+- Distance: the tile is written to a scratch pad and read again with a shift per query, so that
+  pairs of one distance lie in one column. Tiles further away than the table need only their sum.
+- Time: the times of a tile's rows tell which buckets it can hold. Each is summed by itself; of
+  far apart rows that is mostly a single one, since buckets grow as powers of two.
+"""
+
+# triton comes with torch's builds for GPUs, and with no other
+# pyright: reportMissingImports=false, reportIndexIssue=false
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from nestpipe.kernels.fused_attention.pairs import (
+    add_biases,
+    bucket_span,
+    half_silu_and_slope,
+    keys_of_queries,
+    masked_keys,
+    of_head,
+    of_sample,
+    sample_rows,
+    time_bucket,
+    time_passed,
+    time_span,
+    visible,
+)
+
+# Shapes: B samples, H heads, M queries and N keys of a tile, A width of queries and keys, V width
+# of values, P and Q buckets of the biases, D distances in a tile, X parts
+
+
+@triton.jit(do_not_specialize=["samples", "blocks", "window"])
+def sum_bias_gradients(
+    q_HTA,
+    k_HTA,
+    v_HTV,
+    grad_HTV,
+    grad_position_XP,
+    grad_time_XQ,
+    scratch_XMN,
+    offsets_B,
+    num_targets_B,
+    position_HP,
+    time_HQ,
+    times_T,
+    spans_T,
+    half_scale,
+    window,
+    samples,
+    blocks,
+    A_BLOCK: tl.constexpr,
+    V_BLOCK: tl.constexpr,
+    P: tl.constexpr,
+    Q: tl.constexpr,
+    Q_BLOCK: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    D: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """Writes this program's part of the gradients of one head; `grad_position_XP` has zeros."""
+    head = tl.program_id(1)
+    position, time = of_head(position_HP, head, P), of_head(time_HQ, head, Q)
+    part = head * tl.num_programs(0) + tl.program_id(0)
+    sums_P = of_head(grad_position_XP, part, P)
+    scratch_MN = of_head(scratch_XMN, part, M * N)
+    far_M = tl.zeros([M], tl.float32)
+    time_MQ = tl.zeros([M, Q_BLOCK], tl.float32)
+    for item in range(tl.program_id(0), samples * blocks, tl.num_programs(0)):
+        sample = item % samples
+        start, length, history = sample_rows(offsets_B, num_targets_B, sample)
+        first = (tl.cdiv(length, M) - 1 - item // samples) * M
+        stop = min(first + M, length)
+        left, full_start, full_stop, own, num_left, num_right, num_masked = keys_of_queries(
+            first, stop, history, window, M, N
+        )
+        num_tiles = num_masked + (full_stop - full_start) // N
+        if first < 0:
+            num_tiles = 0
+            first = 0
+        times, spans = of_sample(times_T, spans_T, start, sample)
+        span = time_span(times, spans, first, length, M)
+        query_M = first + tl.arange(0, M)
+        q_MA = q_HTA.load([head, start + first, 0]).reshape(M, A_BLOCK)
+        grad_MV = grad_HTV.load([head, start + first, 0]).reshape(M, V_BLOCK)
+        for number in range(num_tiles):
+            masked = masked_keys(number, left, full_stop, own, num_left, num_right, N)
+            key = tl.where(number < num_masked, masked, full_start + (number - num_masked) * N)
+            key_N = key + tl.arange(0, N)
+            k_NA = k_HTA.load([head, start + key, 0]).reshape(N, A_BLOCK)
+            v_NV = v_HTV.load([head, start + key, 0]).reshape(N, V_BLOCK)
+            half_MN = tl.dot(q_MA, k_NA.T, input_precision="ieee") * half_scale
+            grad_MN = tl.dot(grad_MV, v_NV.T, input_precision="ieee")
+            half_MN = add_biases(
+                half_MN, query_M[:, None], key_N[None, :], first, key, span, length, history,
+                position, time, times, spans, P, Q, N,
+            )  # fmt: skip
+            _, slope_MN = half_silu_and_slope(half_MN, FAST)
+            seen_MN = visible(query_M[:, None], key_N[None, :], length, history, window)
+            grad_MN = tl.where(seen_MN, grad_MN * slope_MN, 0.0)
+            if time is not None:
+                key_span = time_span(times, spans, key, length, N)
+                lowest, highest = bucket_span(span, key_span, Q)
+                time_MQ += _by_time(
+                    grad_MN, query_M, key_N, lowest, highest, length, times, Q, Q_BLOCK
+                )
+            if position is not None:
+                if min(first, history) - min(key + N - 1, history) >= P - 1:
+                    far_M += tl.sum(grad_MN, 1)
+                else:
+                    far_M += _by_distance(
+                        grad_MN, query_M, key_N, first, key, history, sums_P, scratch_MN,
+                        P, M, N, D,
+                    )  # fmt: skip
+    if time is not None:
+        bucket_Q = tl.arange(0, Q_BLOCK)
+        place_Q = grad_time_XQ + part * Q + bucket_Q
+        tl.store(place_Q, tl.sum(time_MQ, 0), mask=bucket_Q < Q)
+    if position is not None:
+        tl.debug_barrier()
+        tl.store(sums_P + P - 1, tl.load(sums_P + P - 1) + tl.sum(far_M, 0))
+
+
+@triton.jit
+def _by_time(
+    grad_MN,
+    query_M,
+    key_N,
+    lowest,
+    highest,
+    length,
+    times,
+    Q: tl.constexpr,
+    Q_BLOCK: tl.constexpr,
+):
+    """(M, Q_BLOCK) sums of each query's gradients by bucket of time."""
+    bucket_1Q = tl.arange(0, Q_BLOCK)[None, :]
+    sums_MQ = tl.zeros([grad_MN.shape[0], Q_BLOCK], tl.float32)
+    if lowest == highest:
+        sums_MQ += tl.where(bucket_1Q == lowest, tl.sum(grad_MN, 1)[:, None], 0.0)
+    else:
+        passed_MN = time_passed(times, query_M[:, None], key_N[None, :], length)
+        found_MN = time_bucket(passed_MN, Q)
+        for bucket in range(lowest, highest + 1):
+            sum_M = tl.sum(tl.where(found_MN == bucket, grad_MN, 0.0), 1)
+            sums_MQ += tl.where(bucket_1Q == bucket, sum_M[:, None], 0.0)
+    return sums_MQ
+
+
+@triton.jit
+def _by_distance(
+    grad_MN,
+    query_M,
+    key_N,
+    first,
+    key,
+    history,
+    sums_P,
+    scratch_MN,
+    P: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    D: tl.constexpr,
+):
+    """Adds columns of one distance to `sums_P`; gives back what belongs to its last column."""
+    row_M = query_M - first
+    place_MN = scratch_MN + row_M[:, None] * N + (key_N - key)[None, :]
+    # A candidate is at distance 0 from itself, but not on the line of that distance.
+    itself_MN = (query_M[:, None] == key_N[None, :]) & (query_M >= history)[:, None]
+    own = tl.sum(tl.sum(tl.where(itself_MN, grad_MN, 0.0), 1), 0)
+    tl.store(place_MN, tl.where(itself_MN, 0.0, grad_MN))
+    tl.debug_barrier()
+    nearest = max(min(first, history) - (key + N - 1), 0)
+    distance_D = nearest + tl.arange(0, D)
+    shifted_MD = tl.minimum(query_M, history)[:, None] - distance_D[None, :] - key
+    there_MD = (shifted_MD >= 0) & (shifted_MD < N)
+    line_MD = scratch_MN + row_M[:, None] * N + shifted_MD
+    sums_D = tl.sum(tl.load(line_MD, mask=there_MD, other=0.0), 0)
+    sums_D += tl.where(distance_D == 0, own, 0.0)
+    near_D = distance_D < P - 1
+    before_D = tl.load(sums_P + distance_D, mask=near_D, other=0.0)
+    tl.store(sums_P + distance_D, before_D + sums_D, mask=near_D)
+    tl.debug_barrier()
+    rest = tl.sum(tl.where(near_D, 0.0, sums_D), 0)
+    return tl.where(tl.arange(0, M) == 0, rest, 0.0)

@@ -1,0 +1,330 @@
+"""Starts the attention kernels: shapes, descriptors, tiles and the order of programs."""
+
+# triton comes with torch's builds for GPUs, and with no other
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from torch.nn import functional
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from nestpipe.kernels.attention import RelativeBias
+from nestpipe.kernels.fused_attention.backward import attend_backward_keys, attend_backward_queries
+from nestpipe.kernels.fused_attention.bias_gradient import sum_bias_gradients
+from nestpipe.kernels.fused_attention.forward import attend_forward
+from nestpipe.kernels.fused_attention.pairs import RANGE_ROWS, find_time_spans
+
+# Shapes: B samples, T rows of all samples together, H heads, A width of queries and keys, V width
+# of values, P and Q buckets of the biases, X parts of a sum
+
+_CACHE_BYTES = 24 << 20
+"""Keys and values that are in use at a time, so that they stay in the L2 cache."""
+_PARTS = 512
+"""Programs that share the sum of the bias gradients. A constant, so that the order is one too."""
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@dataclass(frozen=True, slots=True)
+class TileShape:
+    """What a program holds at a time, and how many warps and copies ahead it has."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Tiles of each pass. They depend on width and dtype, never on the batch: nor do results."""
+
+    forward: TileShape
+    backward_queries: TileShape
+    backward_keys: TileShape
+    bias: TileShape
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, width: int) -> Tiles:
+        """For heads of `width`. Products of float32 have no tensor cores, so tiles are small."""
+        if dtype == torch.float32:
+            keys = 32 if width <= 64 else 16
+            small = TileShape(32, keys, 4, 2)
+            return cls(small, small, small, TileShape(16, 16, 4, 2))
+        bias = TileShape(64, 64, 4, 2)
+        if width <= 64:
+            tile = TileShape(128, 64, 4, 3)
+            return cls(tile, TileShape(128, 64, 8, 3), TileShape(64, 128, 8, 3), bias)
+        if width <= 128:
+            tile = TileShape(128, 64, 8, 3)
+            return cls(tile, TileShape(128, 64, 8, 2), TileShape(64, 128, 8, 2), bias)
+        bias = TileShape(64, 64, 8, 1)
+        tile = TileShape(128, 64, 8, 2)
+        return cls(tile, TileShape(64, 64, 8, 2), TileShape(64, 64, 8, 2), bias)
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One call: rows, samples, and how scores become weights."""
+
+    q_THA: Tensor
+    k_THA: Tensor
+    v_THV: Tensor
+    offsets_B: Tensor
+    num_targets_B: Tensor | None
+    bias: RelativeBias
+    """Tables are float32 and halved, as the kernels add them to half of a score."""
+    spans: Tensor | None
+    """Earliest and latest time of every few rows."""
+    norm: float
+    scale: float
+    window: int | None
+    longest: int
+    width: int
+    value_width: int
+    tiles: Tiles
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.offsets_B) - 1
+
+    @property
+    def heads(self) -> int:
+        return self.q_THA.shape[1]
+
+    @property
+    def out_shape(self) -> tuple[int, int, int]:
+        return len(self.q_THA), self.heads, self.value_width
+
+    def with_tiles(self, **tiles: TileShape) -> Problem:
+        return replace(self, tiles=replace(self.tiles, **tiles))
+
+    def order(self, rows: int) -> tuple[int, dict[str, int]]:
+        """Number of programs with a block of `rows` each, and what tells them their place."""
+        blocks = triton.cdiv(self.longest, rows)
+        units = self.num_samples * self.heads
+        unit_bytes = self.longest * (self.width + self.value_width) * self.q_THA.element_size()
+        group = min(max(1, _CACHE_BYTES // max(1, unit_bytes)), units)
+        place = {"units": units, "heads": self.heads, "blocks": blocks, "group": group}
+        return units * blocks, place
+
+    def shared(self) -> dict[str, Any]:
+        """Arguments that all passes have."""
+        position_HP, time_HQ = self.bias.position_HP, self.bias.time_HQ
+        return {
+            "offsets_B": self.offsets_B,
+            "num_targets_B": self.num_targets_B,
+            "position_HP": position_HP,
+            "time_HQ": time_HQ,
+            "times_T": self.bias.times_T,
+            "half_scale": 0.5 * self.scale,
+            "window": self.window,
+            "A_BLOCK": _block(self.width),
+            "V_BLOCK": _block(self.value_width),
+            "P": 1 if position_HP is None else position_HP.shape[1],
+            "Q": 1 if time_HQ is None else time_HQ.shape[1],
+            "FAST": self.q_THA.dtype != torch.float32 and not _INTERPRETED,
+        }
+
+
+def make_problem(
+    q_THA: Tensor,
+    k_THA: Tensor,
+    v_THV: Tensor,
+    offsets_B: Tensor,
+    num_targets_B: Tensor | None,
+    bias: RelativeBias,
+    norm: float,
+    scale: float,
+    max_attention: int | None,
+    longest: int,
+) -> Problem:
+    """Rows as the copy engine can read them, and tables as the kernels add them."""
+    assert bias.time_HQ is None or bias.times_T is not None, "a bias by time needs the rows' times"
+    times_T = None if bias.time_HQ is None else bias.times_T
+    halved = RelativeBias(_halved(bias.position_HP), _halved(bias.time_HQ), times_T)
+    width, value_width = q_THA.shape[2], v_THV.shape[2]
+    q_THA, k_THA, v_THV = (_copyable(x) for x in (q_THA, k_THA, v_THV))
+    problem = Problem(
+        q_THA, k_THA, v_THV, offsets_B, num_targets_B, halved, None, norm, scale, max_attention,
+        longest, width, value_width, Tiles.of(q_THA.dtype, max(width, value_width)),
+    )  # fmt: skip
+    return replace(problem, spans=_time_spans(problem))
+
+
+def run_forward(problem: Problem) -> Tensor:
+    """(T, H, V) the weighted sums of values."""
+    out_THV = problem.v_THV.new_empty(problem.out_shape)
+    tile = problem.tiles.forward
+    programs, place = problem.order(tile.queries)
+    if not programs or not len(out_THV):
+        return out_THV
+    with _device_of(out_THV):
+        attend_forward[(programs,)](
+            _rows(problem.q_THA, tile.queries, problem.width),
+            _rows(problem.k_THA, tile.keys, problem.width),
+            _rows(problem.v_THV, tile.keys, problem.value_width),
+            out_THV,
+            spans=problem.spans,
+            inverse_norm=1 / problem.norm,
+            V=problem.value_width,
+            M=tile.queries,
+            N=tile.keys,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+            **place,
+            **problem.shared(),
+        )
+    return out_THV
+
+
+def run_backward_queries(problem: Problem, grad_THV: Tensor) -> Tensor:
+    """(T, H, A) the gradient of the queries."""
+    grad_q_THA = problem.q_THA.new_empty(len(problem.q_THA), problem.heads, problem.width)
+    tile = problem.tiles.backward_queries
+    programs, place = problem.order(tile.queries)
+    if not programs or not len(grad_q_THA):
+        return grad_q_THA
+    with _device_of(grad_q_THA):
+        attend_backward_queries[(programs,)](
+            _rows(problem.q_THA, tile.queries, problem.width),
+            _rows(problem.k_THA, tile.keys, problem.width),
+            _rows(problem.v_THV, tile.keys, problem.value_width),
+            _rows(_copyable(grad_THV), tile.queries, problem.value_width),
+            grad_q_THA,
+            spans=problem.spans,
+            inverse_norm=1 / problem.norm,
+            A=problem.width,
+            M=tile.queries,
+            N=tile.keys,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+            **place,
+            **problem.shared(),
+        )
+    return grad_q_THA
+
+
+def run_backward_keys(problem: Problem, grad_THV: Tensor) -> tuple[Tensor, Tensor]:
+    """(T, H, A) and (T, H, V) the gradients of keys and values."""
+    total = len(problem.q_THA)
+    grad_k_THA = problem.k_THA.new_empty(total, problem.heads, problem.width)
+    grad_v_THV = problem.v_THV.new_empty(total, problem.heads, problem.value_width)
+    tile = problem.tiles.backward_keys
+    programs, place = problem.order(tile.keys)
+    if not programs or not total:
+        return grad_k_THA, grad_v_THV
+    with _device_of(grad_k_THA):
+        attend_backward_keys[(programs,)](
+            _rows(problem.q_THA, tile.queries, problem.width),
+            _rows(problem.k_THA, tile.keys, problem.width),
+            _rows(problem.v_THV, tile.keys, problem.value_width),
+            _rows(_copyable(grad_THV), tile.queries, problem.value_width),
+            grad_k_THA,
+            grad_v_THV,
+            spans=problem.spans,
+            inverse_norm=1 / problem.norm,
+            A=problem.width,
+            V=problem.value_width,
+            M=tile.queries,
+            N=tile.keys,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+            **place,
+            **problem.shared(),
+        )
+    return grad_k_THA, grad_v_THV
+
+
+def run_bias_gradients(problem: Problem, grad_THV: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """(H, P) and (H, Q) float32 gradients of the tables, where there are tables."""
+    tile, heads = problem.tiles.bias, problem.heads
+    shared = problem.shared()
+    parts = max(1, _PARTS // heads)
+    zeros = problem.q_THA.new_zeros
+    position_XP = time_XQ = scratch_XMN = None
+    if problem.bias.position_HP is not None:
+        position_XP = zeros(heads * parts, shared["P"], dtype=torch.float32)
+        scratch_XMN = zeros(heads * parts, tile.queries * tile.keys, dtype=torch.float32)
+    if problem.bias.time_HQ is not None:
+        time_XQ = zeros(heads * parts, shared["Q"], dtype=torch.float32)
+    if problem.num_samples and len(problem.q_THA):
+        with _device_of(problem.q_THA):
+            sum_bias_gradients[(parts, heads)](
+                _rows(problem.q_THA, tile.queries, problem.width),
+                _rows(problem.k_THA, tile.keys, problem.width),
+                _rows(problem.v_THV, tile.keys, problem.value_width),
+                _rows(_copyable(grad_THV), tile.queries, problem.value_width),
+                position_XP,
+                time_XQ,
+                scratch_XMN,
+                spans_T=problem.spans,
+                samples=problem.num_samples,
+                blocks=triton.cdiv(problem.longest, tile.queries),
+                Q_BLOCK=triton.next_power_of_2(shared["Q"]),
+                M=tile.queries,
+                N=tile.keys,
+                D=triton.next_power_of_2(tile.queries + tile.keys - 1),
+                num_warps=tile.warps,
+                num_stages=tile.stages,
+                **shared,
+            )
+    # 1/2 belongs to the slope of SiLU, which the kernels give twice.
+    factor = 0.5 / problem.norm
+    sums = (
+        None if table_X is None else table_X.view(heads, parts, -1).sum(1) * factor
+        for table_X in (position_XP, time_XQ)
+    )
+    grad_position_HP, grad_time_HQ = sums
+    return grad_position_HP, grad_time_HQ
+
+
+def _time_spans(problem: Problem) -> Tensor | None:
+    times_T, samples = problem.bias.times_T, problem.num_samples
+    if times_T is None:
+        return None
+    rows = RANGE_ROWS.value
+    # Each sample starts at its first row // rows plus its number: room enough for its last block.
+    spans = times_T.new_empty(len(times_T) // rows + samples + 1, 2)
+    blocks = triton.cdiv(problem.longest, rows)
+    if samples and blocks:
+        with _device_of(times_T):
+            find_time_spans[(samples * blocks,)](times_T, problem.offsets_B, spans, blocks)
+    return spans
+
+
+def _halved(table_HP: Tensor | None) -> Tensor | None:
+    return None if table_HP is None else (table_HP.detach().float() * 0.5).contiguous()
+
+
+def _block(width: int) -> int:
+    return max(16, triton.next_power_of_2(width))
+
+
+def _copyable(x_THA: Tensor) -> Tensor:
+    """Rows and heads that start at 16 bytes, as the copy engine wants; a copy if they do not."""
+    size = x_THA.element_size()
+    aligned = all(stride * size % 16 == 0 for stride in x_THA.stride()[:2])
+    if x_THA.stride(2) == 1 and aligned and x_THA.data_ptr() % 16 == 0:
+        return x_THA
+    padding = -x_THA.shape[2] % (16 // size)
+    return functional.pad(x_THA, (0, padding)).contiguous()
+
+
+def _rows(x_THA: Tensor, rows: int, width: int) -> TensorDescriptor:
+    """A descriptor of blocks of rows of one head; columns past `width` read as zeros."""
+    total, heads, _ = x_THA.shape
+    row, head, _ = x_THA.stride()
+    return TensorDescriptor(
+        x_THA, [heads, total, width], [head, row, 1], [1, rows, _block(width)]
+    )
+
+
+def _device_of(x: Tensor) -> AbstractContextManager[Any]:
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
