@@ -24,8 +24,6 @@ from nestpipe.kernels.fused_attention.pairs import (
     keys_of_queries,
     locate,
     masked_keys,
-    of_head,
-    of_sample,
     queries_of_keys,
     sample_rows,
     store_rows,
@@ -76,9 +74,7 @@ def attend_backward_queries(
     left, full_start, full_stop, own, num_left, num_right, num_masked = keys_of_queries(
         first, min(first + M, length), history, window, M, N
     )
-    position, time = of_head(position_HP, head, P), of_head(time_HQ, head, Q)
-    times, spans = of_sample(times_T, spans, start, sample)
-    span = time_span(times, spans, first, length, M)
+    span = time_span(spans, sample, start, length, first, M)
     query_M1 = first + tl.arange(0, M)[:, None]
     q_MA = q_HTA.load([head, start + first, 0]).reshape(M, A_BLOCK)
     grad_MV = grad_HTV.load([head, start + first, 0]).reshape(M, V_BLOCK)
@@ -90,8 +86,8 @@ def attend_backward_queries(
         v_NV = v_HTV.load([head, start + key, 0]).reshape(N, V_BLOCK)
         grad_MN = tl.dot(grad_MV, v_NV.T, input_precision="ieee")
         half_MN = add_biases(
-            half_MN, query_M1, key_1N, first, key, span, length, history,
-            position, time, times, spans, P, Q, N,
+            half_MN, query_M1, key_1N, first, key, span, start, length, history,
+            sample, head, position_HP, time_HQ, times_T, spans, P, Q, N,
         )  # fmt: skip
         _, slope_MN = half_silu_and_slope(half_MN, FAST)
         grad_MN = (grad_MN * slope_MN).to(k_NA.dtype)
@@ -104,8 +100,8 @@ def attend_backward_queries(
         v_NV = v_HTV.load([head, start + key, 0]).reshape(N, V_BLOCK)
         grad_MN = tl.dot(grad_MV, v_NV.T, input_precision="ieee")
         half_MN = add_biases(
-            half_MN, query_M1, key_1N, first, key, span, length, history,
-            position, time, times, spans, P, Q, N,
+            half_MN, query_M1, key_1N, first, key, span, start, length, history,
+            sample, head, position_HP, time_HQ, times_T, spans, P, Q, N,
         )  # fmt: skip
         _, slope_MN = half_silu_and_slope(half_MN, FAST)
         seen_MN = visible(query_M1, key_1N, length, history, window)
@@ -157,8 +153,6 @@ def attend_backward_keys(
     begin, full_start, full_stop, num_early, num_masked = queries_of_keys(
         first, length, history, window, M, N
     )
-    position, time = of_head(position_HP, head, P), of_head(time_HQ, head, Q)
-    times, spans = of_sample(times_T, spans, start, sample)
     key_N1 = first + tl.arange(0, N)[:, None]
     k_NA = k_HTA.load([head, start + first, 0]).reshape(N, A_BLOCK)
     v_NV = v_HTV.load([head, start + first, 0]).reshape(N, V_BLOCK)
@@ -170,10 +164,10 @@ def attend_backward_keys(
         half_NM = tl.dot(k_NA, q_MA.T, input_precision="ieee") * half_scale
         grad_MV = grad_HTV.load([head, start + query, 0]).reshape(M, V_BLOCK)
         grad_NM = tl.dot(v_NV, grad_MV.T, input_precision="ieee")
-        span = time_span(times, spans, query, length, M)
+        span = time_span(spans, sample, start, length, query, M)
         half_NM = add_biases(
-            half_NM, query_1M, key_N1, query, first, span, length, history,
-            position, time, times, spans, P, Q, N,
+            half_NM, query_1M, key_N1, query, first, span, start, length, history,
+            sample, head, position_HP, time_HQ, times_T, spans, P, Q, N,
         )  # fmt: skip
         weight_NM, slope_NM = half_silu_and_slope(half_NM, FAST)
         sum_NV = tl.dot(weight_NM.to(grad_MV.dtype), grad_MV, sum_NV, input_precision="ieee")
@@ -187,10 +181,10 @@ def attend_backward_keys(
         half_NM = tl.dot(k_NA, q_MA.T, input_precision="ieee") * half_scale
         grad_MV = grad_HTV.load([head, start + query, 0]).reshape(M, V_BLOCK)
         grad_NM = tl.dot(v_NV, grad_MV.T, input_precision="ieee")
-        span = time_span(times, spans, query, length, M)
+        span = time_span(spans, sample, start, length, query, M)
         half_NM = add_biases(
-            half_NM, query_1M, key_N1, query, first, span, length, history,
-            position, time, times, spans, P, Q, N,
+            half_NM, query_1M, key_N1, query, first, span, start, length, history,
+            sample, head, position_HP, time_HQ, times_T, spans, P, Q, N,
         )  # fmt: skip
         weight_NM, slope_NM = half_silu_and_slope(half_NM, FAST)
         seen_NM = visible(query_1M, key_N1, length, history, window)

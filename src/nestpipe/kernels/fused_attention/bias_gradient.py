@@ -22,8 +22,6 @@ from nestpipe.kernels.fused_attention.pairs import (
     half_silu_and_slope,
     keys_of_queries,
     masked_keys,
-    of_head,
-    of_sample,
     sample_rows,
     time_bucket,
     time_passed,
@@ -49,7 +47,7 @@ def sum_bias_gradients(
     position_HP,
     time_HQ,
     times_T,
-    spans_T,
+    spans,
     half_scale,
     window,
     samples,
@@ -66,10 +64,7 @@ def sum_bias_gradients(
 ):
     """Writes this program's part of the gradients of one head; `grad_position_XP` has zeros."""
     head = tl.program_id(1)
-    position, time = of_head(position_HP, head, P), of_head(time_HQ, head, Q)
     part = head * tl.num_programs(0) + tl.program_id(0)
-    sums_P = of_head(grad_position_XP, part, P)
-    scratch_MN = of_head(scratch_XMN, part, M * N)
     far_M = tl.zeros([M], tl.float32)
     time_MQ = tl.zeros([M, Q_BLOCK], tl.float32)
     for item in range(tl.program_id(0), samples * blocks, tl.num_programs(0)):
@@ -84,8 +79,7 @@ def sum_bias_gradients(
         if first < 0:
             num_tiles = 0
             first = 0
-        times, spans = of_sample(times_T, spans_T, start, sample)
-        span = time_span(times, spans, first, length, M)
+        span = time_span(spans, sample, start, length, first, M)
         query_M = first + tl.arange(0, M)
         q_MA = q_HTA.load([head, start + first, 0]).reshape(M, A_BLOCK)
         grad_MV = grad_HTV.load([head, start + first, 0]).reshape(M, V_BLOCK)
@@ -98,33 +92,34 @@ def sum_bias_gradients(
             half_MN = tl.dot(q_MA, k_NA.T, input_precision="ieee") * half_scale
             grad_MN = tl.dot(grad_MV, v_NV.T, input_precision="ieee")
             half_MN = add_biases(
-                half_MN, query_M[:, None], key_N[None, :], first, key, span, length, history,
-                position, time, times, spans, P, Q, N,
+                half_MN, query_M[:, None], key_N[None, :], first, key, span, start, length, history,
+                sample, head, position_HP, time_HQ, times_T, spans, P, Q, N,
             )  # fmt: skip
             _, slope_MN = half_silu_and_slope(half_MN, FAST)
             seen_MN = visible(query_M[:, None], key_N[None, :], length, history, window)
             grad_MN = tl.where(seen_MN, grad_MN * slope_MN, 0.0)
-            if time is not None:
-                key_span = time_span(times, spans, key, length, N)
+            if time_HQ is not None:
+                key_span = time_span(spans, sample, start, length, key, N)
                 lowest, highest = bucket_span(span, key_span, Q)
                 time_MQ += _by_time(
-                    grad_MN, query_M, key_N, lowest, highest, length, times, Q, Q_BLOCK
+                    grad_MN, query_M, key_N, lowest, highest, length, times_T + start, Q, Q_BLOCK
                 )
-            if position is not None:
+            if position_HP is not None:
                 if min(first, history) - min(key + N - 1, history) >= P - 1:
                     far_M += tl.sum(grad_MN, 1)
                 else:
                     far_M += _by_distance(
-                        grad_MN, query_M, key_N, first, key, history, sums_P, scratch_MN,
-                        P, M, N, D,
+                        grad_MN, query_M, key_N, first, key, history,
+                        grad_position_XP + part * P, scratch_XMN + part * M * N, P, M, N, D,
                     )  # fmt: skip
-    if time is not None:
+    if time_HQ is not None:
         bucket_Q = tl.arange(0, Q_BLOCK)
         place_Q = grad_time_XQ + part * Q + bucket_Q
         tl.store(place_Q, tl.sum(time_MQ, 0), mask=bucket_Q < Q)
-    if position is not None:
+    if position_HP is not None:
         tl.debug_barrier()
-        tl.store(sums_P + P - 1, tl.load(sums_P + P - 1) + tl.sum(far_M, 0))
+        last = grad_position_XP + part * P + P - 1
+        tl.store(last, tl.load(last) + tl.sum(far_M, 0))
 
 
 @triton.jit

@@ -17,8 +17,6 @@ from nestpipe.kernels.fused_attention.pairs import (
     keys_of_queries,
     locate,
     masked_keys,
-    of_head,
-    of_sample,
     sample_rows,
     store_rows,
     time_span,
@@ -67,9 +65,7 @@ def attend_forward(
     left, full_start, full_stop, own, num_left, num_right, num_masked = keys_of_queries(
         first, min(first + M, length), history, window, M, N
     )
-    position, time = of_head(position_HP, head, P), of_head(time_HQ, head, Q)
-    times, spans = of_sample(times_T, spans, start, sample)
-    span = time_span(times, spans, first, length, M)
+    span = time_span(spans, sample, start, length, first, M)
     query_M1 = first + tl.arange(0, M)[:, None]
     q_MA = q_HTA.load([head, start + first, 0]).reshape(M, A_BLOCK)
     sum_MV = tl.zeros([M, V_BLOCK], tl.float32)
@@ -78,8 +74,8 @@ def attend_forward(
         k_NA = k_HTA.load([head, start + key, 0]).reshape(N, A_BLOCK)
         half_MN = tl.dot(q_MA, k_NA.T, input_precision="ieee") * half_scale
         half_MN = add_biases(
-            half_MN, query_M1, key_1N, first, key, span, length, history,
-            position, time, times, spans, P, Q, N,
+            half_MN, query_M1, key_1N, first, key, span, start, length, history,
+            sample, head, position_HP, time_HQ, times_T, spans, P, Q, N,
         )  # fmt: skip
         v_NV = v_HTV.load([head, start + key, 0]).reshape(N, V_BLOCK)
         weight_MN = half_silu(half_MN, FAST).to(v_NV.dtype)
@@ -90,8 +86,8 @@ def attend_forward(
         k_NA = k_HTA.load([head, start + key, 0]).reshape(N, A_BLOCK)
         half_MN = tl.dot(q_MA, k_NA.T, input_precision="ieee") * half_scale
         half_MN = add_biases(
-            half_MN, query_M1, key_1N, first, key, span, length, history,
-            position, time, times, spans, P, Q, N,
+            half_MN, query_M1, key_1N, first, key, span, start, length, history,
+            sample, head, position_HP, time_HQ, times_T, spans, P, Q, N,
         )  # fmt: skip
         seen_MN = visible(query_M1, key_1N, length, history, window)
         v_NV = v_HTV.load([head, start + key, 0]).reshape(N, V_BLOCK)

@@ -264,7 +264,7 @@ def run_bias_gradients(problem: Problem, grad_THV: Tensor) -> tuple[Tensor | Non
                 position_XP,
                 time_XQ,
                 scratch_XMN,
-                spans_T=problem.spans,
+                spans=problem.spans,
                 samples=problem.num_samples,
                 blocks=triton.cdiv(problem.longest, tile.queries),
                 Q_BLOCK=triton.next_power_of_2(shared["Q"]),

@@ -156,23 +156,6 @@ def _tanh(x):
 
 
 @triton.jit
-def of_head(table, head, COLUMNS: tl.constexpr):
-    """The head's line of a table, or None."""
-    if table is not None:
-        table += head * COLUMNS
-    return table
-
-
-@triton.jit
-def of_sample(times_T, spans, start, sample):
-    """The sample's times, and the table of their spans; or None."""
-    if times_T is not None:
-        times_T += start
-        spans += 2 * (start // RANGE_ROWS + sample)
-    return times_T, spans
-
-
-@triton.jit
 def add_biases(
     half,
     query,
@@ -180,11 +163,14 @@ def add_biases(
     first_query,
     first_key,
     query_span,
+    start,
     length,
     history,
-    position,
-    time,
-    times,
+    sample,
+    head,
+    position_HP,
+    time_HQ,
+    times_T,
     spans,
     P: tl.constexpr,
     Q: tl.constexpr,
@@ -196,18 +182,21 @@ def add_biases(
     tile, no pair is looked up: even the nearest pair is in the last bucket of distance, or the
     times of the tile can only be in a single bucket.
     """
-    if position is not None:
+    if position_HP is not None:
+        position = position_HP + head * P
         if min(first_query, history) - min(first_key + KEYS - 1, history) >= P - 1:
             half += tl.load(position + P - 1)
         else:
             half += tl.load(position + position_bucket(query, key, history, P))
-    if time is not None:
-        key_span = time_span(times, spans, first_key, length, KEYS)
+    if time_HQ is not None:
+        time = time_HQ + head * Q
+        key_span = time_span(spans, sample, start, length, first_key, KEYS)
         lowest, highest = bucket_span(query_span, key_span, Q)
         if lowest == highest:
             half += tl.load(time + lowest)
         else:
-            half += tl.load(time + time_bucket(time_passed(times, query, key, length), Q))
+            passed = time_passed(times_T + start, query, key, length)
+            half += tl.load(time + time_bucket(passed, Q))
     return half
 
 
@@ -249,19 +238,20 @@ def bucket_span(query_span, key_span, Q: tl.constexpr):
 
 
 @triton.jit
-def time_span(times, spans, first, length, ROWS: tl.constexpr):
+def time_span(spans, sample, start, length, first, ROWS: tl.constexpr):
     """Earliest and latest time of the ROWS rows from `first` on, or of a few more; 0 without."""
     earliest = tl.zeros([], tl.int64)
     latest = tl.zeros([], tl.int64)
-    if times is not None:
+    if spans is not None:
+        entry = spans + 2 * (start // RANGE_ROWS + sample)
         last = max(length - 1, 0) // RANGE_ROWS
         block = min(first // RANGE_ROWS, last)
-        earliest = tl.load(spans + 2 * block)
-        latest = tl.load(spans + 2 * block + 1)
+        earliest = tl.load(entry + 2 * block)
+        latest = tl.load(entry + 2 * block + 1)
         for more in tl.static_range(1, (ROWS + RANGE_ROWS - 1) // RANGE_ROWS):
             block = min(first // RANGE_ROWS + more, last)
-            earliest = min(earliest, tl.load(spans + 2 * block))
-            latest = max(latest, tl.load(spans + 2 * block + 1))
+            earliest = min(earliest, tl.load(entry + 2 * block))
+            latest = max(latest, tl.load(entry + 2 * block + 1))
     return earliest, latest
 
 
