@@ -1,12 +1,13 @@
 """Gradients of the bias tables: each program adds up a part of its own, and parts add in order.
 
-A program has every so many blocks of queries of one head, and goes over all keys they see. The gradient of a score belongs to one bucket of distance and one of time. As in the other passes,
-sums are without the slope's factor 1/2 and without 1/norm.
+A program has every so many blocks of queries of one head, and goes over all keys they see. The
+gradient of a score belongs to one bucket of distance and one of time. As in the other passes, sums
+are without the slope's factor 1/2 and without 1/norm.
 
 - Distance: the tile is written to a scratch pad and read again with a shift per query, so that
   pairs of one distance lie in one column. Tiles further away than the table need only their sum.
-- Time: the times of a tile's rows tell which buckets it can hold. Each is summed by itself; of
-  far apart rows that is mostly a single one, since buckets grow as powers of two.
+- Time: the times of a tile's rows tell which buckets it can hold. Each is summed by itself. Far
+  apart rows have mostly a single one, since buckets grow as powers of two.
 """
 
 # triton comes with torch's builds for GPUs, and with no other

@@ -1,7 +1,7 @@
 """Starts the attention kernels: shapes, descriptors, tiles and the order of programs."""
 
 # triton comes with torch's builds for GPUs, and with no other
-# pyright: reportMissingImports=false
+# pyright: reportMissingImports=false, reportIndexIssue=false
 from __future__ import annotations
 
 import os
@@ -39,6 +39,18 @@ class TileShape:
     keys: int
     warps: int
     stages: int
+    registers: int | None = None
+    """Most registers of a thread; with fewer, more programs share a processor. None: no limit."""
+
+    def options(self) -> dict[str, Any]:
+        """As the kernels and the compiler name them."""
+        return {
+            "M": self.queries,
+            "N": self.keys,
+            "num_warps": self.warps,
+            "num_stages": self.stages,
+            "maxnreg": self.registers,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,10 +186,7 @@ def run_forward(problem: Problem) -> Tensor:
             spans=problem.spans,
             inverse_norm=1 / problem.norm,
             V=problem.value_width,
-            M=tile.queries,
-            N=tile.keys,
-            num_warps=tile.warps,
-            num_stages=tile.stages,
+            **tile.options(),
             **place,
             **problem.shared(),
         )
@@ -201,10 +210,7 @@ def run_backward_queries(problem: Problem, grad_THV: Tensor) -> Tensor:
             spans=problem.spans,
             inverse_norm=1 / problem.norm,
             A=problem.width,
-            M=tile.queries,
-            N=tile.keys,
-            num_warps=tile.warps,
-            num_stages=tile.stages,
+            **tile.options(),
             **place,
             **problem.shared(),
         )
@@ -232,10 +238,7 @@ def run_backward_keys(problem: Problem, grad_THV: Tensor) -> tuple[Tensor, Tenso
             inverse_norm=1 / problem.norm,
             A=problem.width,
             V=problem.value_width,
-            M=tile.queries,
-            N=tile.keys,
-            num_warps=tile.warps,
-            num_stages=tile.stages,
+            **tile.options(),
             **place,
             **problem.shared(),
         )
@@ -268,11 +271,8 @@ def run_bias_gradients(problem: Problem, grad_THV: Tensor) -> tuple[Tensor | Non
                 samples=problem.num_samples,
                 blocks=triton.cdiv(problem.longest, tile.queries),
                 Q_BLOCK=triton.next_power_of_2(shared["Q"]),
-                M=tile.queries,
-                N=tile.keys,
                 D=triton.next_power_of_2(tile.queries + tile.keys - 1),
-                num_warps=tile.warps,
-                num_stages=tile.stages,
+                **tile.options(),
                 **shared,
             )
     # 1/2 belongs to the slope of SiLU, which the kernels give twice.
@@ -321,9 +321,7 @@ def _rows(x_THA: Tensor, rows: int, width: int) -> TensorDescriptor:
     """A descriptor of blocks of rows of one head; columns past `width` read as zeros."""
     total, heads, _ = x_THA.shape
     row, head, _ = x_THA.stride()
-    return TensorDescriptor(
-        x_THA, [heads, total, width], [head, row, 1], [1, rows, _block(width)]
-    )
+    return TensorDescriptor(x_THA, [heads, total, width], [head, row, 1], [1, rows, _block(width)])
 
 
 def _device_of(x: Tensor) -> AbstractContextManager[Any]:
