@@ -1,0 +1,448 @@
+"""Times the fused attention on one GPU, beside torch's flash attention in the same run.
+
+    python tools/bench_attention.py --out attention.json
+    python tools/bench_attention.py --only forward,keys --widths 128
+
+Parts: check (against the plain form in float64), sdpa, forward, queries, keys, bias, jagged, short.
+`forward`, `queries` and `keys` try the tiles below and keep the fastest for the parts after them.
+A tile that does not compile or does not fit is reported and left out. TFLOP/s count half of the
+square: 2 products forward, 7 for both directions, whatever the kernels compute again.
+"""
+
+# triton comes with torch's builds for GPUs, and with no other
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from triton.errors import TritonError
+
+from nestpipe.kernels.attention import Mask, RelativeBias
+from nestpipe.kernels.fused_attention import launch, plain_attention
+from nestpipe.kernels.fused_attention.function import attention_by_kernels
+from nestpipe.kernels.fused_attention.launch import Problem, TileShape
+
+HEADS, BATCH, LENGTH = 4, 4, 4096
+POSITIONS, TIME_BUCKETS = 64, 32
+PARTS = ["check", "sdpa", "forward", "queries", "keys", "bias", "jagged", "short"]
+BOUND = 1e-2
+"""Of the largest value, for bfloat16."""
+FAILURES = (RuntimeError, TritonError)
+"""What a tile that does not fit raises; it must not end the others."""
+
+# Queries, keys, warps, stages, registers.
+TILES: dict[tuple[str, int], list[TileShape]] = {
+    ("forward", 128): [
+        TileShape(128, 64, 8, 3),
+        TileShape(128, 64, 8, 4),
+        TileShape(128, 128, 8, 2),
+        TileShape(128, 64, 4, 3),
+        TileShape(64, 64, 4, 2, 168),
+        TileShape(64, 64, 4, 3, 168),
+        TileShape(64, 128, 4, 2),
+        TileShape(128, 32, 8, 4, 128),
+        TileShape(128, 64, 8, 2, 128),
+    ],
+    ("queries", 128): [
+        TileShape(128, 64, 8, 2),
+        TileShape(128, 64, 8, 3),
+        TileShape(128, 32, 8, 3),
+        TileShape(64, 64, 4, 2),
+        TileShape(64, 32, 4, 3),
+        TileShape(64, 128, 8, 2),
+    ],
+    ("keys", 128): [
+        TileShape(64, 128, 8, 2),
+        TileShape(64, 128, 8, 3),
+        TileShape(32, 128, 8, 3),
+        TileShape(64, 64, 8, 2),
+        TileShape(32, 64, 4, 3),
+        TileShape(64, 64, 4, 2),
+    ],
+    ("forward", 256): [
+        TileShape(128, 64, 8, 2),
+        TileShape(128, 32, 8, 3),
+        TileShape(64, 64, 4, 2),
+        TileShape(64, 32, 4, 2),
+        TileShape(128, 32, 8, 4),
+    ],
+    ("queries", 256): [
+        TileShape(64, 64, 8, 2),
+        TileShape(128, 32, 8, 2),
+        TileShape(64, 32, 4, 2),
+        TileShape(64, 32, 8, 3),
+    ],
+    ("keys", 256): [
+        TileShape(64, 64, 8, 2),
+        TileShape(32, 64, 8, 2),
+        TileShape(32, 64, 8, 3),
+        TileShape(32, 128, 8, 2),
+        TileShape(16, 64, 4, 3),
+    ],
+    ("bias", 128): [TileShape(64, 64, 4, 2), TileShape(64, 64, 8, 2), TileShape(128, 64, 8, 2)],
+    ("bias", 256): [TileShape(64, 64, 8, 1), TileShape(64, 32, 8, 2), TileShape(64, 64, 4, 1)],
+}
+FIELDS = {
+    "forward": "forward",
+    "queries": "backward_queries",
+    "keys": "backward_keys",
+    "bias": "bias",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """Inputs of one size, drawn once."""
+
+    lengths: list[int]
+    width: int
+    biased: bool = False
+    targets: list[int] | None = None
+    window: int | None = None
+    positions: int = POSITIONS
+
+    def rows(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        generator = torch.Generator("cuda").manual_seed(1)
+        shape = (4, sum(self.lengths), HEADS, self.width)
+        q, k, v, grad = torch.randn(*shape, generator=generator, device="cuda").bfloat16()
+        return q, k, v, grad
+
+    def bias(self) -> RelativeBias:
+        if not self.biased:
+            return RelativeBias()
+        generator = torch.Generator("cuda").manual_seed(2)
+        tables = torch.randn(
+            HEADS, self.positions + TIME_BUCKETS, generator=generator, device="cuda"
+        )
+        position, times = tables.split([self.positions, TIME_BUCKETS], 1)
+        return RelativeBias(position * 0.3, times * 0.3, self.times())
+
+    def times(self) -> Tensor:
+        """Sessions: most gaps are seconds to minutes, one in ten is hours to weeks."""
+        generator = torch.Generator().manual_seed(3)
+        parts = []
+        for length in self.lengths:
+            power = 9 * torch.rand(length, generator=generator)
+            pause = torch.rand(length, generator=generator) < 0.1
+            gaps = 2 ** torch.where(pause, 12 + power, power)
+            parts.append(torch.cumsum(gaps.long(), 0))
+        return torch.cat(parts).cuda()
+
+    def arguments(self) -> dict[str, Any]:
+        ends = [0, *itertools.accumulate(self.lengths)]
+        return {
+            "offsets_B": torch.tensor(ends, device="cuda"),
+            "targets": None if self.targets is None else torch.tensor(self.targets, device="cuda"),
+            "longest": max(self.lengths),
+        }
+
+    def problem(self, rows: tuple[Tensor, ...]) -> Problem:
+        about = self.arguments()
+        q, k, v = rows[:3]
+        return launch.make_problem(
+            q, k, v, about["offsets_B"], about["targets"], self.bias(), float(LENGTH),
+            self.width**-0.5, self.window, about["longest"],
+        )  # fmt: skip
+
+    def flops(self, products: int) -> float:
+        """Half of the square, `products` matrix products."""
+        return products * HEADS * self.width * float(sum(n * n for n in self.lengths))
+
+
+@dataclass(slots=True)
+class Report:
+    """What was found: lines for people, records for programs."""
+
+    lines: list[str] = field(default_factory=list)
+    records: list[dict[str, Any]] = field(default_factory=list)
+    best: dict[tuple[str, int], TileShape] = field(default_factory=dict)
+
+    def say(self, line: str) -> None:
+        self.lines.append(line)
+
+    def add(self, part: str, **record: Any) -> None:
+        self.records.append({"part": part, **record})
+        print(part, record, flush=True)
+
+
+def median_ms(work: Callable[[], Any]) -> float:
+    """Of one call, with a cold cache."""
+    return triton.testing.do_bench(work, warmup=10, rep=50, return_mode="median")
+
+
+def graph_ms(work: Callable[[], Any]) -> float:
+    """Without the host's time for a launch, which short sequences would measure."""
+    return triton.testing.do_bench_cudagraph(work, rep=30, return_mode="median")
+
+
+def tflops(world: World, products: int, ms: float) -> float:
+    """Of `products` matrix products over half of the square."""
+    return world.flops(products) / ms / 1e9
+
+
+def pass_of(part: str, problem: Problem, grad: Tensor) -> Callable[[], Any]:
+    """One kernel, ready to be timed."""
+    return {
+        "forward": lambda: launch.run_forward(problem),
+        "queries": lambda: launch.run_backward_queries(problem, grad),
+        "keys": lambda: launch.run_backward_keys(problem, grad),
+        "bias": lambda: launch.run_bias_gradients(problem, grad),
+    }[part]
+
+
+def try_tile(job: tuple[str, int, bool, TileShape]) -> str | None:
+    """In a process of its own: fills the compiler's cache. What went wrong, or None."""
+    part, width, biased, tile = job
+    try:
+        world = World([300, 70], width, biased)
+        rows = world.rows()
+        problem = world.problem(rows).with_tiles(**{FIELDS[part]: tile})
+        pass_of(part, problem, rows[3])()
+        torch.cuda.synchronize()
+    except FAILURES as error:
+        return f"{type(error).__name__}: {str(error).splitlines()[0][:150]}"
+    return None
+
+
+def compile_ahead(jobs: list[Any], workers: int, limit_s: float) -> set[Any]:
+    """The jobs that work; the others are reported and left out."""
+    good: set[Any] = set()
+    pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
+    futures = {pool.submit(try_tile, job): job for job in jobs}
+    try:
+        for done in as_completed(futures, timeout=limit_s):
+            job = futures[done]
+            problem = "process died" if done.exception() else done.result()
+            if problem is None:
+                good.add(job)
+            else:
+                print("left out", job, problem, flush=True)
+    except TimeoutError:
+        print("left out: tiles that take too long to compile", flush=True)
+    for process in list((pool._processes or {}).values()):
+        process.kill()
+    pool.shutdown(wait=False, cancel_futures=True)
+    return good
+
+
+def jobs_of(parts: list[str], widths: list[int]) -> list[tuple[str, int, bool, TileShape]]:
+    """Without bias for each tile; with biases for each, too, where that part is wanted."""
+    jobs = []
+    for part, width in itertools.product(["forward", "queries", "keys", "bias"], widths):
+        for tile in TILES[part, width]:
+            if part != "bias" and part in parts:
+                jobs.append((part, width, False, tile))
+            if "bias" in parts:
+                jobs.append((part, width, True, tile))
+    return list(dict.fromkeys(jobs))
+
+
+def sweep(
+    part: str, world: World, good: set[Any], report: Report, products: int
+) -> tuple[TileShape, float] | None:
+    """The fastest tile of a pass and its time."""
+    rows = world.rows()
+    problem = world.problem(rows)
+    found: list[tuple[float, TileShape]] = []
+    for tile in TILES[part, world.width]:
+        if (part, world.width, world.biased, tile) not in good:
+            continue
+        work = pass_of(part, problem.with_tiles(**{FIELDS[part]: tile}), rows[3])
+        try:
+            ms = median_ms(work)
+        except FAILURES as error:
+            print("left out", part, tile, str(error).splitlines()[0][:150], flush=True)
+            continue
+        found.append((ms, tile))
+        report.add(
+            part, width=world.width, biased=world.biased, tile=asdict(tile), ms=round(ms, 4),
+            executed_tflops=round(tflops(world, products, ms), 1),
+        )  # fmt: skip
+    if not found:
+        return None
+    ms, tile = min(found, key=lambda pair: pair[0])
+    report.best[part + "+bias" * (world.biased and part != "bias"), world.width] = tile
+    return tile, ms
+
+
+def time_sdpa(world: World) -> tuple[float, float]:
+    """Milliseconds forward, and forward with backward."""
+    rows = [x.view(BATCH, LENGTH, HEADS, -1).transpose(1, 2) for x in world.rows()]
+    q, k, v = (x.detach().requires_grad_() for x in rows[:3])
+
+    def forward() -> Tensor:
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def both() -> None:
+        torch.autograd.grad(forward(), (q, k, v), rows[3])
+
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        with torch.no_grad():
+            ms = median_ms(forward)
+        return ms, median_ms(both)
+
+
+def main_table(widths: list[int], parts: list[str], good: set[Any], report: Report) -> None:
+    """Full-length sequences: torch, then every pass with its fastest tile."""
+    for width, biased in itertools.product(widths, [False, True]):
+        if biased and "bias" not in parts:
+            continue
+        world = World([LENGTH] * BATCH, width, biased)
+        name = f"d={width}{' both biases' if biased else ''}"
+        if not biased and "sdpa" in parts:
+            forward_ms, both_ms = time_sdpa(world)
+            report.add("sdpa", width=width, forward_ms=forward_ms, both_ms=both_ms)
+            report.say(f"{name} SDPA flash: {_rates(world, forward_ms, both_ms)}")
+        passes = {"forward": 2, "queries": 3, "keys": 4, **({"bias": 2} if biased else {})}
+        times: dict[str, float] = {}
+        for part, products in passes.items():
+            if part not in parts and not biased:
+                continue
+            if fastest := sweep(part, world, good, report, products):
+                tile, times[part] = fastest
+                rate = tflops(world, products, times[part])
+                shape = f"{tile.queries}x{tile.keys} w{tile.warps} s{tile.stages}"
+                shape += f" r{tile.registers}" if tile.registers else ""
+                report.say(f"{name} {part}: {times[part]:.3f} ms, {rate:.0f} executed, {shape}")
+        if len(times) == len(passes):
+            report.say(f"{name} FUSED: {_rates(world, times['forward'], sum(times.values()))}")
+
+
+def _rates(world: World, forward_ms: float, both_ms: float) -> str:
+    return f"{tflops(world, 2, forward_ms):.0f} forward, {tflops(world, 7, both_ms):.0f} both"
+
+
+def other_sizes(part: str, widths: list[int], report: Report) -> None:
+    """Jagged and short sequences, with the fastest tiles of the sweeps."""
+    generator = torch.Generator().manual_seed(4)
+    jagged = torch.randint(256, LENGTH + 1, (32,), generator=generator).tolist()
+    sizes = {
+        "jagged": {"32 of 256..4096": jagged, "32 of 4096": [LENGTH] * 32},
+        "short": {"32 of 256": [256] * 32, "512 of 256": [256] * 512, "512 of 200": [200] * 512},
+    }[part]
+    timer = graph_ms if part == "short" else median_ms
+    cases = [
+        (width, name, biased) for width in widths for name in sizes for biased in (False, True)
+    ]
+    for width, name, biased in cases:
+        world = World(sizes[name], width, biased)
+        rows = world.rows()
+        best = {
+            FIELDS[p]: report.best.get((p + "+bias" * (biased and p != "bias"), width))
+            for p in FIELDS
+        }
+        problem = world.problem(rows).with_tiles(**{k: v for k, v in best.items() if v})
+        passes = ["forward", "queries", "keys", *(["bias"] if biased else [])]
+        try:
+            times = {p: timer(pass_of(p, problem, rows[3])) for p in passes}
+        except FAILURES as error:
+            print("failed", part, name, width, biased, str(error).splitlines()[0], flush=True)
+            continue
+        report.add(part, width=width, name=name, biased=biased, ms=times)
+        rates = _rates(world, times["forward"], sum(times.values()))
+        report.say(f"d={width} {name}{' both biases' if biased else ''}: {rates}")
+
+
+CHECKS = [
+    World([700, 0, 1, 333], 128),
+    World([700, 0, 1, 333], 128, True, [100, 0, 1, 33]),
+    World([700, 128], 64, True, None, 100),
+    World([500, 256, 64], 256, True, [100, 0, 64], 200),
+    World([300, 64], 16, True),
+    World([1500], 128, True, None, None, 1000),
+]
+
+
+def check(report: Report) -> None:
+    """Output and gradients against the plain form in float64; the same bits when run again."""
+    for world in CHECKS:
+        q, k, v, grad = world.rows()
+        bias = world.bias()
+        leaves = [q, k, v, *(t for t in (bias.position_HP, bias.time_HQ) if t is not None)]
+
+        def results(form: Any, dtype: torch.dtype | None, world=world, leaves=leaves, grad=grad):
+            taken = [x.detach().to(dtype or x.dtype).requires_grad_() for x in leaves]
+            tables = RelativeBias()
+            if world.biased:
+                tables = RelativeBias(taken[3], taken[4], world.times())
+            about = world.arguments()
+            out = form(
+                *taken[:3], about["offsets_B"], norm=64.0, scale=world.width**-0.5,
+                mask=Mask(about["targets"]), bias=tables, max_attention=world.window,
+                longest=about["longest"],
+            )  # fmt: skip
+            return [out.detach(), *torch.autograd.grad(out, taken, grad.to(out.dtype))]
+
+        found, again = results(attention_by_kernels, None), results(attention_by_kernels, None)
+        wanted = results(plain_attention, torch.float64)
+        errors = [
+            float((a.double() - b).abs().max() / b.abs().max())
+            for a, b in zip(found, wanted, strict=True)
+        ]
+        same = all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+        ok = same and max(errors) <= BOUND
+        report.add("check", world=asdict(world), errors=errors, same_bits=same, ok=ok)
+        shown = " ".join(f"{e:.1e}" for e in errors)
+        report.say(f"check d={world.width} {world.lengths}: {'ok' if ok else 'WRONG'} {shown}")
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """Checked options."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", default=",".join(PARTS), help="parts to run, with commas between")
+    parser.add_argument("--widths", default="128,256", help="head widths, with commas between")
+    parser.add_argument("--out", type=Path, help="file for all figures as JSON")
+    parser.add_argument("--workers", type=int, default=12, help="processes that compile tiles")
+    parser.add_argument("--compile-limit", type=float, default=150, help="seconds for all tiles")
+    options = parser.parse_args(arguments)
+    options.only, options.widths = (
+        options.only.split(","),
+        [int(w) for w in options.widths.split(",")],
+    )
+    if unknown := set(options.only) - set(PARTS):
+        parser.error(f"unknown part {sorted(unknown)[0]!r}; choose from {', '.join(PARTS)}")
+    if unknown := set(options.widths) - {128, 256}:
+        parser.error(f"no tiles for width {min(unknown)}; choose from 128, 256")
+    return options
+
+
+def main(arguments: list[str]) -> int:
+    """Runs the parts in order and prints the table last."""
+    options, report, began = parse(arguments), Report(), time.perf_counter()
+    if not torch.cuda.is_available():
+        print("torch finds no GPU on this machine; run this where there is one", file=sys.stderr)
+        return 2
+    jobs = jobs_of(options.only, options.widths)
+    good = compile_ahead(jobs, options.workers, options.compile_limit) if jobs else set()
+    print(f"compiled {len(good)} of {len(jobs)} in {time.perf_counter() - began:.0f} s", flush=True)
+    if "check" in options.only:
+        check(report)
+    main_table(options.widths, options.only, good, report)
+    for part in ("jagged", "short"):
+        if part in options.only:
+            other_sizes(part, options.widths, report)
+    if options.out:
+        figures = {"device": torch.cuda.get_device_name(), "records": report.records}
+        options.out.write_text(json.dumps(figures, indent=1), encoding="utf-8")
+    print(f"\n{torch.cuda.get_device_name()}, {time.perf_counter() - began:.0f} s, TFLOP/s")
+    print("\n".join(report.lines))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
