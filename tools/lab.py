@@ -39,7 +39,7 @@ from nestpipe.errors import ConfigError, NestpipeError, RunError  # noqa: E402
 
 if TYPE_CHECKING:
     from nestpipe.bench.lab import Comparison, Peer, Reading
-    from nestpipe.bench.pipeline_cases import PipelineCase
+    from nestpipe.bench.pipeline.cases import PipelineCase
 
 
 def say(line: str) -> None:

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from nestpipe.kernels import rows as summing
-from nestpipe.kernels.bag_sums import can_sum
-from nestpipe.kernels.rows import Bags, add_bags, add_bags_at, ends_of, sum_bags
+from nestpipe.kernels.rows import segments as summing
+from nestpipe.kernels.rows.cuda import can_sum
+from nestpipe.kernels.rows.segments import Bags, add_bags, add_bags_at, ends_of, sum_bags
 
 CUDA = torch.device("cuda")
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from nestpipe.runtime import CudaLanes, CudaSpans, End, ThreadLanes, Work, lanes_for, run
-from nestpipe.runtime.cuda_lanes import HOST_LANES, StreamPlace
-from nestpipe.runtime.cuda_spans import HOST_CLOCK
+from nestpipe.runtime.cuda import HOST_CLOCK, HOST_LANES, StreamPlace
 from nestpipe.schedule import Kind, Lane, Op, PlanOptions, Retrieval, plan, with_keys_apart
 from nestpipe.trace import Trace
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from nestpipe.kernels.attention import Mask, RelativeBias, hstu_attention
-from nestpipe.kernels.attention_forward import attend, attend_with_past, kernel_serves
+from nestpipe.kernels.attention.inference import attend, attend_with_past, kernel_serves
+from nestpipe.kernels.attention.reference import Mask, RelativeBias, hstu_attention
 from nestpipe.models import Hstu, HstuConfig, PrefixParts, Tokens
 
 pytest.importorskip("triton", reason="triton comes with torch's builds for GPUs alone")
-from nestpipe.kernels.hstu_forward import STRETCH
+from nestpipe.kernels.attention.triton_forward import STRETCH
 
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 """Of the largest value; bfloat16 tells 256 values apart between a power of two and the next."""

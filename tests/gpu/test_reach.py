@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from nestpipe.embedding.native_store import NativeStore
-from nestpipe.embedding.store import StoreLayout
-from nestpipe.kernels.native_rows import copy_rows
+from nestpipe.embedding.store.host import NativeStore
+from nestpipe.embedding.store.protocol import StoreLayout
+from nestpipe.kernels.rows.native import copy_rows
 
 pytest.importorskip("triton", reason="triton comes with torch's builds for GPUs alone")
 
-from nestpipe.kernels import reach
-from nestpipe.kernels.carry import aligned_rows, can_carry
-from nestpipe.kernels.reach import copy_rows_by_gpu
+from nestpipe.kernels.rows import row_copy_triton as reach
+from nestpipe.kernels.rows.row_copy_tma import aligned_rows, can_carry
+from nestpipe.kernels.rows.row_copy_triton import copy_rows_by_gpu
 
 
 def make_store(dim: int, rows: int) -> NativeStore:

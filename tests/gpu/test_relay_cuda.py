@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from nestpipe.models import HstuConfig
-from nestpipe.serve.instance import Instance
-from nestpipe.serve.model import HstuRankModel
-from nestpipe.serve.reload import Reload
+from nestpipe.serve.engine.instance import Instance
+from nestpipe.serve.kv_cache.reload import Reload
+from nestpipe.serve.model.ranker import HstuRankModel
 from nestpipe.serve.settings import ServeSettings
 from nestpipe.serve.types import (
     KV,

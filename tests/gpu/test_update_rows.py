@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from nestpipe.embedding.optimizers import OPTIMIZERS, row_optimizer
-from nestpipe.kernels.carry import aligned_rows
-from nestpipe.kernels.update_rows import can_update
+from nestpipe.kernels.rows.cuda import can_update
+from nestpipe.kernels.rows.row_copy_tma import aligned_rows
 
 CUDA = torch.device("cuda")
 

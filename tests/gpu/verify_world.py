@@ -21,11 +21,11 @@ from nestpipe.config import Table, build
 from nestpipe.jagged import Jagged
 from nestpipe.models import Loss
 from nestpipe.runtime import Work, inject_delays
-from nestpipe.runtime.cuda_lanes import CudaLanes
+from nestpipe.runtime.cuda import CudaLanes
 from nestpipe.schedule import Lane
-from nestpipe.train.settings import PipelineSettings, TrainSettings
+from nestpipe.train.config import PipelineSettings, TrainSettings
 from nestpipe.train.trainer import Trainer
-from nestpipe.train.verify import Verdict, verify
+from nestpipe.train.verify.plans import Verdict, verify
 
 BATCH, STEPS = 48, 6
 DIM, USER_DIM, FEATURES = 16, 8, 3

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from nestpipe.bench.host_ranks import launch_on_hosts
-from nestpipe.bench.hosts import LINK, inside, shaped_hosts
+from nestpipe.bench.hosts import LINK, inside, launch_on_hosts, shaped_hosts
 
 PROGRAM = Path(__file__).with_name("host_program.py")
 HOLD = """

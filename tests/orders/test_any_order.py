@@ -9,13 +9,10 @@ import pytest
 from nestpipe.schedule import (
     PLANS,
     Exchange,
-    Interpreter,
     Merge,
-    Outcome,
     Plan,
     PlanOptions,
     Retrieval,
-    ToyData,
     check,
     from_text,
     plan,
@@ -24,6 +21,7 @@ from nestpipe.schedule import (
     with_keys_apart,
     with_sums_apart,
 )
+from support.toy_schedule import Interpreter, Outcome, ToyData
 
 BATCHES = 8
 SEEDS = 200

@@ -16,15 +16,12 @@ import pytest
 from nestpipe.schedule import (
     PLANS,
     Exchange,
-    Interpreter,
     Merge,
     Op,
-    Outcome,
     PlanOptions,
     Retrieval,
     Schedule,
     Step,
-    ToyData,
     happens_before,
     plan,
     redundant_edges,
@@ -32,6 +29,7 @@ from nestpipe.schedule import (
     violations,
     with_early_rows,
 )
+from support.toy_schedule import Interpreter, Outcome, ToyData
 
 BATCHES = 8
 """Enough for every place that is used in turn to be used twice."""

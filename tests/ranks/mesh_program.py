@@ -101,7 +101,7 @@ def _lose_rank_3(world: DistributedCommunicator, lose: Callable[[], None]) -> No
         lose()
     comm, what = (mesh.shards, "rows 3.1") if world.rank == 1 else (mesh.replicas, "mirror 3")
     try:
-        with world.doing(what):
+        with world.op_label(what):
             total(comm, 1.0)
     except RunError:
         _none_may_follow([world, mesh.shards, mesh.replicas, mesh.replica_keys])

@@ -103,7 +103,7 @@ def one_is_killed_beside_threads(comm: DistributedCommunicator) -> None:
 
 
 def _exchange(comm: DistributedCommunicator) -> None:
-    with comm.doing("rows 3.1"):
+    with comm.op_label("rows 3.1"):
         rows = torch.ones(comm.size, 2)
         comm.all_to_all(torch.empty_like(rows), rows, [1] * comm.size, [1] * comm.size)
 

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from nestpipe.bench import relay, relay_kill
-from nestpipe.bench.relay_scores import Reference
-from nestpipe.bench.relay_service import write_random
-from nestpipe.serve.load_model import RandomModel
-from nestpipe.serve.load_settings import LoadSettings, WorkloadSettings
-from nestpipe.serve.model import HstuRankModel
+from nestpipe.bench.relay import answers as relay_kill
+from nestpipe.bench.relay import run as relay
+from nestpipe.bench.relay.answers import Reference
+from nestpipe.bench.relay.service import write_random
+from nestpipe.loadtest.settings import LoadSettings, WorkloadSettings
+from nestpipe.loadtest.target import RandomModel
+from nestpipe.serve.model.ranker import HstuRankModel
 from nestpipe.serve.settings import ServeSettings
 from nestpipe.serve.types import RealClock
 

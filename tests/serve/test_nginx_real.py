@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from nestpipe.serve.nginx import nginx_config
+from nestpipe.serve.routing.nginx import nginx_config
 
 NGINX = shutil.which("nginx", path="/usr/sbin:/usr/local/sbin:/usr/bin:/usr/local/bin")
 pytestmark = pytest.mark.skipif(

@@ -25,14 +25,13 @@ from safetensors.torch import save_file
 
 from nestpipe.errors import CheckpointError, DataError, NestpipeError, RunError, ShedError
 from nestpipe.models import HstuConfig, HstuRanker
-from nestpipe.serve.client import Client, ranking_body, read_stats, signal_body
-from nestpipe.serve.http_app import Served
-from nestpipe.serve.http_binary import MEDIA_TYPE
-from nestpipe.serve.http_instance import instance_app
-from nestpipe.serve.http_settings import HttpSettings
-from nestpipe.serve.instance import Instance
-from nestpipe.serve.model import HstuRankModel
-from nestpipe.serve.settings import ServeSettings
+from nestpipe.serve.engine.instance import Instance
+from nestpipe.serve.http.app import Served
+from nestpipe.serve.http.binary import MEDIA_TYPE
+from nestpipe.serve.http.client import Client, ranking_body, read_stats, signal_body
+from nestpipe.serve.http.instance_app import instance_app
+from nestpipe.serve.model.ranker import HstuRankModel
+from nestpipe.serve.settings import HttpSettings, ServeSettings
 from nestpipe.serve.types import History, RankItem, RankRequest, Signal
 
 CONFIG = HstuConfig(blocks=2, heads=2, dim=8, attention_dim=4, value_dim=4, max_len=64)

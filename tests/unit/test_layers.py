@@ -12,8 +12,9 @@ import pytest
 import nestpipe
 
 LAYER = {
-    "cli": 6,
-    "bench": 5,
+    "cli": 7,
+    "bench": 6,
+    "loadtest": 5,
     **dict.fromkeys(["train", "serve"], 4),
     **dict.fromkeys(["sim", "runtime", "data", "embedding", "models"], 3),
     **dict.fromkeys(["schedule", "batch", "comm", "kernels"], 2),

@@ -15,7 +15,7 @@ from nestpipe.data.source import concat
 from nestpipe.jagged import Jagged
 from nestpipe.models import Loss
 from nestpipe.runtime import Work
-from nestpipe.train.settings import PipelineSettings, TrainSettings
+from nestpipe.train.config import PipelineSettings, TrainSettings
 from nestpipe.train.trainer import Trainer
 
 BATCH, STEPS = 16, 5

@@ -9,13 +9,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from nestpipe.comm import run_ranks
 from nestpipe.config import build
-from nestpipe.embedding.plain_store import PlainStore
-from nestpipe.embedding.store import StoreLayout
-from nestpipe.train.compare import Findings, Trained, bits, both_values, compare, side_by_side
-from nestpipe.train.settings import PipelineSettings
-from nestpipe.train.verify import combine, train_to_compare, verify
+from nestpipe.embedding.store.protocol import StoreLayout
+from nestpipe.embedding.store.reference import PlainStore
+from nestpipe.train.config import PipelineSettings
+from nestpipe.train.verify.compare import (
+    Findings,
+    Trained,
+    bits,
+    both_values,
+    compare,
+    side_by_side,
+)
+from nestpipe.train.verify.plans import combine, train_to_compare, verify
+from support.thread_ranks import run_ranks
 
 SERIAL = build(PipelineSettings, {"plan": "serial"})
 NAMES = ("serial", "nested")

@@ -7,14 +7,14 @@ from functools import partial
 
 import pytest
 
-from nestpipe.comm import run_ranks
 from nestpipe.config import build
 from nestpipe.errors import RunError
 from nestpipe.runtime import inject_delays
 from nestpipe.schedule import Kind, Plan, Shape, Step
-from nestpipe.train.compare import Findings, Trained, compare
-from nestpipe.train.settings import PipelineSettings
-from nestpipe.train.verify import serial_twin, train_to_compare
+from nestpipe.train.config import PipelineSettings
+from nestpipe.train.verify.compare import Findings, Trained, compare
+from nestpipe.train.verify.plans import serial_twin, train_to_compare
+from support.thread_ranks import run_ranks
 
 RANKS, SEEDS, MAX_MS, STEPS = 2, 54, 1.5, 5
 

@@ -3,12 +3,13 @@
 import pytest
 import torch
 
-from nestpipe.comm import run_ranks
 from nestpipe.config import build
-from nestpipe.embedding import row_buffers, tables
-from nestpipe.embedding.tables import ShardedTables
-from nestpipe.kernels import rows
-from nestpipe.train.settings import PipelineSettings
+from nestpipe.embedding import buffers as row_buffers
+from nestpipe.embedding import sharded as tables
+from nestpipe.embedding.sharded import ShardedTables
+from nestpipe.kernels.rows import segments as rows
+from nestpipe.train.config import PipelineSettings
+from support.thread_ranks import run_ranks
 
 RTOL, ATOL = 2e-4, 2e-6
 """As between numbers of micro-batches."""

@@ -12,16 +12,16 @@ import pytest
 import torch
 
 from nestpipe.batch import Batch
-from nestpipe.comm import run_ranks
 from nestpipe.comm.mesh import Mesh, make_mesh
 from nestpipe.config import build
 from nestpipe.embedding.optimizers import OPTIMIZERS
 from nestpipe.errors import ConfigError
-from nestpipe.train.compare import Trained, compare
-from nestpipe.train.one_dimension import BOUND, Agreement, agreement
-from nestpipe.train.settings import PipelineSettings
+from nestpipe.train.config import PipelineSettings
 from nestpipe.train.trainer import Trainer
-from nestpipe.train.verify import verify
+from nestpipe.train.verify.compare import Trained, compare
+from nestpipe.train.verify.groups import BOUND, Agreement, agreement
+from nestpipe.train.verify.plans import verify
+from support.thread_ranks import run_ranks
 
 SERIAL = PipelineSettings()
 MESHES = [(2, 2), (4, 2), (4, 4), (8, 2), (8, 4)]

@@ -9,14 +9,14 @@ from itertools import combinations, product
 
 import pytest
 
-from nestpipe.comm import run_ranks
 from nestpipe.config import build
+from nestpipe.embedding.buffers import RowBuffers
 from nestpipe.embedding.optimizers import OPTIMIZERS
-from nestpipe.embedding.row_buffers import RowBuffers
-from nestpipe.embedding.tables import ShardedTables
+from nestpipe.embedding.sharded import ShardedTables
 from nestpipe.errors import RunError
-from nestpipe.train.settings import PipelineSettings
-from nestpipe.train.verify import Verdict, verify
+from nestpipe.train.config import PipelineSettings
+from nestpipe.train.verify.plans import Verdict, verify
+from support.thread_ranks import run_ranks
 
 STEPS = 5
 Case = dict[str, object]

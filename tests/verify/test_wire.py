@@ -8,15 +8,17 @@ import torch
 from torch import Tensor, nn
 
 from nestpipe.batch import Batch
-from nestpipe.comm import run_ranks, threads
 from nestpipe.config import Table, build
-from nestpipe.embedding import row_buffers, tables
+from nestpipe.embedding import buffers as row_buffers
+from nestpipe.embedding import sharded as tables
 from nestpipe.jagged import Jagged
-from nestpipe.kernels import rows
+from nestpipe.kernels.rows import segments as rows
 from nestpipe.models import Loss
+from nestpipe.train.config import PipelineSettings, TrainSettings
 from nestpipe.train.evaluate import forward
-from nestpipe.train.settings import PipelineSettings, TrainSettings
 from nestpipe.train.trainer import Trainer
+from support import thread_ranks as threads
+from support.thread_ranks import run_ranks
 
 DIM, SAMPLES, KEYS = 4, 12, 5
 LR = 0.5
@@ -128,7 +130,7 @@ def traffic_of(make_world, monkeypatch, **pipeline: object) -> dict[str, dict[to
     send = threads._ThreadCommunicator.all_to_all
 
     def counted(self, received, sent, *splits):
-        numbers[self.doing.what.split()[0]][sent.dtype] += sent.numel()
+        numbers[self.op_label.what.split()[0]][sent.dtype] += sent.numel()
         send(self, received, sent, *splits)
 
     def one(comm) -> None:

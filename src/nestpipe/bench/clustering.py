@@ -13,10 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nestpipe.config.check import positive
-from nestpipe.data.clustering import Balance, How, count_keys_sent, partition
-from nestpipe.data.mixing import draw, mix, uniform
-from nestpipe.data.order import Permutation
+from nestpipe.config.values import positive
+from nestpipe.data.sampling.clustering import Balance, How, count_keys_sent, partition
+from nestpipe.data.sampling.order import Permutation, draw, mix, uniform
 from nestpipe.errors import ConfigError, DataError
 from nestpipe.jagged import Jagged
 
@@ -109,8 +108,8 @@ def steps(case: ClusteringCase, movielens: bool) -> int:
 def movielens_batches(case: ClusteringCase, path: Path) -> list[Jagged]:
     """The latest items of users drawn at random, one batch per draw."""
     try:
-        from nestpipe.data.broken import Broken
-        from nestpipe.data.movielens import read_ratings
+        from nestpipe.data.readers.movielens import read_ratings
+        from nestpipe.data.readers.text import Broken
     except ImportError:
         raise ConfigError(
             "reading MovieLens needs pyarrow; run pip install 'nestpipe[train]'"

@@ -19,8 +19,7 @@ from pathlib import Path
 from statistics import median
 
 from nestpipe.bench.one_gpu import QUEUES, mps_daemon
-from nestpipe.bench.pipeline import measure_rounds
-from nestpipe.bench.pipeline_cases import (
+from nestpipe.bench.pipeline.cases import (
     LAST_STEPS,
     TIMED_STEPS,
     WARM_STEPS,
@@ -30,8 +29,9 @@ from nestpipe.bench.pipeline_cases import (
     check_names,
     variant_of,
 )
-from nestpipe.bench.pipeline_files import read_rounds
-from nestpipe.bench.pipeline_report import steady
+from nestpipe.bench.pipeline.files import read_rounds
+from nestpipe.bench.pipeline.launch import measure_rounds
+from nestpipe.bench.pipeline.report import steady
 from nestpipe.errors import ConfigError
 from nestpipe.schedule import Kind
 from nestpipe.trace import Trace

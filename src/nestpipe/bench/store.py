@@ -11,9 +11,9 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from nestpipe.config.check import positive
-from nestpipe.embedding.native_store import MOST_THREADS, NativeStore
-from nestpipe.embedding.store import StoreLayout
+from nestpipe.config.values import positive
+from nestpipe.embedding.store.host import MOST_THREADS, NativeStore
+from nestpipe.embedding.store.protocol import StoreLayout
 from nestpipe.errors import ConfigError
 
 # Shapes: K keys of a batch, D width of a row

@@ -10,12 +10,9 @@ from typing import Annotated, cast
 import typer
 
 from nestpipe import __version__
-from nestpipe.cli.bench import bench_app
-from nestpipe.cli.bench_clustering import bench_clustering
-from nestpipe.cli.bench_groups import bench_groups
+from nestpipe.cli.bench import bench_app, bench_clustering, bench_groups, bench_train
 from nestpipe.cli.bench_pipeline import bench_pipeline
 from nestpipe.cli.bench_relay import bench_relay
-from nestpipe.cli.bench_train import bench_train
 from nestpipe.cli.check import check
 from nestpipe.cli.data import data_app
 from nestpipe.cli.draw import draw

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import json as json_module
+import sys
+import tempfile
 from dataclasses import asdict
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from nestpipe.cli.options import JsonFile
 from nestpipe.cli.output import STDOUT, console, progress_bar, write_json
+from nestpipe.errors import ConfigError, RunError
+
+if TYPE_CHECKING:
+    from nestpipe.bench.clustering import ClusteringReading
+    from nestpipe.bench.groups.launch import GroupReading
 
 bench_app = typer.Typer(
     help="Measure the parts of nestpipe beside their alternatives.",
@@ -42,7 +52,7 @@ def store(
     Example: nestpipe bench store --gb 4 --json -
     """
     from nestpipe.bench.store import StoreCase, measure_store
-    from nestpipe.embedding.native_store import default_threads
+    from nestpipe.embedding.store.host import default_threads
 
     threads = default_threads() if threads is None else threads
     case = StoreCase(gb=gb, dim=dim, threads=threads, keys=keys, seconds=seconds)
@@ -68,3 +78,213 @@ def store(
         console().print(
             f"gather / index_select: {reading.ratio:.2f}; memory {reading.bytes / 1e9:.2f} GB"
         )
+
+
+# `nestpipe bench train`: samples per second beside TorchRec, in the same processes.
+
+
+CASE_NAMES = ("sequence", "dlrm1", "dlrm10")
+
+
+def bench_train(
+    cases: Annotated[
+        str, typer.Option(help=f"Which of {', '.join(CASE_NAMES)}, separated by commas.")
+    ] = ",".join(CASE_NAMES),
+    ranks: Annotated[int, typer.Option(min=1, help="CPU ranks, one thread each.")] = 2,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds of each system.")] = 5,
+    steps: Annotated[int, typer.Option(min=1, help="Batches in a round.")] = 6,
+    plan: Annotated[str, typer.Option(help="The plan that ours runs.")] = "serial",
+    peer: Annotated[bool, typer.Option(help="Time TorchRec too (`make bench-deps`).")] = True,
+    json: JsonFile = None,
+) -> None:
+    """Time training on CPU ranks; both systems take turns, figures are of the median round.
+
+    Example: nestpipe bench train --cases sequence --rounds 5 --json -
+    """
+    results: list[dict[str, Any]] = []
+    for case in cases.split(","):
+        if case not in CASE_NAMES:
+            raise ConfigError(f"unknown case {case!r}; use {', '.join(CASE_NAMES)}")
+        sys.stderr.write(f"timing {case}: {rounds} rounds of {steps} batches on {ranks} ranks\n")
+        options = ["--rounds", str(rounds), "--steps", str(steps), "--plan", plan]
+        results.append(_run(case, ranks, [*options, *([] if peer else ["--no-peer"])]))
+    if json is not None:
+        write_json(json, {"results": results} if len(results) > 1 else results[0])
+    if json != STDOUT:
+        console().print(_train_table(results))
+
+
+def _run(case: str, ranks: int, options: list[str]) -> dict[str, Any]:
+    from nestpipe.comm import launch
+
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "result.json"
+        command = [
+            sys.executable,
+            "-m",
+            "nestpipe.bench.train.rank",
+            case,
+            *options,
+            "--out",
+            str(out),
+        ]
+        status = launch(ranks, command)
+        if status == ConfigError.exit_status:
+            raise typer.Exit(status)
+        if status != 0:
+            raise RunError(f"the benchmark of {case} ended with status {status}; see above")
+        return json_module.loads(out.read_text())
+
+
+def _train_table(results: list[dict[str, Any]]) -> Table:
+    table = Table(title="samples per second, all ranks")
+    for name in ("case", "NestPipe", "TorchRec", "ratio"):
+        table.add_column(name, justify="left" if name == "case" else "right")
+    for result in results:
+        theirs, ratio = result["torchrec_samples_per_s"], result["ratio"]
+        table.add_row(
+            result["config"],
+            f"{result['nestpipe_samples_per_s']:,.0f}",
+            "" if theirs is None else f"{theirs:,.0f}",
+            "" if ratio is None else f"{ratio:.2f}",
+        )
+    return table
+
+
+# `nestpipe bench groups`: one dimension and groups of ranks on the same work.
+
+
+def bench_groups(
+    groups: Annotated[int, typer.Option(min=2, help="Groups of ranks.")] = 2,
+    intervals: Annotated[
+        str, typer.Option(help="Intervals of averaged groups, separated by commas.")
+    ] = "1,4,16",
+    case: Annotated[str, typer.Option(help="A case of `nestpipe bench pipeline`.")] = "network",
+    hosts: Annotated[
+        bool, typer.Option("--hosts", help="Ranks as hosts with shaped links; needs root.")
+    ] = False,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Change a size of the case."),
+    ] = None,
+    json: JsonFile = None,
+) -> None:
+    """Time a step of `nested` and count what a rank sends, in one dimension and in groups.
+
+    Example: nestpipe bench groups --hosts --intervals 1,4,16 --json out/groups.json
+    """
+    from nestpipe.bench.groups.launch import group_variants, measure_groups
+    from nestpipe.bench.pipeline.cases import PipelineCase, case_of
+    from nestpipe.comm.mesh import check_groups
+    from nestpipe.config import build, override
+
+    chosen = build(PipelineCase, override(asdict(case_of(case)), set_ or []))
+    check_groups(groups, chosen.ranks)
+    variants = group_variants(groups, _numbers(intervals))
+    readings = measure_groups(chosen, variants, hosts=hosts)
+    if json is not None:
+        results = [asdict(reading) for reading in readings]
+        write_json(json, {"case": asdict(chosen), "hosts": hosts, "results": results})
+    if json != STDOUT:
+        console().print(_groups_table(f"{chosen.ranks} ranks of {chosen.batch} samples", readings))
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        numbers = [int(number) for number in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 1:
+        raise ConfigError(f"intervals are {text!r}; give whole numbers from 1 on, such as 1,4,16")
+    return numbers
+
+
+def _groups_table(title: str, readings: list[GroupReading]) -> Table:
+    table = Table(title=title, caption="x: gain over one dimension.", box=SIMPLE_HEAD)
+    table.add_column("")
+    for name in ("step, ms", "x", "MB sent per rank", "of one dimension"):
+        table.add_column(name, justify="right")
+    one = readings[0]
+    for reading in readings:
+        table.add_row(
+            reading.variant.name,
+            f"{reading.step_ms:,.0f}",
+            f"{one.step_ms / reading.step_ms:.2f}",
+            f"{reading.sent_mb:.2f}",
+            f"{100 * reading.sent_mb / one.sent_mb:.0f} %",
+        )
+    return table
+
+
+# `nestpipe bench clustering`: keys sent by micro-batches, cut in different ways.
+
+
+DEFAULT_DATA = Path("data/ml-1m")
+
+
+def bench_clustering(
+    data: Annotated[
+        Path | None,
+        typer.Option(help=f"Folder with MovieLens' ratings.dat; default: {DEFAULT_DATA}."),
+    ] = None,
+    samples: Annotated[int, typer.Option(help="Users of a batch.")] = 512,
+    items: Annotated[int, typer.Option(help="The latest items of each user.")] = 200,
+    micros: Annotated[str, typer.Option(help="Micro-batches, separated by commas.")] = "8,32",
+    draws: Annotated[int, typer.Option(help="Batches of different users.")] = 5,
+    json: JsonFile = None,
+) -> None:
+    """Count the keys that random, contiguous and clustered micro-batches send.
+
+    Figures are means over the draws: keys sent over whole-batch dedup, fewer than random, how much
+    of the excess over dedup is removed, tokens of the heaviest and lightest micro-batch beside
+    the mean. `both` bounds tokens on both sides. Without MovieLens only generated users are cut.
+
+    Example: nestpipe bench clustering --data data/ml-1m --json -
+    """
+    from nestpipe.bench.clustering import ClusteringCase, measure_clustering, steps
+
+    case = ClusteringCase(samples=samples, items=items, parts=_parts(micros), draws=draws)
+    movielens = data or (DEFAULT_DATA if DEFAULT_DATA.exists() else None)
+    with progress_bar("clustering", steps(case, movielens is not None)) as advance:
+        readings = measure_clustering(case, movielens, advance)
+    if json is not None:
+        results = [asdict(reading) for reading in readings]
+        write_json(json, {"samples": samples, "items": items, "draws": draws, "results": results})
+    if json != STDOUT:
+        console().print(
+            _clustering_table(readings, f"{samples} users, {items} items, {draws} draws")
+        )
+        if movielens is None:
+            console().print(
+                f"No MovieLens in {DEFAULT_DATA}: fetch ml-1m.zip from "
+                "https://grouplens.org/datasets/movielens/1m/ (research use), unpack ratings.dat "
+                "and name its folder with --data."
+            )
+
+
+def _parts(micros: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(number) for number in micros.split(","))
+    except ValueError:
+        raise ConfigError(f"micros is {micros!r}; give whole numbers, such as 8,32") from None
+
+
+def _clustering_table(readings: list[ClusteringReading], title: str) -> Table:
+    table = Table(title=title)
+    for name in ("data", "N", "cut"):
+        table.add_column(name)
+    for name in ("keys sent", "fewer", "removed", "tokens", "ms", "CPU ms"):
+        table.add_column(name, justify="right")
+    for reading in readings:
+        table.add_row(
+            reading.data,
+            str(reading.parts),
+            reading.how,
+            f"{reading.ratio:.2f}x",
+            f"{reading.fewer_percent:.1f} %",
+            f"{round(reading.excess_removed_percent)} %",
+            f"+{100 * reading.tokens_over:.0f} -{100 * reading.tokens_under:.0f} %",
+            f"{reading.ms:.1f}",
+            f"{reading.cpu_ms:.1f}",
+        )
+    return table

@@ -18,8 +18,8 @@ from nestpipe.cli.output import STDOUT, console, write_json
 from nestpipe.errors import ConfigError
 
 if TYPE_CHECKING:
-    from nestpipe.bench.pipeline_cases import PipelineCase
-    from nestpipe.bench.pipeline_report import PointReport, VariantReport
+    from nestpipe.bench.pipeline.cases import PipelineCase
+    from nestpipe.bench.pipeline.report import PointReport, VariantReport
 
 DEFAULT_CASE = {"cpu": "network", "cuda": "paper"}
 
@@ -67,8 +67,8 @@ def bench_pipeline(
 
     Example: nestpipe bench pipeline --plans nested --retrieval new --exchange micro,window
     """
-    from nestpipe.bench.pipeline import run_pipeline
-    from nestpipe.bench.pipeline_cases import variants_of
+    from nestpipe.bench.pipeline.cases import variants_of
+    from nestpipe.bench.pipeline.launch import run_pipeline
 
     chosen = _case(case, device, ranks, rate if hosts else None, set_ or [])
     if rate is not None and not hosts:
@@ -97,7 +97,7 @@ def _case(
     rate: str | None,
     changes: Sequence[str],
 ) -> PipelineCase:
-    from nestpipe.bench.pipeline_cases import PipelineCase, case_of
+    from nestpipe.bench.pipeline.cases import PipelineCase, case_of
     from nestpipe.config import build, override
 
     if device not in (None, *DEFAULT_CASE):

@@ -18,13 +18,13 @@ from nestpipe.cli.options import JsonFile
 from nestpipe.cli.output import STDOUT, console, progress_bar, write_json
 from nestpipe.config import build, override, positive
 from nestpipe.errors import ConfigError
-from nestpipe.serve.load_settings import LoadSettings
+from nestpipe.loadtest.settings import LoadSettings
 
 if TYPE_CHECKING:
-    from nestpipe.bench.relay import RelayCase
-    from nestpipe.bench.relay_report import Reading
-    from nestpipe.bench.relay_scores import Reference
-    from nestpipe.bench.relay_sizes import Asked, Sizes
+    from nestpipe.bench.relay.answers import Reference
+    from nestpipe.bench.relay.report import Reading
+    from nestpipe.bench.relay.run import RelayCase
+    from nestpipe.bench.relay.sizes import Asked, Sizes
 
 NOT_SOUND = 1
 """Exit status where a request was lost or a score wrong."""
@@ -79,9 +79,9 @@ def bench_relay(
             positive(f"--{name}", value)
     build(LoadSettings, override({}, settings or []))  # a wrong name is told before the work
     require("torch", "safetensors", "fastapi", "httpx", "prometheus_client", "uvicorn")
-    from nestpipe.bench.relay import find_nginx
-    from nestpipe.bench.relay_report import is_sound
-    from nestpipe.bench.relay_sizes import Asked
+    from nestpipe.bench.relay.report import is_sound
+    from nestpipe.bench.relay.run import find_nginx
+    from nestpipe.bench.relay.sizes import Asked
 
     notes = [NO_NGINX] if nginx and find_nginx() is None else []
     fronts = ("builtin", "nginx") if nginx and not notes else ("builtin",)
@@ -110,9 +110,9 @@ class _Plan:
 
     def case(self, path: Path, reference: Reference) -> tuple[RelayCase, Sizes]:
         """Time the model, and choose what is left to choose."""
-        from nestpipe.bench.relay import INSTANCES, RelayCase, sections
-        from nestpipe.bench.relay_sizes import choose, measure
-        from nestpipe.serve.load_settings import WorkloadSettings
+        from nestpipe.bench.relay.run import INSTANCES, RelayCase, sections
+        from nestpipe.bench.relay.sizes import choose, measure
+        from nestpipe.loadtest.settings import WorkloadSettings
         from nestpipe.serve.types import RealClock
 
         model, short = reference.model, WorkloadSettings().short
@@ -138,10 +138,10 @@ def _reference(checkpoint: Path | None, random: str | None) -> Generator[tuple[P
     """The checkpoint that is served, and the same model here, on one thread as in an instance."""
     import torch
 
-    from nestpipe.bench.relay_scores import Reference
-    from nestpipe.bench.relay_service import write_random
-    from nestpipe.serve.load_model import random_model
-    from nestpipe.serve.model import HstuRankModel
+    from nestpipe.bench.relay.answers import Reference
+    from nestpipe.bench.relay.service import write_random
+    from nestpipe.loadtest.target import random_model
+    from nestpipe.serve.model.ranker import HstuRankModel
 
     sizes, before = random_model(random or ""), torch.get_num_threads()
     torch.set_num_threads(1)
@@ -154,7 +154,7 @@ def _reference(checkpoint: Path | None, random: str | None) -> Generator[tuple[P
 
 
 def _compare(case: RelayCase, reference: Reference) -> list[Reading]:
-    from nestpipe.bench.relay import compare
+    from nestpipe.bench.relay.run import compare
     from nestpipe.serve.types import RealClock
 
     return compare(case, reference, RealClock(), progress_bar)
@@ -167,7 +167,7 @@ def _tell(
     notes: Sequence[str],
     json: str | None,
 ) -> None:
-    from nestpipe.bench.relay_report import conclusion
+    from nestpipe.bench.relay.report import conclusion
 
     sentence = conclusion(readings, case.settings.workload.length)
     if json is not None:

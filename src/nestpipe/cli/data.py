@@ -15,8 +15,7 @@ from nestpipe.cli.output import STDOUT, console, progress_bar, write_json
 from nestpipe.errors import ConfigError
 
 if TYPE_CHECKING:
-    from nestpipe.data.describe import Description, Table
-    from nestpipe.data.facts import Facts
+    from nestpipe.data.describe import Description, Facts, Table
 
 MB = 1 << 20
 
@@ -46,7 +45,7 @@ def describe(
     with _extra_needed():
         from nestpipe.data.describe import describe as read
         from nestpipe.data.describe import detect, find_tables
-        from nestpipe.data.text import total_bytes
+        from nestpipe.data.readers.text import total_bytes
     chosen = detect(path) if kind == "auto" else kind
     tables = find_tables(path, chosen)
     size = total_bytes([file for table in tables for file in table.files])
@@ -87,7 +86,7 @@ def synth(
     """
     with _extra_needed():
         from nestpipe.data import SyntheticConfig
-        from nestpipe.data.write import num_pieces, write
+        from nestpipe.data.synthetic import num_pieces, write
     world = SyntheticConfig(flavour=kind, samples=samples, seed=seed)
     if not 1 <= files <= samples:
         raise ConfigError(f"{samples} samples cannot fill {files} files; use 1 to {samples}")

@@ -11,8 +11,8 @@ import typer
 from nestpipe.cli.options import JsonFile
 from nestpipe.config import build, override
 from nestpipe.errors import ConfigError
-from nestpipe.serve.load_arms import ARMS, arms_of
-from nestpipe.serve.load_settings import TOLERANCE, LoadSettings, check_tolerance
+from nestpipe.loadtest.arms import ARMS, arms_of
+from nestpipe.loadtest.settings import TOLERANCE, LoadSettings, check_tolerance
 
 NOT_VALID = 1
 """Exit status of a load test whose driver was late."""

@@ -23,15 +23,15 @@ from nestpipe.cli.load_tables import (
 from nestpipe.cli.options import read_text
 from nestpipe.cli.output import STDOUT, console, progress_bar, write_json, write_text
 from nestpipe.errors import ConfigError, ParseError
-from nestpipe.serve.load_settings import LoadSettings
+from nestpipe.loadtest.settings import LoadSettings
 
 if TYPE_CHECKING:
-    from nestpipe.serve.costs import Costs
-    from nestpipe.serve.load_arms import Arm
-    from nestpipe.serve.load_driver import Run
-    from nestpipe.serve.load_report import Report
-    from nestpipe.serve.load_search import Found, Step
-    from nestpipe.serve.model import HstuRankModel
+    from nestpipe.loadtest.arms import Arm
+    from nestpipe.loadtest.driver import Run
+    from nestpipe.loadtest.report import Report
+    from nestpipe.loadtest.search import Found, Step
+    from nestpipe.serve.engine.cost_model import Costs
+    from nestpipe.serve.model.ranker import HstuRankModel
 
 CLIENT_THREADS = 256
 """Rankings on their way at once to a service that runs elsewhere."""
@@ -58,7 +58,7 @@ class Model:
         """So many of the same: each instance has its own."""
         import torch
 
-        from nestpipe.serve.load_model import model_maker, random_model
+        from nestpipe.loadtest.target import model_maker, random_model
 
         cores = os.cpu_count() or 1
         torch.set_num_threads(self.threads or max(1, cores // self.instances))
@@ -88,8 +88,8 @@ class Aim:
 
 def compare(where: Where, settings: LoadSettings, json: str | None, plot: Path | None) -> bool:
     """Run every arm on the same requests; whether all runs are valid."""
-    from nestpipe.serve.load_report import as_json
-    from nestpipe.serve.load_workload import reuse_share, visits
+    from nestpipe.loadtest.report import as_json
+    from nestpipe.loadtest.workload import reuse_share, visits
 
     _check_plot(plot)
     made = visits(settings.workload)
@@ -103,7 +103,7 @@ def compare(where: Where, settings: LoadSettings, json: str | None, plot: Path |
         about = {"settings": asdict(settings), "reuse_share": reuse_share(made)}
         write_json(json, {**about, "results": [as_json(told) for told in reports]})
     if plot is not None:
-        from nestpipe.serve.load_plot import plot_latencies
+        from nestpipe.loadtest.plot import plot_latencies
 
         runs = {name: run for name, (_, run) in done.items()}
         plot_latencies(plot, runs, settings.serve.target_ms, settings.workload.warmup_s)
@@ -120,7 +120,7 @@ def find_most(
     where: Where, aim: Aim, settings: LoadSettings, json: str | None, plot: Path | None
 ) -> bool:
     """Search every arm; whether the runs that decided were valid."""
-    from nestpipe.serve.load_report import as_json
+    from nestpipe.loadtest.report import as_json
 
     _check_plot(plot)
     what = aim.what
@@ -150,7 +150,7 @@ def find_most(
         about = {"find": what, "tolerance": aim.tolerance, "settings": asdict(settings)}
         write_json(json, {**about, "results": results})
     if plot is not None:
-        from nestpipe.serve.load_plot import plot_search
+        from nestpipe.loadtest.plot import plot_search
 
         axis = "events of a history" if what == "length" else "requests per second"
         steps = {name: one.steps for name, one in found.items()}
@@ -166,9 +166,8 @@ def advise_on(
     log: Path, costs: Path | None, model: Model, settings: LoadSettings, json: str | None
 ) -> None:
     """Read a log, measure or read the costs, and print what follows."""
-    from nestpipe.serve.advise import Question, advise
-    from nestpipe.serve.load_advice_text import sentences
-    from nestpipe.serve.load_log import read_log
+    from nestpipe.loadtest.advise import Question, advise, sentences
+    from nestpipe.loadtest.log import read_log
 
     requests = read_log(log)
     longest = max(one.history_length for one in requests)
@@ -206,8 +205,8 @@ def write_costs(path: Path, model: Model, settings: LoadSettings) -> None:
 
 def write_requests(path: Path, settings: LoadSettings) -> None:
     """Write the workload as a log, for `--advise`."""
-    from nestpipe.serve.load_log import log_of, write_log
-    from nestpipe.serve.load_workload import visits
+    from nestpipe.loadtest.log import log_of, write_log
+    from nestpipe.loadtest.workload import visits
 
     log = log_of(visits(settings.workload))
     write_log(path, log)
@@ -217,14 +216,14 @@ def write_requests(path: Path, settings: LoadSettings) -> None:
 @contextmanager
 def _measures(where: Where, settings: LoadSettings, longest: int) -> Generator[dict[str, Measure]]:
     """For each arm, or for the service, the function that runs it with given settings."""
-    from nestpipe.serve.load_run import Bench, run_arm, run_service
+    from nestpipe.loadtest.run import Bench, run_arm, run_service
     from nestpipe.serve.types import RealClock
 
     clock = RealClock()
     if where.url is not None:
         require("httpx")
-        from nestpipe.serve.client import Client
-        from nestpipe.serve.http_auth import read_token
+        from nestpipe.serve.http.client import Client
+        from nestpipe.serve.http.limits import read_token
 
         token = read_token(where.token_file, os.environ)
         with Client(where.url, token, threads=CLIENT_THREADS) as client:
@@ -252,7 +251,7 @@ def _fitting(settings: LoadSettings, model: HstuRankModel) -> LoadSettings:
 def _search(
     aim: Aim, settings: LoadSettings, measure: Measure, told: Callable[[Step], None]
 ) -> Found:
-    from nestpipe.serve.load_search import search
+    from nestpipe.loadtest.search import search
 
     what, exactly = aim.what, partial(search, tolerance=aim.tolerance, seeds=aim.seeds, told=told)
 
@@ -276,7 +275,7 @@ def _tell(name: str, what: str, json: str | None, step: Step) -> None:
 
 
 def _calibrate(model: HstuRankModel, settings: LoadSettings, longest: int) -> Costs:
-    from nestpipe.serve.load_model import measure_costs
+    from nestpipe.loadtest.target import measure_costs
     from nestpipe.serve.types import RealClock
 
     workload = settings.workload
@@ -299,7 +298,7 @@ def _measure_costs(model: Model, settings: LoadSettings, longest: int) -> tuple[
 def _read_costs(path: Path) -> tuple[Costs, float]:
     from json import loads
 
-    from nestpipe.serve.costs import Costs
+    from nestpipe.serve.engine.cost_model import Costs
 
     text = read_text(path)
     try:
@@ -324,6 +323,6 @@ def require(*modules: str) -> None:
 def _check_plot(plot: Path | None) -> None:
     if plot is None:
         return
-    from nestpipe.serve.load_plot import check_plot
+    from nestpipe.loadtest.plot import check_plot
 
     check_plot(plot)

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from nestpipe.serve.load_settings import LoadSettings
+from nestpipe.loadtest.settings import LoadSettings
 
 if TYPE_CHECKING:
-    from nestpipe.serve.advise import Advice
-    from nestpipe.serve.load_report import Report
-    from nestpipe.serve.load_search import Found, Step
+    from nestpipe.loadtest.advise import Advice
+    from nestpipe.loadtest.report import Report
+    from nestpipe.loadtest.search import Found, Step
 
 PATHS = ("hbm_hit", "late_hit", "dram_hit", "miss_full", "miss_cut")
 

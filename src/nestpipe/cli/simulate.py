@@ -18,7 +18,7 @@ from nestpipe.cli.options import (
     Stages,
 )
 from nestpipe.cli.output import STDOUT, console, progress_bar, write_json, write_text
-from nestpipe.cli.tables import (
+from nestpipe.cli.simulate_tables import (
     curve_table,
     groups_answer,
     groups_table,
@@ -50,10 +50,10 @@ from nestpipe.sim import (
     to_toml,
     usual_groups,
 )
-from nestpipe.sim.groups import plan_for
-from nestpipe.sim.paper import SYSTEMS
-from nestpipe.sim.published import SCALES
+from nestpipe.sim.paper.published import SCALES
+from nestpipe.sim.paper.systems import SYSTEMS
 from nestpipe.sim.report import whole_intervals
+from nestpipe.sim.scaling import plan_for
 from nestpipe.trace import read_chrome, write_chrome
 
 MOST_WORKERS = 100_000

@@ -15,8 +15,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from nestpipe.cli.job import (
+from nestpipe.cli.options import (
     ConfigFile,
+    JsonFile,
     Ranks,
     Settings,
     launch_ranks,
@@ -24,15 +25,20 @@ from nestpipe.cli.job import (
     read_job,
     starts_ranks,
 )
-from nestpipe.cli.options import JsonFile
-from nestpipe.cli.output import LOG_EVERY_S, STDOUT, console, write_json
-from nestpipe.cli.summary import summary_lines, summary_table
+from nestpipe.cli.output import (
+    LOG_EVERY_S,
+    STDOUT,
+    console,
+    summary_lines,
+    summary_table,
+    write_json,
+)
 from nestpipe.errors import ConfigError
 from nestpipe.trace import write_chrome
 
 if TYPE_CHECKING:
     from nestpipe.train.loop import Outcome
-    from nestpipe.train.work import StepReport
+    from nestpipe.train.ops import StepReport
 
 
 def train(

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nestpipe.cli.job import (
+from nestpipe.cli.options import (
     ConfigFile,
+    JsonFile,
     Ranks,
     Settings,
     launch_ranks,
@@ -18,13 +19,12 @@ from nestpipe.cli.job import (
     read_job,
     starts_ranks,
 )
-from nestpipe.cli.options import JsonFile
 from nestpipe.cli.output import STDOUT, console, progress_bar, write_json
 
 if TYPE_CHECKING:
     from nestpipe.train.job import JobConfig
-    from nestpipe.train.one_dimension import Agreement
-    from nestpipe.train.verify import Verdict
+    from nestpipe.train.verify.groups import Agreement
+    from nestpipe.train.verify.plans import Verdict
 
 DEFAULT_PLAN = "nested"
 
@@ -65,8 +65,8 @@ def verify(
         raise typer.Exit(launch_ranks(ranks))
     quieten()
     from nestpipe.train.loop import communicator
-    from nestpipe.train.one_dimension import verify_one_dimension
-    from nestpipe.train.verify import verify_job
+    from nestpipe.train.verify.groups import verify_one_dimension
+    from nestpipe.train.verify.plans import verify_job
 
     comm = communicator(job_config)
     watch = _watch if comm.rank == 0 else _look_away

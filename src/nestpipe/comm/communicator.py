@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Protocol
 
 from torch import Tensor
 
-
-class Doing(Protocol):
-    """Names the collectives inside: `with comm.doing("rows 3.1"): ...`."""
-
-    def __call__(self, what: str) -> AbstractContextManager[None]: ...
+from nestpipe.comm.collective_state import OpLabel
+from nestpipe.comm.serialization import check_exchange, decode, encode
 
 
 class Communicator(Protocol):
@@ -22,8 +18,8 @@ class Communicator(Protocol):
 
     They are called from one thread at a time; with `hosts_apart`, one for each network; a
     `subgroup` has networks of its own. When a peer is lost, or does not come within the timeout, a
-    collective raises `RunError` with the name that `doing` gave it; none may follow, in subgroups
-    neither.
+    collective raises `RunError` with the name that `op_label` gave it. No collective may follow,
+    in subgroups neither.
     """
 
     @property
@@ -33,7 +29,7 @@ class Communicator(Protocol):
     def size(self) -> int: ...
 
     @property
-    def doing(self) -> Doing: ...
+    def op_label(self) -> OpLabel: ...
 
     @property
     def bytes_sent(self) -> int:
@@ -92,7 +88,7 @@ class Communicator(Protocol):
 
         Every rank calls this with the same `parts`, each rank in exactly one of them, in the order
         that ranks are to have there. Each call makes new networks, so two subgroups of the same
-        ranks may be used from two threads. They share `doing`, and messages name ranks of the
+        ranks may be used from two threads. They share `op_label`, and messages name ranks of the
         whole. Subgroups have no subgroups.
         """
         ...
@@ -100,3 +96,70 @@ class Communicator(Protocol):
     def close(self) -> None:
         """Leave the group; no collective may follow."""
         ...
+
+
+# A group of one rank: the same calls, nobody to wait for.
+
+
+class LocalCommunicator:
+    """Collectives of a rank that is alone."""
+
+    rank = 0
+    size = 1
+    bytes_sent = 0
+    hosts_apart = True
+
+    def __init__(self, op_label: OpLabel | None = None) -> None:
+        """As a part of a larger group it shares that group's `op_label`."""
+        self.op_label = op_label or OpLabel()
+
+    def all_to_all(
+        self,
+        received: Tensor,
+        sent: Tensor,
+        received_splits: Sequence[int],
+        sent_splits: Sequence[int],
+    ) -> None:
+        """A copy."""
+        check_exchange(received, sent, received_splits, sent_splits, self.size)
+        assert list(received_splits) == list(sent_splits), (
+            f"{sent_splits[0]} rows sent, {received_splits[0]} expected"
+        )
+        received.detach().copy_(sent.detach())
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """The sum over one rank: nothing changes."""
+
+    def sum_apart(self, tensor: Tensor) -> None:
+        """The same."""
+
+    def all_gather_values(self, value: object) -> list[object]:
+        return [decode(encode(value))]
+
+    def barrier(self) -> None:
+        """Everyone is here."""
+
+    def subgroup(self, parts: Sequence[Sequence[int]]) -> LocalCommunicator:
+        own_part(parts, self.rank, self.size)
+        return LocalCommunicator(self.op_label)
+
+    def close(self) -> None:
+        """Nothing to leave."""
+
+
+# A partition of the ranks: every rank is in exactly one part.
+
+
+def own_part(parts: Sequence[Sequence[int]], rank: int, size: int) -> list[int]:
+    """The part that a rank is in, of all ranks 0 to `size` - 1."""
+    ranks = sorted(r for part in parts for r in part)
+    assert ranks == list(range(size)), (
+        f"parts {[list(part) for part in parts]} must hold each of {size} ranks once"
+    )
+    return next(list(part) for part in parts if rank in part)
+
+
+def check_agreement(asked: Sequence[object]) -> None:
+    """Find our own mistake before a rank waits for peers that made another partition."""
+    for rank, parts in enumerate(asked):
+        assert parts == asked[0], f"rank 0 asked for parts {asked[0]}, rank {rank} for {parts}"

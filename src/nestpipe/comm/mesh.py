@@ -12,8 +12,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from nestpipe.comm.communicator import Communicator
-from nestpipe.comm.local import LocalCommunicator
+from nestpipe.comm.communicator import Communicator, LocalCommunicator
 from nestpipe.errors import ConfigError
 
 LAYOUTS = ("replicas", "shards")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from nestpipe.config.check import not_negative, positive
+from nestpipe.config.values import not_negative, positive
 from nestpipe.errors import ConfigError
 
 

@@ -1,6 +1,5 @@
 """Where samples come from: files of several formats, or a made-up world that needs none."""
 
-from nestpipe.data.broken import Broken
 from nestpipe.data.config import (
     CriteoConfig,
     DataConfig,
@@ -11,7 +10,8 @@ from nestpipe.data.config import (
     SyntheticConfig,
 )
 from nestpipe.data.open import open_source
-from nestpipe.data.ranking import Ranking, RankingOptions
+from nestpipe.data.readers.text import Broken
+from nestpipe.data.sampling.ranking import Ranking, RankingOptions
 from nestpipe.data.source import DENSE, HISTORY, LABEL, MISSING, TARGET, Column, Source, concat
 
 __all__ = [

@@ -29,17 +29,17 @@ def open_source(config: DataConfig, split: Split = "train") -> Source:
 def _open_files(config: DataConfig, split: Split) -> Source:
     """Readers are imported when used: the made-up world does without Arrow."""
     if config.kind == "parquet":
-        from nestpipe.data.parquet import open_parquet
+        from nestpipe.data.readers.parquet import open_parquet
 
         return open_parquet(config, split)
     if config.kind == "movielens":
-        from nestpipe.data.movielens import open_movielens
+        from nestpipe.data.readers.movielens import open_movielens
 
         return open_movielens(config, split)
     if config.kind == "kuairand":
-        from nestpipe.data.kuairand import open_kuairand
+        from nestpipe.data.readers.kuairand import open_kuairand
 
         return open_kuairand(config, split)
-    from nestpipe.data.criteo import open_criteo
+    from nestpipe.data.readers.criteo import open_criteo
 
     return open_criteo(config, split)

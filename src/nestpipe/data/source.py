@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nestpipe.batch import Batch
-from nestpipe.data.broken import Broken
+from nestpipe.data.readers.text import Broken
 from nestpipe.jagged import Jagged
 
 DENSE = "features"

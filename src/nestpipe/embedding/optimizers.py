@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from nestpipe.errors import ConfigError
-from nestpipe.kernels import native_rows
-from nestpipe.kernels.native_rows import Gradients, OptimizerStruct, Places, optimizer_struct
-from nestpipe.kernels.update_rows import can_update, update_rows
+from nestpipe.kernels.rows import native as native_rows
+from nestpipe.kernels.rows.cuda import can_update, update_rows
+from nestpipe.kernels.rows.native import Gradients, OptimizerStruct, Places, optimizer_struct
 
 # Shapes: K rows, D weights of a row, W weights and state, U rows that are merged
 

@@ -1,8 +1,7 @@
 """Models in two halves: which keys they want, and what they do with the rows."""
 
-from nestpipe.models.dlrm import Dlrm, DlrmConfig
+from nestpipe.models.dlrm import Dlrm, DlrmConfig, LogisticRegression
 from nestpipe.models.hstu import Hstu, HstuConfig, Prefix, PrefixParts, Tokens
-from nestpipe.models.logistic import LogisticRegression
 from nestpipe.models.metrics import Auc, LogLoss, TargetRank, ranks_of_targets
 from nestpipe.models.protocol import Loss, RecModel
 from nestpipe.models.ranker import HstuRanker

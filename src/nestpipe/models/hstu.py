@@ -25,19 +25,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from nestpipe.config import not_negative, positive
-from nestpipe.kernels.attention import (
+from nestpipe.jagged import Join, offsets_of, rows_within
+from nestpipe.kernels.attention.inference import attend, attend_with_past, places_of_layers
+from nestpipe.kernels.attention.reference import (
     Mask,
     RelativeBias,
     hstu_attention,
     norm_gate,
     pick_columns,
 )
-from nestpipe.kernels.attention_forward import (
-    attend,
-    attend_with_past,
-    places_of_layers,
-)
-from nestpipe.models.join import Join, offsets_of, rows_within
 
 # Shapes: B samples, T rows of all samples together, D model width, H heads, A width of queries and
 # keys, V width of values, P and Q buckets of the biases, N positions

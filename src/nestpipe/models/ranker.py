@@ -11,9 +11,8 @@ from torch.nn import functional
 from nestpipe.batch import Batch
 from nestpipe.config import Table
 from nestpipe.errors import DataError
-from nestpipe.jagged import Jagged
+from nestpipe.jagged import Jagged, Join
 from nestpipe.models.hstu import Hstu, HstuConfig, Prefix, PrefixParts, Tokens
-from nestpipe.models.join import Join
 from nestpipe.models.protocol import Loss
 
 # Shapes: B samples, T rows of all samples together, C candidates of all samples together, D width

@@ -1,9 +1,14 @@
 """A schedule is data: ops, lanes and edges; plans that make them; a checker that proves them."""
 
-from nestpipe.schedule.check import Violation, check, violations
-from nestpipe.schedule.nominal import nominal_trace
+from nestpipe.schedule.check import (
+    HappensBefore,
+    Violation,
+    check,
+    happens_before,
+    redundant_edges,
+    violations,
+)
 from nestpipe.schedule.op import LANE_OF, MICRO_KINDS, Kind, Lane, Op
-from nestpipe.schedule.order import HappensBefore, happens_before, redundant_edges
 from nestpipe.schedule.plans import (
     PLANS,
     Plan,
@@ -15,8 +20,7 @@ from nestpipe.schedule.plans import (
     with_third_buffer,
 )
 from nestpipe.schedule.schedule import Exchange, Merge, Retrieval, Schedule, Shape, Step
-from nestpipe.schedule.text import from_text, to_text
-from nestpipe.schedule.toy import Interpreter, Outcome, ToyData
+from nestpipe.schedule.text import from_text, nominal_trace, to_text
 
 __all__ = [
     "LANE_OF",
@@ -24,19 +28,16 @@ __all__ = [
     "PLANS",
     "Exchange",
     "HappensBefore",
-    "Interpreter",
     "Kind",
     "Lane",
     "Merge",
     "Op",
-    "Outcome",
     "Plan",
     "PlanOptions",
     "Retrieval",
     "Schedule",
     "Shape",
     "Step",
-    "ToyData",
     "Violation",
     "check",
     "from_text",

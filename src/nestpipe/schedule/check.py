@@ -7,7 +7,7 @@ schedule of a few batches more than that stands for the endless stream.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain, pairwise
@@ -23,11 +23,9 @@ from nestpipe.schedule.effects import (
     effects,
     reference_position,
 )
-from nestpipe.schedule.nominal import nominal_trace
-from nestpipe.schedule.op import Kind, Op
-from nestpipe.schedule.order import HappensBefore, happens_before
+from nestpipe.schedule.op import EARLY_KINDS, MICRO_KINDS, Kind, Op
 from nestpipe.schedule.schedule import Retrieval, Schedule, Shape
-from nestpipe.schedule.wellformed import malformations
+from nestpipe.schedule.text import nominal_trace
 from nestpipe.trace import Trace, grid
 
 K = Kind
@@ -299,3 +297,144 @@ def _state_travels(
                 f"`{op}` moves rows without it; let `{op.kind}` carry the state with the row",
                 (op, reader),
             )
+
+
+# Is it a schedule at all: every op there once, no op waiting for itself or for a later one.
+
+
+Malformation = tuple[str, tuple[Op, ...]]
+
+
+def malformations(schedule: Schedule) -> Iterator[Malformation]:
+    """A sentence and the ops concerned, for everything that makes further proofs meaningless."""
+    ops = schedule.ops
+    seen: set[Op] = set()
+    for op in ops:
+        if op in seen:
+            yield f"`{op}` is there twice; remove one of them", (op,)
+        seen.add(op)
+    wanted = _all_ops(schedule.shape, schedule.batches)
+    if seen == wanted:
+        yield from _deadlocks(schedule)
+        return
+    for op in sorted(wanted - seen, key=str):
+        yield f"`{op}` is missing from a schedule of {schedule.batches} batches; add it", ()
+    for op in sorted(seen - wanted, key=str):
+        yield f"`{op}` has no place in this schedule (see its facts); remove it", (op,)
+
+
+@lru_cache(maxsize=8)
+def _all_ops(shape: Shape, batches: int) -> Set[Op]:
+    return frozenset(op for batch in range(batches) for op in ops_of_batch(batch, shape))
+
+
+def ops_of_batch(batch: int, shape: Shape) -> Iterator[Op]:
+    """Every op that one batch consists of."""
+    for kind in Kind:
+        if kind in (K.SYNC, K.SWAP) and kind is not shape.handover:
+            continue
+        if kind is K.MIRROR and not shape.has_mirror(batch):
+            continue
+        if kind in EARLY_KINDS and not shape.early:
+            continue
+        if kind in MICRO_KINDS:
+            yield from (Op(kind, batch, micro) for micro in range(shape.micros))
+        else:
+            yield Op(kind, batch)
+
+
+def _deadlocks(schedule: Schedule) -> Iterator[Malformation]:
+    position = {op: i for i, op in enumerate(schedule.ops)}
+    backwards: list[tuple[Op, Op]] = []
+    for i, step in enumerate(schedule):
+        for before in step.after:
+            if (place := position.get(before)) is None:
+                yield (
+                    f"`{step.op}` waits for `{before}`, which never runs; remove the edge",
+                    (step.op,),
+                )
+                return
+            if place >= i:
+                backwards.append((step.op, before))
+    if not backwards:  # then there is no ring either
+        return
+    cycle = _find_cycle(schedule)
+    if cycle:
+        around = " waits for ".join(f"`{op}`" for op in (*cycle, cycle[0]))
+        yield f"deadlock: {around}; remove one of these edges", tuple(cycle)
+        return
+    for op, before in backwards:
+        yield (
+            f"`{op}` waits for `{before}`, which is issued after it, so a lane can "
+            f"block itself; issue `{before}` first",
+            (op, before),
+        )
+
+
+def _find_cycle(schedule: Schedule) -> list[Op]:
+    """Ops that wait for each other in a ring, each for the next; empty when there is none."""
+    after = {step.op: step.after for step in schedule}
+    waiting = {op: len(set(befores)) for op, befores in after.items()}
+    followers: dict[Op, list[Op]] = {}
+    for op, befores in after.items():
+        for before in set(befores):
+            followers.setdefault(before, []).append(op)
+    free = [op for op, count in waiting.items() if count == 0]
+    while free:
+        done = free.pop()
+        del waiting[done]
+        for op in followers.get(done, ()):
+            waiting[op] -= 1
+            if waiting[op] == 0:
+                free.append(op)
+    if not waiting:
+        return []
+    path = [next(iter(waiting))]
+    while True:
+        following = next(before for before in after[path[-1]] if before in waiting)
+        if following in path:
+            return path[path.index(following) :]
+        path.append(following)
+
+
+# Happens-before, from the edges alone: who is certain to have finished before whom.
+
+
+@dataclass(frozen=True, slots=True)
+class HappensBefore:
+    """The transitive closure of a schedule's edges; the order of lanes plays no part."""
+
+    index: Mapping[Op, int]
+    earlier: tuple[int, ...]
+    """For each op, the set of ops certain to end before it starts, as a bit mask."""
+
+    def __call__(self, before: Op, after: Op) -> bool:
+        """Whether `before` has certainly ended when `after` starts."""
+        return bool(self.earlier[self.index[after]] >> self.index[before] & 1)
+
+    def __contains__(self, op: Op) -> bool:
+        return op in self.index
+
+
+def happens_before(schedule: Schedule) -> HappensBefore:
+    """The closure of a schedule whose issue order already respects its edges."""
+    index = {op: i for i, op in enumerate(schedule.ops)}
+    earlier: list[int] = []
+    for step in schedule:
+        mask = 0
+        for before in step.after:
+            i = index[before]
+            mask |= earlier[i] | 1 << i
+        earlier.append(mask)
+    return HappensBefore(index, tuple(earlier))
+
+
+def redundant_edges(schedule: Schedule) -> frozenset[tuple[Op, Op]]:
+    """Edges that other edges imply: without one of them the same orders stay legal."""
+    order = happens_before(schedule)
+    return frozenset(
+        (before, step.op)
+        for step in schedule
+        for before in step.after
+        if any(other != before and order(before, other) for other in step.after)
+    )

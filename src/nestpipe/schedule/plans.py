@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from nestpipe.errors import PlanError
+from nestpipe.schedule.dependencies import waits
 from nestpipe.schedule.op import Kind, Op
 from nestpipe.schedule.schedule import Exchange, Merge, Retrieval, Schedule, Shape, Step
 from nestpipe.schedule.ticks import (
@@ -25,7 +26,6 @@ from nestpipe.schedule.ticks import (
     rows_lead,
     taking_turns,
 )
-from nestpipe.schedule.waits import waits
 
 K = Kind
 LOOKUP_STAGES = 4

@@ -1,6 +1,5 @@
 """Replays schedules on thousands of workers with a cost model; never imports torch."""
 
-from nestpipe.sim.calibrate import paper_cluster
 from nestpipe.sim.chart import chart
 from nestpipe.sim.cluster import (
     Cluster,
@@ -13,12 +12,27 @@ from nestpipe.sim.cluster import (
     to_toml,
 )
 from nestpipe.sim.costs import Costs, Layout, Scale, costs
-from nestpipe.sim.fit import FittedCosts, fit
-from nestpipe.sim.groups import GroupChoice, GroupRow, choice_as_json, choose_groups, usual_groups
-from nestpipe.sim.paper import PaperChoice, PaperRow, paper_choices, paper_rows, rows_as_json
+from nestpipe.sim.paper.calibration import paper_cluster
+from nestpipe.sim.paper.systems import (
+    PaperChoice,
+    PaperRow,
+    paper_choices,
+    paper_rows,
+    rows_as_json,
+)
 from nestpipe.sim.replay import Replay, replay
 from nestpipe.sim.report import Figures, figures, simulate
-from nestpipe.sim.scaling import Point, curve_as_json, scaling_curve
+from nestpipe.sim.scaling import (
+    GroupChoice,
+    GroupRow,
+    Point,
+    choice_as_json,
+    choose_groups,
+    curve_as_json,
+    scaling_curve,
+    usual_groups,
+)
+from nestpipe.sim.trace_costs import FittedCosts, fit
 
 __all__ = [
     "Cluster",

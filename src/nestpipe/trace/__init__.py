@@ -1,6 +1,8 @@
 """Spans and traces, and every way to look at them; knows nothing of schedules or torch."""
 
 from nestpipe.trace.chrome import read_chrome, to_chrome, write_chrome
+from nestpipe.trace.draw.grid import grid
+from nestpipe.trace.draw.svg import svg
 from nestpipe.trace.exposure import (
     IDLE,
     USEFUL,
@@ -10,9 +12,7 @@ from nestpipe.trace.exposure import (
     lane_busy,
     steady_interval,
 )
-from nestpipe.trace.grid import grid
 from nestpipe.trace.span import LANES, Fact, Span, Trace
-from nestpipe.trace.svg import svg
 
 __all__ = [
     "IDLE",

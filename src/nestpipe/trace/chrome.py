@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import cast
 
 from nestpipe.errors import ConfigError, ParseError
-from nestpipe.trace.layout import lane_order, sublines
+from nestpipe.trace.draw.layout import lane_order, sublines
 from nestpipe.trace.span import Fact, Span, Trace
 
 Event = dict[str, object]

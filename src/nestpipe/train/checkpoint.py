@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from nestpipe.comm.communicator import Communicator
 from nestpipe.comm.mesh import Mesh
-from nestpipe.embedding.groups import TableGroup
-from nestpipe.embedding.routing import owner_of
-from nestpipe.embedding.store import RowStore
+from nestpipe.embedding.routing.lists import owner_of
+from nestpipe.embedding.store.protocol import RowStore
+from nestpipe.embedding.table_groups import TableGroup
 from nestpipe.errors import CheckpointError
 from nestpipe.models import HstuRanker
 

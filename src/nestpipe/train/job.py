@@ -29,7 +29,7 @@ from nestpipe.models import (
     LogisticRegression,
     SampledSoftmaxConfig,
 )
-from nestpipe.train.settings import (
+from nestpipe.train.config import (
     DenseSettings,
     ParallelSettings,
     PipelineSettings,

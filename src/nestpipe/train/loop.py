@@ -15,12 +15,11 @@ from nestpipe.data import Ranking
 from nestpipe.models import HstuRetriever
 from nestpipe.trace import ShortTraceError, Span, Trace
 from nestpipe.train.checkpoint import latest_checkpoint
-from nestpipe.train.evaluate import evaluate
+from nestpipe.train.evaluate import evaluate, popularity, popularity_auc
 from nestpipe.train.job import Job, JobConfig, make_job
-from nestpipe.train.popularity import popularity, popularity_auc
+from nestpipe.train.ops import StepReport
 from nestpipe.train.summary import Summary, Traffic, summarise
 from nestpipe.train.trainer import Trainer, choose_device
-from nestpipe.train.work import StepReport
 
 MOST_TRACED = 16
 """Ranks whose traces are gathered at the end; of a larger run rank 0's is enough to look at."""

@@ -17,7 +17,7 @@ from nestpipe.trace import (
     lane_busy,
     steady_interval,
 )
-from nestpipe.train.work import StepReport
+from nestpipe.train.ops import StepReport
 
 
 @dataclass(slots=True)

@@ -13,23 +13,22 @@ from nestpipe.comm import Communicator, LocalCommunicator
 from nestpipe.comm.mesh import make_mesh
 from nestpipe.config import Table
 from nestpipe.data import Source
-from nestpipe.embedding.groups import group_tables
-from nestpipe.embedding.open_store import open_store
 from nestpipe.embedding.optimizers import row_optimizer
-from nestpipe.embedding.routing import owner_of
-from nestpipe.embedding.tables import ShardedTables
-from nestpipe.embedding.wire import WIRES
+from nestpipe.embedding.routing.lists import owner_of
+from nestpipe.embedding.sharded import ShardedTables
+from nestpipe.embedding.store.host import open_store
+from nestpipe.embedding.table_groups import group_tables
 from nestpipe.errors import ConfigError
+from nestpipe.kernels.rows.comm_dtype import WIRES
 from nestpipe.models.protocol import RecModel
 from nestpipe.runtime import End, Lanes, Work, lanes_for, name_collectives, run, spans_for
 from nestpipe.schedule import Kind, Plan, Retrieval, check, with_keys_apart, with_sums_apart
 from nestpipe.trace import Trace
 from nestpipe.train.checkpoint import RunState, load_checkpoint, save_checkpoint
-from nestpipe.train.early_sums import EarlySums
-from nestpipe.train.micros import Cut
-from nestpipe.train.settings import DenseSettings, TrainSettings
+from nestpipe.train.config import DenseSettings, TrainSettings
+from nestpipe.train.grad_buckets import EarlySums
+from nestpipe.train.ops import Cut, StepReport, TrainingWork
 from nestpipe.train.summary import Traffic
-from nestpipe.train.work import StepReport, TrainingWork
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +181,7 @@ class Trainer:
 
     def _run(self, work: TrainingWork) -> None:
         """Do all of the plan's ops, and note when they ran and what they moved."""
-        functions = name_collectives(self._around(work.functions()), self.comm.doing)
+        functions = name_collectives(self._around(work.functions()), self.comm.op_label)
         sent = self.comm.bytes_sent
         self.comm.barrier()  # the traces of all ranks begin here
         trace = run(

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from nestpipe.batch import Batch
-from nestpipe.bench.pipeline_cases import CASES, Variant
-from nestpipe.bench.pipeline_model import Blocks, make_model
-from nestpipe.bench.pipeline_rank import Rounds
+from nestpipe.bench.pipeline.cases import CASES, Variant
+from nestpipe.bench.pipeline.model import Blocks, make_model
+from nestpipe.bench.pipeline.rank import Rounds
 from nestpipe.comm import LocalCommunicator
 
 TINY = replace(CASES["network"], ranks=1, batch=4, keys=3, rows=100, dim=4, width=4, micros=2)

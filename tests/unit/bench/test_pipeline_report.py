@@ -5,10 +5,10 @@ from statistics import median
 
 import pytest
 
-from nestpipe.bench.pipeline import sharing_of
-from nestpipe.bench.pipeline_cases import EXACT_PLANS, PipelineCase, Variant, case_of, variants_of
-from nestpipe.bench.pipeline_files import joined, read_rounds, read_task, trace_file, write_task
-from nestpipe.bench.pipeline_report import (
+from nestpipe.bench.pipeline.cases import EXACT_PLANS, PipelineCase, Variant, case_of, variants_of
+from nestpipe.bench.pipeline.files import joined, read_rounds, read_task, trace_file, write_task
+from nestpipe.bench.pipeline.launch import sharing_of
+from nestpipe.bench.pipeline.report import (
     PointReport,
     VariantReport,
     collective_draw,
@@ -20,7 +20,7 @@ from nestpipe.bench.pipeline_report import (
 from nestpipe.cli.app import main
 from nestpipe.errors import ConfigError
 from nestpipe.schedule import Kind, Lane, Op
-from nestpipe.sim.sharing import Sharing, replay_shared
+from nestpipe.sim.replay import Sharing, replay_shared
 from nestpipe.trace import Span, Trace, write_chrome
 
 CASE = PipelineCase(name="tiny", ranks=2, batch=8, micros=4, rounds=1, steps=16)
@@ -145,7 +145,7 @@ def test_the_table_names_what_sends_rows_early(monkeypatch, capsys):
     def run_pipeline(case, variants, folder, *, hosts):
         return [PointReport(case.passes, tuple(seen(variant) for variant in variants))]
 
-    monkeypatch.setattr("nestpipe.bench.pipeline.run_pipeline", run_pipeline)
+    monkeypatch.setattr("nestpipe.bench.pipeline.launch.run_pipeline", run_pipeline)
     for early, row in ((True, "nested whole 4 early"), (False, "nested whole 4")):
         sizes = ("--set", "micros=4", "--set", f"early={str(early).lower()}")
         with pytest.raises(SystemExit) as stop:

@@ -9,23 +9,22 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from nestpipe.bench import relay
-from nestpipe.bench.relay import ARMS, sections, turned
-from nestpipe.bench.relay_kill import Kill
-from nestpipe.bench.relay_report import Reading, conclusion, is_sound
-from nestpipe.bench.relay_scores import Compared, Reference
-from nestpipe.bench.relay_service import write_random
-from nestpipe.bench.relay_sizes import Asked, choose
+from nestpipe.bench.relay import run as relay
+from nestpipe.bench.relay.answers import Compared, Kill, Reference
+from nestpipe.bench.relay.report import Reading, conclusion, is_sound
+from nestpipe.bench.relay.run import ARMS, sections, turned
+from nestpipe.bench.relay.service import write_random
+from nestpipe.bench.relay.sizes import Asked, choose
 from nestpipe.cli.app import main
 from nestpipe.config import build
 from nestpipe.errors import ConfigError
-from nestpipe.serve.costs import Costs, Fit, Work
-from nestpipe.serve.load_driver import Record, Run
-from nestpipe.serve.load_model import RandomModel
-from nestpipe.serve.load_report import report
-from nestpipe.serve.load_settings import LoadSettings
-from nestpipe.serve.load_workload import Visit
-from nestpipe.serve.model import HstuRankModel
+from nestpipe.loadtest.driver import Record, Run
+from nestpipe.loadtest.report import report
+from nestpipe.loadtest.settings import LoadSettings
+from nestpipe.loadtest.target import RandomModel
+from nestpipe.loadtest.workload import Visit
+from nestpipe.serve.engine.cost_model import Costs, Fit, Work
+from nestpipe.serve.model.ranker import HstuRankModel
 from nestpipe.serve.types import Answer, History, Path, PrefixItem, RankItem, RankRequest
 
 COSTS = Costs(

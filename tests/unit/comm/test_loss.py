@@ -3,8 +3,8 @@
 import pytest
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
-from nestpipe.comm import loss
-from nestpipe.comm.loss import LostPeers
+from nestpipe.comm import peer_failure as loss
+from nestpipe.comm.peer_failure import LostPeers
 
 CLOSED = RuntimeError("Connection closed by peer")
 

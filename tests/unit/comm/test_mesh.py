@@ -7,8 +7,9 @@ from contextlib import suppress
 import pytest
 import torch
 
-from nestpipe.comm import Communicator, LocalCommunicator, Mesh, make_mesh, members, run_ranks
+from nestpipe.comm import Communicator, LocalCommunicator, Mesh, make_mesh, members
 from nestpipe.errors import ConfigError, RunError
+from support.thread_ranks import run_ranks
 
 SHAPES = [(2, 4), (2, 8), (4, 8)]
 LAYOUTS = ["replicas", "shards"]
@@ -77,7 +78,7 @@ def test_each_exchange_and_sum_stays_among_its_own(groups: int, ranks: int, layo
         ]
         for _ in range(10):
             for comm, ranks_of, name in sets:
-                with world.doing(name):  # meeting a rank of another set would be an error
+                with world.op_label(name):  # meeting a rank of another set would be an error
                     assert comm.size == len(ranks_of)
                     assert exchange(comm, world.rank) == ranks_of
                     assert total(comm, 2.0**world.rank) == sum(2.0**rank for rank in ranks_of)
@@ -143,7 +144,7 @@ def test_what_subgroups_send_counts_for_the_world_too():
 def test_a_name_given_to_the_world_names_what_subgroups_do():
     def part(world: Communicator) -> None:
         mesh = make_mesh(world, 2, "replicas")
-        with world.doing(f"rows 3.{world.rank}"):
+        with world.op_label(f"rows 3.{world.rank}"):
             mesh.shards.barrier()
 
     # Ranks are named as in the world: these two are 0 and 1 of their group.
@@ -189,7 +190,7 @@ def test_a_rank_that_failed_in_one_thread_is_waited_for_in_none():
             # It cannot end before this thread does, which waits for rank 0.
             keys = beside(mesh.replica_keys.barrier)
             try:
-                with mesh.world.doing("rows 3.1"):
+                with mesh.world.op_label("rows 3.1"):
                     mesh.shards.barrier()
             finally:
                 keys.join()

@@ -6,8 +6,9 @@ import time
 import pytest
 import torch
 
-from nestpipe.comm import Communicator, LocalCommunicator, run_ranks, thread_communicators
+from nestpipe.comm import Communicator, LocalCommunicator
 from nestpipe.errors import RunError
+from support.thread_ranks import run_ranks, thread_communicators
 
 
 def exchange(comm: Communicator) -> list[int]:
@@ -82,7 +83,7 @@ def test_values_come_in_rank_order_and_ranks_meet_again_and_again():
 
 def test_ranks_in_different_collectives_are_told_of_each_other():
     def part(comm: Communicator) -> None:
-        with comm.doing(f"rows 3.{comm.rank}"):
+        with comm.op_label(f"rows 3.{comm.rank}"):
             comm.barrier()
 
     with pytest.raises(RunError, match=r"rank 0 is in `rows 3\.0` .* rank 1 is in `rows 3\.1`"):

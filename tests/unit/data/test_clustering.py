@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from nestpipe.batch import Batch
-from nestpipe.data.clustering import (
+from nestpipe.data.sampling.clustering import (
     Balance,
     count_keys_sent,
     join_keys,
@@ -18,8 +18,7 @@ from nestpipe.data.clustering import (
 )
 from nestpipe.errors import ConfigError
 from nestpipe.jagged import Jagged
-from nestpipe.kernels.clustering import ClusterTask, cluster
-from nestpipe.kernels.plain_clustering import WINDOW, seat_by_tokens
+from nestpipe.kernels.clustering import WINDOW, ClusterTask, cluster, seat_by_tokens
 
 WAYS = ["contiguous", "random", "clustered"]
 

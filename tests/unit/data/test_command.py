@@ -67,8 +67,8 @@ def test_columns_have_ranges_and_times(run, make):
 def test_many_distinct_values_are_counted_roughly():
     import numpy as np
 
-    from nestpipe.data.facts import Distinct
-    from nestpipe.data.mixing import draw
+    from nestpipe.data.describe import Distinct
+    from nestpipe.data.sampling.order import draw
 
     for true in (100, 16_000, 200_000):
         distinct = Distinct()
@@ -117,7 +117,7 @@ def test_without_its_extra_the_command_names_it(run, tmp_path, monkeypatch, miss
     for name in [name for name in sys.modules if name.startswith("nestpipe.data")]:
         monkeypatch.delitem(sys.modules, name)
     if missing == "torch":
-        for name in ("nestpipe.batch", "nestpipe.batch.batch"):
+        for name in ("nestpipe.batch", "nestpipe.batch"):
             monkeypatch.delitem(sys.modules, name, raising=False)
     real = builtins.__import__
 

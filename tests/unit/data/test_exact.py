@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 
 from nestpipe.batch import Batch
 from nestpipe.data import Source, open_source
-from nestpipe.data.mixing import mix
-from nestpipe.data.order import Permutation, Share
+from nestpipe.data.sampling.order import Permutation, Share, mix
+from nestpipe.data.sampling.stream import Chunk, Stream
 from nestpipe.data.source import keys_column
-from nestpipe.data.stream import Chunk, Stream
 from nestpipe.errors import ConfigError
 from nestpipe.jagged import Jagged
 

@@ -8,9 +8,8 @@ import torch
 
 from nestpipe.config import build
 from nestpipe.data import DENSE, DataConfig, SyntheticConfig, open_source
-from nestpipe.data.mixing import draw
-from nestpipe.data.synthetic import make, zipf
-from nestpipe.data.write import write
+from nestpipe.data.sampling.order import draw
+from nestpipe.data.synthetic import make, write, zipf
 from nestpipe.errors import ConfigError, DataError
 
 WORLDS = {

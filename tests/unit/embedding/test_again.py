@@ -4,9 +4,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nestpipe.embedding.again import make_again, marked, marks_of, packed, packed_sizes
-from nestpipe.embedding.routing import seats
-from nestpipe.kernels.rows import Bags
+from nestpipe.embedding.routing.lists import seats
+from nestpipe.embedding.stale_mask import make_again, marked, marks_of, packed, packed_sizes
+from nestpipe.kernels.rows.segments import Bags
 
 CPU = torch.device("cpu")
 ROWS = 9

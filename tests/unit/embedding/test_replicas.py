@@ -5,12 +5,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nestpipe.comm import run_ranks
-from nestpipe.embedding.mirror import sum_of_touched, touched_are_fewer
-from nestpipe.embedding.replicas import Merged, Replicas, everyones_keys, widen
-from nestpipe.embedding.routing import United
-from nestpipe.kernels.rows import Bags
+from nestpipe.embedding.replica_sync import sum_of_touched, touched_are_fewer
+from nestpipe.embedding.replica_union import Merged, Replicas, everyones_keys, widen
+from nestpipe.embedding.routing.lists import United
+from nestpipe.kernels.rows.segments import Bags
 from nestpipe.schedule import Merge, PlanOptions, Retrieval, plan
+from support.thread_ranks import run_ranks
 
 KEYS = st.lists(st.sets(st.integers(-20, 20)), min_size=1, max_size=3)
 

@@ -16,21 +16,22 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from nestpipe.config import Table
-from nestpipe.embedding import native_routing, plain_routing
-from nestpipe.embedding.groups import TableGroup, group_tables
-from nestpipe.embedding.letters import (
+from nestpipe.embedding.lookup import spread_rows
+from nestpipe.embedding.routing import native as native_routing
+from nestpipe.embedding.routing import reference as plain_routing
+from nestpipe.embedding.routing.lists import Asked, KnownKeys, Routed, Wanted, owner_of, seats
+from nestpipe.embedding.routing.owners import make_working_set
+from nestpipe.embedding.routing.requests import Request, make_request
+from nestpipe.embedding.routing.wire_format import (
     expected_numbers,
     in_rank_order,
     letters_to_owners,
     open_letters,
 )
-from nestpipe.embedding.requests import Request, make_request
-from nestpipe.embedding.routing import Asked, KnownKeys, Routed, Wanted, owner_of, seats
-from nestpipe.embedding.spread import spread_rows
-from nestpipe.embedding.working_set import make_working_set
+from nestpipe.embedding.table_groups import TableGroup, group_tables
 from nestpipe.errors import ConfigError
 from nestpipe.jagged import Jagged
-from nestpipe.kernels.rows import Bags
+from nestpipe.kernels.rows.segments import Bags
 
 TWINS = pytest.mark.parametrize("routing", [native_routing, plain_routing], ids=["native", "plain"])
 FEW, ANY = st.integers(-3, 6), st.integers(-(2**63), 2**63 - 1)

@@ -13,11 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nestpipe.embedding.first_rows import first_weights, round_to_bfloat16
-from nestpipe.embedding.native_store import NativeStore, default_threads
-from nestpipe.embedding.open_store import open_store
-from nestpipe.embedding.plain_store import PlainStore
-from nestpipe.embedding.store import StoreLayout
+from nestpipe.embedding.store.host import NativeStore, default_threads, open_store
+from nestpipe.embedding.store.protocol import StoreLayout
+from nestpipe.embedding.store.reference import PlainStore, first_weights, round_to_bfloat16
 from nestpipe.errors import CapacityError, ConfigError
 
 # Shapes: K keys, W width of a row as it travels
@@ -255,8 +253,8 @@ def test_memory_that_runs_out_is_an_error_and_rows_stay_whole():
 
 OUT_OF_MEMORY = """
 import resource, torch
-from nestpipe.embedding.native_store import NativeStore
-from nestpipe.embedding.store import StoreLayout
+from nestpipe.embedding.store.host import NativeStore
+from nestpipe.embedding.store.protocol import StoreLayout
 from nestpipe.errors import CapacityError
 
 layout = StoreLayout(table_seeds=(1,), init_stds=(0.0,), dim=64, state_dim=0)
@@ -420,8 +418,8 @@ def test_every_byte_is_counted():
 
 COUNT_BYTES = """
 import resource, torch
-from nestpipe.embedding.native_store import NativeStore
-from nestpipe.embedding.store import StoreLayout
+from nestpipe.embedding.store.host import NativeStore
+from nestpipe.embedding.store.protocol import StoreLayout
 
 def mapped():
     return int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
@@ -481,8 +479,8 @@ def test_a_forked_child_can_read():
 
 FORK = """
 import os, torch
-from nestpipe.embedding.native_store import NativeStore
-from nestpipe.embedding.store import StoreLayout
+from nestpipe.embedding.store.host import NativeStore
+from nestpipe.embedding.store.protocol import StoreLayout
 
 torch.set_num_threads(1)  # torch's own threads do not survive a fork
 layout = StoreLayout(table_seeds=(1,), init_stds=(0.0,), dim=16, state_dim=0)

@@ -17,14 +17,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nestpipe.config import Table
-from nestpipe.embedding.groups import TableGroup, group_tables
-from nestpipe.embedding.letters import expected_numbers, letters_to_owners, open_letters
-from nestpipe.embedding.requests import InWindow, Request, make_request, make_window
-from nestpipe.embedding.routing import owner_of, seats
-from nestpipe.embedding.spread import spread_window
-from nestpipe.embedding.working_set import WorkingSet, make_working_set
+from nestpipe.embedding.lookup import spread_window
+from nestpipe.embedding.routing.lists import owner_of, seats
+from nestpipe.embedding.routing.owners import WorkingSet, make_working_set
+from nestpipe.embedding.routing.requests import InWindow, Request, make_request, make_window
+from nestpipe.embedding.routing.wire_format import expected_numbers, letters_to_owners, open_letters
+from nestpipe.embedding.table_groups import TableGroup, group_tables
 from nestpipe.jagged import Jagged
-from nestpipe.kernels.rows import Bags
+from nestpipe.kernels.rows.segments import Bags
 
 CPU = torch.device("cpu")
 TWINS = pytest.mark.parametrize("native", [True, False], ids=["native", "plain"])

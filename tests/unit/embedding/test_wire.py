@@ -4,14 +4,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from nestpipe.comm import run_ranks
 from nestpipe.config import Table
-from nestpipe.embedding.groups import group_tables
-from nestpipe.embedding.messages import exchange
-from nestpipe.embedding.requests import make_request, make_window
-from nestpipe.embedding.wire import WIRES
+from nestpipe.embedding.routing.all_to_all import exchange
+from nestpipe.embedding.routing.requests import make_request, make_window
+from nestpipe.embedding.table_groups import group_tables
 from nestpipe.jagged import Jagged
-from nestpipe.kernels.rounding import lowered, raised, round_in_place
+from nestpipe.kernels.rows.comm_dtype import WIRES, lowered, raised, round_in_place
+from support.thread_ranks import run_ranks
 
 BFLOAT16 = torch.bfloat16
 ODD = torch.tensor([[1 / 3, -1e30, 1e-42], [float("inf"), 257.0, -0.0]])

@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from nestpipe.kernels.attention import Mask, Padding, RelativeBias, hstu_attention, norm_gate
+from nestpipe.kernels.attention.reference import (
+    Mask,
+    Padding,
+    RelativeBias,
+    hstu_attention,
+    norm_gate,
+)
 
 HEADS, WIDTH, VALUE_WIDTH, NORM = 2, 3, 4, 16.0
 

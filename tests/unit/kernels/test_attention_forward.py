@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nestpipe.kernels import attention_forward
-from nestpipe.kernels.attention import Mask, RelativeBias, hstu_attention
-from nestpipe.kernels.attention_forward import Rule, attend, attend_with_past
+from nestpipe.kernels.attention import inference as attention_forward
+from nestpipe.kernels.attention.inference import Rule, attend, attend_with_past
+from nestpipe.kernels.attention.reference import Mask, RelativeBias, hstu_attention
 
 
 def make_times(total: int, buckets: int, generator: torch.Generator) -> Tensor:
@@ -220,8 +220,8 @@ def test_a_bias_by_time_needs_times():
 
 def by_kernel(case: Case) -> dict[str, tuple[Tensor, Tensor]]:
     """Found and wanted, by form."""
-    from nestpipe.kernels.attention_forward import _places
-    from nestpipe.kernels.hstu_forward import Keys, attend_by_kernel
+    from nestpipe.kernels.attention.inference import _places
+    from nestpipe.kernels.attention.triton_forward import Keys, attend_by_kernel
 
     (q, k, v), (new, offsets, older) = case.rows(), case.split()
     arguments, ends, expected = case.arguments(), case.ends(case.lengths), case.expected()

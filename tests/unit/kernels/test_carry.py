@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from nestpipe.kernels import build_cuda as building
-from nestpipe.kernels import carry
 from nestpipe.kernels.build_cuda import CannotCompileError, build_cuda, find_nvcc
-from nestpipe.kernels.carry import WHOLE, aligned_rows, can_carry, in_order_of_addresses
-from nestpipe.kernels.cuda_library import cuda_library
+from nestpipe.kernels.library import cuda_library
+from nestpipe.kernels.rows import row_copy_tma as carry
+from nestpipe.kernels.rows.row_copy_tma import WHOLE, aligned_rows, can_carry, in_order_of_addresses
 
 CPU = torch.device("cpu")
 COMPILER = """#!/bin/sh

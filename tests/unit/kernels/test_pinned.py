@@ -2,8 +2,8 @@
 
 import pytest
 
-from nestpipe.kernels import pinned
-from nestpipe.kernels.pinned import PinnedMemory
+from nestpipe.kernels import host_memory as pinned
+from nestpipe.kernels.host_memory import PinnedMemory
 
 PIECES = [(1000, 10), (2000, 20), (3000, 30)]
 

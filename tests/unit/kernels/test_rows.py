@@ -10,9 +10,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nestpipe.embedding.optimizers import OPTIMIZERS, row_optimizer
-from nestpipe.kernels import native_rows
-from nestpipe.kernels.native_rows import Gradients, Places, copy_rows
-from nestpipe.kernels.rows import Bags, add_bags, bags_of_targets, ends_of, plain_sums, sum_bags
+from nestpipe.kernels.rows import native as native_rows
+from nestpipe.kernels.rows.native import Gradients, Places, copy_rows
+from nestpipe.kernels.rows.segments import (
+    Bags,
+    add_bags,
+    bags_of_targets,
+    ends_of,
+    plain_sums,
+    sum_bags,
+)
 
 DIMS = st.one_of(st.integers(1, 130), st.sampled_from([8, 16, 64, 65, 72, 128]))
 SCALED = [name for name in OPTIMIZERS if name.endswith("scaled_rowwise_adagrad")]

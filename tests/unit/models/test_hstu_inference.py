@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nestpipe.kernels import attention_forward
+from nestpipe.kernels.attention import inference as attention_forward
 from nestpipe.models import Hstu, HstuConfig, Prefix, PrefixParts, Tokens
 from nestpipe.models.hstu import HstuBlock
 

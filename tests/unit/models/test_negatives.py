@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from nestpipe.models.negatives import ItemSampler, _mix
+from nestpipe.models.retriever import ItemSampler, _mix
 
 WORD = (1 << 64) - 1
 

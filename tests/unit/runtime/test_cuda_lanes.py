@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from nestpipe.runtime import Act, End, ThreadLanes, Work, run
-from nestpipe.runtime.cuda_lanes import HOST_LANES, StreamPlace
+from nestpipe.runtime.cuda import HOST_LANES, StreamPlace
 from nestpipe.schedule import LANE_OF, Kind, Lane, Op, PlanOptions, plan
 
 NESTED = plan("nested", PlanOptions(micros=2))

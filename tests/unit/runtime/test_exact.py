@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from nestpipe.comm import Communicator, run_ranks
+from nestpipe.comm import Communicator
 from nestpipe.runtime import (
     Act,
     End,
@@ -21,7 +21,6 @@ from nestpipe.runtime import (
 from nestpipe.schedule import (
     LANE_OF,
     PLANS,
-    Interpreter,
     Kind,
     Lane,
     Op,
@@ -29,11 +28,12 @@ from nestpipe.schedule import (
     PlanOptions,
     Retrieval,
     Shape,
-    ToyData,
     plan,
 )
 from nestpipe.schedule.effects import CARRIES
-from nestpipe.schedule.toy_memory import MicroKeys, World, do_collective, do_local, new_world
+from support.thread_ranks import run_ranks
+from support.toy_memory import MicroKeys, World, do_collective, do_local, new_world
+from support.toy_schedule import Interpreter, ToyData
 
 ENDLESS = 1_000_000
 Data = tuple[tuple[MicroKeys, ...], ...]
@@ -69,7 +69,7 @@ class Toy:
 
         def collective(op: Op) -> None:
             # All have come before rank 0 does it for everyone; all see it before they go on.
-            with comm.doing(str(op)):
+            with comm.op_label(str(op)):
                 comm.barrier()
                 if comm.rank == 0:
                     do_collective(self.world, self.world.ranks, op)

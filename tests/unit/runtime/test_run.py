@@ -21,9 +21,9 @@ from nestpipe.runtime import (
     name_collectives,
     run,
 )
-from nestpipe.runtime.cuda_spans import at_rate
+from nestpipe.runtime.cuda import at_rate
 from nestpipe.schedule import PLANS, Kind, Lane, Op, Plan, PlanOptions, Retrieval, plan
-from nestpipe.schedule.wellformed import ops_of_batch
+from nestpipe.schedule.check import ops_of_batch
 from nestpipe.trace import Span
 
 NESTED = plan("nested", PlanOptions(micros=2))
@@ -247,16 +247,16 @@ def test_collectives_are_named_after_their_ops():
     names: list[str] = []
 
     def note(op: Op) -> None:
-        names.append(comm.doing.what)
+        names.append(comm.op_label.what)
 
-    work = name_collectives(idle(rows=note, dense=note), comm.doing)
+    work = name_collectives(idle(rows=note, dense=note), comm.op_label)
     run(plan("serial"), work, InlineLanes(), batches=End(2))
     assert names == ["rows 0.0", "", "rows 1.0", ""]
 
 
 def test_a_delay_belongs_to_its_op_whatever_runs_it(monkeypatch: pytest.MonkeyPatch):
     slept: list[float] = []
-    monkeypatch.setattr("nestpipe.runtime.wrap.time.sleep", slept.append)
+    monkeypatch.setattr("nestpipe.runtime.executor.time.sleep", slept.append)
 
     def delays(lanes: Lanes, seed: int) -> list[float]:
         slept.clear()

@@ -6,14 +6,12 @@ from nestpipe.errors import ScheduleError
 from nestpipe.schedule import (
     PLANS,
     Exchange,
-    Interpreter,
     Kind,
     Op,
     PlanOptions,
     Retrieval,
     Schedule,
     Step,
-    ToyData,
     Violation,
     check,
     from_text,
@@ -23,6 +21,7 @@ from nestpipe.schedule import (
     violations,
 )
 from nestpipe.schedule.effects import CARRIES, WEIGHT
+from support.toy_schedule import Interpreter, ToyData
 
 Edge = tuple[Op, Op]
 every_plan = pytest.mark.parametrize(

@@ -4,12 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from nestpipe.serve.advise import Question, advise
-from nestpipe.serve.costs import Costs, Fit, Work
-from nestpipe.serve.load_advice_text import sentences
-from nestpipe.serve.load_log import Logged, log_of
-from nestpipe.serve.load_settings import WorkloadSettings
-from nestpipe.serve.load_workload import visits
+from nestpipe.loadtest.advise import Question, advise, sentences
+from nestpipe.loadtest.log import Logged, log_of
+from nestpipe.loadtest.settings import WorkloadSettings
+from nestpipe.loadtest.workload import visits
+from nestpipe.serve.engine.cost_model import Costs, Fit, Work
 from nestpipe.serve.settings import ServeSettings
 
 KB = 1024

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from nestpipe.serve.cache import Cache
-from nestpipe.serve.expander import Expander
-from nestpipe.serve.slots import Entry, Need, Slots, State
-from nestpipe.serve.steps import Fill, Load, Miss, Promised, Purpose, Use, Wait
+from nestpipe.serve.kv_cache.acquire import Fill, Load, Miss, Promised, Purpose, Use, Wait
+from nestpipe.serve.kv_cache.cache import Cache
+from nestpipe.serve.kv_cache.device_pool import Entry, Need, Slots, State
+from nestpipe.serve.kv_cache.host_tier import Expander
 from nestpipe.serve.types import KV, History
 
 SIGNAL, RANK, KEEP = Purpose.SIGNAL, Purpose.RANK, Purpose.RANK_AND_KEEP

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from nestpipe.serve.cache import Cache
-from nestpipe.serve.expander import Expander
-from nestpipe.serve.slots import Entry, Need, Slots, Source, State
-from nestpipe.serve.steps import Fill, Load, Miss, Promised, Purpose, Use, Wait
+from nestpipe.serve.kv_cache.acquire import Fill, Load, Miss, Promised, Purpose, Use, Wait
+from nestpipe.serve.kv_cache.cache import Cache
+from nestpipe.serve.kv_cache.device_pool import Entry, Need, Slots, Source, State
+from nestpipe.serve.kv_cache.host_tier import Expander
 from nestpipe.serve.types import KV, History, PrefixKey
 
 BYTES = 16

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nestpipe.serve.expander import Expander
+from nestpipe.serve.kv_cache.host_tier import Expander
 from nestpipe.serve.types import KV, PrefixKey
 
 

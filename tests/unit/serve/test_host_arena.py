@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nestpipe.errors import CapacityError
-from nestpipe.serve.host_arena import GRAIN, HostArena, give_arena, hand_over_arena
+from nestpipe.serve.kv_cache.host_arena import GRAIN, HostArena, give_arena, hand_over_arena
 
 SIZES = st.integers(0, 6 * GRAIN)
 

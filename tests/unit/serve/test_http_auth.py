@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from nestpipe.errors import ConfigError
-from nestpipe.serve.http_auth import is_authorised, is_loopback, read_token, require_token
+from nestpipe.serve.http.limits import is_authorised, is_loopback, read_token, require_token
 
 TOKEN = "0123456789abcdef"
 

@@ -5,12 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nestpipe.serve.client import ranking_body, signal_body
-from nestpipe.serve.http_binary import MEDIA_TYPE, BinaryError, cut, pack, split
-from nestpipe.serve.http_errors import HttpError
-from nestpipe.serve.http_requests import Reader
-from nestpipe.serve.http_settings import HttpSettings
-from nestpipe.serve.settings import ServeSettings
+from nestpipe.serve.http.binary import MEDIA_TYPE, BinaryError, cut, pack, split
+from nestpipe.serve.http.client import ranking_body, signal_body
+from nestpipe.serve.http.errors import HttpError
+from nestpipe.serve.http.requests import Reader
+from nestpipe.serve.settings import HttpSettings, ServeSettings
 from nestpipe.serve.types import History, RankRequest, Signal
 
 HEADERS = {"content-type": MEDIA_TYPE}

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from nestpipe.cli.app import main
-from nestpipe.serve.http_port import open_port
+from nestpipe.serve.process.server import open_port
 
 
 @pytest.fixture

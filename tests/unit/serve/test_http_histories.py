@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from nestpipe.errors import DataError
-from nestpipe.serve.http_histories import Histories, read_histories
+from nestpipe.serve.http.histories import Histories, read_histories
 
 COLUMNS: dict[str, Any] = {
     "user": ["a", "b", "c"],

@@ -12,14 +12,13 @@ import numpy as np
 import pytest
 
 from nestpipe.errors import CheckpointError, DataError, RunError, ShedError
-from nestpipe.serve.client import ranking_body, read_answer, read_stats, signal_body
-from nestpipe.serve.closing import ClosingError
-from nestpipe.serve.http_app import Served
-from nestpipe.serve.http_binary import MEDIA_TYPE
-from nestpipe.serve.http_histories import Histories
-from nestpipe.serve.http_instance import instance_app
-from nestpipe.serve.http_settings import HttpSettings
-from nestpipe.serve.settings import ServeSettings
+from nestpipe.serve.engine.state import ClosingError
+from nestpipe.serve.http.app import Served
+from nestpipe.serve.http.binary import MEDIA_TYPE
+from nestpipe.serve.http.client import ranking_body, read_answer, read_stats, signal_body
+from nestpipe.serve.http.histories import Histories
+from nestpipe.serve.http.instance_app import instance_app
+from nestpipe.serve.settings import HttpSettings, ServeSettings
 from nestpipe.serve.types import Answer, History, Outcome, Path, RankRequest, Signal
 
 SETTINGS = ServeSettings(most_events=50, most_candidates=10)

@@ -9,15 +9,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from nestpipe.errors import RunError, ShedError
 from nestpipe.models import HstuConfig
-from nestpipe.serve.client import read_stats
-from nestpipe.serve.http_guard import Gate
-from nestpipe.serve.http_metric_names import COUNTERS, GAUGES, described
-from nestpipe.serve.http_metrics import Metrics
-from nestpipe.serve.http_settings import HttpSettings
-from nestpipe.serve.instance import Instance
-from nestpipe.serve.model import HstuRankModel
-from nestpipe.serve.router import Router, RouterSettings
-from nestpipe.serve.settings import ServeSettings
+from nestpipe.serve.engine.instance import Instance
+from nestpipe.serve.http.client import read_stats
+from nestpipe.serve.http.limits import Gate
+from nestpipe.serve.http.metrics import COUNTERS, GAUGES, Metrics, described
+from nestpipe.serve.model.ranker import HstuRankModel
+from nestpipe.serve.routing.router import Router, RouterSettings
+from nestpipe.serve.settings import HttpSettings, ServeSettings
 from nestpipe.serve.types import Answer, History, Outcome, RankRequest, RealClock, Signal
 
 SMALL = HstuConfig(blocks=1, heads=1, dim=4, attention_dim=4, value_dim=4, max_len=16)

@@ -10,12 +10,10 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from nestpipe.serve.http_app import Served
-from nestpipe.serve.http_instance import instance_app
-from nestpipe.serve.http_port import open_port
-from nestpipe.serve.http_server import new_server
-from nestpipe.serve.http_settings import HttpSettings
-from nestpipe.serve.settings import ServeSettings
+from nestpipe.serve.http.app import Served
+from nestpipe.serve.http.instance_app import instance_app
+from nestpipe.serve.process.server import new_server, open_port
+from nestpipe.serve.settings import HttpSettings, ServeSettings
 from nestpipe.serve.types import Answer, Outcome, Path, RankRequest, Signal
 
 schemathesis = pytest.importorskip("schemathesis", reason="needs the dev extra")

@@ -15,15 +15,13 @@ import numpy as np
 import pytest
 
 from nestpipe.errors import CheckpointError, ConfigError, DataError, RunError, ShedError
-from nestpipe.serve.client import Client
-from nestpipe.serve.http_app import Served
-from nestpipe.serve.http_instance import instance_app
-from nestpipe.serve.http_port import open_port
-from nestpipe.serve.http_router import router_app
-from nestpipe.serve.http_server import Server, new_server
-from nestpipe.serve.http_settings import HttpSettings
-from nestpipe.serve.ring import Ring
-from nestpipe.serve.settings import ServeSettings
+from nestpipe.serve.http.app import Served
+from nestpipe.serve.http.client import Client
+from nestpipe.serve.http.instance_app import instance_app
+from nestpipe.serve.http.router_app import router_app
+from nestpipe.serve.process.server import Server, new_server, open_port
+from nestpipe.serve.routing.hash_ring import Ring
+from nestpipe.serve.settings import HttpSettings, ServeSettings
 from nestpipe.serve.types import Answer, History, Outcome, Path, RankRequest, Signal
 
 SETTINGS = ServeSettings(most_events=5000, most_candidates=1000)

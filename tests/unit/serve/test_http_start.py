@@ -7,11 +7,11 @@ import threading
 import numpy as np
 
 from nestpipe.models import HstuConfig
-from nestpipe.serve.calibrate import Run
-from nestpipe.serve.costs import Costs
-from nestpipe.serve.http_start import Calibration
-from nestpipe.serve.instance import Instance
-from nestpipe.serve.model import HstuRankModel
+from nestpipe.serve.engine.calibration import Run
+from nestpipe.serve.engine.cost_model import Costs
+from nestpipe.serve.engine.instance import Instance
+from nestpipe.serve.model.ranker import HstuRankModel
+from nestpipe.serve.process.worker import Calibration
 from nestpipe.serve.settings import ServeSettings
 from nestpipe.serve.types import History, RankModel, RankRequest
 

@@ -9,8 +9,7 @@ import uvicorn
 from starlette.responses import Response
 from uvicorn.server import ServerState
 
-from nestpipe.serve.http_server import PatientProtocol
-from nestpipe.serve.http_whole import WholeAnswers
+from nestpipe.serve.process.server import PatientProtocol, WholeAnswers
 
 
 class Wire(asyncio.Transport):

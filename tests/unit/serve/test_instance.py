@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from nestpipe.errors import DataError, RunError, ShedError
-from nestpipe.serve.closing import ClosingError
-from nestpipe.serve.costs import Work
-from nestpipe.serve.instance import Instance
-from nestpipe.serve.probes import Probes
-from nestpipe.serve.reload import Reload
+from nestpipe.serve.engine.admission import Load
+from nestpipe.serve.engine.calibration import Probes
+from nestpipe.serve.engine.cost_model import Work
+from nestpipe.serve.engine.instance import Instance
+from nestpipe.serve.engine.state import ClosingError
+from nestpipe.serve.kv_cache.reload import Reload
 from nestpipe.serve.settings import ServeSettings
-from nestpipe.serve.trigger import Load
 from nestpipe.serve.types import (
     KV,
     Answer,

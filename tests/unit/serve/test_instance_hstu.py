@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from nestpipe.models import HstuConfig
-from nestpipe.serve.instance import Instance
-from nestpipe.serve.model import HstuRankModel
+from nestpipe.serve.engine.instance import Instance
+from nestpipe.serve.model.ranker import HstuRankModel
 from nestpipe.serve.settings import ServeSettings
 from nestpipe.serve.types import Answer, History, Outcome, Path, RankItem, RankRequest, Signal
 

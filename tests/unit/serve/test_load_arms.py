@@ -8,16 +8,22 @@ import pytest
 import torch
 
 from nestpipe.errors import ConfigError
+from nestpipe.loadtest.arms import ARMS, arms_of
+from nestpipe.loadtest.driver import Record, drive
+from nestpipe.loadtest.settings import WorkloadSettings
+from nestpipe.loadtest.target import (
+    EmulatedRemoteFetch,
+    RandomModel,
+    model_maker,
+    open_arm,
+    random_model,
+    remote_fit,
+)
+from nestpipe.loadtest.workload import Visit, legs
 from nestpipe.models import HstuConfig
-from nestpipe.serve.calibrate import lengths_up_to
-from nestpipe.serve.costs import Costs, Fit, Work
-from nestpipe.serve.load_arms import ARMS, arms_of
-from nestpipe.serve.load_driver import Record, drive
-from nestpipe.serve.load_model import RandomModel, model_maker, random_model
-from nestpipe.serve.load_settings import WorkloadSettings
-from nestpipe.serve.load_target import EmulatedRemoteFetch, open_arm, remote_fit
-from nestpipe.serve.load_workload import Visit, legs
-from nestpipe.serve.model import HstuRankModel
+from nestpipe.serve.engine.calibration import lengths_up_to
+from nestpipe.serve.engine.cost_model import Costs, Fit, Work
+from nestpipe.serve.model.ranker import HstuRankModel
 from nestpipe.serve.settings import ServeSettings
 from nestpipe.serve.types import KV, Answer, Outcome, Path, RealClock
 

@@ -11,13 +11,13 @@ from nestpipe.cli.app import main
 from nestpipe.cli.load_tables import found_table, invalid_lines, results_table, step_line
 from nestpipe.cli.output import console
 from nestpipe.errors import RunError
-from nestpipe.serve.costs import Costs, Fit, Work
-from nestpipe.serve.load_driver import drive
-from nestpipe.serve.load_report import report
-from nestpipe.serve.load_search import Found, Step
-from nestpipe.serve.load_settings import LoadSettings, WorkloadSettings
-from nestpipe.serve.load_virtual import FormulaService, VirtualTime
-from nestpipe.serve.load_workload import legs, visits
+from nestpipe.loadtest.driver import drive
+from nestpipe.loadtest.report import report
+from nestpipe.loadtest.search import Found, Step
+from nestpipe.loadtest.settings import LoadSettings, WorkloadSettings
+from nestpipe.loadtest.virtual import FormulaService, VirtualTime
+from nestpipe.loadtest.workload import legs, visits
+from nestpipe.serve.engine.cost_model import Costs, Fit, Work
 from nestpipe.serve.types import Answer, Path
 
 TINY = (
@@ -89,7 +89,7 @@ def test_a_search_prints_every_step(run):
     [(1, [512, 1024]), (0.5, [512, 1024, 704]), (0.05, [512, 1024, 704, 832, 768])],
 )
 def test_the_tolerance_says_when_a_search_ends(run, monkeypatch, tolerance, tried):
-    import nestpipe.serve.load_run as runs
+    import nestpipe.loadtest.run as runs
 
     def run_arm(arm, bench, advance):
         return virtual_report(10 if bench.settings.workload.length < 800 else 100), None
@@ -171,7 +171,7 @@ class FakeClient:
 
 def test_a_service_elsewhere_is_loaded_as_it_is(run, monkeypatch, tmp_path):
     pytest.importorskip("httpx", reason="httpx is an extra")
-    monkeypatch.setattr("nestpipe.serve.client.Client", FakeClient)
+    monkeypatch.setattr("nestpipe.serve.http.client.Client", FakeClient)
     token = tmp_path / "token"
     token.write_text("0123456789abcdef\n")
     status, out, _ = run(
@@ -212,7 +212,7 @@ def test_a_late_driver_is_said_aloud(capsys):
 
 
 def test_a_late_driver_ends_with_status_1(run, monkeypatch):
-    import nestpipe.serve.load_report as told
+    import nestpipe.loadtest.report as told
 
     monkeypatch.setattr(told, "LATE_SHARE", -1.0)
     status, out, _ = run(*TINY, "--arms", "B")

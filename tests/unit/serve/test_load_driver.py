@@ -7,12 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from nestpipe.serve.load_arms import ARMS, arms_of
-from nestpipe.serve.load_driver import RealPace, by_threads, drive
-from nestpipe.serve.load_report import Latency, Report, percentile, report
-from nestpipe.serve.load_settings import WorkloadSettings
-from nestpipe.serve.load_virtual import FormulaService, VirtualTime
-from nestpipe.serve.load_workload import Visit, legs, visits
+from nestpipe.loadtest.arms import ARMS, arms_of
+from nestpipe.loadtest.driver import RealPace, by_threads, drive
+from nestpipe.loadtest.report import Latency, Report, percentile, report
+from nestpipe.loadtest.settings import WorkloadSettings
+from nestpipe.loadtest.virtual import FormulaService, VirtualTime
+from nestpipe.loadtest.workload import Visit, legs, visits
 from nestpipe.serve.types import Answer, Outcome, Path, RealClock
 
 SETTINGS = WorkloadSettings(rate=50, seconds=4, length=128, short=16, delay_jitter=0, new_events=0)

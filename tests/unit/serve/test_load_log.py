@@ -3,9 +3,9 @@
 import pytest
 
 from nestpipe.errors import NestpipeError
-from nestpipe.serve.load_log import Logged, log_of, read_log, write_log
-from nestpipe.serve.load_settings import WorkloadSettings
-from nestpipe.serve.load_workload import visits
+from nestpipe.loadtest.log import Logged, log_of, read_log, write_log
+from nestpipe.loadtest.settings import WorkloadSettings
+from nestpipe.loadtest.workload import visits
 
 
 @pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])

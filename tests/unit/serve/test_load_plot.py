@@ -3,19 +3,19 @@
 import pytest
 
 from nestpipe.errors import ConfigError
-from nestpipe.serve.load_driver import drive
-from nestpipe.serve.load_plot import (
+from nestpipe.loadtest.driver import drive
+from nestpipe.loadtest.plot import (
     check_plot,
     full_length_curve,
     p99_curve,
     plot_latencies,
     plot_search,
 )
-from nestpipe.serve.load_report import report
-from nestpipe.serve.load_search import Step
-from nestpipe.serve.load_settings import WorkloadSettings
-from nestpipe.serve.load_virtual import FormulaService, VirtualTime
-from nestpipe.serve.load_workload import legs, visits
+from nestpipe.loadtest.report import report
+from nestpipe.loadtest.search import Step
+from nestpipe.loadtest.settings import WorkloadSettings
+from nestpipe.loadtest.virtual import FormulaService, VirtualTime
+from nestpipe.loadtest.workload import legs, visits
 
 SETTINGS = WorkloadSettings(rate=20, seconds=2, length=128, delay_jitter=0)
 

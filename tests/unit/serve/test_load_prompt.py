@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from nestpipe.serve.load_run import prompt_driver
+from nestpipe.loadtest.run import prompt_driver
 
 pytestmark = pytest.mark.skipif(
     not hasattr(os, "sched_setscheduler"), reason="this system has no real-time priorities"

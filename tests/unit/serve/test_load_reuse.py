@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nestpipe.serve.expander import Expander
-from nestpipe.serve.load_reuse import Asked, reuse, share_by_replay
+from nestpipe.loadtest.log import Asked, reuse, share_by_replay
+from nestpipe.serve.kv_cache.host_tier import Expander
 from nestpipe.serve.types import KV, PrefixKey
 
 

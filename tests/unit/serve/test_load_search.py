@@ -3,12 +3,12 @@
 import pytest
 
 from nestpipe.errors import ConfigError
-from nestpipe.serve.load_driver import drive
-from nestpipe.serve.load_report import Report, report
-from nestpipe.serve.load_search import search
-from nestpipe.serve.load_settings import WorkloadSettings
-from nestpipe.serve.load_virtual import FormulaService, VirtualTime
-from nestpipe.serve.load_workload import Visit, legs
+from nestpipe.loadtest.driver import drive
+from nestpipe.loadtest.report import Report, report
+from nestpipe.loadtest.search import search
+from nestpipe.loadtest.settings import WorkloadSettings
+from nestpipe.loadtest.virtual import FormulaService, VirtualTime
+from nestpipe.loadtest.workload import Visit, legs
 
 SETTINGS = WorkloadSettings(length=128, short=16)
 

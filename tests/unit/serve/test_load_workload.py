@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from nestpipe.errors import ConfigError
-from nestpipe.serve.load_settings import WorkloadSettings
-from nestpipe.serve.load_workload import Histories, legs, reuse_share, visits
+from nestpipe.loadtest.settings import WorkloadSettings
+from nestpipe.loadtest.workload import Histories, legs, reuse_share, visits
 from nestpipe.serve.types import PrefixKey, RankRequest, Signal
 
 PLAIN = WorkloadSettings(rate=100, seconds=50, length=128, short=16)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from nestpipe.comm import LocalCommunicator
 from nestpipe.config import build
 from nestpipe.models import HstuConfig
-from nestpipe.serve.model import HstuRankModel
+from nestpipe.serve.model.ranker import HstuRankModel
 from nestpipe.serve.types import KV, History, Ids, PrefixItem, RankItem, Scores
 from nestpipe.train.job import JobConfig, make_job
 

@@ -14,15 +14,15 @@ from safetensors.torch import load_file, save_file
 
 from nestpipe.batch import Batch
 from nestpipe.config import Table
-from nestpipe.embedding.first_rows import round_to_bfloat16
+from nestpipe.embedding.store.reference import round_to_bfloat16
 from nestpipe.errors import CheckpointError, ConfigError, DataError
 from nestpipe.jagged import Jagged
 from nestpipe.models import HstuConfig, HstuRanker
-from nestpipe.serve.model import HstuRankModel
-from nestpipe.serve.model_rows import FirstRows, ItemRows
+from nestpipe.serve.model.ranker import HstuRankModel
+from nestpipe.serve.model.weights import FirstRows, ItemRows
 from nestpipe.serve.types import History, PrefixItem, RankItem
 from nestpipe.train import Trainer, TrainSettings
-from nestpipe.train.settings import RowSettings
+from nestpipe.train.config import RowSettings
 
 CONFIG = HstuConfig(blocks=2, heads=2, dim=8, attention_dim=4, value_dim=4, max_len=16)
 HISTORY, ASKED = [3, 1, 4, 1, 5], [2, 7, 999]

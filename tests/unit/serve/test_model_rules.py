@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from nestpipe.kernels.attention import norm_gate
+from nestpipe.kernels.attention.reference import norm_gate
 from nestpipe.models import HstuConfig
 from nestpipe.models.hstu import HstuBlock
-from nestpipe.serve.model import HstuRankModel
+from nestpipe.serve.model.ranker import HstuRankModel
 from nestpipe.serve.types import KV, History, Ids, PrefixItem, RankItem
 
 ITEMS, LONG, SHORT, CANDIDATES = 500, 120, 16, 32

@@ -15,16 +15,17 @@ import torch
 from nestpipe.errors import RunError
 from nestpipe.models import HstuConfig
 from nestpipe.models.hstu import HstuBlock
-from nestpipe.serve.arrival import Arrival
-from nestpipe.serve.costs import Work
-from nestpipe.serve.instance import Instance
-from nestpipe.serve.model import HstuRankModel
-from nestpipe.serve.reload import Reload
+from nestpipe.serve.engine.admission import Load
+from nestpipe.serve.engine.cost_model import Work
+from nestpipe.serve.engine.instance import Instance
+from nestpipe.serve.engine.scheduler import Decides
+from nestpipe.serve.kv_cache.reload import Reload
+from nestpipe.serve.model.ranker import HstuRankModel
 from nestpipe.serve.settings import ServeSettings
-from nestpipe.serve.trigger import Load
 from nestpipe.serve.types import (
     KV,
     Answer,
+    Arrival,
     History,
     Outcome,
     Path,
@@ -34,7 +35,6 @@ from nestpipe.serve.types import (
     Scores,
     Signal,
 )
-from nestpipe.serve.work import Decides
 
 PATIENCE_S = 20.0
 LAYERS = 3

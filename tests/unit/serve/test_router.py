@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from nestpipe.errors import ConfigError, DataError, RunError, ShedError
-from nestpipe.serve.ring import Ring
-from nestpipe.serve.router import Router, RouterSettings
+from nestpipe.serve.routing.hash_ring import Ring
+from nestpipe.serve.routing.router import Router, RouterSettings
 from nestpipe.serve.types import Answer, History, Outcome, Path, RankRequest, Signal
 
 NAMES = ["a:1", "b:1", "c:1"]

@@ -11,8 +11,8 @@ from functools import cache
 import numpy as np
 import pytest
 
-from nestpipe.serve.ring import Ring
-from nestpipe.serve.router import Router, RouterSettings
+from nestpipe.serve.routing.hash_ring import Ring
+from nestpipe.serve.routing.router import Router, RouterSettings
 from nestpipe.serve.types import Answer, History, Outcome, Path, RankRequest, Signal
 
 LIFE_S = 0.5

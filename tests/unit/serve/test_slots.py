@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from nestpipe.serve.slots import Entry, Need, Slots, Source, State
+from nestpipe.serve.kv_cache.device_pool import Entry, Need, Slots, Source, State
 from nestpipe.serve.types import KV, History
 
 

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nestpipe.errors import ConfigError, ParseError
-from nestpipe.serve.calibrate import calibrate, high
-from nestpipe.serve.costs import ENOUGH, KEEP_S, Costs, Fit, Work, fit, p99
+from nestpipe.serve.engine.admission import Load, TokenBucket, Trigger, seconds_apart
+from nestpipe.serve.engine.calibration import calibrate, high
+from nestpipe.serve.engine.cost_model import ENOUGH, KEEP_S, Costs, Fit, Work, fit, p99
 from nestpipe.serve.settings import ServeSettings
-from nestpipe.serve.trigger import Load, TokenBucket, Trigger, seconds_apart
 from nestpipe.serve.types import KV, Outcome
 
 MB = 2**20

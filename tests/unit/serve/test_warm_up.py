@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from nestpipe.models import HstuConfig
-from nestpipe.serve.model import HstuRankModel
+from nestpipe.serve.engine.calibration import FEW, LONG, MANY, warm_up
+from nestpipe.serve.model.ranker import HstuRankModel
 from nestpipe.serve.types import KV, PrefixItem, RankItem, Scores
-from nestpipe.serve.warm_up import FEW, LONG, MANY, warm_up
 
 SMALL = HstuConfig(blocks=1, heads=1, dim=4, attention_dim=4, value_dim=4, max_len=16)
 
@@ -49,7 +49,7 @@ def test_every_kernel_is_called():
 
 
 def test_the_sizes_lie_on_either_side_of_where_kernels_change():
-    found = find_spec("nestpipe.kernels.hstu_forward")  # not imported: it needs triton
+    found = find_spec("nestpipe.kernels.attention.triton_forward")  # not imported: it needs triton
     assert found is not None
     assert found.origin is not None
     sizes = {

@@ -34,7 +34,7 @@ from world_member import BreakdownError, Member, taking_turns
 from world_model import BYTES, CHUNK, FaultError, User, some_users
 from world_turns import Turns
 
-from nestpipe.serve.router import Router, RouterSettings
+from nestpipe.serve.routing.router import Router, RouterSettings
 from nestpipe.serve.settings import ServeSettings
 from nestpipe.serve.types import Answer, Outcome, RankRequest, Signal
 

@@ -15,16 +15,16 @@ from world_model import FaultError, Model
 from world_turns import Change, Thread, Turns
 
 from nestpipe.errors import RunError, ShedError
-from nestpipe.serve import desk as desk_module
-from nestpipe.serve import instance as instance_module
-from nestpipe.serve import ring as ring_module
-from nestpipe.serve.costs import Costs, Fit, Work
-from nestpipe.serve.desk import Desk
-from nestpipe.serve.instance import Instance, make_desk
+from nestpipe.serve.engine import instance as instance_module
+from nestpipe.serve.engine import state as desk_module
+from nestpipe.serve.engine.admission import Trigger
+from nestpipe.serve.engine.cost_model import Costs, Fit, Work
+from nestpipe.serve.engine.instance import Instance, make_desk
+from nestpipe.serve.engine.state import Desk
+from nestpipe.serve.kv_cache.acquire import Miss, Purpose, Step
+from nestpipe.serve.kv_cache.device_pool import Entry, Need
+from nestpipe.serve.routing import hash_ring as ring_module
 from nestpipe.serve.settings import ServeSettings
-from nestpipe.serve.slots import Entry, Need
-from nestpipe.serve.steps import Miss, Purpose, Step
-from nestpipe.serve.trigger import Trigger
 from nestpipe.serve.types import KV, Answer, Outcome, PrefixKey, RankRequest, Signal
 
 T = TypeVar("T")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from world_turns import Change, Turns
 
-from nestpipe.serve.reload import Reload
+from nestpipe.serve.kv_cache.reload import Reload
 from nestpipe.serve.types import KV, History, Ids, PrefixItem, RankItem, Scores
 
 LAYERS = 2

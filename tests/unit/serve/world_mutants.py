@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 import pytest
 from world_turns import Change
 
-from nestpipe.serve.cache import Cache
-from nestpipe.serve.desk import Desk
-from nestpipe.serve.expander import Expander, Kept
-from nestpipe.serve.router import _Ranking
-from nestpipe.serve.slots import Entry, Need, Slots, Source
+from nestpipe.serve.engine.state import Desk
+from nestpipe.serve.kv_cache.cache import Cache
+from nestpipe.serve.kv_cache.device_pool import Entry, Need, Slots, Source
+from nestpipe.serve.kv_cache.host_tier import Expander, Kept
+from nestpipe.serve.routing.router import _Ranking
 from nestpipe.serve.types import History, PrefixKey
 
 Mutant = Callable[[pytest.MonkeyPatch], None]

@@ -15,8 +15,8 @@ from nestpipe.sim import (
     costs,
     paper_cluster,
 )
-from nestpipe.sim.groups import plan_for, usual_groups
-from nestpipe.sim.merging import distinct_growth, foreign_rows, merged_bytes, merged_rows
+from nestpipe.sim.costs import distinct_growth, foreign_rows, merged_bytes, merged_rows
+from nestpipe.sim.scaling import plan_for, usual_groups
 
 WORK = Workload(shared_share=0.5)
 NESTED = PlanOptions(micros=8, mirror_every=1)

@@ -15,9 +15,9 @@ from nestpipe.sim import (
     rows_as_json,
     simulate,
 )
-from nestpipe.sim.calibrate import HOST_SPLIT
-from nestpipe.sim.paper import FITTED, SYSTEMS
-from nestpipe.sim.published import BEYOND, LARGEST, PUBLISHED, SCALES
+from nestpipe.sim.paper.calibration import HOST_SPLIT
+from nestpipe.sim.paper.published import BEYOND, LARGEST, PUBLISHED, SCALES
+from nestpipe.sim.paper.systems import FITTED, SYSTEMS
 
 SYSTEM_NAMES = [system.name for system in SYSTEMS]
 

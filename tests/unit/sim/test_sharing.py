@@ -20,8 +20,8 @@ from nestpipe.schedule import (
 )
 from nestpipe.schedule.op import EARLY_KINDS
 from nestpipe.sim import Scale, figures, replay
-from nestpipe.sim.serial_costs import BUCKETS, SerialCosts, SerialRuns, begun_early
-from nestpipe.sim.sharing import Sharing, replay_shared
+from nestpipe.sim.replay import Sharing, replay_shared
+from nestpipe.sim.trace_costs import BUCKETS, SerialCosts, SerialRuns, begun_early
 from nestpipe.trace import Trace
 
 OFF_NETWORK = frozenset(Lane) - {Lane.NET}

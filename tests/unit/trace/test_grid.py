@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from nestpipe.errors import ConfigError
 from nestpipe.trace import Span, Trace, grid
-from nestpipe.trace.cells import lay_out
-from nestpipe.trace.layout import CODES, codes_for, short_label, sublines
+from nestpipe.trace.draw.grid import lay_out
+from nestpipe.trace.draw.layout import CODES, codes_for, short_label, sublines
 
 KINDS = (*CODES, "zebra", "zoom", "3d", "")
 

@@ -10,18 +10,19 @@ import torch
 from torch import Tensor, nn
 
 from nestpipe.batch import Batch
-from nestpipe.comm import LocalCommunicator, run_ranks
+from nestpipe.comm import LocalCommunicator
 from nestpipe.config import Table, build
-from nestpipe.embedding.groups import group_tables
-from nestpipe.embedding.native_store import NativeStore
 from nestpipe.embedding.optimizers import OPTIMIZERS
-from nestpipe.embedding.requests import make_request
+from nestpipe.embedding.routing.requests import make_request
+from nestpipe.embedding.store.host import NativeStore
+from nestpipe.embedding.table_groups import group_tables
 from nestpipe.errors import CapacityError
 from nestpipe.jagged import Jagged
 from nestpipe.models import Loss
+from nestpipe.train.config import DenseSettings, PipelineSettings, RowSettings, TrainSettings
 from nestpipe.train.evaluate import forward
-from nestpipe.train.settings import DenseSettings, PipelineSettings, RowSettings, TrainSettings
 from nestpipe.train.trainer import Trainer
+from support.thread_ranks import run_ranks
 
 SAMPLES, BATCH, DIM = 48, 16, 6
 TABLES = (

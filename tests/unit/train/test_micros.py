@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from nestpipe.batch import Batch
 from nestpipe.errors import ConfigError
 from nestpipe.jagged import Jagged
-from nestpipe.train.micros import Cut, micro_sizes
-from nestpipe.train.settings import PipelineSettings
+from nestpipe.train.config import PipelineSettings
+from nestpipe.train.ops import Cut, micro_sizes
 
 
 @given(st.integers(0, 400), st.integers(2, 40), st.floats(0.1, 3.0), st.floats(0.1, 3.0))

@@ -13,10 +13,9 @@ from nestpipe.config import build
 from nestpipe.data import DataConfig, Ranking, RankingOptions, SyntheticConfig, open_source
 from nestpipe.errors import ConfigError
 from nestpipe.models import HstuConfig, HstuRanker
-from nestpipe.train.evaluate import evaluate
+from nestpipe.train.evaluate import evaluate, popularity_auc
 from nestpipe.train.job import JobConfig, make_job
 from nestpipe.train.loop import train_job
-from nestpipe.train.popularity import popularity_auc
 
 SMALL = {
     "data": {

@@ -5,7 +5,7 @@ import pytest
 from nestpipe.config import build
 from nestpipe.errors import ConfigError, PlanError
 from nestpipe.schedule import PLANS, Kind
-from nestpipe.train.settings import ParallelSettings, PipelineSettings
+from nestpipe.train.config import ParallelSettings, PipelineSettings
 
 IN_GROUPS = [
     {"groups": 2, "merge": "exact"},

@@ -4,8 +4,8 @@ import pytest
 
 from nestpipe.schedule import Kind, Op
 from nestpipe.trace import ShortTraceError, Span, Trace
+from nestpipe.train.ops import StepReport
 from nestpipe.train.summary import Traffic, summarise, without_waiting
-from nestpipe.train.work import StepReport
 
 STEP_MS = 10.0
 

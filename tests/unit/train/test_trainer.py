@@ -11,16 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from nestpipe.batch import Batch
-from nestpipe.comm import LocalCommunicator, run_ranks
+from nestpipe.comm import LocalCommunicator
 from nestpipe.config import Table, build
 from nestpipe.embedding.optimizers import OPTIMIZERS
 from nestpipe.errors import CheckpointError, ConfigError
 from nestpipe.jagged import Jagged
 from nestpipe.models import Loss
 from nestpipe.runtime import InlineLanes, ThreadLanes, inject_delays
-from nestpipe.train.settings import DenseSettings, PipelineSettings, RowSettings, TrainSettings
+from nestpipe.train.config import DenseSettings, PipelineSettings, RowSettings, TrainSettings
 from nestpipe.train.summary import Traffic
 from nestpipe.train.trainer import Trainer
+from support.thread_ranks import run_ranks
 
 SAMPLES, BATCH = 100, 16
 TABLES = (

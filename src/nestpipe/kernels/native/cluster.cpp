@@ -1,7 +1,7 @@
 // Key-centric clustering: which micro-batch each sample of a batch goes to.
 //
 // What is made small is the sum over micro-batches of their distinct keys; sizes are given, tokens
-// stay within bounds. docs/clustering.md has the algorithm. kernels/plain_clustering.py is the slow
+// stay within bounds. docs/clustering.md has the algorithm. kernels/clustering.py is the slow
 // twin and must give the same answer: hence whole numbers, float64 only where every step rounds
 // once, and a rule for every tie.
 #include "cluster.h"

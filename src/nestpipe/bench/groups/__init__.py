@@ -1,0 +1,1 @@
+"""`nestpipe bench groups`: one dimension beside groups of ranks."""

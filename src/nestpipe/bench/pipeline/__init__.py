@@ -1,0 +1,1 @@
+"""`nestpipe bench pipeline`: every plan on the same work, measured and predicted."""

@@ -1,0 +1,1 @@
+"""`nestpipe bench relay`: relay beside inline ranking, over HTTP."""

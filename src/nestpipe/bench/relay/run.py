@@ -1,0 +1,261 @@
+"""Relay beside inline ranking, over HTTP: the same requests to services that differ in a setting.
+
+Two instances of one thread each stand behind a router. For each front, the services of all arms
+run side by side and take turns: round by round, every arm meets the same requests, alone.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from nestpipe.bench.relay.answers import Compared, Kill, Reference, killed_under_load
+from nestpipe.bench.relay.report import Reading
+from nestpipe.bench.relay.service import Behind, serving
+from nestpipe.bench.relay.sizes import CHUNK, Sizes
+from nestpipe.loadtest.driver import Record, Run
+from nestpipe.loadtest.report import report
+from nestpipe.loadtest.run import drive_service
+from nestpipe.loadtest.settings import LoadSettings, WorkloadSettings
+from nestpipe.loadtest.workload import Leg, legs, visits
+from nestpipe.serve.types import Clock, RankRequest, Signal
+
+INSTANCES = 2
+APART = 3.0
+"""Mean time from a signal to its ranking, in targets: 60 % retrieval, 40 % pre-processing."""
+WINDOW = 3.5
+"""Time in which a prefix must be ready, in targets: a ranking can wait for it a little."""
+LIFE = 10.0
+"""How long a prefix waits for its ranking, in targets."""
+GROWTH = 256
+"""Events by which a history may grow in a run."""
+KILL_RATE = 3.0
+"""Requests per second while an instance is killed, over those of the other rounds."""
+WARM = 4
+"""Requests before the first round, which are not counted."""
+
+Front = Literal["builtin", "nginx"]
+Bar = Callable[[str, int], AbstractContextManager[Callable[[], None]]]
+"""Shows progress: what is done, how many of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RelayArm:
+    """A way to have the same requests answered."""
+
+    name: str
+    service: str
+    signals: bool = True
+    """Whether the early leg is sent."""
+    capped: bool = False
+    """Whether only the newest events are sent."""
+
+
+SERVICES: dict[str, dict[str, object]] = {
+    "inline": {"relay": False, "host_mb": 0.0},
+    "relay": {"host_mb": 0.0},
+    "relay + host": {},
+}
+"""Settings in which they differ. Without relay nothing is predicted, so nothing is cut."""
+ARMS = (
+    RelayArm("inline full", "inline", signals=False),
+    RelayArm("inline capped", "inline", signals=False, capped=True),
+    RelayArm("relay", "relay"),
+    RelayArm("relay + host", "relay + host"),
+)
+KILLED = replace(ARMS[-1], name="instance killed")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RelayCase:
+    """What is compared."""
+
+    checkpoint: Path
+    settings: LoadSettings
+    """Requests and service, but for what the arms change."""
+    cap: int
+    """Events that the capped arm sends."""
+    rounds: int
+    fronts: tuple[Front, ...]
+
+    def workload(self, number: int) -> WorkloadSettings:
+        """Of a round: other arrivals in each. The one after the last is the kill's."""
+        workload = self.settings.workload
+        rate = workload.rate * (KILL_RATE if number == self.rounds else 1.0)
+        return replace(workload, seed=workload.seed + number, rate=rate)
+
+    @property
+    def minutes(self) -> float:
+        """Time for which requests come, all told."""
+        rounds = self.rounds * len(ARMS) + 1
+        return len(self.fronts) * rounds * self.settings.workload.seconds / 60
+
+
+def sections(sizes: Sizes, seconds: float, candidates: int) -> dict[str, dict[str, object]]:
+    """Settings of workload and service that follow from the sizes; the user may change them."""
+    target_ms = sizes.target_ms
+    workload: dict[str, object] = {
+        "rate": sizes.rate,
+        "seconds": seconds,
+        "length": sizes.length,
+        "most_length": sizes.length + GROWTH,
+        "candidates": candidates,
+        "retrieval_ms": 0.6 * APART * target_ms,
+        "preprocess_ms": 0.4 * APART * target_ms,
+    }
+    serve: dict[str, object] = {
+        "target_ms": target_ms,
+        "window_ms": WINDOW * target_ms,
+        "life_s": max(0.5, LIFE * target_ms / 1e3),
+        "prefix_share": 1.0,
+        "chunk": CHUNK,
+        "cut_length": sizes.cap,
+        "most_events": sizes.length + GROWTH,
+        "most_candidates": 2 * candidates,
+    }
+    return {"workload": workload, "serve": serve}
+
+
+def find_nginx() -> str | None:
+    """The nginx of this machine, as `nestpipe serve` looks for it."""
+    return shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
+
+
+def compare(case: RelayCase, reference: Reference, clock: Clock, bar: Bar) -> list[Reading]:
+    """All arms behind every front, then an instance killed under load behind each."""
+    readings: list[Reading] = []
+    for front in case.fronts:
+        with ExitStack() as stack:
+            services: dict[str, Behind] = {}
+            with bar(f"{front}: starting services", len(SERVICES)) as advance:
+                for name, changes in SERVICES.items():
+                    settings = asdict(case.settings.serve) | changes
+                    started = serving(case.checkpoint, front, INSTANCES, settings)
+                    services[name] = stack.enter_context(started)
+                    advance()
+            readings += _Bench(case, front, services, reference, clock, bar).run()
+    return readings
+
+
+@dataclass(frozen=True, slots=True)
+class _Round:
+    """What one arm did in one round."""
+
+    run: Run
+    compared: Compared
+
+
+@dataclass(frozen=True, slots=True)
+class _Bench:
+    """One front with its services."""
+
+    case: RelayCase
+    front: Front
+    services: Mapping[str, Behind]
+    reference: Reference
+    clock: Clock
+    bar: Bar
+
+    def run(self) -> list[Reading]:
+        for arm in ARMS:
+            self._warm(arm)
+        done: dict[str, list[_Round]] = {arm.name: [] for arm in ARMS}
+        for number in range(self.case.rounds):
+            for arm in turned(ARMS, number):
+                done[arm.name].append(self._round(arm, number))
+        readings = [self._reading(arm, done[arm.name]) for arm in ARMS]
+        return [*readings, self._killed()]
+
+    def _warm(self, arm: RelayArm) -> None:
+        service = self.services[arm.service]
+        for leg in self._legs(arm, self.case.rounds + 1)[: 2 * WARM]:
+            if isinstance(leg.message, Signal):
+                service.prefetch(leg.message)
+            else:
+                service.rank(leg.message).result()
+
+    def _legs(self, arm: RelayArm, number: int) -> list[Leg]:
+        workload = self.case.workload(number)
+        cap = self.case.cap if arm.capped else None
+        sent = legs(workload, visits(workload), cap)
+        return [leg for leg in sent if arm.signals or _is_ranking(leg)]
+
+    def _round(self, arm: RelayArm, number: int) -> _Round:
+        sent, service = self._legs(arm, number), self.services[arm.service]
+        label = f"{self.front}, {arm.name}, round {number + 1} of {self.case.rounds}"
+        with self.bar(label, _rankings(sent)) as advance:
+            run = drive_service(service, sent, self.clock, advance)
+        return _Round(run, self._compare(sent, run, number))
+
+    def _compare(self, sent: Sequence[Leg], run: Run, number: int) -> Compared:
+        seed = self.case.workload(number).seed
+        asked = {one.visit.number: one.message for one in sent if _is_ranking(one)}
+        total = Compared()
+        with self.bar("comparing scores", len(asked)) as advance:
+            for record in run.records:
+                which = record.visit.number
+                request = asked[which]
+                assert isinstance(request, RankRequest), "signals have no scores"
+                if record.answer is not None:
+                    total += self.reference.compare((seed, which), request, record.answer)
+                advance()
+        return total
+
+    def _killed(self) -> Reading:
+        number, service = self.case.rounds, self.services[KILLED.service]
+        sent = self._legs(KILLED, number)
+        label = f"{self.front}, an instance is killed"
+        with (
+            self.bar(label, _rankings(sent)) as advance,
+            killed_under_load(
+                service,
+                "instance-0",
+                self.case.settings.workload.seconds,
+                tells=self.front == "builtin",
+            ) as what_followed,
+        ):
+            run = drive_service(service, sent, self.clock, advance)
+        done = _Round(run, self._compare(sent, run, number))
+        return self._reading(KILLED, [done], what_followed())
+
+    def _reading(
+        self, arm: RelayArm, rounds: Sequence[_Round], kill: Kill | None = None
+    ) -> Reading:
+        workload = self.case.settings.workload
+        records: list[Record] = [record for one in rounds for record in one.run.records]
+        counted: Counter[str] = Counter()
+        for one in rounds:
+            counted.update(one.run.counted)
+        told = report(
+            arm.name,
+            Run(records, dict(counted)),
+            target_ms=self.case.settings.serve.target_ms,
+            seconds=len(rounds) * workload.seconds,
+            warmup_s=workload.warmup_s,
+        )
+        compared = sum((one.compared for one in rounds), Compared())
+        return Reading(self.front, told, compared, kill, _faults(records))
+
+
+def _faults(records: Sequence[Record]) -> tuple[str, ...]:
+    said = [str(record.error) for record in records if record.error is not None]
+    return tuple(dict.fromkeys(said))
+
+
+def turned(arms: Sequence[RelayArm], number: int) -> list[RelayArm]:
+    """Another arm first in every round."""
+    place = number % len(arms)
+    return [*arms[place:], *arms[:place]]
+
+
+def _rankings(sent: Sequence[Leg]) -> int:
+    return sum(map(_is_ranking, sent))
+
+
+def _is_ranking(leg: Leg) -> bool:
+    return isinstance(leg.message, RankRequest)

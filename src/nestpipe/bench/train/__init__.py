@@ -1,0 +1,1 @@
+"""`nestpipe bench train`: the trainer beside TorchRec on CPU ranks."""

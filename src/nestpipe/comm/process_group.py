@@ -1,0 +1,244 @@
+"""Collectives of torch.distributed: Gloo among CPUs, NCCL among GPUs.
+
+Gloo's all_reduce sums each part of the tensor on one rank and hands the result around, so every
+rank gets the same bits; with three ranks or more the terms are not in the order of the ranks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from nestpipe.comm.collective_state import Whereabouts
+from nestpipe.comm.communicator import LocalCommunicator, check_agreement, own_part
+from nestpipe.comm.peer_failure import LostPeers, explain_sigterm
+from nestpipe.comm.serialization import (
+    as_bytes,
+    bytes_of_sum,
+    bytes_to_others,
+    check_exchange,
+    decode,
+    encode,
+    row_bytes,
+)
+from nestpipe.errors import RunError
+
+DEFAULT_TIMEOUT_S = 300.0
+"""Longer than a peer may be busy between two collectives, a checkpoint included."""
+ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+NETWORKS: tuple[str, ...] = ("devices", "hosts", "sums")
+
+_Groups = dict[str, dist.ProcessGroup | None]
+"""The group of each network; None is torch's default, of all ranks."""
+
+
+def connect(
+    backend: str | None = None,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    meet_s: float = DEFAULT_TIMEOUT_S,
+) -> DistributedCommunicator:
+    """Join the group that torchrun's environment describes.
+
+    Ranks may start up to `meet_s` apart; afterwards each collective has `timeout_s`. Without a
+    backend it is NCCL where there is a GPU and Gloo elsewhere. SIGTERM, which the launcher sends to
+    all ranks once one has died, ends the process with a line that says where it was, unless the
+    program handles that signal itself.
+    """
+    missing = [name for name in ENVIRONMENT if name not in os.environ]
+    if missing:
+        raise RunError(
+            f"{', '.join(missing)} not set in the environment; start the ranks with torchrun or "
+            "with --ranks"
+        )
+    backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    device = _device(backend)
+    try:
+        store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=meet_s)))
+        _meet(PrefixStore("here", store), rank, size, timedelta(seconds=meet_s))
+        dist.init_process_group(
+            backend,
+            store=PrefixStore("group", store),
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=timeout_s),
+            device_id=device if device.type == "cuda" else None,
+        )
+    except RuntimeError as error:
+        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise RunError(
+            f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} could not meet its peers at "
+            f"{place} within {meet_s:g} s: {error}"
+        ) from error
+    lost = LostPeers(PrefixStore("lost", store), rank, size, timeout_s)
+    whereabouts = Whereabouts(rank, lost)
+    explain_sigterm(whereabouts.sentence)
+    everyone = list(range(size))
+    groups: _Groups = dict.fromkeys(NETWORKS)
+    if device.type == "cuda":
+        groups["hosts"] = _group(everyone, "gloo", timeout_s)
+        groups["sums"] = _group(everyone, "nccl", timeout_s)
+    return DistributedCommunicator(everyone, device, timeout_s, groups, whereabouts)
+
+
+def _group(ranks: Sequence[int], backend: str, timeout_s: float) -> dist.ProcessGroup | None:
+    """Another group, whose collectives run beside those of the first; None in ranks outside it.
+
+    Every rank of the world makes every group, in the same order.
+    """
+    as_given: dict[str, Any] = {} if list(ranks) == sorted(ranks) else {"sort_ranks": False}
+    timeout = timedelta(seconds=timeout_s)
+    group = dist.new_group(list(ranks), timeout=timeout, backend=backend, **as_given)
+    return group if isinstance(group, dist.ProcessGroup) else None
+
+
+def _meet(store: Store, rank: int, size: int, timeout: timedelta) -> None:
+    """Wait for ranks that start late, here rather than inside a collective."""
+    store.set(str(rank), "")
+    store.wait([str(r) for r in range(size)], timeout)
+
+
+def _device(backend: str) -> torch.device:
+    if backend != "nccl":
+        return torch.device("cpu")
+    local = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
+    device = torch.device("cuda", local % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+class DistributedCommunicator:
+    """One rank of a process group; made by `connect`, or by `subgroup` for a part of the ranks.
+
+    With NCCL a collective returns before it has run, and a peer that is lost then is noticed by
+    NCCL's own watchdog, which ends the process after the timeout.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[int],
+        device: torch.device,
+        timeout_s: float,
+        groups: _Groups,
+        whereabouts: Whereabouts,
+        *,
+        is_part: bool = False,
+    ) -> None:
+        """`members` are ranks of the world; `whereabouts` is shared with the world's."""
+        self.rank = list(members).index(whereabouts.rank)
+        self.size = len(members)
+        self.device = device
+        self.hosts_apart = device.type == "cuda"
+        self.op_label = whereabouts.op_label
+        self._members = members
+        self._timeout_s = timeout_s
+        self._groups = groups
+        self._whereabouts = whereabouts
+        self._is_part = is_part
+        self._parts: list[DistributedCommunicator] = []
+        self._sent = dict.fromkeys(NETWORKS, 0)
+        """By network: each may have a thread."""
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that went to other ranks so far, through subgroups too."""
+        return sum(self._sent.values()) + sum(part.bytes_sent for part in self._parts)
+
+    def all_to_all(
+        self,
+        received: Tensor,
+        sent: Tensor,
+        received_splits: Sequence[int],
+        sent_splits: Sequence[int],
+    ) -> None:
+        check_exchange(received, sent, received_splits, sent_splits, self.size)
+        network = self._network(sent)
+        self._sent[network] += bytes_to_others(sent, sent_splits, self.rank)
+        row = row_bytes(sent)
+        with self._whereabouts.inside("all_to_all", self._members):
+            dist.all_to_all_single(
+                as_bytes(received),
+                as_bytes(sent.contiguous()),
+                [rows * row for rows in received_splits],
+                [rows * row for rows in sent_splits],
+                group=self._groups[network],
+            )
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        self._sum(tensor, self._network(tensor))
+
+    def sum_apart(self, tensor: Tensor) -> None:
+        self._sum(tensor, "sums" if self.hosts_apart else "devices")
+
+    def _sum(self, tensor: Tensor, network: str) -> None:
+        assert tensor.is_contiguous(), "sums work in place on contiguous memory"
+        self._sent[network] += bytes_of_sum(tensor, self.size)
+        with self._whereabouts.inside("all_reduce", self._members):
+            dist.all_reduce(tensor.detach(), group=self._groups[network])
+
+    def all_gather_values(self, value: object) -> list[object]:
+        data = encode(value)
+        with self._whereabouts.inside("all_gather_values", self._members):
+            sizes = [int(size) for size in self._gather(torch.tensor([len(data)]))]
+            padded = data.ljust(max(sizes))
+            parts = self._gather(torch.frombuffer(bytearray(padded), dtype=torch.uint8))
+        texts = [bytes(part.tolist()) for part in parts]
+        return [decode(text[:size]) for text, size in zip(texts, sizes, strict=True)]
+
+    def barrier(self) -> None:
+        with self._whereabouts.inside("barrier", self._members):
+            dist.barrier(group=self._groups["hosts"])
+
+    def subgroup(
+        self, parts: Sequence[Sequence[int]]
+    ) -> DistributedCommunicator | LocalCommunicator:
+        assert not self._is_part, "only the communicator of all ranks has subgroups"
+        own = own_part(parts, self.rank, self.size)
+        if all(len(part) == 1 for part in parts):
+            return LocalCommunicator(self.op_label)
+        check_agreement(self.all_gather_values([list(part) for part in parts]))
+        with self._whereabouts.inside("subgroup", self._members):
+            made = [(part, self._groups_of(part)) for part in parts if len(part) > 1]
+        if len(own) == 1:
+            return LocalCommunicator(self.op_label)
+        groups = next(groups for part, groups in made if self.rank in part)
+        part = DistributedCommunicator(
+            own, self.device, self._timeout_s, groups, self._whereabouts, is_part=True
+        )
+        self._parts.append(part)
+        return part
+
+    def _groups_of(self, part: Sequence[int]) -> _Groups:
+        """New networks of a part; its sums share that of the devices, for NCCL's are not cheap."""
+        hosts = _group(part, "gloo", self._timeout_s)
+        devices = _group(part, "nccl", self._timeout_s) if self.hosts_apart else hosts
+        return {"devices": devices, "hosts": hosts, "sums": devices}
+
+    def close(self) -> None:
+        """Leave the group, also after a failure: an open group can abort the process at its end."""
+        if self._is_part:
+            for group in set(self._groups.values()):
+                dist.destroy_process_group(group)
+            self._groups = {}
+            return
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        for part in self._parts:
+            part._groups = {}
+
+    def _network(self, tensor: Tensor) -> str:
+        return "hosts" if self.hosts_apart and tensor.device.type == "cpu" else "devices"
+
+    def _gather(self, part: Tensor) -> list[Tensor]:
+        """The parts of all ranks, of equal size, on the host."""
+        part = part.to(self.device)
+        parts = [torch.empty_like(part) for _ in range(self.size)]
+        dist.all_gather(parts, part, group=self._groups["devices"])
+        return [part.cpu() for part in parts]

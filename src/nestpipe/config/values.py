@@ -1,0 +1,96 @@
+"""Checks for `__post_init__` of a config; each passes or raises one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Any, Literal, cast, get_args, get_origin
+
+from nestpipe.errors import ConfigError
+
+
+def positive(name: str, value: float) -> None:
+    """Refuse zero, negatives and nan."""
+    if not value > 0:
+        raise ConfigError(f"{name} is {value}; give a number above 0")
+
+
+def not_negative(name: str, value: float) -> None:
+    """Refuse negatives and nan."""
+    if not value >= 0:
+        raise ConfigError(f"{name} is {value}; give 0 or a number above it")
+
+
+def fraction(name: str, value: float) -> None:
+    """Refuse what is not between 0 and 1, both included."""
+    if not 0 <= value <= 1:
+        raise ConfigError(f"{name} is {value}; give a number from 0 to 1")
+
+
+# One value against the type of its field, and the words for a value that does not fit.
+
+
+_GIVE = {
+    int: "a whole number such as 4",
+    float: "a number such as 0.5",
+    bool: "true or false",
+    str: 'a string such as "text"',
+}
+_GIVE_LIST = {
+    int: "a list of whole numbers such as [1, 2]",
+    float: "a list of numbers such as [0.5, 2.0]",
+}
+
+
+def fit_leaf(wanted: Any, given: object, where: str) -> object:
+    """`given` as an int, float, bool, str or Literal, or an error that names the key `where`."""
+    if not _fits(wanted, given):
+        raise ConfigError(f"{where} is {show(given)}; {advice(wanted, given)}")
+    return float(cast("float", given)) if wanted is float else given
+
+
+def advice(wanted: Any, given: object = None) -> str:
+    """What to write for a key of type `wanted`, where `given` was written."""
+    if get_origin(wanted) is Literal:
+        return _advise_choice(get_args(wanted), given)
+    if get_origin(wanted) is tuple:
+        return f"give {_GIVE_LIST.get(get_args(wanted)[0], 'a list')}"
+    return f"give {_GIVE[wanted]}"
+
+
+def show(value: object) -> str:
+    """A value as its TOML file would have it, cut to fit into a sentence."""
+    if isinstance(value, Mapping):
+        return "a section"
+    if isinstance(value, bool):
+        return str(value).lower()
+    try:
+        text = repr(value) if type(value) in (str, list, tuple) else str(value)
+    except ValueError:  # Python refuses to print integers of more than 4300 digits
+        return "too long to print"
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _fits(wanted: Any, given: object) -> bool:
+    """Compare types exactly: a bool is no int here. Only a float field takes an int too."""
+    if get_origin(wanted) is Literal:
+        return any(type(given) is type(choice) and given == choice for choice in get_args(wanted))
+    if wanted is float:
+        return type(given) in (int, float) and _is_number(cast("float", given))
+    assert wanted in _GIVE or get_origin(wanted) is tuple, f"a config field cannot be {wanted}"
+    return type(given) is wanted
+
+
+def _is_number(value: float) -> bool:
+    """Whether a float can hold it: not nan, and not a whole number of more than 308 digits."""
+    try:
+        return float(value) == float(value)
+    except OverflowError:
+        return False
+
+
+def _advise_choice(choices: tuple[object, ...], given: object) -> str:
+    nearest = get_close_matches(str(given).lower(), [str(choice) for choice in choices], n=1)
+    if nearest:
+        return f"did you mean {nearest[0]!r}?"
+    return f"give one of {', '.join(show(choice) for choice in choices)}"

@@ -1,0 +1,1 @@
+"""Readers of files: Parquet, MovieLens, KuaiRand, Criteo."""

@@ -1,0 +1,218 @@
+"""Parquet files: one, or a folder of them, with the columns a config names or the schema suggests.
+
+Row groups come in an order that the seed decides. Only the columns that are used are decoded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from nestpipe.batch import Batch
+from nestpipe.data.config import DataConfig, ParquetConfig, Split
+from nestpipe.data.readers import arrow
+from nestpipe.data.readers.files import find_files, keeps, num_kept, split_path
+from nestpipe.data.readers.text import Broken
+from nestpipe.data.sampling.stream import Chunk, Stream
+from nestpipe.data.source import (
+    DENSE,
+    LABEL,
+    Column,
+    features_column,
+    keys_column,
+    label_column,
+    tensor,
+)
+from nestpipe.errors import DataError
+from nestpipe.jagged import Jagged
+
+PIECE = 65_536
+PATTERNS = ("*.parquet", "*.pq")
+
+
+def open_parquet(config: DataConfig, split: Split) -> Stream:
+    """The rows of a Parquet file or folder."""
+    path, every = split_path(config, split)
+    files = find_files(path, PATTERNS, "Parquet files")
+    layout = choose(open_file(files[0]).schema_arrow, config.parquet, files[0])
+    chunks = [chunk for file in files for chunk in _chunks(file, layout, split, every)]
+    return Stream(
+        layout.columns,
+        chunks,
+        window=config.shuffle_window,
+        shuffle=config.shuffle and split == "train",
+        broken=Broken(config.max_broken),
+        name=f"the {split} split of {path}",
+    )
+
+
+def open_file(path: Path) -> pq.ParquetFile:
+    """A Parquet file, or a sentence that says what is wrong with it."""
+    try:
+        return pq.ParquetFile(path)
+    except (pa.ArrowException, OSError) as error:
+        raise unreadable(path, error) from None
+
+
+def unreadable(path: Path, error: Exception) -> DataError:
+    """The sentence for a file that Arrow cannot read."""
+    reason = error.strerror if isinstance(error, OSError) else None
+    if reason:
+        return DataError(f"cannot read {path}: {reason}; check the file")
+    return DataError(f"{path} is truncated or no Parquet file; write it again")
+
+
+def row_group(path: Path, group: int, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+    """Pieces of one row group with these columns; a damaged file is refused by name."""
+    file = open_file(path)
+    pieces = file.iter_batches(
+        batch_size=PIECE, row_groups=[group], columns=list(columns), use_threads=False
+    )
+    while True:
+        try:
+            piece = next(pieces, None)
+        except (pa.ArrowException, OSError) as error:
+            raise unreadable(path, error) from None
+        if piece is None:
+            return
+        yield piece
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Which column of the file is what."""
+
+    sparse: tuple[str, ...]
+    single: frozenset[str]
+    """Those of `sparse` with one key per row."""
+    dense: tuple[str, ...]
+    labels: tuple[str, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.sparse + self.dense + self.labels
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        keys = [keys_column(name, name in self.single) for name in self.sparse]
+        dense = [features_column(self.dense)] if self.dense else []
+        return (*keys, *dense, *(label_column(self.label_name(name)) for name in self.labels))
+
+    def label_name(self, name: str) -> str:
+        """One label is called `label`; several keep their names."""
+        return LABEL if len(self.labels) == 1 else name
+
+
+def choose(schema: pa.Schema, config: ParquetConfig, where: Path) -> Layout:
+    """The columns that the config names; without any, what the types of the schema suggest."""
+    labels = tuple(config.labels) if config.labels else (LABEL,) if LABEL in schema.names else ()
+    taken = set(labels) | set(config.ignore)
+    sparse, dense = tuple(config.sparse), tuple(config.dense)
+    if not sparse and not dense:
+        left = [field for field in schema if field.name not in taken]
+        sparse = tuple(field.name for field in left if arrow.is_keys(field.type))
+        dense = tuple(field.name for field in left if pa.types.is_floating(field.type))
+    layout = Layout(sparse, frozenset(_single(schema, sparse)), dense, labels)
+    check(schema, layout, where)
+    if not layout.names:
+        raise DataError(f"{where} has no column of keys or numbers; name some in data.parquet")
+    return layout
+
+
+def check(schema: pa.Schema, layout: Layout, where: Path) -> None:
+    """Refuse a file that lacks a column, or has it in a type that does not fit."""
+    for name in layout.names:
+        if name not in schema.names:
+            shown = ", ".join(schema.names[:8])
+            raise DataError(f"{where} has no column {name}, it has {shown}; check data.parquet")
+    for name in layout.sparse:
+        kind = schema.field(name).type
+        fits = arrow.is_key(kind) if name in layout.single else arrow.is_list(kind)
+        arrow.need(kind, fits and arrow.is_keys(kind), name, "keys", where)
+    for name in layout.dense + layout.labels:
+        kind = schema.field(name).type
+        arrow.need(kind, arrow.is_number(kind), name, "a number per row", where)
+
+
+def _single(schema: pa.Schema, names: Sequence[str]) -> Iterator[str]:
+    for name in names:
+        if name in schema.names and not arrow.is_list(schema.field(name).type):
+            yield name
+
+
+def _chunks(path: Path, layout: Layout, split: Split, every: int) -> Iterator[Chunk]:
+    file = open_file(path)
+    check(file.schema_arrow, layout, path)
+    begin = 0
+    for group in range(file.metadata.num_row_groups):
+        size = file.metadata.row_group(group).num_rows
+
+        def read(broken: Broken, group: int = group, begin: int = begin) -> Iterator[Batch]:
+            row = begin
+            for piece in row_group(path, group, layout.names):
+                numbers = np.arange(row, row + piece.num_rows)
+                row += piece.num_rows
+                kept = keeps(numbers, split, every)
+                if not kept.all():
+                    piece, numbers = piece.filter(pa.array(kept)), numbers[kept]
+                yield to_batch(piece, layout, numbers, path, broken)
+
+        kept_rows = num_kept(begin, begin + size, split, every)
+        yield Chunk(read, lambda kept_rows=kept_rows: kept_rows)
+        begin += size
+
+
+def to_batch(piece: Any, layout: Layout, rows: np.ndarray, path: Path, broken: Broken) -> Batch:
+    """Arrow columns as a batch, without the rows that are broken."""
+    good = _good(piece, layout, rows, path, broken)
+    if not good.all():
+        piece = piece.filter(pa.array(good))
+    dense = {layout.label_name(name): tensor(arrow.numbers(piece[name])) for name in layout.labels}
+    if layout.dense:
+        stacked = np.stack([arrow.numbers(piece[name]) for name in layout.dense], axis=1)
+        dense[DENSE] = tensor(np.nan_to_num(stacked, copy=False, nan=0.0))
+    sparse = {
+        name: Jagged.one_each(tensor(arrow.keys(piece[name])))
+        if name in layout.single
+        else arrow.lists(piece[name])
+        for name in layout.sparse
+    }
+    return Batch(piece.num_rows, dense, sparse)
+
+
+def _good(piece: Any, layout: Layout, rows: np.ndarray, path: Path, broken: Broken) -> np.ndarray:
+    """Which rows can be used; the others are told with their number in the file, from 1."""
+    good = np.ones(piece.num_rows, dtype=bool)
+    reasons: dict[int, str] = {}
+
+    def refuse(bad: np.ndarray, why: str) -> None:
+        for row in np.flatnonzero(bad & good).tolist():
+            reasons[row] = why
+        good[bad] = False
+
+    for name in layout.labels:
+        refuse(~np.isfinite(arrow.numbers(piece[name])), f"{name} is no number")
+    for name in layout.dense:
+        empty = arrow.flat(piece[name]).is_null().to_numpy(zero_copy_only=False)
+        refuse(~np.isfinite(arrow.numbers(piece[name])) & ~empty, f"{name} is not finite")
+    for name in layout.sparse:
+        if name not in layout.single and (holes := _holes(arrow.flat(piece[name]))).any():
+            refuse(holes, f"{name} has an empty entry")
+    for row in sorted(reasons):
+        broken.add(f"row {rows[row] + 1} of {path}", reasons[row])
+    return good
+
+
+def _holes(array: Any) -> np.ndarray:
+    """Which lists have a null inside."""
+    found = np.zeros(len(array), dtype=bool)
+    if array.flatten().null_count:
+        parents = arrow.compute.list_parent_indices(array).to_numpy(zero_copy_only=False)
+        found[parents[array.flatten().is_null().to_numpy(zero_copy_only=False)]] = True
+    return found

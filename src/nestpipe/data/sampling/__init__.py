@@ -1,0 +1,1 @@
+"""Which samples a batch holds, and how it is split into micro-batches."""

@@ -1,0 +1,54 @@
+"""What is known of one batch between its first op and its last."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from nestpipe.embedding.routing.lists import Asked
+from nestpipe.embedding.routing.owners import WorkingSet
+from nestpipe.embedding.routing.requests import Request
+from nestpipe.embedding.stale_mask import Again
+from nestpipe.kernels.rows.native import Gradients
+
+# Shapes: P rows that come for a micro-batch, D weights, R ranks, M micro-batches, C tables
+
+OfRows = tuple[Tensor, list[Tensor]]
+"""The gradients of rows that came: other ranks' in one piece, and this rank's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The rows of a whole window that came, and their gradients so far."""
+
+    rows_PD: Tensor
+    gradients_PD: Tensor
+
+
+@dataclass(slots=True)
+class InFlight:
+    """One batch, group by group.
+
+    On a GPU a tensor may be in use by one stream when another has issued its last op: all of them
+    stay here until the batch is forgotten, which is after the device has done its update.
+    """
+
+    requests: list[list[Request]]
+    """[group][micro]"""
+    asked_keys: list[Tensor] = field(default_factory=list[Tensor])
+    """[group] (R, M, C) keys that each rank asks this one for ..."""
+    asked_rows: list[Tensor] = field(default_factory=list[Tensor])
+    """... and rows that it wants for them."""
+    asked: list[Asked] = field(default_factory=list[Asked])
+    working: list[WorkingSet] = field(default_factory=list[WorkingSet])
+    again: list[Again] = field(default_factory=list[Again])
+    """[group] rows of the first micro-batch that come twice."""
+    received: dict[int, list[Tensor]] = field(default_factory=dict[int, list[Tensor]])
+    """[micro][group] (P, D) rows."""
+    gradients: dict[int, dict[int, OfRows]] = field(default_factory=dict[int, dict[int, OfRows]])
+    """[micro][group] the gradients of those rows, where the model used them."""
+    windows: list[Window] = field(default_factory=list[Window])
+    """[group] where micro-batches share rows."""
+    sums: list[Gradients] = field(default_factory=list[Gradients])
+    """[group] row gradients so far."""

@@ -1,0 +1,191 @@
+"""Which keys the replicas of a shard touch: what 2D parallelism adds to the working set.
+
+A shard lives once in every group of ranks. Where a batch merges its replicas, each of them holds
+all rows that any of them touched since the last time: its own for this batch, then those of other
+groups and of earlier batches. So merging finds all it needs in the device's buffer, and the next
+batch is refreshed from there as from any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from nestpipe.comm.communicator import Communicator
+from nestpipe.embedding.routing.lists import United
+from nestpipe.kernels.rows.segments import Bags, ends_of
+from nestpipe.schedule.schedule import Merge, Shape
+
+# Shapes: K keys of a working set, U keys that replicas merge, S all of their keys as they come,
+# G groups of ranks, C tables
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """The keys of one store that replicas merge, the same on all of them."""
+
+    keys_U: Tensor
+    table_counts: list[int]
+    groups_U: Tensor
+    """How many groups touched each."""
+    of_groups: list[Tensor]
+    """[group] where in `keys_U` the keys stand that it touched, in ascending order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wide:
+    """A working set with all that replicas merge."""
+
+    united: United
+    own_K: Tensor
+    """Where the rows stand that this batch itself asked for."""
+    merged_U: Tensor
+    """Where the rows stand that are merged, in an order that all replicas have."""
+    groups_U: Tensor
+    of_groups: list[Tensor]
+
+
+class Replicas:
+    """The keys that this rank's shard has touched since it was merged with its replicas."""
+
+    def __init__(self, comm: Communicator, tables: Sequence[int], shape: Shape) -> None:
+        """`comm`: among the replicas, for this alone; `tables`: how many each store has."""
+        self._comm = comm
+        self._tables = list(tables)
+        self._shape = shape
+        self._touched = self._nothing()
+        self._batches = 0
+
+    def unite(self, batch: int, united: Sequence[United]) -> list[Wide] | None:
+        """Note what a batch touches; what to work on where it merges replicas, else None."""
+        for of_store, one in zip(self._touched, united, strict=True):
+            for noted, keys in zip(
+                of_store, torch.split(one.keys_K, one.table_counts), strict=True
+            ):
+                noted.append(keys)
+        self._batches += 1
+        if not self._shape.has_mirror(batch):
+            return None
+        exact = self._shape.merge is Merge.EXACT
+        merged = self.take()
+        return [widen(o, m, exact=exact) for o, m in zip(united, merged, strict=True)]
+
+    @property
+    def pending(self) -> bool:
+        """Whether batches have touched rows that are not merged yet; the same on all ranks."""
+        return self._batches > 0
+
+    def take(self) -> list[Merged]:
+        """What any replica has touched since the last time, store by store."""
+        mine = [unique_keys(parts) for of_store in self._touched for parts in of_store]
+        self._touched, self._batches = self._nothing(), 0
+        all_C = everyones_keys(self._comm, mine)
+        found: list[Merged] = []
+        for tables in self._tables:
+            of_store, all_C = all_C[:tables], all_C[tables:]
+            found.append(merged_keys(of_store))
+        return found
+
+    def _nothing(self) -> list[list[list[Tensor]]]:
+        return [[[] for _ in range(tables)] for tables in self._tables]
+
+
+def merged_keys(of_groups_C: Sequence[Sequence[Tensor]]) -> Merged:
+    """What all groups touched, from [table][group] the keys of each, all different."""
+    unique = [torch.unique(torch.cat(list(keys)), return_counts=True) for keys in of_groups_C]
+    counts = [len(keys) for keys, _ in unique]
+    starts = [sum(counts[:table]) for table in range(len(counts))]
+    of_groups = [
+        torch.cat(
+            [
+                torch.searchsorted(keys, mine) + start
+                for (keys, _), mine, start in zip(unique, of_group, starts, strict=True)
+            ]
+        )
+        for of_group in zip(*of_groups_C, strict=True)
+    ]
+    return Merged(
+        torch.cat([keys for keys, _ in unique]),
+        counts,
+        torch.cat([groups for _, groups in unique]),
+        of_groups,
+    )
+
+
+def unique_keys(parts: Sequence[Tensor]) -> Tensor:
+    """Every key once, in ascending order."""
+    return torch.unique(torch.cat(list(parts))) if parts else torch.empty(0, dtype=torch.int64)
+
+
+def everyones_keys(comm: Communicator, mine_C: Sequence[Tensor]) -> list[list[Tensor]]:
+    """[table][group] the keys of all members."""
+    groups, ones = comm.size, [1] * comm.size
+    counts_C = torch.tensor([len(keys) for keys in mine_C])
+    counts_GC = torch.empty(groups, len(mine_C), dtype=torch.int64)
+    comm.all_to_all(counts_GC, counts_C.expand(groups, -1).contiguous(), ones, ones)
+    sent = torch.cat(list(mine_C))
+    totals: list[int] = counts_GC.sum(1).tolist()
+    received_S = torch.empty(sum(totals), dtype=torch.int64)
+    comm.all_to_all(received_S, sent.repeat(groups), totals, [len(sent)] * groups)
+    of_group = torch.split(received_S, totals)
+    parts = [
+        torch.split(keys, counts.tolist()) for keys, counts in zip(of_group, counts_GC, strict=True)
+    ]
+    return [[parts[g][c] for g in range(groups)] for c in range(len(mine_C))]
+
+
+def widen(united: United, merged: Merged, *, exact: bool) -> Wide:
+    """Put the keys that only others touched behind a batch's own, table by table.
+
+    `exact`: all of them get a gradient; else only those that the batch itself asked for.
+    """
+    keys: list[Tensor] = []
+    own: list[Tensor] = []
+    places: list[Tensor] = []
+    start = 0
+    for mine_k, all_u in zip(
+        torch.split(united.keys_K, united.table_counts),
+        torch.split(merged.keys_U, merged.table_counts),
+        strict=True,
+    ):
+        place_u, foreign = _places(mine_k, all_u)
+        keys += [mine_k, all_u[foreign]]
+        own.append(torch.arange(len(mine_k)) + start)
+        places.append(place_u + start)
+        start += len(all_u)
+    own_K = torch.cat(own)
+    wide = replace(
+        united,
+        keys_K=torch.cat(keys),
+        table_counts=merged.table_counts,
+        serve=[_moved(bags, own_K) for bags in united.serve],
+    )
+    if exact:
+        wide = replace(wide, gather_back=[_spaced(b, own_K, start) for b in united.gather_back])
+    return Wide(wide, own_K, torch.cat(places), merged.groups_U, merged.of_groups)
+
+
+def _places(mine_k: Tensor, all_u: Tensor) -> tuple[Tensor, Tensor]:
+    """Where each of all keys stands once the foreign ones follow mine, and which are foreign."""
+    if not len(mine_k):
+        return torch.arange(len(all_u)), torch.ones(len(all_u), dtype=torch.bool)
+    ordered, order = torch.sort(mine_k)
+    nearest = torch.searchsorted(ordered, all_u).clamp_(max=len(mine_k) - 1)
+    foreign = ordered[nearest] != all_u
+    behind = len(mine_k) + torch.cumsum(foreign, 0) - 1
+    return torch.where(foreign, behind, order[nearest]), foreign
+
+
+def _moved(bags: Bags, own_K: Tensor) -> Bags:
+    """Sums of rows that now stand elsewhere."""
+    return replace(bags, rows_T=own_K.to(bags.rows_T.dtype)[bags.rows_T.long()])
+
+
+def _spaced(bags: Bags, own_K: Tensor, size: int) -> Bags:
+    """As many sums as there are rows: those that are not the batch's own are empty."""
+    lengths = torch.zeros(size, dtype=torch.int64)
+    lengths[own_K] = bags.lengths().long()
+    return Bags(bags.rows_T, ends_of(lengths).to(bags.rows_T.dtype))

@@ -1,0 +1,1 @@
+"""From keys to messages: requests, owners, the wire format."""

@@ -1,0 +1,347 @@
+"""Routing in native code, on the host: linear in the keys, one call for all tables."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import c_int64, c_void_p
+
+import torch
+from torch import Tensor
+
+from nestpipe.embedding.routing.lists import (
+    Asked,
+    KnownKeys,
+    Neighbours,
+    Routed,
+    Slice,
+    United,
+    Wanted,
+)
+from nestpipe.errors import ConfigError
+from nestpipe.kernels.host_memory import empty
+from nestpipe.kernels.library import Status, library
+from nestpipe.kernels.rows.segments import Bags
+
+# Shapes: T keys, O rows that the model sees, A keys that travel, K unique keys of an owner,
+# R ranks, M micro-batches, C tables
+
+_CPU = torch.device("cpu")
+
+
+class _Wanted(ctypes.Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("tables", "ranks", "rank", "row_bytes")),
+        *(
+            (name, c_void_p)
+            for name in ("term_ends", "output_ends", "keys", "lengths", "pooled", "homes")
+        ),
+    )
+
+
+class _Routed(ctypes.Structure):
+    _fields_ = (
+        *(
+            (name, c_void_p)
+            for name in (
+                *("keys", "lengths", "key_counts", "row_counts"),
+                *("seen_rows", "seen_ends", "back_outputs", "back_ends"),
+                "straight",
+            )
+        ),
+        *((name, c_int64) for name in ("num_lengths", "num_rows", "num_seen")),
+    )
+    num_lengths: int
+    num_rows: int
+    num_seen: int
+
+
+class _Whole(ctypes.Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("tables", "ranks", "rank", "micros")),
+        *(
+            (name, c_void_p)
+            for name in (
+                *("output_ends", "keys", "lengths", "key_counts", "row_counts"),
+                *("seen_rows", "seen_ends"),
+            )
+        ),
+    )
+
+
+class _Cut(ctypes.Structure):
+    _fields_ = tuple(
+        (name, c_void_p)
+        for name in (
+            *("keys", "lengths", "lasts", "key_counts", "row_counts", "seen_rows", "seen_ends"),
+            *("back_outputs", "back_ends", "again_rows", "leaving", "leaving_counts"),
+            *("num_lengths", "num_lasts", "num_seen", "num_again"),
+        )
+    )
+
+
+class _Asked(ctypes.Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("tables", "ranks", "rank", "micros")),
+        *((name, c_void_p) for name in ("key_counts", "row_counts", "keys", "lengths", "lasts")),
+    )
+
+
+class _United(ctypes.Structure):
+    _fields_ = tuple(
+        (name, c_void_p)
+        for name in (
+            *("keys", "table_counts", "serve_rows", "serve_ends", "back_served", "back_ends"),
+        )
+    )
+
+
+class _KnownKeys(ctypes.Structure):
+    _fields_ = (("keys", c_void_p), ("counts", c_void_p), ("index", c_void_p))
+
+
+class _Neighbours(ctypes.Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("shared", "shared_before", "taken", "taken_older")),
+        *((name, c_int64) for name in ("num_shared", "num_taken")),
+    )
+
+
+def request(wanted: Wanted) -> Routed:
+    """What to send, and what to do with the rows that come."""
+    terms, outputs = sum(map(len, wanted.keys)), sum(map(len, wanted.lengths))
+    _check_positions(
+        max(terms, outputs),
+        "a micro-batch of one rank",
+        "use more micro-batches or a smaller batch",
+    )
+    keys_T = _joined(wanted.keys)
+    lengths_O = _joined(wanted.lengths)
+    term_ends = torch.tensor([len(k) for k in wanted.keys]).cumsum(0)
+    output_ends = torch.tensor([len(n) for n in wanted.lengths]).cumsum(0)
+    pooled = torch.tensor(wanted.pooled, dtype=torch.uint8)
+    homes = torch.tensor([home % wanted.ranks if home >= 0 else -1 for home in wanted.homes])
+    alone = terms == outputs and bool((lengths_O == 1).all())
+    tables = len(wanted.keys)
+    key_counts_RC = torch.empty(wanted.ranks, tables, dtype=torch.int64)
+    row_counts_RC = torch.empty_like(key_counts_RC)
+    straight = torch.empty(tables, dtype=torch.int64)
+    keys_A, sums_L = _int64s(terms), _int64s(terms)
+    seen_S, back_S = _int32s(terms), _int32s(terms)
+    seen_ends, back_ends = _int32s(outputs + 1), _int32s(terms + 1)
+    given = _Wanted(
+        *(tables, wanted.ranks, wanted.rank, wanted.row_bytes),
+        *(term_ends.data_ptr(), output_ends.data_ptr(), keys_T.data_ptr()),
+        *(None if alone else lengths_O.data_ptr(), pooled.data_ptr()),
+        homes.data_ptr(),
+    )
+    made = _Routed(
+        *(keys_A.data_ptr(), sums_L.data_ptr()),
+        *(key_counts_RC.data_ptr(), row_counts_RC.data_ptr()),
+        *(seen_S.data_ptr(), seen_ends.data_ptr(), back_S.data_ptr(), back_ends.data_ptr()),
+        straight.data_ptr(),
+    )
+    _check(library().nestpipe_request(ctypes.byref(given), ctypes.byref(made)))
+    sent = int(key_counts_RC.sum())
+    return Routed(
+        keys_A=keys_A[:sent],
+        lengths_L=sums_L[: made.num_lengths],
+        key_counts_RC=key_counts_RC,
+        row_counts_RC=row_counts_RC,
+        seen=Bags(seen_S[: made.num_seen], None if alone else seen_ends),
+        back=Bags(back_S[: made.num_seen], back_ends[: made.num_rows + 1]),
+        straight=straight.tolist(),
+    )
+
+
+def cut(whole: Routed, outputs_CM: Tensor, rank: int) -> list[Slice]:
+    """The micro-batches of a routed batch, of which each asks only for what no earlier one has."""
+    tables, micros = outputs_CM.shape
+    ranks = len(whole.key_counts_RC)
+    terms, rows = len(whole.seen.rows_T), int(whole.row_counts_RC.sum())
+    output_ends = outputs_CM.reshape(-1).cumsum(0)
+    seen_ends = whole.seen.ends_S1
+    keys_A, lengths_L, lasts_Q = _int64s(len(whole.keys_A)), _int64s(rows), _int64s(rows)
+    key_counts = torch.empty(micros, ranks, tables, dtype=torch.int64)
+    row_counts = torch.empty_like(key_counts)
+    leaving_counts = torch.empty(micros, ranks, dtype=torch.int64)
+    nums = torch.empty(4, micros, dtype=torch.int64)
+    seen_S, back_S, again_n, leaving_P = (_int32s(n) for n in (terms, terms, terms, rows))
+    seen_O = _int32s(int(output_ends[-1]) + micros)
+    back_ends = _int32s(rows + terms + micros)
+    given = _Whole(
+        *(tables, ranks, rank, micros),
+        *(output_ends.data_ptr(), whole.keys_A.data_ptr(), whole.lengths_L.data_ptr()),
+        *(whole.key_counts_RC.data_ptr(), whole.row_counts_RC.data_ptr()),
+        *(whole.seen.rows_T.data_ptr(), None if seen_ends is None else seen_ends.data_ptr()),
+    )
+    made = _Cut(
+        *(keys_A.data_ptr(), lengths_L.data_ptr(), lasts_Q.data_ptr()),
+        *(key_counts.data_ptr(), row_counts.data_ptr(), seen_S.data_ptr(), seen_O.data_ptr()),
+        *(back_S.data_ptr(), back_ends.data_ptr(), again_n.data_ptr(), leaving_P.data_ptr()),
+        leaving_counts.data_ptr(),
+        *(num.data_ptr() for num in nums),
+    )
+    _check(library().nestpipe_cut(ctypes.byref(given), ctypes.byref(made)))
+    num_lengths, num_lasts, num_seen, num_again = nums.tolist()
+    new = row_counts.sum((1, 2)).tolist()
+    keys = _parts(keys_A, key_counts.sum((1, 2)).tolist())
+    lengths, lasts = _parts(lengths_L, num_lengths), _parts(lasts_Q, num_lasts)
+    seen, backs = _parts(seen_S, num_seen), _parts(back_S, num_seen)
+    seen_ends_M = _parts(seen_O, (outputs_CM.sum(0) + 1).tolist())
+    ends_M = _parts(back_ends, [1 + a + b for a, b in zip(new, num_again, strict=True)])
+    again, leaving = _parts(again_n, num_again), _parts(leaving_P, leaving_counts.sum(1).tolist())
+    slices: list[Slice] = []
+    for m in range(micros):
+        ends = ends_M[m]
+        split = int(ends[new[m]])
+        slices.append(
+            Slice(
+                keys_A=keys[m],
+                lengths_L=lengths[m],
+                lasts_Q=lasts[m],
+                key_counts_RC=key_counts[m],
+                row_counts_RC=row_counts[m],
+                seen=Bags(seen[m], None if seen_ends is None else seen_ends_M[m]),
+                back=Bags(backs[m][:split], ends[: new[m] + 1]),
+                again=Bags(backs[m][split:], ends[new[m] :] - split),
+                again_n=again[m],
+                leaving_n=leaving[m],
+                leaving_counts=leaving_counts[m].tolist(),
+            )
+        )
+    return slices
+
+
+def _parts(tensor: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
+    """Parts of so many elements; more may follow."""
+    return torch.split(tensor[: sum(sizes)], list(sizes))
+
+
+def unite(asked: Asked) -> United:
+    """The owner's unique keys, and which of them go where."""
+    ranks, micros, tables = asked.key_counts_RMC.shape
+    total = len(asked.keys_A)
+    _check_positions(total, "one batch of one owner", "use a smaller batch or more ranks")
+    rows_M = asked.row_counts_RMC.sum((0, 2)).tolist()
+    keys_M = asked.key_counts_RMC.sum((0, 2)).tolist()
+    keys_K, serve_T, back_T = _int64s(total), _int32s(total), _int32s(total)
+    serve_ends = _int32s(sum(rows_M) + micros)
+    back_ends = _int32s(micros * (total + 1))
+    table_counts = torch.empty(tables, dtype=torch.int64)
+    key_counts, row_counts = asked.key_counts_RMC.contiguous(), asked.row_counts_RMC.contiguous()
+    keys_A, lengths_L = asked.keys_A.contiguous(), asked.lengths_L.contiguous()
+    lasts_Q = None if asked.lasts_Q is None else _at_some_place(asked.lasts_Q)
+    given = _Asked(
+        *(tables, ranks, asked.rank, micros),
+        *(key_counts.data_ptr(), row_counts.data_ptr(), keys_A.data_ptr(), lengths_L.data_ptr()),
+        None if lasts_Q is None else lasts_Q.data_ptr(),
+    )
+    made = _United(
+        *(keys_K.data_ptr(), table_counts.data_ptr(), serve_T.data_ptr(), serve_ends.data_ptr()),
+        *(back_T.data_ptr(), back_ends.data_ptr()),
+    )
+    _check(library().nestpipe_unite(ctypes.byref(given), ctypes.byref(made)))
+    counts: list[int] = table_counts.tolist()
+    unique = sum(counts)
+    ends = torch.split(serve_ends, [rows + 1 for rows in rows_M])
+    backs = torch.split(back_ends[: micros * (unique + 1)], unique + 1)
+    serve = [
+        Bags(terms, None if rows == keys else end)
+        for terms, rows, keys, end in zip(
+            torch.split(serve_T, keys_M), rows_M, keys_M, ends, strict=True
+        )
+    ]
+    if lasts_Q is not None:
+        keys_M = [int(end[-1]) for end in backs]
+    gather_back = [
+        Bags(terms, end) for terms, end in zip(torch.split(back_T, keys_M), backs, strict=True)
+    ]
+    return United(keys_K[:unique], counts, serve, gather_back)
+
+
+def index_of(keys_K: Tensor, counts: Sequence[int]) -> Tensor:
+    """What `neighbours` finds unique keys by: a small hash for each table."""
+    counts_C = torch.tensor(list(counts))
+    size = library().nestpipe_index_size(len(counts_C), counts_C.data_ptr())
+    index = _int32s(size)
+    library().nestpipe_index(
+        len(counts_C), keys_K.data_ptr(), counts_C.data_ptr(), index.data_ptr()
+    )
+    return index
+
+
+def neighbours(
+    now_K: Tensor, counts: Sequence[int], before: KnownKeys, older: KnownKeys | None
+) -> Neighbours:
+    """What a batch shares with the one before, and of the rest with the one before that."""
+    now_C = torch.tensor(list(counts))
+    lists = [_int64s(len(now_K)) for _ in range(4 if older is not None else 2)]
+    places = [found.data_ptr() for found in lists]
+    made = _Neighbours(*places, *[None] * (4 - len(places)))
+    known = [one for one in (before, older) if one is not None]
+    all_counts = [torch.tensor(one.table_counts) for one in known]
+    given = [
+        _KnownKeys(one.keys_K.data_ptr(), of_one.data_ptr(), one.index.data_ptr())
+        for one, of_one in zip(known, all_counts, strict=True)
+    ]
+    _check(
+        library().nestpipe_neighbours(
+            *(len(now_C), now_K.data_ptr(), now_C.data_ptr()),
+            ctypes.byref(given[0]),
+            ctypes.byref(given[1]) if older is not None else None,
+            ctypes.byref(made),
+        )
+    )
+    shared_K, shared_before = (found[: made.num_shared] for found in lists[:2])
+    nothing = now_K[:0]
+    taken_K, taken_older = (
+        (found[: made.num_taken] for found in lists[2:])
+        if older is not None
+        else (nothing, nothing)
+    )
+    return Neighbours(shared_K, shared_before, taken_K, taken_older)
+
+
+def _at_some_place(numbers: Tensor) -> Tensor:
+    """The same numbers in one piece, at an address even where there are none."""
+    return numbers.contiguous() if len(numbers) else numbers.new_zeros(1)
+
+
+def others(positions: Tensor, counts: Sequence[int]) -> tuple[Tensor, list[int]]:
+    """All positions of some tables but the given ones, and how many of each table."""
+    found_n, counts_C = _int64s(sum(counts)), torch.tensor(list(counts))
+    of_table = torch.empty_like(counts_C)
+    found = library().nestpipe_others(
+        len(counts_C),
+        *(counts_C.data_ptr(), positions.data_ptr(), len(positions)),
+        *(found_n.data_ptr(), of_table.data_ptr()),
+    )
+    if found < 0:
+        raise MemoryError("no memory left to tell rows that leave from those that stay")
+    return found_n[:found], of_table.tolist()
+
+
+def _int64s(count: int) -> Tensor:
+    return empty((count,), torch.int64, _CPU)
+
+
+def _int32s(count: int) -> Tensor:
+    """For positions in a batch: they are many, and few enough."""
+    return empty((count,), torch.int32, _CPU)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0].contiguous() if len(parts) == 1 else torch.cat(list(parts))
+
+
+def _check_positions(count: int, where: str, remedy: str) -> None:
+    """Positions are 32-bit numbers."""
+    if count >= 2**31:
+        raise ConfigError(f"{count:,} keys in {where} are too many to number; {remedy}")
+
+
+def _check(status: int) -> None:
+    if status == Status.NO_MEMORY:
+        raise MemoryError("no memory left for routing keys")
+    assert status == Status.OK, f"the native code answered {status}"

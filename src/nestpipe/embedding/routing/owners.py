@@ -1,0 +1,172 @@
+"""The owner's side of routing: the rows it needs for a batch, and whom each goes to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from nestpipe.embedding.replica_union import Wide
+from nestpipe.embedding.routing import native as native_routing
+from nestpipe.embedding.routing import reference as plain_routing
+from nestpipe.embedding.routing.lists import Asked, KnownKeys, Neighbours, United
+from nestpipe.embedding.stale_mask import marked, marks_of
+from nestpipe.kernels.library import native_wanted
+from nestpipe.kernels.rows.segments import Bags, bags_on, lists_on
+
+# Shapes: K unique keys of the owner, n some of them, R ranks, M micro-batches, C tables
+
+
+@dataclass(frozen=True, slots=True)
+class WideThere:
+    """What of a working set is the batch's own, and what replicas merge; all on the device."""
+
+    own: Tensor
+    merged: Tensor
+    groups: Tensor
+    """How many groups touched each row that is merged ..."""
+    of_groups: list[Tensor]
+    """... and which of those rows each group touched."""
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """Rows that the batch before the last has too, and the last one has not."""
+
+    positions_K: Tensor
+    """Their positions now ..."""
+    older: Tensor
+    """... and where they stood there; both on the host ..."""
+    positions_there: Tensor
+    older_there: Tensor
+    """... and both again on the device."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkingSet:
+    """The owner's rows of one batch, table by table; keys and counts are on the host."""
+
+    known: KnownKeys
+    """The keys of the rows; with an index where later batches look for theirs among them."""
+    serve: list[Bags]
+    """For each micro-batch, the rows to send as sums of these, other ranks first."""
+    serve_counts: list[list[int]]
+    """For each micro-batch, how many rows go to each requester, in rank order."""
+    gather_back: list[Bags]
+    """For each micro-batch, the gradients of each row, by requester in rank order."""
+    back_counts: list[list[int]]
+    """For each micro-batch, how many gradients come from each requester, in rank order."""
+    shared_K: Tensor
+    """Positions whose rows the batch before had too ..."""
+    shared_before: Tensor
+    """... and where they stood there; both on the host ..."""
+    shared_there: Tensor
+    shared_before_there: Tensor
+    """... and both again on the device."""
+    taken: Taken | None = None
+    """Where rows are taken over from the batch before the last."""
+    wide: WideThere | None = None
+    """Where the batch merges replicas."""
+    marks_P: Tensor | None = None
+    """Where rows are sent early: which of the first micro-batch must be sent again ..."""
+    marked: Bags | None = None
+    """... and those alone; both on the host."""
+
+    @property
+    def keys_K(self) -> Tensor:  # noqa: N802 - its shape
+        return self.known.keys_K
+
+    @property
+    def table_counts(self) -> list[int]:
+        """Rows of each table."""
+        return self.known.table_counts
+
+    @property
+    def size(self) -> int:
+        return self.keys_K.shape[0]
+
+    def without(self, positions: Tensor) -> tuple[Tensor, list[int]]:
+        """(n,) all other positions, and how many of each table."""
+        return _routing().others(positions, self.table_counts)
+
+
+def unite(asked: Asked) -> United:
+    """What all requesters of this rank's group asked for."""
+    return _routing().unite(asked)
+
+
+def make_working_set(
+    asked: Asked,
+    before: WorkingSet | None,
+    device: torch.device,
+    *,
+    united: United | None = None,
+    wide: Wide | None = None,
+    early: bool = False,
+    older: WorkingSet | None = None,
+    compared: bool = False,
+) -> WorkingSet:
+    """What an owner works on: all that it was asked for, and more where it is `wide`.
+
+    `early`: mark the rows of the first micro-batch that are of no use before their refresh.
+    `older`: the working set of the batch before the last, where rows are taken over from it.
+    `compared`: later batches will be compared with this one.
+    """
+    united = wide.united if wide is not None else united or unite(asked)
+    found = _neighbours(united, before, older)
+    shared_K, shared_before = found.shared_K, found.shared_before
+    moved = bags_on(device, [*united.serve, *united.gather_back])
+    shared_there, shared_before_there = lists_on(device, [shared_K, shared_before])
+    micros = len(united.serve)
+    marks_P = marks_of(united.serve[0], shared_K, len(united.keys_K)) if early else None
+    serve_counts = asked.row_counts_RMC.sum(2).T.tolist()
+    return WorkingSet(
+        known=_known(united, compared=compared),
+        serve=moved[:micros],
+        serve_counts=serve_counts,
+        gather_back=moved[micros:],
+        back_counts=serve_counts if asked.lasts_Q is None else asked.gradient_counts(),
+        shared_K=shared_K,
+        shared_before=shared_before,
+        shared_there=shared_there,
+        shared_before_there=shared_before_there,
+        taken=None if older is None else _taken(found, device),
+        wide=None if wide is None else _on(device, wide),
+        marks_P=marks_P,
+        marked=None if marks_P is None else marked(united.serve[0], marks_P),
+    )
+
+
+def _neighbours(united: United, before: WorkingSet | None, older: WorkingSet | None) -> Neighbours:
+    nothing = united.keys_K[:0]
+    if before is None:
+        return Neighbours(nothing, nothing, nothing, nothing)
+    known = None if older is None else older.known
+    return _routing().neighbours(united.keys_K, united.table_counts, before.known, known)
+
+
+def _known(united: United, *, compared: bool) -> KnownKeys:
+    keys_K, counts = united.keys_K, united.table_counts
+    return KnownKeys(
+        keys_K, counts, _routing().index_of(keys_K, counts) if compared else keys_K[:0]
+    )
+
+
+def _taken(found: Neighbours, device: torch.device) -> Taken:
+    taken = [found.taken_K, found.taken_older]
+    return Taken(*taken, *lists_on(device, taken))
+
+
+def _on(device: torch.device, wide: Wide) -> WideThere:
+    return WideThere(
+        own=wide.own_K.to(device),
+        merged=wide.merged_U.to(device),
+        groups=wide.groups_U.to(device),
+        of_groups=[part.to(device) for part in wide.of_groups],
+    )
+
+
+def _routing() -> ModuleType:
+    return native_routing if native_wanted() else plain_routing

@@ -1,0 +1,248 @@
+"""The requester's side of routing: which rows a micro-batch wants, and from whom.
+
+Of a feature that is not pooled, each unique key is asked for once. Of a pooled one, the owners may
+add up the rows of each sample themselves where that is fewer bytes on the network. Either way the
+answer is a list of rows, and what the model sees are sums of those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from nestpipe.embedding.routing import native as native_routing
+from nestpipe.embedding.routing import reference as plain_routing
+from nestpipe.embedding.routing.lists import Wanted
+from nestpipe.embedding.table_groups import TableGroup
+from nestpipe.jagged import Jagged
+from nestpipe.kernels.library import native_wanted
+from nestpipe.kernels.rows.segments import Bags, bags_on
+
+# Shapes: A keys that are sent, L sums among the rows that come back, Q the other rows, n some rows,
+# R ranks, C tables of the group, M micro-batches
+
+ROUTERS = ThreadPoolExecutor(2, "router", initializer=lambda: torch.set_num_threads(1))
+"""Threads that route micro-batches beside a GPU; they start with their first work."""
+
+
+@dataclass(frozen=True, slots=True)
+class InWindow:
+    """What a micro-batch does with rows of its window, which are numbered over all of it."""
+
+    window_rows: int
+    """Rows of the whole window."""
+    first_row: int
+    """The number of the first row that this micro-batch asks for."""
+    again: Bags
+    again_n: Tensor
+    """Rows of earlier micro-batches that this one uses too, and their gradients from what the
+    model sees."""
+    leaving: Bags
+    """Rows whose last use this is, in the order in which their gradients are sent."""
+    leaving_counts: list[int]
+    """How many of them go to each owner, in rank order."""
+    lasts_Q: Tensor
+    """The last micro-batch that uses each row asked for now, where it is not a sum."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The keys of one micro-batch as they travel: the other ranks in order, this rank itself last.
+
+    For each owner they come by table.
+    """
+
+    keys_A: Tensor
+    lengths_L: Tensor
+    """Keys of each sum that an owner takes, where it sends fewer rows than it gets keys."""
+    key_counts_RC: Tensor
+    """How many keys of each table go to each owner, on the host ..."""
+    row_counts_RC: Tensor
+    """... and how many rows come back."""
+    seen: Bags
+    """What the model sees, from the rows that came."""
+    back: Bags
+    """The gradient of each row that came, from those of what the model sees."""
+    sizes: Mapping[str, int]
+    """Rows that the model sees of each feature, in order."""
+    straight: list[int] | None
+    """Where each feature's rows begin among those that came, if all come just as they are seen."""
+    window: InWindow | None = None
+    """None: the rows of this micro-batch serve no other."""
+
+    @property
+    def rows_per_owner(self) -> list[int]:
+        return self.row_counts_RC.sum(1).tolist()
+
+    @property
+    def gradients_per_owner(self) -> list[int]:
+        return self.rows_per_owner if self.window is None else self.window.leaving_counts
+
+
+def make_request(
+    keys: Mapping[str, Jagged],
+    group: TableGroup,
+    rank: int,
+    ranks: int,
+    wire: torch.dtype = torch.float32,
+) -> Request:
+    """Find what a micro-batch needs and put it in the order in which it travels.
+
+    `wire`: the type in which rows come.
+    """
+    wanted = _wanted([keys], group, rank, ranks, wire)
+    routed = (native_routing if native_wanted() else plain_routing).request(wanted)
+    sizes = _sizes(keys, group)
+    return Request(
+        routed.keys_A,
+        routed.lengths_L,
+        routed.key_counts_RC,
+        routed.row_counts_RC,
+        routed.seen,
+        routed.back,
+        sizes,
+        _straight(routed.straight, group, sizes),
+    )
+
+
+def make_requests(
+    micro_keys: Sequence[Mapping[str, Jagged]],
+    group: TableGroup,
+    rank: int,
+    ranks: int,
+    device: torch.device,
+    wire: torch.dtype = torch.float32,
+) -> list[Request]:
+    """A request for each micro-batch: one after the other, or two at a time for a GPU.
+
+    There one lane routes while the host's other cores have little to do.
+    """
+
+    def make(keys: Mapping[str, Jagged]) -> Request:
+        return make_request(keys, group, rank, ranks, wire)
+
+    return list(map(make, micro_keys) if device.type == "cpu" else ROUTERS.map(make, micro_keys))
+
+
+def make_window(
+    micro_keys: Sequence[Mapping[str, Jagged]],
+    group: TableGroup,
+    rank: int,
+    ranks: int,
+    wire: torch.dtype = torch.float32,
+) -> list[Request]:
+    """The same for all micro-batches of a window: what one has asked for, the later ones have.
+
+    The batch is routed as a whole, so it asks for no key twice whatever the number of
+    micro-batches, and then cut.
+    """
+    routing = native_routing if native_wanted() else plain_routing
+    sizes = [_sizes(keys, group) for keys in micro_keys]
+    outputs_CM = torch.tensor(
+        [
+            [sum(of[f.name] for f in group.features if f.table == table) for of in sizes]
+            for table in range(len(group.tables))
+        ]
+    )
+    whole = routing.request(_wanted(micro_keys, group, rank, ranks, wire))
+    slices = routing.cut(whole, outputs_CM, rank)
+    new = [int(s.row_counts_RC.sum()) for s in slices]
+    return [
+        Request(
+            s.keys_A,
+            s.lengths_L,
+            s.key_counts_RC,
+            s.row_counts_RC,
+            s.seen,
+            s.back,
+            of,
+            None,
+            InWindow(
+                sum(new),
+                sum(new[:micro]),
+                s.again,
+                s.again_n,
+                Bags(s.leaving_n),
+                s.leaving_counts,
+                s.lasts_Q,
+            ),
+        )
+        for micro, (s, of) in enumerate(zip(slices, sizes, strict=True))
+    ]
+
+
+def requests_on(device: torch.device, requests: Sequence[Request]) -> list[Request]:
+    """The same requests for rows that will come to a device; keys and counts stay on the host."""
+    if device.type == "cpu":
+        return list(requests)
+    bags = [bags for r in requests for bags in (r.seen, r.back)]
+    bags += [
+        bags
+        for r in requests
+        if r.window is not None
+        for bags in (r.window.again, Bags(r.window.again_n), r.window.leaving)
+    ]
+    moved = iter(bags_on(device, bags))
+    there = [replace(r, seen=next(moved), back=next(moved)) for r in requests]
+    return [r if r.window is None else replace(r, window=_on(r.window, moved)) for r in there]
+
+
+def _on(window: InWindow, moved: Iterator[Bags]) -> InWindow:
+    again, again_n, leaving = next(moved), next(moved).rows_T, next(moved)
+    return replace(window, again=again, again_n=again_n, leaving=leaving)
+
+
+def _sizes(keys: Mapping[str, Jagged], group: TableGroup) -> dict[str, int]:
+    """How many rows the model sees of each feature."""
+    return {
+        f.name: keys[f.name].num_samples if f.pooled else len(keys[f.name].values)
+        for f in group.features
+    }
+
+
+def _straight(
+    of_tables: list[int], group: TableGroup, sizes: Mapping[str, int]
+) -> list[int] | None:
+    if min(of_tables) < 0:
+        return None
+    next_row = dict(enumerate(of_tables))
+    starts: list[int] = []
+    for feature in group.features:
+        starts.append(next_row[feature.table])
+        next_row[feature.table] += sizes[feature.name]
+    return starts
+
+
+def _wanted(
+    micro_keys: Sequence[Mapping[str, Jagged]],
+    group: TableGroup,
+    rank: int,
+    ranks: int,
+    wire: torch.dtype,
+) -> Wanted:
+    """What several micro-batches need together; of a table, one micro-batch after the other."""
+    tables = range(len(group.tables))
+    of_table = [
+        [(f, keys[f.name]) for keys in micro_keys for f in group.features if f.table == number]
+        for number in tables
+    ]
+    return Wanted(
+        keys=[_joined([keys.values for _, keys in of]) for of in of_table],
+        lengths=[
+            _joined([keys.lengths if f.pooled else torch.ones_like(keys.values) for f, keys in of])
+            for of in of_table
+        ],
+        pooled=[any(f.pooled for f, _ in of) for of in of_table],
+        homes=group.homes,
+        row_bytes=group.dim * wire.itemsize,
+        rank=rank,
+        ranks=ranks,
+    )
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

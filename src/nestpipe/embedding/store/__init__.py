@@ -1,0 +1,1 @@
+"""Where rows live when no batch uses them: the store protocol and its stores."""

@@ -1,0 +1,230 @@
+"""The host store in native code: rows in large chunks, read and written by several threads."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nestpipe.embedding.store.protocol import (
+    MASK,
+    RowStore,
+    StoreLayout,
+    check_keys,
+    check_layout,
+    check_rows,
+    repeated,
+    too_many_rows,
+)
+from nestpipe.errors import CapacityError
+from nestpipe.kernels.host_memory import PinnedMemory
+from nestpipe.kernels.library import Report, Shape, Status, library, native_wanted
+from nestpipe.kernels.rows.native import Places
+
+# Shapes: K keys, W width of a row as it travels
+
+MOST_THREADS = 64
+CHUNKS_AT_ONCE = 256
+
+
+class NativeStore:
+    """Calls may come from several Python threads at once; a row is read whole or not at all.
+
+    One `scatter` runs at a time. `close` must be the last call of all.
+    """
+
+    def __init__(self, layout: StoreLayout, *, threads: int | None = None) -> None:
+        self._address: int | None = None
+        check_layout(layout)
+        self.layout = layout
+        self.threads = default_threads() if threads is None else threads
+        if not 1 <= self.threads <= MOST_THREADS:
+            raise ValueError(f"threads is {threads}; give 1 to {MOST_THREADS}")
+        self._library = library()
+        self._process = os.getpid()
+        self._pinned = [PinnedMemory() for _ in range(layout.num_tables)]
+        shape = _shape(layout)
+        self._address = self._library.nestpipe_store_open(ctypes.byref(shape), self.threads)
+        if self._address is None:
+            raise CapacityError(
+                f"cannot open a store of {layout.num_tables} tables with {self.threads} threads; "
+                "free memory, or allow more threads (ulimit -u)"
+            )
+
+    def gather(self, keys_K: Tensor, counts: Sequence[int], out_KW: Tensor) -> int:
+        check_rows(self.layout, keys_K, counts, out_KW)
+        num_new = ctypes.c_int64()
+        status = self._library.nestpipe_store_gather(
+            self._open, keys_K.data_ptr(), _int64s(counts), out_KW.data_ptr(), num_new
+        )
+        self._raise(status, Report(), keys_K)
+        return num_new.value
+
+    def locate(self, keys_K: Tensor, counts: Sequence[int]) -> Places:
+        """Where the rows live, float32 ones only; rows of new keys are made.
+
+        Rows never move. While they are used there, nobody may gather or scatter them.
+        """
+        assert self.layout.dtype == "float32", "rows in place are float32"
+        check_keys(self.layout, keys_K, counts)
+        places = self._locate(keys_K, counts)
+        new_K = places.addresses_K == 0
+        if not bool(new_K.any()):
+            return places
+        new_counts = [int(part.sum()) for part in torch.split(new_K, list(counts))]
+        rows_KW = torch.empty(sum(new_counts), self.layout.width)
+        self.gather(keys_K[new_K], new_counts, rows_KW)
+        self.scatter(keys_K[new_K], new_counts, rows_KW)
+        return self._locate(keys_K, counts)
+
+    def _locate(self, keys_K: Tensor, counts: Sequence[int]) -> Places:
+        addresses_K = torch.empty_like(keys_K)
+        num_new = ctypes.c_int64()
+        status = self._library.nestpipe_store_locate(
+            self._open, keys_K.data_ptr(), _int64s(counts), addresses_K.data_ptr(), num_new
+        )
+        self._raise(status, Report(), keys_K)
+        return Places(addresses_K, self.layout.width)
+
+    def pin(self) -> bool:
+        """Let GPUs read and write all rows that there are now; False: the system refuses.
+
+        To be called again when rows have been added.
+        """
+        return all(
+            pinned.extend(lambda first, table=table: self._chunks(table, first))
+            for table, pinned in enumerate(self._pinned)
+        )
+
+    def _chunks(self, table: int, first: int) -> list[tuple[int, int]]:
+        """Address and bytes of the memory of a table's rows, from piece `first` on."""
+        found: list[tuple[int, int]] = []
+        memory, sizes = (np.empty(CHUNKS_AT_ONCE, np.int64) for _ in range(2))
+        while True:
+            start = first + len(found)
+            count = self._library.nestpipe_store_chunks(
+                *(self._open, table, start, memory.ctypes.data, sizes.ctypes.data, CHUNKS_AT_ONCE)
+            )
+            new = min(count - start, CHUNKS_AT_ONCE)
+            found += zip(memory[:new].tolist(), sizes[:new].tolist(), strict=True)
+            if first + len(found) == count:
+                return found
+
+    def scatter(self, keys_K: Tensor, counts: Sequence[int], rows_KW: Tensor) -> None:
+        check_rows(self.layout, keys_K, counts, rows_KW)
+        report = Report()
+        status = self._library.nestpipe_store_scatter(
+            self._open, keys_K.data_ptr(), _int64s(counts), rows_KW.data_ptr(), report
+        )
+        self._raise(status, report, keys_K)
+
+    def num_rows(self) -> list[int]:
+        count = self._library.nestpipe_store_num_rows
+        return [count(self._open, table) for table in range(self.layout.num_tables)]
+
+    def num_bytes(self) -> int:
+        return self._library.nestpipe_store_num_bytes(self._open)
+
+    def export(self, chunk: int = 65536) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Every row in order of table and key, with 8 bytes of memory per row of one table.
+
+        Keys are those at the start of a table's turn, rows those at the time of their chunk.
+        """
+        for table in range(self.layout.num_tables):
+            keys = torch.from_numpy(self._sorted_keys(table))
+            counts = [0] * self.layout.num_tables
+            for keys_K in keys.split(chunk) if len(keys) else ():
+                counts[table] = len(keys_K)
+                rows_KW = torch.empty(len(keys_K), self.layout.width)
+                self.gather(keys_K, counts, rows_KW)
+                yield table, keys_K, rows_KW
+
+    def close(self) -> None:
+        # A forked child has the memory but not the threads that `close` waits for.
+        if self._address is not None and os.getpid() == self._process:
+            for pinned in self._pinned:
+                pinned.close()
+            self._library.nestpipe_store_close(self._address)
+        self._address = None
+
+    def __del__(self) -> None:
+        self.close()
+
+    @property
+    def _open(self) -> int:
+        if self._address is None:
+            raise ValueError("the store is closed")
+        return self._address
+
+    def _sorted_keys(self, table: int) -> np.ndarray:
+        room = self._library.nestpipe_store_num_rows(self._open, table)
+        keys = np.empty(room, np.int64)
+        found = self._library.nestpipe_store_keys(self._open, table, keys.ctypes.data, room)
+        keys = keys[:found]  # a scatter in between can only add
+        keys.sort()
+        return keys
+
+    def _raise(self, status: int, report: Report, keys_K: Tensor) -> None:
+        match status:
+            case Status.OK:
+                return
+            case Status.TOO_MANY_ROWS:
+                raise CapacityError(too_many_rows(report.table, report.asked, report.limit))
+            case Status.NO_MEMORY:
+                raise CapacityError(
+                    f"host memory is full: {keys_K.numel():,} rows of {self.layout.width} numbers "
+                    f"do not fit beside the {self.num_bytes() / 2**30:.1f} GiB in use here; "
+                    "free memory, set max_rows, or spread tables over more machines"
+                )
+            case Status.REPEATED_KEY:
+                raise repeated(report.table, report.key)
+            case _:
+                raise AssertionError(f"the native store answered {status}")
+
+
+def default_threads() -> int:
+    """The cores that this process may use, shared fairly with its peers on the machine."""
+    try:
+        cores = len(os.sched_getaffinity(0))
+    except AttributeError:  # not on this system
+        cores = os.cpu_count() or 1
+    peers = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, min(MOST_THREADS, cores // max(1, peers)))
+
+
+def _shape(layout: StoreLayout) -> Shape:
+    tables = layout.num_tables
+    return Shape(
+        num_tables=tables,
+        dim=layout.dim,
+        state_dim=layout.state_dim,
+        bfloat16=layout.dtype == "bfloat16",
+        state_init=layout.state_init,
+        seeds=(ctypes.c_uint64 * tables)(*(seed & MASK for seed in layout.table_seeds)),
+        stds=(ctypes.c_double * tables)(*layout.init_stds),
+        max_rows=_int64s(layout.max_rows or [0] * tables),
+    )
+
+
+def _int64s(values: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
+    return (ctypes.c_int64 * len(values))(*values)
+
+
+# Which store serves a layout: the native one, or its plain twin.
+
+
+def open_store(
+    layout: StoreLayout, *, native: bool | None = None, threads: int | None = None
+) -> RowStore:
+    """A store without rows; `native=None` leaves the choice to NESTPIPE_NATIVE."""
+    if native_wanted() if native is None else native:
+        from nestpipe.embedding.store.host import NativeStore
+
+        return NativeStore(layout, threads=threads)
+    from nestpipe.embedding.store.reference import PlainStore
+
+    return PlainStore(layout)

@@ -1,0 +1,137 @@
+"""What a host store does: rows with their optimizer state, by table and key."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+# Shapes: K keys, W width of a stored row as it travels: weights, then state
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoreLayout:
+    """What all tables of a store have in common."""
+
+    table_seeds: tuple[int, ...]
+    """One per table; a row's first value is a function of (seed, key) alone."""
+    init_stds: tuple[float, ...]
+    """One per table: spread of a new row's weights."""
+    dim: int
+    """Weights of a row."""
+    state_dim: int
+    """float32 numbers of optimizer state that travel with the row; they start at `state_init`."""
+    state_init: float = 0.0
+    dtype: str = "float32"
+    """`float32` or `bfloat16`: how weights are kept in host memory."""
+    max_rows: tuple[int, ...] = ()
+    """One per table: rows that this store holds at most; 0 or left out: no limit."""
+
+    @property
+    def width(self) -> int:
+        return self.dim + self.state_dim
+
+    @property
+    def num_tables(self) -> int:
+        return len(self.table_seeds)
+
+
+class RowStore(Protocol):
+    """Rows in host memory. Keys come grouped by table: `counts[i]` keys of table i, in order.
+
+    All tensors are contiguous CPU tensors; rows travel as float32 of `layout.width`.
+    """
+
+    layout: StoreLayout
+
+    def gather(self, keys_K: Tensor, counts: Sequence[int], out_KW: Tensor) -> int:
+        """Read rows; one that was never stored has its first value. Returns how many were new.
+
+        Keys may repeat. Nothing is inserted.
+        """
+        ...
+
+    def scatter(self, keys_K: Tensor, counts: Sequence[int], rows_KW: Tensor) -> None:
+        """Store rows, inserting those that are new; keys must not repeat.
+
+        Raises `CapacityError` and stores nothing at all where a table would outgrow its limit.
+        """
+        ...
+
+    def num_rows(self) -> list[int]:
+        """Rows of each table."""
+        ...
+
+    def num_bytes(self) -> int:
+        """Memory in use, everything counted."""
+        ...
+
+    def export(self, chunk: int = 65536) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Every row as (table, keys, rows), table by table, in ascending order of the key."""
+        ...
+
+    def close(self) -> None:
+        """Give the memory back."""
+        ...
+
+
+# What both stores ask of their arguments; a wrong one is a defect of the caller.
+
+
+# Shapes: K keys, W width of a row as it travels
+
+MOST_KEYS = 2**32 - 1
+MASK = 2**64 - 1
+
+
+def check_layout(layout: StoreLayout) -> None:
+    """Refuse a layout that contradicts itself."""
+    tables = layout.num_tables
+    limits = layout.max_rows
+    if len(layout.init_stds) != tables or len(limits) not in (0, tables):
+        raise ValueError(f"{tables} seeds, {len(layout.init_stds)} stds, {len(limits)} limits")
+    if layout.dim < 1 or layout.state_dim < 0 or any(limit < 0 for limit in limits):
+        raise ValueError(f"a store cannot have the layout {layout}")
+    if layout.dtype not in ("float32", "bfloat16"):
+        raise ValueError(f"dtype is {layout.dtype!r}; use 'float32' or 'bfloat16'")
+
+
+def check_rows(layout: StoreLayout, keys_K: Tensor, counts: Sequence[int], rows_KW: Tensor) -> None:
+    """Refuse keys, counts and rows that do not belong together."""
+    check_keys(layout, keys_K, counts)
+    _check_tensor("rows", rows_KW, torch.float32, (keys_K.numel(), layout.width))
+
+
+def check_keys(layout: StoreLayout, keys_K: Tensor, counts: Sequence[int]) -> None:
+    """Refuse keys and counts that do not belong together."""
+    _check_tensor("keys", keys_K, torch.int64, (keys_K.numel(),))
+    if len(counts) != layout.num_tables or any(count < 0 for count in counts):
+        raise ValueError(f"counts are {list(counts)}; give one, 0 or more, for each table")
+    if sum(counts) != keys_K.numel():
+        raise ValueError(f"counts add up to {sum(counts)}, but there are {keys_K.numel()} keys")
+    if keys_K.numel() > MOST_KEYS:
+        raise ValueError(f"{keys_K.numel()} keys at once; pass at most {MOST_KEYS}")
+
+
+def repeated(table: int, key: int) -> ValueError:
+    """The error for a key that came twice."""
+    return ValueError(f"key {key} of table {table} comes twice; keys of a scatter must not repeat")
+
+
+def too_many_rows(table: int, asked: int, limit: int) -> str:
+    """The sentence for a table that would outgrow its limit."""
+    return (
+        f"table {table} would have {asked:,} rows here and may have {limit:,}; "
+        "raise its max_rows, or spread it over more workers"
+    )
+
+
+def _check_tensor(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise ValueError(f"{name} must be contiguous and on the CPU, not on {tensor.device}")
+    if tensor.dtype != dtype or tuple(tensor.shape) != shape:
+        given = f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+        raise ValueError(f"{name} must be {dtype} of shape {shape}, not {given}")

@@ -1,0 +1,157 @@
+"""The host store in plain Python: slow, readable, and bit for bit the native one."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from nestpipe.embedding.store.protocol import (
+    StoreLayout,
+    check_layout,
+    check_rows,
+    repeated,
+    too_many_rows,
+)
+from nestpipe.errors import CapacityError
+
+# Shapes: K keys, D weights of a row, W width of a row as it travels
+
+Row = NDArray[np.float32]
+
+
+class PlainStore:
+    """A dictionary from key to row for each table."""
+
+    def __init__(self, layout: StoreLayout) -> None:
+        check_layout(layout)
+        self.layout = layout
+        self._tables: list[dict[int, Row]] = [{} for _ in layout.table_seeds]
+
+    def gather(self, keys_K: Tensor, counts: Sequence[int], out_KW: Tensor) -> int:
+        check_rows(self.layout, keys_K, counts, out_KW)
+        out = out_KW.numpy()
+        num_new = 0
+        for table, begin, keys in self._by_table(keys_K, counts):
+            stored = self._tables[table]
+            fresh = [i for i, key in enumerate(keys.tolist()) if key not in stored]
+            for i, key in enumerate(keys.tolist()):
+                if key in stored:
+                    out[begin + i] = stored[key]
+            if fresh:
+                out[begin + np.array(fresh)] = self._first_rows(table, keys[fresh])
+            num_new += len(fresh)
+        return num_new
+
+    def scatter(self, keys_K: Tensor, counts: Sequence[int], rows_KW: Tensor) -> None:
+        check_rows(self.layout, keys_K, counts, rows_KW)
+        for table, _, keys in self._by_table(keys_K, counts):
+            self._check_repeats(table, keys)
+        for table, _, keys in self._by_table(keys_K, counts):
+            self._check_limit(table, keys)
+        rows = rows_KW.numpy().copy()
+        if self.layout.dtype == "bfloat16":
+            dim = self.layout.dim
+            rows[:, :dim] = round_to_bfloat16(np.ascontiguousarray(rows[:, :dim]))
+        for table, begin, keys in self._by_table(keys_K, counts):
+            for i, key in enumerate(keys.tolist()):
+                self._tables[table][key] = rows[begin + i].copy()
+
+    def num_rows(self) -> list[int]:
+        return [len(table) for table in self._tables]
+
+    def num_bytes(self) -> int:
+        rows = sum(sys.getsizeof(row) for table in self._tables for row in table.values())
+        return rows + sum(sys.getsizeof(table) for table in self._tables)
+
+    def export(self, chunk: int = 65536) -> Iterator[tuple[int, Tensor, Tensor]]:
+        for table, stored in enumerate(self._tables):
+            keys = sorted(stored)
+            for begin in range(0, len(keys), chunk):
+                part = keys[begin : begin + chunk]
+                rows = np.stack([stored[key] for key in part])
+                yield table, torch.tensor(part, dtype=torch.int64), torch.from_numpy(rows)
+
+    def close(self) -> None:
+        self._tables = [{} for _ in self.layout.table_seeds]
+
+    def _by_table(
+        self, keys_K: Tensor, counts: Sequence[int]
+    ) -> Iterator[tuple[int, int, NDArray[np.int64]]]:
+        begin = 0
+        for table, count in enumerate(counts):
+            yield table, begin, keys_K[begin : begin + count].numpy()
+            begin += count
+
+    def _first_rows(self, table: int, keys_K: NDArray[np.int64]) -> Row:
+        layout = self.layout
+        seed, spread = layout.table_seeds[table], layout.init_stds[table]
+        weights_KD = first_weights(seed, keys_K, layout.dim, spread)
+        if layout.dtype == "bfloat16":
+            weights_KD = round_to_bfloat16(weights_KD)
+        state = np.full((len(keys_K), layout.state_dim), layout.state_init, np.float32)
+        return np.concatenate([weights_KD, state], axis=1)
+
+    def _check_repeats(self, table: int, keys_K: NDArray[np.int64]) -> None:
+        values, times = np.unique(keys_K, return_counts=True)
+        if len(values) < len(keys_K):
+            raise repeated(table, int(values[times.argmax()]))
+
+    def _check_limit(self, table: int, keys_K: NDArray[np.int64]) -> None:
+        limit = self.layout.max_rows[table] if self.layout.max_rows else 0
+        stored = self._tables[table]
+        new = sum(key not in stored for key in keys_K.tolist())
+        if limit and new and len(stored) + new > limit:
+            raise CapacityError(too_many_rows(table, len(stored) + new, limit))
+
+
+# First values of rows in numpy, bit for bit those of `kernels/native/init.h`.
+
+
+# Shapes: K keys, D weights of a row
+
+STEP = np.uint64(0x9E3779B97F4A7C15)
+MASK = (1 << 64) - 1
+
+
+def first_weights(
+    seed: int, keys_K: NDArray[np.int64], dim: int, spread: float
+) -> NDArray[np.float32]:
+    """Weights that rows of these keys begin with: normal, of standard deviation `spread`."""
+    salt = _mix(np.array([seed & MASK], np.uint64) + STEP)
+    start_K = _mix(salt ^ keys_K.view(np.uint64))
+    steps_D = np.arange(1, dim + 1, dtype=np.uint64) * STEP
+    bits_KD = _mix(start_K[:, None] + steps_D)
+    return (_normal(bits_KD) * spread).astype(np.float32)
+
+
+def round_to_bfloat16(values: NDArray[np.float32]) -> NDArray[np.float32]:
+    """The nearest bfloat16 numbers, ties to even, as float32; nan stays nan."""
+    bits = values.view(np.uint32)
+    rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+    nan = (bits & np.uint32(0x7FFFFFFF)) > 0x7F800000
+    kept = np.where(nan, bits | np.uint32(0x400000), rounded) & np.uint32(0xFFFF0000)
+    return kept.view(np.float32)
+
+
+def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _normal(bits: NDArray[np.uint64]) -> NDArray[np.float64]:
+    """Four 16-bit numbers added up, bent into a normal variate by an odd polynomial."""
+    parts = [(bits >> np.uint64(shift)) & np.uint64(0xFFFF) for shift in (0, 16, 32, 48)]
+    total = sum(parts[1:], start=parts[0]).astype(np.int64)
+    x = (total - 131070).astype(np.float64) * (1.0 / 65536.0)
+    s = x * x
+    p = 0.005411906108740816 * s + -0.017329680146971713
+    p = p * s + 0.02863321968706253
+    p = p * s + 0.04776074440493899
+    p = p * s + 1.6668930519836869
+    return p * x

@@ -1,0 +1,100 @@
+"""Tables that can share a store: same width, same kind of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nestpipe.config import Table
+from nestpipe.embedding.optimizers import RowOptimizer
+from nestpipe.embedding.store.protocol import StoreLayout
+from nestpipe.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """A list of keys per sample, and where its rows are."""
+
+    name: str
+    table: int
+    """Number of its table inside the store."""
+    pooled: bool
+    """Whether each sample gets the sum of its rows instead of all of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class TableGroup:
+    """The tables of one store, and the features that look them up, in the order of the tables."""
+
+    tables: tuple[Table, ...]
+    features: tuple[Feature, ...]
+    homes: tuple[int, ...]
+    """For each table the worker that keeps it, modulo their number; -1: each row has its own."""
+
+    @property
+    def dim(self) -> int:
+        return self.tables[0].dim
+
+    def layout(self, optimizer: RowOptimizer, *, seed: int, ranks: int) -> StoreLayout:
+        """How this group's rows are kept; a table's limit is shared out over the ranks."""
+        return StoreLayout(
+            table_seeds=tuple(_table_seed(seed, table.name) for table in self.tables),
+            init_stds=tuple(table.init_std for table in self.tables),
+            dim=self.dim,
+            state_dim=optimizer.state_dim(self.dim),
+            state_init=optimizer.state_init,
+            dtype=self.tables[0].dtype,
+            max_rows=tuple(
+                table.max_rows if home >= 0 else -(-table.max_rows // ranks)
+                for table, home in zip(self.tables, self.homes, strict=True)
+            ),
+        )
+
+
+def group_tables(tables: Sequence[Table]) -> list[TableGroup]:
+    """One group per combination of width and type, in order of first appearance."""
+    _refuse_repeats(tables)
+    members: dict[tuple[int, str], list[Table]] = {}
+    for table in tables:
+        members.setdefault((table.dim, table.dtype), []).append(table)
+    whole = [table.name for table in tables if table.placement == "table"]
+    return [
+        TableGroup(
+            tuple(group),
+            tuple(
+                Feature(name, number, table.pooling == "sum")
+                for number, table in enumerate(group)
+                for name in table.feature_names
+            ),
+            tuple(whole.index(t.name) if t.name in whole else -1 for t in group),
+        )
+        for group in members.values()
+    ]
+
+
+def _refuse_repeats(tables: Sequence[Table]) -> None:
+    if not tables:
+        raise ConfigError(
+            "there is no table; declare at least one, e.g. Table(name='items', dim=64)"
+        )
+    names: set[str] = set()
+    features: dict[str, str] = {}
+    for table in tables:
+        if table.name in names:
+            raise ConfigError(f"two tables are called {table.name!r}; rename one of them")
+        names.add(table.name)
+        for feature in table.feature_names:
+            if feature in features:
+                raise ConfigError(
+                    f"feature {feature!r} belongs to table {features[feature]!r} and to "
+                    f"{table.name!r}; let it have one table"
+                )
+            features[feature] = table.name
+
+
+def _table_seed(seed: int, name: str) -> int:
+    """A table's seed from the run's: by name, so that the order of tables does not matter."""
+    value = (seed * 0x9E3779B97F4A7C15 + 0x1234_5678_9ABC_DEF1) % 2**64
+    for byte in name.encode():
+        value = ((value ^ byte) * 0x100000001B3) % 2**64
+    return value % 2**63

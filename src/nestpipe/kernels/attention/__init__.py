@@ -1,0 +1,1 @@
+"""HSTU's pointwise attention: the plain reference and the kernels."""

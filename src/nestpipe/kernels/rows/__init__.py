@@ -1,0 +1,1 @@
+"""Segment sums, row updates and row copies, native and on the GPU."""

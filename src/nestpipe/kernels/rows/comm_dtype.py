@@ -1,0 +1,43 @@
+"""Rows rounded to the numbers in which they travel between ranks, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from nestpipe.kernels import host_memory
+
+
+def lowered(rows: Tensor, wire: torch.dtype) -> Tensor:
+    """The rows as they travel."""
+    if rows.dtype == wire:
+        return rows
+    return host_memory.empty(rows.shape, wire, rows.device).copy_(rows)
+
+
+def raised(rows: Tensor, wire: torch.dtype) -> Tensor:
+    """What arrives of the rows, as float32; rows that did not travel are rounded like the others.
+
+    The rows given stay as they are.
+    """
+    if wire == torch.float32:
+        return rows
+    there = lowered(rows, wire)
+    return host_memory.empty(rows.shape, torch.float32, rows.device).copy_(there)
+
+
+def round_in_place(rows: Tensor, wire: torch.dtype) -> None:
+    """The same where the rows are."""
+    if rows.dtype != wire:
+        rows.copy_(lowered(rows, wire))
+
+
+# Numbers of rows and gradients on their way between ranks: float32, or bfloat16, half the bytes.
+#
+# What a rank hands to itself is rounded too: what a model sees does not depend on who owns a row.
+
+
+WIRES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+"""The types in which rows may travel, by the name of the setting."""

@@ -1,0 +1,131 @@
+"""Sums of rows on a GPU in one kernel, where nvcc compiled it; torch's operations are the twin."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import c_int32, c_int64, c_void_p
+
+import torch
+from torch import Tensor
+
+from nestpipe.errors import RunError
+from nestpipe.kernels.library import cuda_library
+from nestpipe.kernels.rows.native import OptimizerStruct
+
+# Shapes: S sums, T terms of all sums together
+
+MOST_PARTS = 6
+FLOAT32, BFLOAT16, ROUNDED = range(3)
+
+
+class _Part(ctypes.Structure):
+    """Rows in one piece of memory; `cuda/sums.cu` says more."""
+
+    _fields_ = (
+        *(("base", c_void_p), ("stride", c_int64)),
+        *(("count", c_int64), ("type", c_int32)),
+    )
+
+
+def can_sum(
+    terms_T: Tensor, ends_S1: Tensor | None, rows: Sequence[Tensor], out: Sequence[Tensor]
+) -> bool:
+    """Whether these sums can be taken so."""
+    if not terms_T.is_cuda:
+        return False
+    lists = [terms_T, *([] if ends_S1 is None else [ends_S1])]
+    parts = [*rows, *out]
+    return (
+        all(numbers.dtype == torch.int32 and numbers.stride(0) == 1 for numbers in lists)
+        and all(p.dtype in (torch.float32, torch.bfloat16) and p.stride(1) == 1 for p in parts)
+        and max(len(rows), len(out)) <= MOST_PARTS
+        and cuda_library(terms_T.get_device()) is not None
+    )
+
+
+def sum_on_gpu(
+    terms_T: Tensor,
+    ends_S1: Tensor | None,
+    rows: Sequence[Tensor],
+    out: Sequence[Tensor],
+    *,
+    came: torch.dtype,
+    leaving: torch.dtype,
+    add: bool = False,
+    places_S: Tensor | None = None,
+) -> None:
+    """Write the sums, or add them: to rows one after the other, or to those at `places_S`."""
+    bags = len(terms_T) if ends_S1 is None else len(ends_S1) - 1
+    if not bags:
+        return
+    device = terms_T.device
+    library = cuda_library(terms_T.get_device())
+    assert library is not None
+    assert places_S is None or places_S.dtype == torch.int32
+    with torch.cuda.device(device):
+        status = library.nestpipe_sum_bags(
+            (_Part * len(rows))(*(_part(part, came) for part in rows)),
+            len(rows),
+            (_Part * len(out))(*(_part(part, leaving) for part in out)),
+            len(out),
+            terms_T.data_ptr(),
+            None if ends_S1 is None else ends_S1.data_ptr(),
+            None if places_S is None else places_S.data_ptr(),
+            bags,
+            out[0].shape[1],
+            add,
+            torch.cuda.current_stream(device).cuda_stream,
+        )
+    if status != 0:
+        raise RunError(f"the GPU cannot sum rows: CUDA's error {status}")
+
+
+def _part(rows: Tensor, wire: torch.dtype) -> _Part:
+    kind = BFLOAT16 if rows.dtype == torch.bfloat16 else FLOAT32
+    kind = ROUNDED if rows.dtype != wire and kind == FLOAT32 else kind
+    return _Part(rows.data_ptr(), rows.stride(0), len(rows), kind)
+
+
+# Rows on a GPU updated in one pass, where nvcc compiled the kernel; torch's form is the twin.
+
+
+# Shapes: K rows, D weights of a row, W weights and state
+
+MOST_DIM = 1536
+"""Squares of so many weights fit into shared memory, for each warp of a block."""
+
+
+def can_update(rows_KW: Tensor, gradients_KD: Tensor, times: Tensor) -> bool:
+    """Whether these can be updated so."""
+    tensors = (rows_KW, gradients_KD, times)
+    return (
+        all(tensor.is_cuda and tensor.dtype == torch.float32 for tensor in tensors)
+        and rows_KW.stride(1) == gradients_KD.stride(1) == times.numel() == 1
+        and gradients_KD.shape[1] <= MOST_DIM
+        and cuda_library(rows_KW.get_device()) is not None
+    )
+
+
+def update_rows(
+    optimizer: OptimizerStruct, rows_KW: Tensor, gradients_KD: Tensor, times: Tensor
+) -> None:
+    """One application per row, in place, on its gradient times a number on the device."""
+    library = cuda_library(rows_KW.get_device())
+    assert library is not None
+    if not len(rows_KW):
+        return
+    with torch.cuda.device(rows_KW.device):
+        status = library.nestpipe_update_rows(
+            ctypes.byref(optimizer),
+            rows_KW.data_ptr(),
+            rows_KW.stride(0),
+            gradients_KD.data_ptr(),
+            gradients_KD.stride(0),
+            times.data_ptr(),
+            len(rows_KW),
+            gradients_KD.shape[1],
+            torch.cuda.current_stream(rows_KW.device).cuda_stream,
+        )
+    if status != 0:
+        raise RunError(f"the GPU cannot update rows: CUDA's error {status}")

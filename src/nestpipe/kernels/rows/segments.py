@@ -1,0 +1,192 @@
+"""Sums of rows in a fixed order: what exactness rests on.
+
+A sum of rows is a bag: the rows of a bag are added one after the other, first to last. On a GPU a
+kernel of ours does that, on the host native code, into memory that is used again; torch's
+`embedding_bag`, which adds without atomics, stays as the twin of both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from nestpipe.kernels import host_memory
+from nestpipe.kernels.library import native_wanted
+from nestpipe.kernels.rows import native as native_rows
+from nestpipe.kernels.rows.comm_dtype import raised, round_in_place
+from nestpipe.kernels.rows.cuda import can_sum, sum_on_gpu
+from nestpipe.kernels.rows.native import Places
+
+# Shapes: N rows, S sums, T terms of all sums together, D width
+
+F32 = torch.float32
+Rows = Sequence[Tensor] | Places
+"""Rows in one or several (n, D) tensors, numbered one after the other, or where they live."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bags:
+    """Which rows each sum has, in order."""
+
+    rows_T: Tensor
+    """The rows of the first sum, then those of the second, ..."""
+    ends_S1: Tensor | None = None
+    """Where each sum starts in `rows_T`, and where the last one ends; None: one row each."""
+
+    def __len__(self) -> int:
+        return len(self.rows_T) if self.ends_S1 is None else len(self.ends_S1) - 1
+
+    def lengths(self) -> Tensor:
+        """(S,) how many rows each sum has."""
+        return torch.ones_like(self.rows_T) if self.ends_S1 is None else self.ends_S1.diff()
+
+    def part(self, start: int, stop: int) -> Bags:
+        """Only the sums from `start` to `stop`; for native code, which takes ends as they are."""
+        if self.ends_S1 is None:
+            return Bags(self.rows_T[start:stop])
+        return Bags(self.rows_T, self.ends_S1[start : stop + 1])
+
+
+def bags_on(device: torch.device, bags: Sequence[Bags]) -> list[Bags]:
+    """The same bags on a device, by a single copy for which the host does not wait."""
+    parts = [part for b in bags for part in (b.rows_T, b.ends_S1) if part is not None]
+    moved = iter(lists_on(device, parts))
+    return [Bags(next(moved), None if b.ends_S1 is None else next(moved)) for b in bags]
+
+
+def lists_on(device: torch.device, lists: Sequence[Tensor]) -> list[Tensor]:
+    """The same lists of numbers, all of one type, on a device: again by a single copy."""
+    if device.type == "cpu":
+        return list(lists)
+    # Not straight from ordinary memory: the host would wait for the copy.
+    staging = torch.empty(sum(map(len, lists)), dtype=lists[0].dtype, pin_memory=True)
+    torch.cat(list(lists), out=staging)
+    moved = staging.to(device, non_blocking=True)
+    return list(torch.split(moved, [len(numbers) for numbers in lists]))
+
+
+def sum_bags(
+    bags: Bags,
+    rows: Rows,
+    out: Sequence[Tensor],
+    *,
+    came: torch.dtype = F32,
+    leaving: torch.dtype = F32,
+) -> None:
+    """Write every sum; `out` may be several (s, D) tensors, filled one after the other.
+
+    Rows are rounded to the type in which they `came` from other ranks, if they did, and sums to the
+    one in which they are `leaving`; what has that type already may be given, or asked for, as such.
+    """
+    if not isinstance(rows, Places):
+        if can_sum(bags.rows_T, bags.ends_S1, rows, out):
+            sum_on_gpu(bags.rows_T, bags.ends_S1, rows, out, came=came, leaving=leaving)
+            return
+        rows = [raised(part, came) for part in rows]
+    wide = [
+        part if part.dtype == F32 else host_memory.empty(part.shape, F32, part.device)
+        for part in out
+    ]
+    _sum_bags(bags, rows, wide)
+    for out_SD, wide_SD in zip(out, wide, strict=True):
+        if out_SD.dtype == F32:
+            round_in_place(out_SD, leaving)
+        else:
+            out_SD.copy_(wide_SD)
+
+
+def _sum_bags(bags: Bags, rows: Rows, out: Sequence[Tensor]) -> None:
+    """The same in float32."""
+    if isinstance(rows, Places) or use_native(out[0].device):
+        start = 0
+        for out_SD in out:
+            part = bags.part(start, start + len(out_SD))
+            native_rows.sum_bags(part.rows_T, part.ends_S1, rows, out_SD, add=False)
+            start += len(out_SD)
+        return
+    sizes = [len(o) for o in out]
+    if bags.ends_S1 is None:
+        for out_SD, picked in zip(out, torch.split(bags.rows_T, sizes), strict=True):
+            torch.index_select(joined(rows), 0, picked, out=out_SD)
+        return
+    for out_SD, part in zip(out, torch.split(plain_sums(bags, joined(rows)), sizes), strict=True):
+        out_SD.copy_(part)
+
+
+def add_bags(
+    bags: Bags, rows: Sequence[Tensor], out_SD: Tensor, *, came: torch.dtype = F32
+) -> None:
+    """Add every sum to what is there, which was a sum too."""
+    if can_sum(bags.rows_T, bags.ends_S1, rows, [out_SD]):
+        sum_on_gpu(bags.rows_T, bags.ends_S1, rows, [out_SD], came=came, leaving=F32, add=True)
+        return
+    rows = [raised(part, came) for part in rows]
+    if use_native(out_SD.device):
+        native_rows.sum_bags(bags.rows_T, bags.ends_S1, rows, out_SD, add=True)
+    else:
+        out_SD.add_(plain_sums(bags, joined(rows)))
+
+
+def add_bags_at(bags: Bags, rows: Sequence[Tensor], out_ND: Tensor, places_S: Tensor) -> None:
+    """Add every sum to the row at its place; no place comes twice."""
+    terms_T, ends_S1, out = bags.rows_T, bags.ends_S1, [out_ND]
+    if can_sum(terms_T, ends_S1, rows, out) and places_S.dtype == torch.int32:
+        sum_on_gpu(terms_T, ends_S1, rows, out, came=F32, leaving=F32, add=True, places_S=places_S)
+    elif use_native(out_ND.device):
+        out = places_in(out_ND, places_S)
+        native_rows.sum_bags(bags.rows_T, bags.ends_S1, rows, out, add=True)
+    else:
+        added_SD = out_ND.index_select(0, places_S) + plain_sums(bags, joined(rows))
+        out_ND.index_copy_(0, places_S.long(), added_SD)
+
+
+def places_in(rows_ND: Tensor, places_S: Tensor) -> Places:
+    """Where some rows of a tensor in host memory live; it must outlive them."""
+    stride = rows_ND.stride(0) * rows_ND.element_size()
+    return Places(places_S.long() * stride + rows_ND.data_ptr(), rows_ND.shape[1])
+
+
+def plain_sums(bags: Bags, rows_ND: Tensor) -> Tensor:
+    """(S, D) every sum, by torch."""
+    if bags.ends_S1 is None:
+        return rows_ND.index_select(0, bags.rows_T)
+    if not len(bags.rows_T):
+        return rows_ND.new_zeros(len(bags), rows_ND.shape[1])
+    return functional.embedding_bag(
+        bags.rows_T, rows_ND, bags.ends_S1, mode="sum", include_last_offset=True
+    )
+
+
+def joined(rows: Sequence[Tensor]) -> Tensor:
+    """Rows of several tensors in one."""
+    return rows[0] if len(rows) == 1 else torch.cat(list(rows))
+
+
+def use_native(device: torch.device) -> bool:
+    """Whether work on that device is done by native code."""
+    return device.type == "cpu" and native_wanted()
+
+
+def empty_rows(
+    count: int, dim: int, device: torch.device, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """(count, dim) numbers to be written."""
+    return host_memory.empty((count, dim), dtype, device)
+
+
+def bags_of_targets(targets_T: Tensor, sums: int, rows_T: Tensor | None = None) -> Bags:
+    """Term i goes to sum `targets_T[i]`; it is row i, or `rows_T[i]`. Order of terms is kept."""
+    order_T = torch.argsort(targets_T, stable=True)
+    counts_S = torch.bincount(targets_T, minlength=sums)
+    return Bags(order_T if rows_T is None else rows_T[order_T], ends_of(counts_S))
+
+
+def ends_of(counts_S: Tensor) -> Tensor:
+    """(S + 1,) where each of so many starts, and where the last one ends."""
+    ends_S1 = counts_S.new_zeros(len(counts_S) + 1)
+    torch.cumsum(counts_S, 0, out=ends_S1[1:])
+    return ends_S1

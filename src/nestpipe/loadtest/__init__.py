@@ -1,0 +1,1 @@
+"""Open-loop load tests of the ranking service, and advice from request logs."""

@@ -1,0 +1,244 @@
+"""Lanes on a GPU: one host thread and one CUDA stream for each.
+
+A thread issues the ops of its lane without waiting for the device: what an op waits for must have
+been issued, and then it is the lane's stream that waits for it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import torch
+
+from nestpipe.runtime.lanes import Act, InlineLanes, Lanes
+from nestpipe.runtime.spans import KEEP_BATCHES, HostSpans, LastBatches, Spans, span_of, trace_of
+from nestpipe.runtime.thread_lanes import LaneThread, Mark, ThreadLanes
+from nestpipe.schedule import Lane, Op
+from nestpipe.trace import Span, Trace
+from nestpipe.trace.span import Fact
+
+HOST_LANES = frozenset({Lane.LOADER, Lane.HOST, Lane.WRITE})
+"""Lanes whose acts read and write host memory, which no stream can hold back."""
+DEFAULT_PRIORITY, HIGH_PRIORITY = 0, -1
+
+
+class DeviceEvent(Protocol):
+    """As much of `torch.cuda.Event` as lanes use."""
+
+    def synchronize(self) -> None: ...
+
+
+class Stream(Protocol):
+    """As much of `torch.cuda.Stream` as lanes use."""
+
+    def wait_event(self, event: Any, /) -> None: ...
+    def record_event(self, event: Any, /) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StreamMark:
+    """A point in the work of a stream."""
+
+    stream: Stream
+    event: DeviceEvent
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+
+def _new_event() -> DeviceEvent:
+    # A host thread that waits sleeps: it would spin on a core that other lanes need.
+    return torch.cuda.Event(blocking=True)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamPlace:
+    """A thread and its stream: an op has ended when the stream has done what its act put there."""
+
+    stream: Stream
+    host_work: bool = False
+    """Whether acts work on host memory: then each starts when all before it has ended."""
+    new_event: Callable[[], DeviceEvent] = _new_event
+    current: Callable[[Any], AbstractContextManager[object]] = torch.cuda.stream
+
+    def entered(self) -> AbstractContextManager[object]:
+        """The stream is the thread's current one; autograd's backward follows its forward there."""
+        # Else each lane gets a team of threads for its small operations on the host, which spin
+        # between them: with four ranks on 16 cores they took most of the machine.
+        torch.set_num_threads(1)
+        return self.current(self.stream)
+
+    def wait_for(self, marks: Sequence[Mark]) -> None:
+        for mark in marks:
+            assert isinstance(mark, StreamMark), f"{mark} is of other lanes"
+            if mark.stream is not self.stream:
+                self.stream.wait_event(mark.event)
+        if self.host_work:
+            self.mark().wait()
+
+    def mark(self) -> StreamMark:
+        event = self.new_event()
+        self.stream.record_event(event)
+        return StreamMark(self.stream, event)
+
+
+class CudaLanes:
+    """A thread and a stream per lane; all streams but that of `compute` have high priority.
+
+    The short kernels of exchange and routing would otherwise queue behind the long ones of dense
+    compute. The streams live as long as the lanes: memory is cached by stream, so lanes that are
+    entered again find theirs.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._places = {lane: _place(lane, device) for lane in Lane}
+        self._threads = ThreadLanes(self._places.__getitem__)
+
+    def __enter__(self) -> Self:
+        before = StreamPlace(torch.cuda.current_stream(self._device)).mark()
+        for place in self._places.values():
+            place.stream.wait_event(before.event)
+        self._threads.__enter__()
+        return self
+
+    def __getitem__(self, lane: Lane) -> LaneThread:
+        return self._threads[lane]
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Waits for the device too, unless the run failed: then it may never come to the end."""
+        self._threads.__exit__(kind, error, traceback)
+        if error is None:
+            for place in self._places.values():
+                place.mark().wait()
+
+
+def _place(lane: Lane, device: torch.device) -> StreamPlace:
+    priority = DEFAULT_PRIORITY if lane is Lane.COMPUTE else HIGH_PRIORITY
+    return StreamPlace(torch.cuda.Stream(device, priority=priority), host_work=lane in HOST_LANES)
+
+
+# Spans by the clock of the GPU: two events around each op, read when the run is over.
+#
+# Ops that never touch the device are timed by the host's clock, from the same beginning.
+
+
+TRIES = 5
+"""How often the two clocks are compared; the shortest time between counts."""
+_Timed = tuple[Op, Lane, torch.cuda.Event, torch.cuda.Event]
+HOST_CLOCK = frozenset({Lane.LOADER, Lane.KEYS, Lane.ROUTE})
+"""Lanes whose work is the host's; what they put on a stream is small."""
+
+
+class CudaSpans:
+    """Times on the stream that is current while an op is issued; the host never waits for it.
+
+    The stream meets an op's first event when all that the op waits for has ended, and its last
+    event when the host has put everything there and the device has done it. So the host's part of
+    an op (`retrieve` gathers rows before it copies them) is in its span too.
+    """
+
+    def __init__(self, rank: int = 0, *, keep_batches: int = KEEP_BATCHES) -> None:
+        self._rank = rank
+        self._timed = LastBatches[_Timed](keep_batches)
+        self._host = LastBatches[Span](keep_batches)
+        self.clocks_differ_ms = 0.0
+        """By how much at most, where ops of both are compared."""
+
+    def begin(self) -> None:
+        self._timed.clear()
+        self._host.clear()
+        torch.cuda.synchronize()
+        between, self._start, self._host_start = _meet()
+        self.clocks_differ_ms = between * 1e3
+
+    def timed(self, act: Act, lane: Lane) -> Act:
+        def by_the_host(op: Op) -> None:
+            start = self._host_now()
+            act(op)
+            self._host.add(op.batch, span_of(op, lane, self._rank, start, self._host_now()))
+
+        def by_the_device(op: Op) -> None:
+            first = _now()
+            act(op)
+            self._timed.add(op.batch, (op, lane, first, _now()))
+
+        return by_the_host if lane in HOST_CLOCK else by_the_device
+
+    def trace(self, facts: Mapping[str, Fact]) -> Trace:
+        """Waits for the GPU to reach the last event.
+
+        Two clocks may run apart, so they are compared once more.
+        """
+        timed = self._timed.all()
+        for *_, end in timed:
+            end.synchronize()
+        since = self._start.elapsed_time
+        between, event, host = _meet()
+        self.clocks_differ_ms = max(self.clocks_differ_ms, between * 1e3)
+        rate = since(event) / ((host - self._host_start) * 1e3)
+        device = [
+            span_of(op, lane, self._rank, since(start), since(end))
+            for op, lane, start, end in timed
+        ]
+        return trace_of([*device, *at_rate(rate, self._host.all())], facts)
+
+    def _host_now(self) -> float:
+        return (time.perf_counter() - self._host_start) * 1e3
+
+
+def at_rate(rate: float, spans: Iterable[Span]) -> list[Span]:
+    """The same spans by a clock that runs `rate` times as fast."""
+    return [replace(span, start=span.start * rate, end=span.end * rate) for span in spans]
+
+
+def _meet() -> tuple[float, torch.cuda.Event, float]:
+    """An event on an idle device and the host's time of it, with how far that may be off."""
+    return min((_meet_once() for _ in range(TRIES)), key=lambda met: met[0])
+
+
+def _meet_once() -> tuple[float, torch.cuda.Event, float]:
+    before = time.perf_counter()
+    event = _now()
+    event.synchronize()
+    after = time.perf_counter()
+    return after - before, event, (before + after) / 2
+
+
+def _now() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+# Which lanes and which clock a run gets, from its plan and its device.
+
+
+def lanes_for(plan: str, device: torch.device) -> Lanes:
+    """The caller itself where nothing overlaps, else threads, on a GPU with streams."""
+    on_gpu = device.type == "cuda"
+    if plan == "serial":
+        return _one_after_the_other(device) if on_gpu else InlineLanes()
+    return CudaLanes(device) if on_gpu else ThreadLanes()
+
+
+def _one_after_the_other(device: torch.device) -> InlineLanes:
+    def finish() -> None:
+        torch.cuda.current_stream(device).synchronize()
+
+    return InlineLanes(finish, HOST_LANES | HOST_CLOCK)
+
+
+def spans_for(device: torch.device, rank: int) -> Spans:
+    """The clock of whoever does the work."""
+    return CudaSpans(rank) if device.type == "cuda" else HostSpans(rank)

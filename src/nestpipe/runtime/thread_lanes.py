@@ -1,0 +1,207 @@
+"""Lanes as threads: one worker for each, which takes its ops in the order of issue."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Protocol, Self, cast
+
+import torch
+
+from nestpipe.runtime.lanes import Act, Event, name_failure
+from nestpipe.schedule import Lane, Op
+
+
+class _Ended:
+    def wait(self) -> None:
+        """It had ended when its thread came past it."""
+
+
+_ENDED = _Ended()
+
+
+class HostPlace:
+    """The thread alone: an op has ended when its act returns."""
+
+    def entered(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def wait_for(self, marks: Sequence[Mark]) -> None:
+        """All of them have ended."""
+
+    def mark(self) -> Mark:
+        return _ENDED
+
+
+def _host_place(lane: Lane) -> Place:
+    return HostPlace()
+
+
+class ThreadLanes:
+    """One thread per lane; the `net` lane being one of them, collectives keep their order.
+
+    May be entered again after it was left; `place_of` is asked each time.
+    """
+
+    def __init__(self, place_of: Callable[[Lane], Place] = _host_place) -> None:
+        self._place_of = place_of
+
+    def __enter__(self) -> Self:
+        self._halt = Halt()
+        self._lanes = {lane: LaneThread(lane, self._place_of(lane), self._halt) for lane in Lane}
+        return self
+
+    def __getitem__(self, lane: Lane) -> LaneThread:
+        return self._lanes[lane]
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            self._halt.call()
+        for lane in self._lanes.values():
+            lane.no_more()
+        try:
+            self._join()
+        except BaseException:  # an interrupt while waiting
+            self._halt.call()
+            self._join()
+            raise
+        if error is None:
+            self._halt.check()
+
+    def _join(self) -> None:
+        for lane in self._lanes.values():
+            lane.join()
+
+
+# A lane's thread: takes ops in the order of issue, lets each wait for others, notes its end.
+
+
+class Mark(Protocol):
+    """A point in a lane's work that the host can wait for, once the thread has come past it."""
+
+    def wait(self) -> None:
+        """Block the calling thread until all that the lane did before has ended."""
+        ...
+
+
+class Place(Protocol):
+    """Where the ops of one lane run: the thread alone, or the thread and its CUDA stream."""
+
+    def entered(self) -> AbstractContextManager[object]:
+        """What the lane's thread is in while it works."""
+        ...
+
+    def wait_for(self, marks: Sequence[Mark]) -> None:
+        """Let what comes next run after the marks, which this or other lanes have set."""
+        ...
+
+    def mark(self) -> Mark:
+        """Mark the end of all that ran here so far."""
+        ...
+
+
+class Halt:
+    """Whether the lanes shall skip what they have not started, and the failure that is to blame."""
+
+    def __init__(self) -> None:
+        self.called = False
+        self._failure: BaseException | None = None
+        self._lock = threading.Lock()
+
+    def call(self, failure: BaseException | None = None) -> None:
+        with self._lock:
+            if self._failure is None:
+                self._failure = failure
+            self.called = True
+
+    def check(self) -> None:
+        """Raise the first failure, if there is one."""
+        if self._failure is not None:
+            raise self._failure
+
+
+@dataclass(slots=True)
+class _End:
+    """The end of one op: first its thread is past it, then whatever the thread started."""
+
+    issued: threading.Event = field(default_factory=threading.Event)
+    mark: Mark | None = None
+    """Set before `issued`; stays None where the op was skipped or has failed."""
+
+    def wait(self) -> None:
+        self.issued.wait()
+        if self.mark is not None:
+            self.mark.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    act: Act
+    op: Op
+    after: Sequence[_End]
+    behind: _End | None
+    end: _End = field(default_factory=_End)
+
+    def run(self, place: Place, halt: Halt) -> None:
+        try:
+            for end in self.after:
+                end.issued.wait()
+            if self.behind is not None:
+                self.behind.issued.wait()
+            if not halt.called:
+                place.wait_for([end.mark for end in self.after if end.mark is not None])
+                self.act(self.op)
+                self.end.mark = place.mark()
+        except BaseException as error:  # noqa: BLE001  raised again by the issuing thread
+            name_failure(error, self.op)
+            halt.call(error)
+        finally:
+            # Also after a failure: whoever waits for it wakes up and finds the halt.
+            self.end.issued.set()
+
+
+class LaneThread:
+    """One worker and the tasks before it."""
+
+    def __init__(self, name: str, place: Place, halt: Halt) -> None:
+        self._place = place
+        self._halt = halt
+        self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name=f"lane {name}", daemon=True)
+        self._thread.start()
+
+    def submit(
+        self, act: Act, op: Op, after: Sequence[Event], behind: Event | None = None
+    ) -> Event:
+        self._halt.check()
+        # Lanes of one set, so all are ours.
+        task = _Task(act, op, cast("Sequence[_End]", after), cast("_End | None", behind))
+        self._tasks.put(task)
+        return task.end
+
+    def no_more(self) -> None:
+        self._tasks.put(None)
+
+    def join(self) -> None:
+        self._thread.join()
+
+    def _work(self) -> None:
+        # Asking sets this thread's share of torch.set_num_threads, and sums depend on it: without
+        # it some libraries would take the number of cores.
+        torch.get_num_threads()
+        with ExitStack() as inside:
+            try:
+                inside.enter_context(self._place.entered())
+            except BaseException as error:  # noqa: BLE001  raised again by the issuing thread
+                self._halt.call(error)
+            while (task := self._tasks.get()) is not None:
+                task.run(self._place, self._halt)

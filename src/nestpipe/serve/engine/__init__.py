@@ -1,0 +1,1 @@
+"""One serving instance: its scheduler, its queues and its threads."""

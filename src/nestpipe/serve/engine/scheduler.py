@@ -1,0 +1,273 @@
+"""A ranking on its way through an instance: how long it may take, and what is computed for it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from nestpipe.errors import DataError, NestpipeError, RunError
+from nestpipe.serve.engine.admission import Load
+from nestpipe.serve.engine.cost_model import Work
+from nestpipe.serve.kv_cache.device_pool import Entry, Source
+from nestpipe.serve.settings import ServeSettings
+from nestpipe.serve.types import (
+    KV,
+    Answer,
+    History,
+    Outcome,
+    Path,
+    RankItem,
+    RankModel,
+    RankRequest,
+    Scores,
+)
+
+_log = logging.getLogger(__name__)
+
+
+class Predicts(Protocol):
+    """Milliseconds that work will take; `Costs` is one."""
+
+    def inline_ms(self, length: int, candidates: int) -> float: ...
+    def prefix_ms(self, length: int) -> float: ...
+    def cached_ms(self, length: int, candidates: int) -> float: ...
+    def reload_ms(self, num_bytes: int) -> float: ...
+
+
+class Decides(Protocol):
+    """Which signals are acted on; `Trigger` is one."""
+
+    @property
+    def costs(self) -> Predicts: ...
+    def decide(self, length: int, candidates: int, load: Load) -> Outcome: ...
+    def observe(self, work: Work, ms: float, size: int, candidates: int = 0) -> None: ...
+
+
+@dataclass(eq=False, slots=True)
+class Ranking:
+    """One ranking from its arrival to its answer."""
+
+    request: RankRequest
+    model: RankModel
+    """The one that was served when it came."""
+    arrived: float
+    settings: ServeSettings
+    future: Future[Answer] = field(default_factory=Future[Answer])
+    path: Path = Path.MISS_FULL
+    entry: Entry | None = None
+    """The prefix that it reads, or waits for."""
+    waiting: bool = False
+    queued: float = 0.0
+    """When it had what it needs."""
+    predicted_ms: float = 0.0
+
+    @property
+    def num_candidates(self) -> int:
+        return len(self.request.candidates_C)
+
+    @property
+    def whole(self) -> History:
+        """All events; a part without events does not take the times of the other away."""
+        long, short = self.request.long, self.request.short
+        if not len(long) or not len(short):
+            return long if len(long) else short
+        return long.joined(short)
+
+    @property
+    def length(self) -> int:
+        return len(self.request.long) + len(self.request.short)
+
+    @property
+    def deadline(self) -> float:
+        """When it should be answered, by the clock."""
+        budget_s = self.settings.target_ms * (1 - self.settings.margin) / 1e3
+        return self.arrived + min(budget_s, self.request.deadline_s or budget_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A ranking as the model will get it."""
+
+    ranking: Ranking
+    item: RankItem
+    path: Path
+    length: int
+    predicted_ms: float
+
+    @property
+    def early(self) -> bool:
+        """Whether it begins before all layers of its prefix are there."""
+        return self.item.past is not None and self.item.past.arrival is not None
+
+    @property
+    def work(self) -> tuple[Work, int, int]:
+        """What is timed: the kind of work, its size, its candidates."""
+        candidates = self.ranking.num_candidates
+        if self.item.past is not None:
+            return Work.CACHED, len(self.item.past), candidates
+        return Work.INLINE, self.length, candidates
+
+
+class Predictions:
+    """What costs say, or nothing where there are none or they fail: then all is taken to fit."""
+
+    def __init__(self, trigger: Decides | None, settings: ServeSettings) -> None:
+        self.trigger = trigger
+        self.settings = settings
+        self.faults = 0
+
+    def inline_ms(self, length: int, candidates: int) -> float:
+        return self._ask(lambda costs: costs.inline_ms(length, candidates))
+
+    def cached_ms(self, length: int, candidates: int) -> float:
+        return self._ask(lambda costs: costs.cached_ms(length, candidates))
+
+    def cut_ms(self, ranking: Ranking) -> float:
+        """Of the shortest answer that there can be."""
+        length = min(ranking.length, self.settings.cut_length)
+        return self.inline_ms(length, ranking.num_candidates)
+
+    def rest_ms(self, entry: Entry) -> float:
+        """Of what an entry still lacks."""
+        if entry.source is Source.HOST:
+            return self._ask(lambda costs: costs.reload_ms(entry.num_bytes))
+        done, all_of_it = entry.num_events, entry.key.length
+        return self._ask(lambda costs: costs.prefix_ms(all_of_it) - costs.prefix_ms(done))
+
+    def layer_ms(self, entry: Entry, layers: int) -> float:
+        """Until the first layer of a reload is there."""
+        return self._ask(lambda costs: costs.reload_ms(-(-entry.num_bytes // layers)))
+
+    def observe(self, planned: list[Planned], ms: float) -> None:
+        """Share the time of a batch among its rankings, as was predicted."""
+        total_ms = sum(p.predicted_ms for p in planned)
+        for p in planned:
+            part = p.predicted_ms / total_ms if total_ms > 0 else 1 / len(planned)
+            work, size, candidates = p.work
+            self.observe_one(work, ms * part, size, candidates)
+
+    def observe_one(self, work: Work, ms: float, size: int, candidates: int = 0) -> None:
+        if self.trigger is not None:
+            try:
+                self.trigger.observe(work, ms, size, candidates)
+            except Exception:  # noqa: BLE001  a fault here must not cost an answer
+                self._note_fault()
+
+    def _ask(self, question: Callable[[Predicts], float]) -> float:
+        if self.trigger is None:
+            return 0.0
+        try:
+            return max(0.0, question(self.trigger.costs))
+        except Exception:  # noqa: BLE001  a fault here must not cost an answer
+            self._note_fault()
+            return 0.0
+
+    def _note_fault(self) -> None:
+        _log.warning("what work takes could not be predicted", exc_info=True)
+        self.faults += 1
+
+
+def plan(
+    rankings: Iterable[Ranking], now: float, settings: ServeSettings, costs: Predictions
+) -> list[Planned]:
+    """What to compute for each, together: from its prefix, whole, or cut where time is short."""
+    planned: list[Planned] = []
+    before_ms = 0.0
+    for ranking in rankings:
+        made = plan_one(ranking, now + before_ms / 1e3, settings, costs)
+        before_ms += made.predicted_ms
+        planned.append(made)
+    return planned
+
+
+def plan_one(
+    ranking: Ranking, start: float, settings: ServeSettings, costs: Predictions
+) -> Planned:
+    """What to compute for a ranking whose turn comes at `start`."""
+    request, candidates = ranking.request, ranking.num_candidates
+    if ranking.entry is not None:
+        past = ranking.entry.kv
+        assert past is not None, "a prefix is read before it is there"
+        item = RankItem(request.short, request.candidates_C, past, request.time)
+        ms = costs.cached_ms(len(past), candidates)
+        return Planned(ranking, item, ranking.path, ranking.length, ms)
+    ms = costs.inline_ms(ranking.length, candidates)
+    history, path = ranking.whole, Path.MISS_FULL
+    left_ms = max(0.0, (ranking.deadline - start) * 1e3)
+    if ms > left_ms and ranking.length > settings.cut_length:
+        history, path = history.last(settings.cut_length), Path.MISS_CUT
+        ms = costs.cut_ms(ranking)
+    item = RankItem(history, request.candidates_C, None, request.time)
+    return Planned(ranking, item, path, len(history), ms)
+
+
+def check_history(history: History, settings: ServeSettings) -> None:
+    """Refuse what cannot be a history."""
+    if len(history) > settings.most_events:
+        raise DataError(
+            f"a history has {len(history)} events and at most {settings.most_events} are accepted; "
+            "send the newest"
+        )
+    if history.times_N is not None and len(history.times_N) != len(history):
+        raise DataError(
+            f"a history has {len(history)} events and {len(history.times_N)} times; "
+            "give a time for each event, or none"
+        )
+
+
+def check_request(request: RankRequest, settings: ServeSettings) -> None:
+    """Refuse what cannot be ranked."""
+    check_history(request.long, settings)
+    check_history(request.short, settings)
+    total, candidates = len(request.long) + len(request.short), len(request.candidates_C)
+    if total > settings.most_events:
+        raise DataError(
+            f"a ranking has {total} events and at most {settings.most_events} are accepted; "
+            "send the newest"
+        )
+    if not 0 < candidates <= settings.most_candidates:
+        raise DataError(
+            f"a ranking has {candidates} candidates; give 1 to {settings.most_candidates}"
+        )
+    if request.deadline_s is not None and not request.deadline_s > 0:
+        raise DataError(f"a deadline is {request.deadline_s} s; give a number above 0, or none")
+
+
+def chunk_of(history: History, start: int, count: int) -> History:
+    """So many events from `start` on."""
+    part = slice(start, start + count)
+    times_N = history.times_N
+    return History(history.items_N[part], None if times_N is None else times_N[part])
+
+
+def for_people(error: Exception, ranking: Ranking) -> Exception:
+    """The error that the caller of a ranking gets to see."""
+    if isinstance(error, NestpipeError):
+        return error
+    failed = RunError(
+        f"a ranking of {ranking.length} events and {ranking.num_candidates} candidates failed "
+        f"({type(error).__name__}: {error}); look at the request, and at the log of the instance"
+    )
+    failed.__cause__ = error
+    return failed
+
+
+def wait_for_device(kv: KV) -> None:
+    """Return when it is computed: others may read it from any stream, and chunks do not pile up."""
+    if kv.keys_LNHA.is_cuda:
+        torch.cuda.current_stream(kv.keys_LNHA.device).synchronize()
+
+
+def checked_scores(scores_C: Scores, ranking: Ranking) -> Scores:
+    """The scores, if there is one for each candidate."""
+    if scores_C.shape != (ranking.num_candidates,):
+        raise RunError(
+            f"the model gave scores of shape {scores_C.shape} for {ranking.num_candidates} "
+            "candidates; use another checkpoint"
+        )
+    return scores_C

@@ -1,0 +1,1 @@
+"""The HTTP face of instances and router."""

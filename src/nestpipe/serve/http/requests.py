@@ -1,0 +1,191 @@
+"""From the bytes of a body to a signal or a ranking that is safe to work on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+from urllib.parse import unquote
+
+import numpy as np
+from pydantic import BaseModel, ValidationError
+
+from nestpipe.serve.http.binary import MEDIA_TYPE, BinaryError, cut, split
+from nestpipe.serve.http.errors import HttpError, of_body
+from nestpipe.serve.http.histories import Histories
+from nestpipe.serve.http.schemas import (
+    HistoryBody,
+    HistoryCounts,
+    PrefetchBody,
+    PrefetchHeader,
+    RankBody,
+    RankHeader,
+)
+from nestpipe.serve.settings import HttpSettings, ServeSettings
+from nestpipe.serve.types import History, Ids, RankRequest, Signal
+
+JSON = "application/json"
+USER_HEADER = "x-user"
+WAITED_HEADER = "x-nestpipe-waited-ms"
+"""How much of its deadline a request has spent with a router."""
+LEAST_DEADLINE_S = 0.001
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """What a service accepts."""
+
+    settings: ServeSettings
+    http: HttpSettings
+    histories: Histories | None = None
+
+    def signal(self, body: bytearray, headers: Mapping[str, str]) -> Signal:
+        """The signal of a body, or an `HttpError`."""
+        if media_type(headers) == MEDIA_TYPE:
+            text, data = _split(body)
+            header = validated(PrefetchHeader, text)
+            user, (history,) = header.user, _cut_histories(data, [header.history])[0]
+        else:
+            parsed = validated(PrefetchBody, body)
+            user, history = parsed.user, _history("history", parsed.history)
+        self._check_user(user, headers)
+        return Signal(user, self._checked(self._known("history", user, history)))
+
+    def ranking(self, body: bytearray, headers: Mapping[str, str]) -> RankRequest:
+        """The ranking of a body, or an `HttpError`."""
+        parsed: RankHeader | RankBody
+        if media_type(headers) == MEDIA_TYPE:
+            text, data = _split(body)
+            parsed = validated(RankHeader, text)
+            histories, rest = _cut_histories(data, [parsed.long, parsed.short], parsed.candidates)
+            long, short = histories
+            candidates_C = rest
+        else:
+            parsed = validated(RankBody, body)
+            long, short = _history("long", parsed.long), _history("short", parsed.short)
+            candidates_C = np.array(parsed.candidates, dtype=np.int64)
+        self._check_user(parsed.user, headers)
+        long = self._known("long", parsed.user, long)
+        short = short or _none_after(long)
+        self._check_candidates(candidates_C)
+        self._checked(short)
+        self._checked(long, beside=len(short))
+        deadline_s = _deadline_s(parsed.deadline_ms, headers)
+        return RankRequest(parsed.user, long, short, candidates_C, parsed.time, deadline_s)
+
+    def _known(self, name: str, user: str, history: History | None) -> History:
+        """The history that was given, or that of the file."""
+        if history is not None:
+            return history
+        if self.histories is None:
+            raise HttpError(422, f"{name} is missing; give it, or serve with --histories")
+        found = self.histories.of(user)
+        if found is None:
+            raise HttpError(404, f"user {user!r} is unknown here; give {name} in the request")
+        return found
+
+    def _checked(self, history: History, beside: int = 0) -> History:
+        most = self.settings.most_events
+        if len(history) + beside > most:
+            raise HttpError(
+                413, f"{len(history) + beside} events are too many; give the newest {most}"
+            )
+        self._check_ids("items", history.items_N)
+        return history
+
+    def _check_candidates(self, candidates_C: Ids) -> None:
+        if len(candidates_C) == 0:
+            raise HttpError(422, "candidates is empty; give at least one")
+        most = self.settings.most_candidates
+        if len(candidates_C) > most:
+            raise HttpError(
+                413, f"{len(candidates_C)} candidates are too many; give {most} at most"
+            )
+        self._check_ids("candidates", candidates_C)
+
+    def _check_ids(self, name: str, ids_N: Ids) -> None:
+        if not self.http.negative_ids and len(ids_N) and ids_N.min() < 0:
+            raise HttpError(422, f"{name} holds {ids_N.min()}; give ids of 0 or above")
+
+    def _check_user(self, user: str, headers: Mapping[str, str]) -> None:
+        given = headers.get(USER_HEADER)
+        if given is not None and unquote(given) != user:
+            raise HttpError(
+                422, f"the header X-User is {given!r} and the body's user {user!r}; make them agree"
+            )
+
+
+def media_type(headers: Mapping[str, str]) -> str:
+    """JSON or binary; nothing else is read."""
+    found = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if found not in (JSON, MEDIA_TYPE):
+        raise HttpError(415, f"a body of type {found!r} is not read; send {JSON} or {MEDIA_TYPE}")
+    return found
+
+
+def validated(model: type[Model], text: bytes | bytearray) -> Model:
+    """The JSON text as `model`, or an `HttpError` that says what is wrong with it."""
+    try:
+        return model.model_validate_json(text)
+    except ValidationError as error:
+        raise of_body(error) from None
+
+
+def _split(body: bytearray) -> tuple[bytes, memoryview]:
+    try:
+        return split(body)
+    except BinaryError as error:
+        raise HttpError(400, str(error)) from None
+
+
+def _cut_histories(
+    data: memoryview, histories: list[HistoryCounts | None], candidates: int | None = None
+) -> tuple[list[History | None], Ids]:
+    counts = [count for one in histories if one for count in (one.items, one.times or 0)]
+    counts.append(candidates or 0)
+    try:
+        arrays = iter(cut(data, counts))
+    except BinaryError as error:
+        raise HttpError(400, str(error)) from None
+    found: list[History | None] = []
+    for name, one in zip(("long", "short"), histories, strict=False):
+        if one is None:
+            found.append(None)
+            continue
+        items_N, times_N = next(arrays), next(arrays)
+        found.append(_paired(name, items_N, times_N if one.times is not None else None))
+    return found, next(arrays)
+
+
+def _history(name: str, body: HistoryBody | None) -> History | None:
+    if body is None:
+        return None
+    times_N = None if body.times is None else np.array(body.times, dtype=np.int64)
+    return _paired(name, np.array(body.items, dtype=np.int64), times_N)
+
+
+def _paired(name: str, items_N: Ids, times_N: Ids | None) -> History:
+    if times_N is not None and len(times_N) != len(items_N):
+        raise HttpError(
+            422, f"{name} has {len(items_N)} items and {len(times_N)} times; give one for each"
+        )
+    return History(items_N, times_N)
+
+
+def _none_after(long: History) -> History:
+    """No events, with times where the history before has them."""
+    nothing = np.zeros(0, np.int64)
+    return History(nothing, None if long.times_N is None else nothing)
+
+
+def _deadline_s(deadline_ms: float | None, headers: Mapping[str, str]) -> float | None:
+    if deadline_ms is None:
+        return None
+    try:
+        waited_ms = float(headers.get(WAITED_HEADER, "0"))
+    except ValueError:
+        waited_ms = 0.0
+    left_ms = min(deadline_ms - waited_ms, deadline_ms)
+    return max(left_ms / 1000, LEAST_DEADLINE_S) if left_ms == left_ms else deadline_ms / 1000

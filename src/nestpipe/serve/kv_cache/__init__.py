@@ -1,0 +1,1 @@
+"""The KV cache of prefixes: device pool, host tier, acquisition."""

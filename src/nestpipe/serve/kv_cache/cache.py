@@ -1,0 +1,375 @@
+"""One way to a prefix for both legs: in device memory, on its way, in host memory, or not at all.
+
+Plain state, without threads: the caller holds a lock, says what time it is, does the work that
+`next_fill`, `next_load` and `next_copy` hand out, and says how it ended.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from itertools import islice
+from typing import Any
+
+from nestpipe.serve.kv_cache.acquire import (
+    Fill,
+    Line,
+    Load,
+    Miss,
+    Promised,
+    Purpose,
+    Step,
+    Use,
+    Wait,
+)
+from nestpipe.serve.kv_cache.device_pool import Entry, Need, Slots, Source, State
+from nestpipe.serve.kv_cache.host_tier import Expander
+from nestpipe.serve.types import KV
+
+
+def at_once(entry: Entry, ticket: Any) -> float:
+    """Predicts nothing: whatever is on its way is worth waiting for."""
+    return 0.0
+
+
+class Cache:
+    """Slots and expander joined; a key is filled or reloaded once at a time."""
+
+    def __init__(
+        self,
+        slots: Slots,
+        expander: Expander | None = None,
+        *,
+        life_s: float,
+        reloads: int,
+        single_flight: bool = True,
+        eta_s: Callable[[Entry, Any], float] = at_once,
+    ) -> None:
+        self.slots = slots
+        self.expander = expander
+        self.life_s = life_s
+        self.reloads = reloads
+        self.single_flight = single_flight
+        self.eta_s = eta_s
+        self.loading = 0
+        self.fills = Line()
+        """Entries to be computed, the one in the making included."""
+        self.loads = Line()
+        """Entries to be reloaded, those under way not included."""
+        self.counts: Counter[str] = Counter()
+        self._retired: set[str] = set()
+
+    # Asking
+
+    def has(self, need: Need, now: float) -> bool:
+        """Whether a signal for it would find it, or find it on its way."""
+        entry = self.slots.find(need.key)
+        if entry and (entry.complete or self.single_flight):
+            return True
+        return self.expander is not None and self.expander.holds(need.key, now)
+
+    def acquire(
+        self,
+        need: Need,
+        purpose: Purpose,
+        now: float,
+        deadline: float = float("inf"),
+        ticket: Any = None,
+    ) -> Step:
+        """What this leg is to do; a ranking that is told to wait comes back as `ticket`.
+
+        `deadline` is when a ranking must have the prefix for waiting to be of use.
+        """
+        entry = self.slots.find(need.key)
+        if entry and not entry.complete and not self.single_flight:
+            entry = None
+        if entry is None:
+            return self._start(need, purpose, now, deadline, ticket)
+        if purpose is Purpose.SIGNAL:
+            self._promise(entry, now)
+            return Promised(entry)
+        entry.promises = max(0, entry.promises - 1)
+        if entry.complete:
+            self._use(entry)
+            return Use(entry)
+        if now + self.eta_s(entry, ticket) > deadline:
+            self._settle(entry)
+            return Miss.TOO_LATE
+        entry.waiters.append(ticket)
+        self._line(entry).hurry(entry)
+        return Wait(entry)
+
+    def _start(
+        self, need: Need, purpose: Purpose, now: float, deadline: float, ticket: Any
+    ) -> Step:
+        """Nothing in device memory: reload, compute, or miss."""
+        kept = self.expander is not None and self.expander.holds(need.key, now)
+        if not kept and purpose is Purpose.RANK:
+            return Miss.NOWHERE
+        source = Source.HOST if kept else Source.COMPUTED
+        eta_s = 0.0 if purpose is Purpose.SIGNAL else self.eta_s(Entry(need, source), ticket)
+        late = now + eta_s > deadline
+        if late and kept:
+            return Miss.TOO_LATE
+        entry = self.slots.reserve(need, source)
+        if entry is None:
+            return Miss.NO_ROOM
+        entry.lasting = purpose is Purpose.RANK_AND_KEEP and not kept
+        if late:  # not for this ranking, but for the user's next one
+            self.fills.push(entry)
+            return Miss.TOO_LATE
+        if kept:
+            assert self.expander is not None, "there is no host memory"
+            self.expander.pin(need.key, now)
+        if purpose is Purpose.SIGNAL:
+            self._promise(entry, now)
+        else:
+            entry.waiters.append(ticket)
+        self._line(entry).push(entry)
+        return Load(entry) if kept else Fill(entry)
+
+    def leave(self, entry: Entry, ticket: Any) -> None:
+        """A ranking waits no longer."""
+        entry.waiters.remove(ticket)
+        self._settle(entry)
+
+    def released(self, entry: Entry) -> None:
+        """A ranking has read it."""
+        entry.users -= 1
+        self._settle(entry)
+
+    def discard(self, entry: Entry) -> None:
+        """It is of no use to anybody: let it go once the rankings that read it have."""
+        self.counts["discarded"] += 1
+        self.slots.unlist(entry)
+        self._want_no_more(entry)
+
+    # Working
+
+    def next_fill(self) -> Entry | None:
+        """What to compute a chunk of."""
+        while entry := self.fills.first():
+            if entry.wanted:
+                entry.state = State.FILLING
+                return entry
+            self.counts["abandoned_fills"] += 1
+            self._forget(entry)
+        return None
+
+    def next_fills(self, events: int, entries: int) -> list[Entry]:
+        """What to compute together: the first in line, and what ends with it in so many events.
+
+        Those after it join in their order while they fit whole, have the same model, and are
+        as urgent: nobody who waits is held up by what nobody waits for.
+        """
+        first = self.next_fill()
+        if first is None:
+            return []
+        chosen, left = [first], events - first.num_missing
+        for entry in islice((e for e in self.fills if e is not first and e.wanted), entries - 1):
+            left -= entry.num_missing
+            alike = entry.need.model is first.need.model
+            if left < 0 or not alike or bool(entry.waiters) != bool(first.waiters):
+                break
+            entry.state = State.FILLING
+            chosen.append(entry)
+        return chosen
+
+    def filled(self, entry: Entry, kv: KV, now: float) -> list[Any]:
+        """More of it is there; once all of it is, the tickets that may now read it."""
+        assert entry.accepts(kv), f"{len(kv)} events after {entry.num_events} of {entry.key}"
+        entry.kv = kv
+        if len(kv) < entry.key.length:
+            return []
+        self.counts["fills"] += 1
+        self.fills.remove(entry)
+        return self._ready(entry, now)
+
+    def next_load(self, now: float) -> tuple[Entry, KV] | None:
+        """What to copy to device memory; None also while enough is under way."""
+        while self.loading < self.reloads and (entry := self.loads.first()):
+            if entry.wanted:
+                assert self.expander is not None, "there is no host memory"
+                self.loads.remove(entry)
+                self.loading += 1
+                entry.state, entry.loading_since = State.FILLING, now
+                return entry, self.expander.read(entry.key)
+            self._forget(entry)
+        return None
+
+    def begun(self, entry: Entry, kv: KV, now: float) -> list[Any]:
+        """Its layers arrive from now on; the tickets that may read them as they do.
+
+        Host memory stays pinned, and the entry stays, until `loaded` or `failed` is said.
+        """
+        self._check_reload(entry, kv)
+        entry.kv, entry.arriving = kv, True
+        return self._ready(entry, now)
+
+    def loaded(self, entry: Entry, kv: KV, now: float) -> list[Any]:
+        """It is in device memory again; the tickets that may now read it."""
+        self.counts["reloads"] += 1
+        self.loading -= 1
+        self._unpin(entry)
+        if not entry.arriving:
+            self._check_reload(entry, kv)
+            entry.kv = kv
+            return self._ready(entry, now)
+        entry.kv, entry.arriving = kv, False
+        self._settle(entry)
+        return []
+
+    def _check_reload(self, entry: Entry, kv: KV) -> None:
+        assert entry.accepts(kv), f"more memory than was set aside for {entry.key}"
+        assert len(kv) == entry.key.length, f"{len(kv)} events of {entry.key}"
+
+    def failed(self, entry: Entry) -> list[Any]:
+        """Its fill or reload came to nothing: the tickets that must do without.
+
+        Rankings that read it already are not among them: they find out, and then leave it.
+        """
+        if entry.arriving:
+            return self._failed_half_way(entry)
+        self.counts[f"failed_{'reloads' if entry.source is Source.HOST else 'fills'}"] += 1
+        tickets, entry.waiters, entry.promises, entry.lasting = entry.waiters, [], 0, False
+        if entry.source is Source.HOST:
+            self.loading -= 1
+        self._forget(entry)
+        return tickets
+
+    def _failed_half_way(self, entry: Entry) -> list[Any]:
+        self.counts["failed_reloads"] += 1
+        self.loading -= 1
+        self._unpin(entry)
+        entry.arriving = False
+        self.slots.unlist(entry)
+        self._want_no_more(entry)
+        return []
+
+    def next_copy(self, now: float) -> tuple[Entry, KV] | None:
+        """What to copy to host memory."""
+        while self.expander is not None and (entry := self.slots.oldest_idle()):
+            assert entry.kv is not None
+            if self.expander.begin(entry.key, entry.num_bytes, now):
+                self.slots.busy(entry)
+                entry.copying = True
+                return entry, entry.kv
+            self.slots.free(entry)
+        return None
+
+    def copied(self, entry: Entry, kv: KV | None, now: float) -> None:
+        """The copy is complete, or, without `kv`, came to nothing."""
+        assert self.expander is not None, "there is no host memory"
+        entry.copying = False
+        if kv is None or entry.key.version in self._retired:
+            self.counts["failed_copies"] += kv is None
+            self.expander.cancel(entry.key)
+            if entry.state is State.DONE:
+                return self.slots.free(entry)
+        else:
+            self.counts["copies"] += 1
+            self.expander.finish(entry.key, kv, now)
+        self._settle(entry)
+
+    # Time and versions
+
+    def expire(self, now: float) -> bool:
+        """Give up promises whose ranking did not come; whether there were any."""
+        some = False
+        for entry in self.slots.ended(now):
+            some = True
+            entry.promises = 0
+            if entry.state is State.RESERVED:
+                computed = entry.source is Source.COMPUTED
+                self.counts["abandoned_fills"] += computed and not entry.lasting
+            elif not entry.used:
+                self.counts["wasted_prefixes"] += 1
+                self.slots.unlist(entry)
+            self._settle(entry)
+        if self.expander is not None:
+            self.expander.expire(now)
+        return some
+
+    def retire(self, version: str) -> None:
+        """A model that nobody will ask for again: let its prefixes go as they fall free."""
+        self._retired.add(version)
+        for entry in [e for e in self.slots if e.key.version == version]:
+            self._want_no_more(entry)
+        if self.expander is not None:
+            self.expander.drop_where(lambda key: key.version == version)
+
+    def revive(self, version: str) -> None:
+        """A model that is asked for (again)."""
+        self._retired.discard(version)
+
+    # The life of an entry
+
+    def _line(self, entry: Entry) -> Line:
+        return self.loads if entry.source is Source.HOST else self.fills
+
+    def _promise(self, entry: Entry, now: float) -> None:
+        entry.promises += 1
+        self.slots.promise(entry, now + self.life_s)
+        if entry.state is State.DONE:
+            self.slots.busy(entry)
+            entry.state = State.READY
+
+    def _use(self, entry: Entry) -> None:
+        self.slots.busy(entry)
+        entry.state = State.IN_USE
+        entry.users += 1
+        entry.used = True
+
+    def _ready(self, entry: Entry, now: float) -> list[Any]:
+        entry.state, entry.lasting = State.READY, False
+        tickets, entry.waiters = entry.waiters, []
+        for _ in tickets:
+            self._use(entry)
+        self.slots.promise(entry, now + self.life_s)
+        self._settle(entry)
+        return tickets
+
+    def _want_no_more(self, entry: Entry) -> None:
+        """Nobody is to come for it: it goes once those who read or wait for it have left."""
+        entry.promises, entry.lasting = 0, False
+        self._settle(entry)
+
+    def _settle(self, entry: Entry) -> None:
+        """Move an entry on after somebody left it."""
+        if entry.users or entry.waiters:
+            return
+        if entry.promises:
+            if entry.state is State.IN_USE:
+                entry.state = State.READY
+            self.slots.promise(entry, entry.keep_until)
+        elif entry.state is State.RESERVED and not entry.lasting:
+            self._forget(entry)
+        elif entry.complete:
+            self._done(entry)
+
+    def _done(self, entry: Entry) -> None:
+        entry.state = State.DONE
+        if entry.copying or entry.arriving:
+            return  # whoever copies it says when that has ended
+        if self._worth_copying(entry):
+            self.slots.idle(entry)
+        else:
+            self.slots.free(entry)
+
+    def _worth_copying(self, entry: Entry) -> bool:
+        if self.expander is None or not entry.listed or entry.key.version in self._retired:
+            return False
+        return entry.key not in self.expander
+
+    def _forget(self, entry: Entry) -> None:
+        """Free an entry that never became complete."""
+        self._line(entry).remove(entry)
+        if entry.source is Source.HOST:
+            self._unpin(entry)
+        self.slots.free(entry)
+
+    def _unpin(self, entry: Entry) -> None:
+        assert self.expander is not None, "there is no host memory"
+        self.expander.unpin(entry.key)
+        if entry.key.version in self._retired:
+            self.expander.discard(entry.key)

@@ -1,0 +1,1 @@
+"""The trained ranker as serving calls it."""

@@ -1,0 +1,228 @@
+"""What a checkpoint holds of a ranker, read without the trainer that wrote it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+from nestpipe.config import build
+from nestpipe.embedding.store.reference import first_weights, round_to_bfloat16
+from nestpipe.errors import CheckpointError, ConfigError
+from nestpipe.models import HstuConfig
+from nestpipe.serve.types import Ids
+
+# Shapes: K items, D width of a row, W weights and optimizer state
+
+FORMAT = 1
+TABLE = "items"
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Everything that scores depend on, in host memory, float32."""
+
+    config: HstuConfig
+    dense: Mapping[str, Tensor]
+    items_K: Ids
+    """Ascending."""
+    rows_KD: Tensor
+    first: FirstRows | None = None
+    step: int | None = None
+    """Batches that it was trained on."""
+
+
+def read_weights(path: Path) -> Weights:
+    """The ranker of a checkpoint, or of the latest in a folder of them."""
+    checkpoint = _latest(path)
+    about = _about(checkpoint)
+    try:
+        config = _config(checkpoint, about)
+        tensors = load_file(checkpoint / "dense.safetensors")
+        dense = {k.removeprefix("model."): v for k, v in tensors.items() if k.startswith("model.")}
+        items_K, rows_KD = _rows(checkpoint, config.dim)
+        first = _first_rows(about)
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{str(checkpoint)!r} cannot be read ({error}); use another checkpoint"
+        ) from None
+    return Weights(config, dense, items_K, rows_KD, first, int(about["step"]))
+
+
+def refuse_broken(weights: Weights, where: str) -> None:
+    """Numbers that are none would make scores that are none, for everybody who meets them."""
+    for name, tensor in {**weights.dense, f"the rows of {TABLE}": weights.rows_KD}.items():
+        if not bool(torch.isfinite(tensor).all()):
+            raise CheckpointError(
+                f"{where} holds nan or inf in {name}; serve another checkpoint, and train with "
+                "smaller learning rates"
+            )
+
+
+def _latest(path: Path) -> Path:
+    found = sorted(path.glob("step-*")) if path.is_dir() else []
+    return found[-1] if found else path
+
+
+def _about(checkpoint: Path) -> dict[str, Any]:
+    file = checkpoint / "run.json"
+    try:
+        about = json.loads(file.read_text())
+    except OSError:
+        raise CheckpointError(
+            f"{str(checkpoint)!r} is not a checkpoint: it has no run.json; name a folder `step-...`"
+        ) from None
+    except ValueError as error:
+        raise CheckpointError(f"{str(file)!r} cannot be read ({error}); use another") from None
+    if not isinstance(about, dict) or about.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{str(checkpoint)!r} is not a checkpoint of format {FORMAT}; use the program that "
+            "wrote it"
+        )
+    return about
+
+
+def _config(checkpoint: Path, about: Mapping[str, Any]) -> HstuConfig:
+    model = about.get("model") or {}
+    if model.get("kind") != "ranker":
+        raise CheckpointError(
+            f"{str(checkpoint)!r} holds no ranker; train one with model.kind = 'ranker'"
+        )
+    try:
+        return build(HstuConfig, model["config"])
+    except ConfigError as error:
+        raise CheckpointError(
+            f"the model of {str(checkpoint)!r} does not fit this program ({error}); use the one "
+            "that wrote it"
+        ) from None
+
+
+def _first_rows(about: Mapping[str, Any]) -> FirstRows | None:
+    said = about.get("first_rows", {}).get(TABLE)
+    if said is None:
+        return None
+    dtype = next(str(t["dtype"]) for t in about["tables"] if t["name"] == TABLE)
+    return FirstRows(int(said["seed"]), float(said["std"]), dtype)
+
+
+def _rows(checkpoint: Path, dim: int) -> tuple[Ids, Tensor]:
+    """Items in ascending order with the weights of their rows; optimizer state stays on disk."""
+    files = sorted(checkpoint.glob(f"rows-{TABLE}-*.safetensors"))
+    keys = [_part(file, "keys").numpy() for file in files]
+    items = np.concatenate([np.zeros(0, np.int64), *keys])
+    order_K = np.argsort(items, kind="stable")
+    items_K = items[order_K]
+    if len(items_K) and not (np.diff(items_K) > 0).all():
+        raise ValueError("an item has two rows")
+    place_K = np.empty_like(order_K)
+    place_K[order_K] = np.arange(len(order_K))
+    rows_KD = torch.empty(len(items), dim)
+    begin = 0
+    for file, own in zip(files, keys, strict=True):
+        rows = _part(file, "rows", dim)
+        if tuple(rows.shape) != (len(own), dim):
+            raise ValueError(f"{file.name} has rows of {rows.shape[1]} weights, not {dim}")
+        rows_KD[torch.from_numpy(place_K[begin : begin + len(own)])] = rows
+        begin += len(own)
+    return items_K, rows_KD
+
+
+def _part(file: Path, name: str, columns: int | None = None) -> Tensor:
+    with safe_open(file, framework="pt") as opened:
+        if columns is None:
+            return opened.get_tensor(name)
+        return opened.get_slice(name)[:, :columns]
+
+
+# The rows of items while serving: one tensor on the device, found by sorted keys on the host.
+
+
+# Shapes: K items of the table, T items asked for, U of them that the table does not have, D width
+
+SPARSEST = 8
+"""Keys may be spread so thin for a list of places by key: more would waste host memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class FirstRows:
+    """What training would begin with for an item that it never saw."""
+
+    seed: int
+    std: float
+    dtype: str = "float32"
+    """How the table keeps its weights."""
+
+    def rows(self, items_U: Ids, dim: int) -> Tensor:
+        weights_UD = first_weights(self.seed, items_U, dim, self.std)
+        if self.dtype == "bfloat16":
+            weights_UD = round_to_bfloat16(weights_UD)
+        return torch.from_numpy(weights_UD)
+
+
+class ItemRows:
+    """Looks items up; those that the table does not have get their first row, or zeros.
+
+    Unknown items are normal: new ones appear before the next training run. Where the checkpoint
+    says how the table's rows begin, that is what they get, as in training; else a row of zeros.
+    """
+
+    def __init__(self, items_K: Ids, rows_KD: Tensor, first: FirstRows | None = None) -> None:
+        """Items ascend, each with its row, which is on the device and of the type to serve."""
+        assert len(items_K) == len(rows_KD), "every item has one row"
+        self.rows_KD = rows_KD
+        self.first = first
+        self._items_K = items_K
+        self._place_of = _place_by_key(items_K)
+
+    @property
+    def num_items(self) -> int:
+        return len(self._items_K)
+
+    def rows(self, items_T: Ids) -> Tensor:
+        """(T, D) on the device."""
+        places_T, known_T = self._find(items_T)
+        device, dim = self.rows_KD.device, self.rows_KD.shape[1]
+        if known_T.all():
+            return self.rows_KD.index_select(0, torch.from_numpy(places_T).to(device))
+        rows_TD = self.rows_KD.new_zeros(len(items_T), dim)
+        known = torch.from_numpy(np.flatnonzero(known_T)).to(device)
+        places = torch.from_numpy(places_T[known_T]).to(device)
+        rows_TD.index_copy_(0, known, self.rows_KD.index_select(0, places))
+        if self.first is not None:
+            unknown = torch.from_numpy(np.flatnonzero(~known_T)).to(device)
+            first_UD = self.first.rows(items_T[~known_T], dim)
+            rows_TD.index_copy_(0, unknown, first_UD.to(device, rows_TD.dtype))
+        return rows_TD
+
+    def _find(self, items_T: Ids) -> tuple[Ids, np.ndarray]:
+        """Where each item's row is, and whether there is one at all."""
+        if not self.num_items:
+            return np.zeros_like(items_T), np.zeros(len(items_T), dtype=bool)
+        if self._place_of is not None:
+            low, high = self._items_K[0], self._items_K[-1]
+            inside_T = (items_T >= low) & (items_T <= high)
+            places_T = self._place_of[np.where(inside_T, items_T, low) - low]
+            return places_T, inside_T & (places_T >= 0)
+        places_T = np.searchsorted(self._items_K, items_T)
+        places_T = np.minimum(places_T, self.num_items - 1)
+        return places_T, self._items_K[places_T] == items_T
+
+
+def _place_by_key(items_K: Ids) -> Ids | None:
+    """The place of every key from the first to the last, -1 for none; None where that is wasteful.
+
+    It is several times faster than a search, which matters for long histories.
+    """
+    if not len(items_K) or int(items_K[-1]) - int(items_K[0]) >= SPARSEST * len(items_K):
+        return None
+    place_of = np.full(int(items_K[-1]) - int(items_K[0]) + 1, -1, dtype=np.int64)
+    place_of[items_K - items_K[0]] = np.arange(len(items_K))
+    return place_of

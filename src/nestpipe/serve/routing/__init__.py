@@ -1,0 +1,1 @@
+"""Which instance serves a user: hash ring, health, router, nginx."""

@@ -1,0 +1,323 @@
+"""The built-in router: both legs of a user to the same instance, and an answer while one lives.
+
+It keeps nothing about users, so any number of routers over the same members agree.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from itertools import chain
+from typing import Literal
+
+from nestpipe.config import positive
+from nestpipe.errors import ConfigError, NestpipeError, RunError, ShedError
+from nestpipe.serve.routing.hash_ring import Membership
+from nestpipe.serve.routing.health import Health
+from nestpipe.serve.types import Answer, Clock, Outcome, RankRequest, RankService, Signal
+
+LEAST_DEADLINE_S = 0.001
+"""A ranking that is tried again with no time left is still asked for: late is better than never."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RouterSettings:
+    """How instances are chosen, and when one is taken to be dead."""
+
+    affinity: Literal["user", "random"] = "user"
+    """`user`: by consistent hashing; `random`: each leg anywhere, to show what affinity gives."""
+    life_s: float = 0.5
+    """Longest time between the legs of a request; a former ring counts for so long."""
+    faults: int = 2
+    """Faults in a row after which an instance is taken to be dead."""
+    probe_s: float = 1.0
+    """How often a dead one is tried again, by one request."""
+    seed: int = 0
+    """Of the random choices."""
+
+    def __post_init__(self) -> None:
+        for name in ("life_s", "faults", "probe_s"):
+            positive(name, getattr(self, name))
+        if self.affinity not in ("user", "random"):
+            raise ConfigError(f"affinity is {self.affinity!r}; give user or random")
+
+
+class Router:
+    """A `RankService` before several; may be called from any thread.
+
+    A backend that hangs must give up by itself: only what fails or answers moves a ranking on.
+    """
+
+    def __init__(self, backends: Mapping[str, RankService], settings: RouterSettings, clock: Clock):
+        self._settings = settings
+        self._clock = clock
+        self._backends = dict(backends)
+        self._leaving: dict[str, float] = {}
+        """Members that are gone from the ring, and when nothing can be on its way to them."""
+        self._membership = Membership(backends, settings.life_s)
+        self._health = Health(backends, settings.faults, settings.probe_s)
+        self._random = random.Random(settings.seed)
+        self._counts: Counter[str] = Counter()
+        self._first_choices: Counter[str] = Counter()
+        self._in_flight = 0
+        self._draining = False
+        self._changed = threading.Condition()
+        """Guards all of the above that changes."""
+
+    def prefetch(self, signal: Signal) -> Outcome:
+        """To wherever the ranking will go; lost where that fails."""
+        self._count("signals")
+        if self._draining:
+            return Outcome.FAILED
+        now = self._clock.now()
+        places = self._meeting_places(self._orders(signal.user, now), self._usable_at(now))
+        outcomes = [self._prefetch_at(place, signal) for place in dict.fromkeys(places)]
+        return next((one for one in outcomes if one is not Outcome.FAILED), Outcome.FAILED)
+
+    def _prefetch_at(self, member: str, signal: Signal) -> Outcome:
+        try:
+            outcome = self._backend(member).prefetch(signal)
+        except Exception as fault:  # noqa: BLE001  the ranking will do without
+            self._judge(member, fault)
+            self._count("lost_signals")
+            return Outcome.FAILED
+        self._health.answered(member)
+        return outcome
+
+    def rank(self, request: RankRequest) -> Future[Answer]:
+        """By the first instance that answers, in the user's order."""
+        line = self._line(request.user)
+        answer: Future[Answer] = Future()
+        answer.set_running_or_notify_cancel()
+        with self._changed:
+            self._counts["rankings"] += 1
+            draining = self._draining
+            self._in_flight += not draining
+        if draining:
+            answer.set_exception(ShedError("the service is closing; ask again in a second"))
+        else:
+            _Ranking(self, request, answer, line).try_next()
+        return answer
+
+    def add(self, member: str, backend: RankService) -> None:
+        """Give it its share of the users, within `life_s`."""
+        with self._changed:
+            self._backends[member] = backend
+            self._leaving.pop(member, None)
+            self._health.add(member)
+            ring = self._membership.ring
+            self._membership.change({*ring.members, member}, self._clock.now())
+
+    def remove(self, member: str) -> None:
+        """Take its users away; keep it running for `life_s` more, legs in flight end there."""
+        with self._changed:
+            now, ring = self._clock.now(), self._membership.ring
+            if member in ring.members:
+                self._membership.change({*ring.members} - {member}, now)
+                self._leaving[member] = now + self._settings.life_s
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """Who shares the users now."""
+        return self._membership.ring.members
+
+    def check(self, healthy: Callable[[str], bool]) -> None:
+        """Ask every member how it is; one that says no, or fails to say, is taken to be dead."""
+        self._forget()
+        for member in tuple(self._backends):
+            try:
+                well = healthy(member)
+            except Exception:  # noqa: BLE001  whatever it is, it is not well
+                well = False
+            if well:
+                self._health.answered(member)
+            else:
+                self._health.mark_dead(member, self._clock.now())
+
+    def stats(self) -> dict[str, float]:
+        """The router's own counters; instances have theirs."""
+        members = self.members
+        with self._changed:
+            counts = dict(self._counts)
+            shares = [self._first_choices[member] for member in members]
+            counts["in_flight"] = self._in_flight
+        counts["members"] = len(members)
+        counts["members_alive"] = sum(map(self._health.alive, members))
+        imbalance = max(shares) * len(shares) / sum(shares) if any(shares) else 1.0
+        own = {f"router_{name}": float(count) for name, count in counts.items()}
+        return {**own, "router_imbalance": imbalance}
+
+    def drain(self, timeout_s: float) -> bool:
+        """Shed what is new, wait for what is under way, then drain every instance."""
+        start = self._clock.now()
+        with self._changed:
+            self._draining = True
+            done = self._changed.wait_for(lambda: not self._in_flight, timeout_s)
+        for backend in tuple(self._backends.values()):
+            left_s = max(0.0, timeout_s - (self._clock.now() - start))
+            try:
+                done = backend.drain(left_s) and done
+            except Exception:  # noqa: BLE001  a dead one finishes nothing
+                done = False
+        return done
+
+    def _orders(self, user: str, now: float) -> list[tuple[str, ...]]:
+        """Members in the user's order, for every ring that counts, the oldest first."""
+        self._forget()
+        if self._settings.affinity == "random":
+            members = list(self.members)
+            with self._changed:
+                self._random.shuffle(members)
+            return [tuple(members)]
+        return [ring.order(user) for ring in reversed(self._membership.rings(now))]
+
+    def _meeting_places(
+        self, orders: list[tuple[str, ...]], usable: Callable[[str], bool]
+    ) -> Iterator[str]:
+        """On each ring the first member that lives: there signal and ranking meet."""
+        for order in orders:
+            yield from filter(None, [next(filter(usable, order), None)])
+
+    def _line(self, user: str) -> Iterator[str]:
+        """Whom a ranking asks, nobody twice: the living in the user's order, then the dead.
+
+        Read one by one, each time by what is known then: members may come while a ranking waits.
+        """
+        asked: set[str] = set()
+        while True:
+            now = self._clock.now()
+            orders = [
+                tuple(member for member in order if member not in asked)
+                for order in self._orders(user, now)
+            ]
+            last_resort = chain.from_iterable(reversed(orders))
+            living = self._meeting_places(orders, self._usable_at(now))
+            member = next(chain(living, last_resort), None)
+            if member is None:
+                return
+            asked.add(member)
+            yield member
+
+    def _usable_at(self, now: float) -> Callable[[str], bool]:
+        """One and the same answer about a member for one request."""
+        return cache(lambda member: self._health.usable(member, now))
+
+    def _backend(self, member: str) -> RankService:
+        backend = self._backends.get(member)
+        if backend is None:
+            raise RunError(f"instance {member} has left; ask the next one")
+        return backend
+
+    def _forget(self) -> None:
+        """Let go of members that left `life_s` ago."""
+        if not self._leaving:
+            return
+        now = self._clock.now()
+        with self._changed:
+            for member in [name for name, until in self._leaving.items() if now > until]:
+                del self._leaving[member], self._backends[member]
+                self._first_choices.pop(member, None)
+                self._health.remove(member)
+
+    def _judge(self, member: str, fault: BaseException) -> None:
+        """Shedding and refusing bad input are signs of life."""
+        if _is_verdict(fault):
+            self._health.answered(member)
+        else:
+            self._health.failed(member, self._clock.now())
+
+    def _count(self, name: str) -> None:
+        with self._changed:
+            self._counts[name] += 1
+
+    def _ended(self) -> None:
+        with self._changed:
+            self._in_flight -= 1
+            self._changed.notify_all()
+
+
+def _is_verdict(fault: BaseException) -> bool:
+    """Whether an instance that is well said no: to bad input, or because it has too much to do."""
+    refused = isinstance(fault, NestpipeError) and fault.exit_status == 2
+    return refused or isinstance(fault, ShedError)
+
+
+class _Ranking:
+    """One ranking on its way along the line."""
+
+    def __init__(
+        self, router: Router, request: RankRequest, answer: Future[Answer], line: Iterator[str]
+    ):
+        self._router = router
+        self._request = request
+        self._answer = answer
+        self._line = line
+        self._start = router._clock.now()
+        self._asked = 0
+        self._shed: ShedError | None = None
+        self._fault: BaseException | None = None
+
+    def try_next(self) -> None:
+        member = next(self._line, None)
+        if member is None:
+            return self._fail(self._shed or self._no_answer())
+        self._asked += 1
+        if self._asked == 1:
+            with self._router._changed:
+                self._router._first_choices[member] += 1
+        else:
+            self._router._count("retries")
+        try:
+            future = self._router._backend(member).rank(self._request_now())
+        except Exception as fault:  # noqa: BLE001  the next one may answer
+            return self._failed(member, fault)
+        future.add_done_callback(partial(self._done, member))
+
+    def _request_now(self) -> RankRequest:
+        """With the time that is left of its deadline."""
+        if self._request.deadline_s is None:
+            return self._request
+        left_s = self._request.deadline_s - (self._router._clock.now() - self._start)
+        return replace(self._request, deadline_s=max(left_s, LEAST_DEADLINE_S))
+
+    def _done(self, member: str, future: Future[Answer]) -> None:
+        if future.cancelled():
+            return self._failed(member, RunError(f"instance {member} dropped the ranking"))
+        fault = future.exception()
+        if fault is not None:
+            return self._failed(member, fault)
+        self._router._health.answered(member)
+        self._answer.set_result(future.result())
+        self._router._ended()
+
+    def _failed(self, member: str, fault: BaseException) -> None:
+        """Bad input and a second shedding are final; anything else goes to the next in line."""
+        self._router._judge(member, fault)
+        if isinstance(fault, ShedError):
+            if self._shed is not None:
+                return self._fail(fault)
+            self._shed = fault
+        elif _is_verdict(fault):
+            return self._fail(fault)
+        else:
+            self._fault = fault
+        self.try_next()
+
+    def _no_answer(self) -> RunError:
+        error = RunError(
+            f"none of {self._asked} instances answered ({self._fault}); look at their logs"
+            if self._asked
+            else "there is no instance to send a ranking to; add one"
+        )
+        error.__cause__ = self._fault
+        return error
+
+    def _fail(self, error: BaseException) -> None:
+        self._router._count("sheds" if isinstance(error, ShedError) else "errors")
+        self._answer.set_exception(error)
+        self._router._ended()

@@ -1,0 +1,1 @@
+"""The published cluster: its figures, the systems behind them, and the calibration."""

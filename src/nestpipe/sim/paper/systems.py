@@ -1,0 +1,162 @@
+"""The published table, simulated: each system is a plan plus costs, nothing more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields
+
+from nestpipe.schedule.op import Kind
+from nestpipe.schedule.plans import Plan, PlanOptions, plan
+from nestpipe.schedule.schedule import Retrieval
+from nestpipe.sim.cluster import Cluster
+from nestpipe.sim.costs import Scale, costs
+from nestpipe.sim.paper import published as paper
+from nestpipe.sim.paper.calibration import GROUPS, LAYOUT, paper_cluster
+from nestpipe.sim.paper.published import BEYOND, LARGEST, PUBLISHED, SCALES, Published
+from nestpipe.sim.report import Figures, simulate
+from nestpipe.sim.scaling import GroupChoice, choice_as_json, choose_groups, usual_groups
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """A training system as the simulator sees it."""
+
+    name: str
+    plan: str
+    micros: int = 1
+    groups: int = 1
+
+    def make_plan(self) -> Plan:
+        return plan(self.plan, PlanOptions(micros=self.micros))
+
+
+SYSTEMS = (
+    System(paper.TORCHREC, "serial"),
+    System(paper.SP_2D, "serial", groups=GROUPS),
+    System(paper.UNIEMB, "stale_prefetch"),
+    System(paper.NESTPIPE, "nested", micros=paper.MICROS),
+    System(paper.NESTPIPE_2D, "nested", micros=paper.MICROS, groups=GROUPS),
+    System(paper.DBP_ONLY, "dual_buffer"),
+    System(paper.FWP_ONLY, "frozen_window", micros=paper.MICROS),
+)
+
+FITTED: dict[tuple[str, int], tuple[str, ...]] = {
+    (paper.TORCHREC, 1536): ("step_ms", "lookup_ms", "exposed_comm_ms"),
+    (paper.TORCHREC, 128): ("lookup_ms",),
+    (paper.UNIEMB, 1536): ("step_ms", "lookup_ms"),
+    (paper.UNIEMB, 512): ("scaling_efficiency",),
+    (paper.UNIEMB, 128): ("step_ms",),
+    (paper.SP_2D, 1536): ("step_ms", "exposed_comm_ms"),
+    (paper.NESTPIPE_2D, 1536): ("all_to_all_ms",),
+}
+"""Which published figures the calibration used; every other row is a prediction."""
+
+
+@dataclass(frozen=True, slots=True)
+class PaperRow:
+    """One system at one scale, beside what was published of it."""
+
+    system: str
+    plan: str
+    workers: int
+    step_ms: float
+    lookup_ms: float
+    exposed_comm_ms: float
+    all_to_all_ms: float
+    """All All2Alls of rows and gradients, hidden or not."""
+    speedup: float
+    """Over TorchRec at the same scale."""
+    qps: float
+    """Samples per second of the whole cluster."""
+    scaling_efficiency: float
+    """Percent: the 128-worker step over this one."""
+    utilisation: float
+    kind: str
+    """`calibrated` where a published figure of this very row was used, `extrapolated` past the
+    largest published scale, else `predicted`."""
+    fitted: tuple[str, ...]
+    """The published figures of this row that the calibration used."""
+    published: Published
+
+    def error_percent(self, name: str) -> float | None:
+        """By how many percent a figure differs from the published one; None where unknown."""
+        known = getattr(self.published, name)
+        return None if known is None else 100 * (getattr(self, name) / known - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class PaperChoice:
+    """Numbers of groups compared for NestPipe, rows averaged every batch."""
+
+    retrieval: Retrieval
+    choice: GroupChoice
+
+
+COMPARED = tuple(f.name for f in fields(Published) if f.name != "derived")
+"""The figures that can be compared with published ones."""
+
+
+def paper_rows(
+    scales: tuple[int, ...] = (*SCALES, BEYOND), progress: Callable[[], None] = lambda: None
+) -> list[PaperRow]:
+    """Simulate every system at every scale; `progress` is called after each run."""
+    cluster = paper_cluster()
+    runs: dict[tuple[str, int], Figures] = {}
+    for system in SYSTEMS:
+        for workers in sorted({paper.BASE, *scales}):
+            scale = Scale(workers, system.groups, LAYOUT)
+            runs[system.name, workers] = simulate(system.make_plan(), cluster, scale)
+            progress()
+    return [_row(system, workers, runs, cluster) for system in SYSTEMS for workers in scales]
+
+
+def paper_choices(progress: Callable[[int], None] = lambda batch: None) -> list[PaperChoice]:
+    """Into how many groups NestPipe's workers are best split, at the largest scale and past it."""
+    cluster = paper_cluster()
+    found: list[PaperChoice] = []
+    for workers in (LARGEST, BEYOND):
+        for retrieval in Retrieval:
+            options = PlanOptions(micros=paper.MICROS, retrieval=retrieval, mirror_every=1)
+            numbers = usual_groups(workers)
+            choice = choose_groups("nested", options, cluster, workers, numbers, progress=progress)
+            found.append(PaperChoice(retrieval, choice))
+    return found
+
+
+def _row(
+    system: System, workers: int, runs: dict[tuple[str, int], Figures], cluster: Cluster
+) -> PaperRow:
+    run = runs[system.name, workers]
+    fitted = FITTED.get((system.name, workers), ())
+    at = costs(cluster, system.make_plan().shape, Scale(workers, system.groups, LAYOUT))
+    guessed = "predicted" if workers <= LARGEST else "extrapolated"
+    return PaperRow(
+        system=system.name,
+        plan=system.plan,
+        workers=workers,
+        step_ms=run.step_ms,
+        lookup_ms=run.lookup_ms,
+        exposed_comm_ms=run.exposed_comm_ms,
+        all_to_all_ms=system.micros * (at[Kind.ROWS] + at[Kind.GRADS]),
+        speedup=runs[paper.TORCHREC, workers].step_ms / run.step_ms,
+        qps=run.samples_per_s,
+        scaling_efficiency=100 * runs[system.name, paper.BASE].step_ms / run.step_ms,
+        utilisation=run.utilisation,
+        kind="calibrated" if fitted else guessed,
+        fitted=fitted,
+        published=PUBLISHED.get((system.name, workers), Published()),
+    )
+
+
+def rows_as_json(rows: list[PaperRow], choices: Sequence[PaperChoice] = ()) -> dict[str, object]:
+    """The table as plain values, with the errors, the groups and what does not reconcile."""
+    return {
+        "rows": [
+            {**asdict(row), "error_percent": {name: row.error_percent(name) for name in COMPARED}}
+            for row in rows
+        ],
+        "groups": [
+            {"retrieval": str(one.retrieval), **choice_as_json(one.choice)} for one in choices
+        ],
+        "unreconciled": list(paper.UNRECONCILED),
+    }

@@ -1,0 +1,1 @@
+"""Drawings of a trace: a text grid and an SVG."""

@@ -1,0 +1,1 @@
+"""Proof that plans and groups change no bit."""

@@ -1,0 +1,250 @@
+"""Two runs of one job, compared bit for bit: what one rank finds in its own shard.
+
+Floats are compared as the integers that their bits are: NaN equals itself, -0.0 is not 0.0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nestpipe.embedding.store.protocol import RowStore
+from nestpipe.train.trainer import Trainer
+
+# Shapes: K keys, W width of a stored row as it travels: D weights, then state; S steps
+
+Piece = tuple[int, Tensor, Tensor]
+"""Some rows of one table: its number, ascending keys, rows with state."""
+Plans = tuple[str, str]
+"""The names of the two runs, as sentences call them."""
+
+_SAME_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """A trainer after its run, and what each step said of itself."""
+
+    name: str
+    """What sentences call it: the plan."""
+    trainer: Trainer
+    losses: list[float]
+    samples: list[int]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything that training changes besides rows, by a name for people."""
+        progress = self.trainer.progress
+        return {
+            **dense_tensors(self.trainer),
+            "counter step": torch.tensor(progress.step),
+            "counter epoch": torch.tensor(progress.epoch),
+            "counter position": torch.tensor(progress.position),
+            "samples of each step": torch.tensor(self.samples, dtype=torch.int64),
+            "loss of each step": torch.tensor(self.losses, dtype=torch.float64),
+        }
+
+
+@dataclass(slots=True, kw_only=True)
+class Findings:
+    """What was compared, and what of it differs."""
+
+    rows_compared: int = 0
+    rows_different: int = 0
+    tensors_compared: int = 0
+    tensors_different: int = 0
+    largest_difference: float = 0.0
+    """Between two numbers; infinite where one of them is infinite or not a number."""
+    first_row: str | None = None
+    """The first row that differs, as a sentence; then the first tensor."""
+    first_tensor: str | None = None
+    first_step: int | None = None
+    """The first step, counted from 1, whose loss differs."""
+
+    def note_size(self, one: Tensor, two: Tensor) -> None:
+        """Take the distance of these numbers, which differ, into account."""
+        largest = float((one.double() - two.double()).abs().max())
+        size = largest if math.isfinite(largest) else math.inf
+        self.largest_difference = max(self.largest_difference, size)
+
+
+def compare(serial: Trained, other: Trained) -> Findings:
+    """Compare every row with its state, every dense tensor, all counters and losses."""
+    found = Findings(first_step=_first_different_step(serial.losses, other.losses))
+    plans = (serial.name, other.name)
+    for group, one, two in zip(
+        serial.trainer.groups, serial.trainer.stores, other.trainer.stores, strict=True
+    ):
+        names = [table.name for table in group.tables]
+        _compare_stores(found, names, plans, one, two)
+    _compare_tensors(found, plans, serial.tensors(), other.tensors())
+    return found
+
+
+def dense_tensors(trainer: Trainer) -> dict[str, Tensor]:
+    """Every weight and buffer of the model, and every state of their optimizer."""
+    model = trainer.model
+    found: dict[str, Tensor] = {f"dense weight {n}": p for n, p in model.named_parameters()}
+    found |= {f"dense buffer {name}": buffer for name, buffer in model.named_buffers()}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for parameter, states in trainer.dense_optimizer.state.items():
+        for state, value in states.items():
+            if value is not None:
+                owner = names.get(id(parameter), "nothing")  # a model may have no weights at all
+                found[f"dense optimizer's {state} of {owner}"] = torch.as_tensor(value)
+    return {name: _real(tensor.detach().cpu()) for name, tensor in found.items()}
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """The same memory as integers of the same size."""
+    return tensor.detach().contiguous().view(_SAME_SIZE[tensor.element_size()])
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+# Rows
+
+
+class _Reader:
+    """The rows of one export, taken in order of table and key."""
+
+    def __init__(self, pieces: Iterator[Piece], width: int) -> None:
+        self._pieces = pieces
+        self._nothing = torch.empty(0, dtype=torch.int64), torch.empty(0, width)
+        self._piece = next(pieces, None)
+
+    @property
+    def end(self) -> tuple[int, int] | None:
+        """Table and key of the last row at hand; None where all were taken."""
+        return None if self._piece is None else (self._piece[0], int(self._piece[1][-1]))
+
+    def take(self, table: int, key: int) -> tuple[Tensor, Tensor]:
+        """Keys and rows at hand of that table, up to that key."""
+        if self._piece is None or self._piece[0] != table:
+            return self._nothing
+        _, keys_K, rows_KW = self._piece
+        cut = int(torch.searchsorted(keys_K, key, right=True))
+        rest = (table, keys_K[cut:], rows_KW[cut:])
+        self._piece = rest if cut < len(keys_K) else next(self._pieces, None)
+        return keys_K[:cut], rows_KW[:cut]
+
+
+def side_by_side(one: RowStore, two: RowStore, chunk: int = 65536) -> Iterator[tuple[Piece, Piece]]:
+    """Every row of two stores, in pairs of pieces that cover the same range of one table's keys."""
+    readers = [_Reader(store.export(chunk), store.layout.width) for store in (one, two)]
+    while ends := [reader.end for reader in readers if reader.end is not None]:
+        table, key = min(ends)
+        first, second = (reader.take(table, key) for reader in readers)
+        yield (table, *first), (table, *second)
+
+
+def _compare_stores(
+    found: Findings, names: list[str], plans: Plans, one: RowStore, two: RowStore
+) -> None:
+    for (table, keys_one, rows_one), (_, keys_two, rows_two) in side_by_side(one, two):
+        about = f"table {names[table]!r}"
+        if not torch.equal(keys_one, keys_two):
+            both_one, both_two = torch.isin(keys_one, keys_two), torch.isin(keys_two, keys_one)
+            _count_missing(found, about, plans, keys_one[~both_one])
+            _count_missing(found, about, (plans[1], plans[0]), keys_two[~both_two])
+            keys_one, rows_one, rows_two = (
+                keys_one[both_one],
+                rows_one[both_one],
+                rows_two[both_two],
+            )
+        _compare_rows(found, about, plans, keys_one, rows_one, rows_two, one.layout.dim)
+
+
+def _count_missing(found: Findings, about: str, plans: Plans, keys_K: Tensor) -> None:
+    """Rows that the first of the plans has and the second does not."""
+    found.rows_compared += len(keys_K)
+    found.rows_different += len(keys_K)
+    if len(keys_K) and found.first_row is None:
+        has, lacks = plans
+        found.first_row = f"{about}, key {int(keys_K[0])}: {has} has this row, {lacks} has not"
+
+
+def _compare_rows(
+    found: Findings,
+    about: str,
+    plans: Plans,
+    keys_K: Tensor,
+    one_KW: Tensor,
+    two_KW: Tensor,
+    dim: int,
+) -> None:
+    found.rows_compared += len(keys_K)
+    differs_KW = bits(one_KW) != bits(two_KW)
+    if not differs_KW.any():
+        return
+    found.rows_different += int(differs_KW.any(1).sum())
+    found.note_size(one_KW[differs_KW], two_KW[differs_KW])
+    if found.first_row is None:
+        k, column = (int(i) for i in differs_KW.nonzero()[0])
+        where = f"weight {column}" if column < dim else f"state {column - dim}"
+        values = both_values(plans, one_KW[k, column], two_KW[k, column])
+        found.first_row = f"{about}, key {int(keys_K[k])}, {where}: {values}"
+
+
+# Tensors
+
+
+def _compare_tensors(
+    found: Findings, plans: Plans, one: Mapping[str, Tensor], two: Mapping[str, Tensor]
+) -> None:
+    for name in {**one, **two}:
+        found.tensors_compared += 1
+        sentence = _difference(found, plans, one.get(name), two.get(name))
+        if sentence is not None:
+            found.tensors_different += 1
+            found.first_tensor = found.first_tensor or f"{name}{sentence}"
+
+
+def _difference(
+    found: Findings, plans: Plans, one: Tensor | None, two: Tensor | None
+) -> str | None:
+    """What to say after the name of a tensor, or None where there is nothing to say."""
+    if one is None or two is None:
+        has, lacks = plans if two is None else plans[::-1]
+        return f": {has} has this tensor, {lacks} has not"
+    if one.shape != two.shape or one.dtype != two.dtype:
+        forms = [f"{tuple(tensor.shape)} of {tensor.dtype}" for tensor in (one, two)]
+        return f": {plans[0]} has {forms[0]}, {plans[1]} has {forms[1]}"
+    differs = bits(one) != bits(two)
+    if not differs.any():
+        return None
+    found.note_size(one[differs], two[differs])
+    place = tuple(int(i) for i in differs.nonzero()[0])
+    index = f"[{', '.join(map(str, place))}]" if place else ""
+    return f"{index}: {both_values(plans, one[place], two[place])}"
+
+
+def _first_different_step(one: Sequence[float], two: Sequence[float]) -> int | None:
+    shared = min(len(one), len(two))
+    losses = [torch.tensor(part[:shared], dtype=torch.float64) for part in (one, two)]
+    different_S = (bits(losses[0]) != bits(losses[1])).nonzero()
+    if len(different_S):
+        return int(different_S[0]) + 1
+    return shared + 1 if len(one) != len(two) else None
+
+
+def both_values(plans: Plans, one: Tensor, two: Tensor) -> str:
+    """Two numbers, told so that they look different."""
+    texts = [_text(value) for value in (one, two)]
+    if texts[0] == texts[1]:  # two kinds of NaN
+        width = 2 * one.element_size()
+        mask = (1 << 4 * width) - 1
+        texts = [f"{_text(v)} (0x{int(bits(v)) & mask:0{width}x})" for v in (one, two)]
+    return f"{plans[0]} has {texts[0]}, {plans[1]} has {texts[1]}"
+
+
+def _text(value: Tensor) -> str:
+    """Enough digits to tell neighbours apart."""
+    if not value.is_floating_point():
+        return str(value.item())
+    return f"{value.item():.{17 if value.element_size() == 8 else 9}g}"

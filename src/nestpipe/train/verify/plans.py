@@ -1,0 +1,165 @@
+"""Proof that a plan changes nothing: the same job with `serial` and with the plan, compared."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import asdict, dataclass, replace
+from typing import Any, cast
+
+from nestpipe.comm import Communicator
+from nestpipe.data import Source
+from nestpipe.train.config import PipelineSettings
+from nestpipe.train.job import JobConfig, make_job
+from nestpipe.train.ops import StepReport
+from nestpipe.train.trainer import Trainer
+from nestpipe.train.verify.compare import Findings, Trained, compare
+
+Tell = Callable[[StepReport], None]
+Watch = Callable[[str, int | None], AbstractContextManager[Tell]]
+"""Called before each run with its name and steps, if known; what it yields hears of every step."""
+Start = Callable[[PipelineSettings], tuple[Trainer, Source]]
+"""A fresh trainer with these settings, and its data; the same weights and order every time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """Whether two runs came to the same bits, over all ranks."""
+
+    plan: str
+    ranks: int
+    steps: int
+    """Batches that `serial` trained."""
+    micros: int
+    rows_compared: int
+    """Rows of all tables, each with its optimizer state."""
+    tensors_compared: int
+    """Dense weights, states of their optimizer, counters and losses, on every rank."""
+    rows_different: int
+    tensors_different: int
+    largest_difference: float | None
+    """None where one of two different numbers is infinite or not a number."""
+    first_different_step: int | None
+    """The first step whose loss differs."""
+    first_difference: str | None
+
+    @property
+    def identical(self) -> bool:
+        return self.first_difference is None
+
+    def figures(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {"identical": self.identical, **asdict(self)}
+
+
+def unwatched(name: str, total: int | None) -> AbstractContextManager[Tell]:
+    """Nobody looks on."""
+    return nullcontext(lambda report: None)
+
+
+def serial_twin(pipeline: PipelineSettings) -> PipelineSettings:
+    """The plain settings that must come to the same bits: nothing overlaps, all rows are read."""
+    return replace(pipeline, plan="serial", retrieval="whole", early=False, buffers=2)
+
+
+def verify_job(config: JobConfig, comm: Communicator, watch: Watch = unwatched) -> Verdict:
+    """Train a config's job with `serial` and with its plan, and compare what came out.
+
+    Nothing is evaluated or saved. All ranks take part, and all get the same verdict.
+    """
+
+    def start(pipeline: PipelineSettings) -> tuple[Trainer, Source]:
+        job = make_job(replace(config, pipeline=pipeline), comm)
+        return job.trainer, job.train
+
+    run = config.run
+    return verify(start, config.pipeline, steps=run.steps or None, epochs=run.epochs, watch=watch)
+
+
+def verify(
+    start: Start,
+    pipeline: PipelineSettings,
+    *,
+    steps: int | None = None,
+    epochs: int = 1,
+    watch: Watch = unwatched,
+) -> Verdict:
+    """Train twice from the same start, with `serial` and with `pipeline`, and compare.
+
+    Both trainers live until the comparison is made, so host memory holds all rows twice.
+    """
+    with ExitStack() as closing:
+
+        def train(settings: PipelineSettings, name: str) -> Trained:
+            trainer, source = start(settings)
+            closing.callback(trainer.close)
+            with watch(name, expected_steps(trainer, source, steps, epochs)) as tell:
+                return train_to_compare(trainer, source, name, steps, epochs, tell)
+
+        serial = train(serial_twin(pipeline), "serial")
+        other = train(pipeline, pipeline.plan if pipeline.plan != "serial" else "serial again")
+        findings = compare(serial, other)
+        comm = serial.trainer.comm
+        return combine(
+            [
+                Findings(**cast("dict[str, Any]", of))
+                for of in comm.all_gather_values(asdict(findings))
+            ],
+            plan=pipeline.plan,
+            steps=serial.trainer.progress.step,
+            micros=pipeline.micro_batches,
+        )
+
+
+def expected_steps(trainer: Trainer, source: Source, steps: int | None, epochs: int) -> int | None:
+    """How many steps a run will have, if that can be known."""
+    if source.num_samples is None:
+        return steps
+    every = epochs * -(-source.num_samples // trainer.settings.batch)
+    return min(every, steps) if steps else every
+
+
+def train_to_compare(
+    trainer: Trainer, source: Source, name: str, steps: int | None, epochs: int, tell: Tell
+) -> Trained:
+    """Train, and keep what every step says."""
+    losses: list[float] = []
+    samples: list[int] = []
+
+    def on_step(report: StepReport) -> None:
+        losses.append(report.loss)
+        samples.append(report.samples)
+        tell(report)
+
+    trainer.fit(source, steps=steps, epochs=epochs, on_step=on_step)
+    return Trained(name, trainer, losses, samples)
+
+
+def combine(of_ranks: Sequence[Findings], *, plan: str, steps: int, micros: int) -> Verdict:
+    """What all ranks found, together; their shards have no row in common."""
+    largest = max(found.largest_difference for found in of_ranks)
+    different = [found.first_step for found in of_ranks if found.first_step is not None]
+    return Verdict(
+        plan=plan,
+        ranks=len(of_ranks),
+        steps=steps,
+        micros=micros,
+        rows_compared=sum(found.rows_compared for found in of_ranks),
+        tensors_compared=sum(found.tensors_compared for found in of_ranks),
+        rows_different=sum(found.rows_different for found in of_ranks),
+        tensors_different=sum(found.tensors_different for found in of_ranks),
+        largest_difference=largest if math.isfinite(largest) else None,
+        first_different_step=min(different, default=None),
+        first_difference=_first(of_ranks),
+    )
+
+
+def _first(of_ranks: Sequence[Findings]) -> str | None:
+    """The first row that differs on any rank, else the first tensor."""
+    rows = [(rank, found.first_row) for rank, found in enumerate(of_ranks)]
+    tensors = [(rank, found.first_tensor) for rank, found in enumerate(of_ranks)]
+    for rank, sentence in rows + tensors:
+        if sentence is not None:
+            return f"on rank {rank}, {sentence}"
+    return None
