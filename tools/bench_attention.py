@@ -32,7 +32,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from triton.errors import TritonError
 
-from nestpipe.kernels.attention import Mask, RelativeBias
+from nestpipe.kernels.attention.reference import Mask, RelativeBias
 from nestpipe.kernels.fused_attention import launch, plain_attention
 from nestpipe.kernels.fused_attention.function import attention_by_kernels
 from nestpipe.kernels.fused_attention.launch import Problem, TileShape

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nestpipe.kernels.attention import Mask, RelativeBias
+from nestpipe.kernels.attention.reference import Mask, RelativeBias
 from nestpipe.kernels.fused_attention import fused_attention, plain_attention
 
 pytest.importorskip("triton", reason="triton comes with torch's builds for GPUs alone")

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from nestpipe.kernels.attention import Mask, RelativeBias, hstu_attention
+from nestpipe.kernels.attention.reference import Mask, RelativeBias, hstu_attention
 from nestpipe.kernels.fused_attention import fused_attention, plain_attention
 
 NORM, SCALE = 16.0, 0.5

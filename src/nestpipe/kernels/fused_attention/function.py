@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from nestpipe.kernels.attention import CAUSAL, NO_BIAS, Mask, RelativeBias
-from nestpipe.kernels.attention_forward import kernel_serves
+from nestpipe.kernels.attention.inference import kernel_serves
+from nestpipe.kernels.attention.reference import CAUSAL, NO_BIAS, Mask, RelativeBias
 from nestpipe.kernels.fused_attention.plain import plain_attention
 
 # Shapes: B samples, T rows of all samples together, H heads, A width of queries and keys, V width

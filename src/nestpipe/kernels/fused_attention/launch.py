@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nestpipe.kernels.attention import RelativeBias
+from nestpipe.kernels.attention.reference import RelativeBias
 from nestpipe.kernels.fused_attention.backward import attend_backward_keys, attend_backward_queries
 from nestpipe.kernels.fused_attention.bias_gradient import sum_bias_gradients
 from nestpipe.kernels.fused_attention.forward import attend_forward

@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from nestpipe.kernels.attention import CAUSAL, NO_BIAS, Mask, Padding, RelativeBias, _Pairs
+from nestpipe.kernels.attention.reference import (
+    CAUSAL,
+    NO_BIAS,
+    Mask,
+    Padding,
+    RelativeBias,
+    _Pairs,
+)
 
 # Shapes: B samples, T rows of all samples together, L rows of the longest, H heads,
 # A width of queries and keys, V width of values
