@@ -133,21 +133,27 @@ def _compare_one(
 
 
 def _table(result: Comparison) -> str:
+    """Medians over rounds, with the fastest and the slowest round."""
+    from nestpipe.bench.pipeline.cases import SerialLoop
+
     case = result.case
     lines = [
         f"{result.config}: {case.ranks} ranks x {case.batch} samples, {case.rows:,} rows, "
         f"{case.blocks} blocks of {case.width}"
     ]
     for seen in result.readings:
-        every = ", ".join(f"{ms:.1f}" for ms in seen.readings_ms)
+        low, high = seen.range_ms
         parts = ", ".join(f"{name} {ms:.1f}" for name, ms in seen.parts_ms.items())
         lines.append(
             f"  {seen.system:8}  {seen.pipeline:52} {seen.step_ms:7.1f} ms "
-            f"{seen.samples_per_s(result.samples):9,.0f} samples/s  [{every}]"
+            f"({low:.1f}..{high:.1f}) {seen.samples_per_s(result.samples):9,.0f} samples/s"
             + (f"  {parts}" if parts else "")
         )
+    for loop in SerialLoop:
+        if (ratio := result.over_serial(loop)) is not None:
+            lines.append(f"  NestPipe over {loop} serial: {ratio:.2f}x")
     if result.ratio is not None:
-        lines.append(f"  NestPipe over TorchRec, each at its best: {result.ratio:.2f}x")
+        lines.append(f"  NestPipe over TorchRec, the fastest plan of each: {result.ratio:.2f}x")
     return "\n".join(lines)
 
 

@@ -24,9 +24,11 @@ from nestpipe.bench.pipeline.cases import (
     TIMED_STEPS,
     WARM_STEPS,
     PipelineCase,
+    SerialLoop,
     Variant,
     case_of,
     check_names,
+    serial_loops,
     variant_of,
 )
 from nestpipe.bench.pipeline.files import read_rounds
@@ -51,6 +53,11 @@ class Reading:
     readings_ms: tuple[float, ...]
     parts_ms: Mapping[str, float]
     """NestPipe: compute, and what else is exposed, of a median step."""
+
+    @property
+    def range_ms(self) -> tuple[float, float]:
+        """The fastest and the slowest reading."""
+        return min(self.readings_ms), max(self.readings_ms)
 
     def samples_per_s(self, samples: int) -> float:
         return 1000 * samples / self.step_ms
@@ -81,7 +88,16 @@ class Comparison:
     def best(self, system: str) -> Reading | None:
         """The fastest of a system; of ours only what overlaps, `serial` being no contender."""
         found = [r for r in self.readings if r.system == system and "serial" not in r.pipeline]
-        return min(found, key=lambda reading: reading.step_ms, default=None)
+        return _fastest(found)
+
+    def serial(self, loop: SerialLoop) -> Reading | None:
+        """The fastest run of a baseline."""
+        return _fastest([r for r in self.readings if r.pipeline.startswith(f"serial {loop}")])
+
+    def over_serial(self, loop: SerialLoop) -> float | None:
+        """Step of the fastest run of a baseline over our best step; None where one is missing."""
+        ours, baseline = self.best(NESTPIPE), self.serial(loop)
+        return baseline.step_ms / ours.step_ms if ours and baseline else None
 
     @property
     def ratio(self) -> float | None:
@@ -98,11 +114,21 @@ class Comparison:
             "config": self.config,
             "case": asdict(self.case),
             "ratio": self.ratio,
+            "over_strict_serial": self.over_serial(SerialLoop.STRICT),
+            "over_async_serial": self.over_serial(SerialLoop.ASYNC),
             "readings": [
-                {**asdict(reading), "samples_per_s": reading.samples_per_s(self.samples)}
+                {
+                    **asdict(reading),
+                    "range_ms": list(reading.range_ms),
+                    "samples_per_s": reading.samples_per_s(self.samples),
+                }
                 for reading in self.readings
             ],
         }
+
+
+def _fastest(readings: Sequence[Reading]) -> Reading | None:
+    return min(readings, key=lambda reading: reading.step_ms, default=None)
 
 
 def lab_case(config: str, steps: int = TIMED_STEPS) -> PipelineCase:
@@ -119,10 +145,15 @@ def lab_case(config: str, steps: int = TIMED_STEPS) -> PipelineCase:
 def lab_variants(
     case: PipelineCase, plans: Sequence[str], forms: Sequence[str], micros: Sequence[int]
 ) -> list[Variant]:
-    """Our runs: each plan in each form, with each number of micro-batches."""
+    """Our runs: each plan in each form, with each number of micro-batches.
+
+    `serial` runs as strict and as async loop.
+    """
     check_names(plans, forms)
     sized = [replace(case, micros=number) for number in micros]  # refuses what cannot be
-    return [variant_of(of, plan, form) for plan, form, of in product(plans, forms, sized)]
+    found = [variant_of(of, plan, form) for plan, form, of in product(plans, forms, sized)]
+    serial = [variant for variant in found if variant.serial]
+    return [*serial_loops(case, serial), *(variant for variant in found if not variant.serial)]
 
 
 def time_nestpipe(case: PipelineCase, variants: Sequence[Variant]) -> list[Reading]:
@@ -140,9 +171,10 @@ def _reading(variant: Variant, rounds: Sequence[Trace], timed: int) -> Reading:
     parts = {"compute": seen.compute, "lookup": seen.lookup, "exchange": seen.exchange}
     early = ", rows early" if variant.early else ""
     third = ", 3 buffers" if variant.buffers == 3 else ""
+    plan = f"{variant.plan} {variant.loop}" if variant.serial else variant.plan
     return Reading(
         NESTPIPE,
-        f"{variant.plan} {variant.retrieval}, {variant.micros} micro-batches{early}{third}",
+        f"{plan} {variant.retrieval}, {variant.micros} micro-batches{early}{third}",
         step_ms,
         steps_ms,
         {name: part * step_ms for name, part in {**parts, "idle": seen.idle}.items()},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -87,7 +87,8 @@ def bench_pipeline(
         for point in points:
             console().print(_table(chosen, point))
         if len(points) > 1:
-            console().print(_curve(points))
+            console().print(_curve("strict", points, lambda seen: seen.over_strict))
+            console().print(_curve("async", points, lambda seen: seen.over_async))
 
 
 def _case(
@@ -129,15 +130,16 @@ def _table(case: PipelineCase, point: PointReport) -> Table:
     shares = ", ".join(f"{name} {100 * part:.0f} %" for name, part in point.shares.items())
     table = Table(
         title=f"{case.name}: {case.ranks} ranks of {case.batch} samples ({case.device})",
-        caption=f"ms per step. Of the serial step: {shares}. x: gain over serial in the same form "
-        "with as many micro-batches and the same exchange, and over the best serial. "
-        "Efficiency: busy time of the busiest lane over the step. Predicted: by the simulator, "
-        "from the traces of serial.",
+        caption=f"step: ms, median over rounds; range: fastest and slowest round. Of the strict "
+        f"serial step: {shares}. strict, async: gain over the fastest strict and async serial"
+        f"{'' if case.device == 'cuda' else ', which are the same loop on a CPU'}. "
+        "busy: of the busiest lane, over the step. predicted: by the simulator, from the traces of "
+        "strict serial.",
         box=SIMPLE_HEAD,
         padding=(0, 0, 0, 1),
     )
     table.add_column("plan, rows, N", no_wrap=True)
-    for name in ("step", "x", "best", "efficiency", "lookup", "exchange", "samples/s", "predicted"):
+    for name in ("step", "range", "strict", "async", "busy", "lookup", "exchange", "predicted"):
         table.add_column(name, justify="right", no_wrap=True)
     for seen in point.variants:
         table.add_row(*_cells(seen))
@@ -149,12 +151,12 @@ def _cells(seen: VariantReport) -> list[str]:
     return [
         " ".join(variant.words),
         _ms(seen.step_ms),
-        f"{seen.ratio:.2f}",
-        f"{seen.ratio_best:.2f}",
+        f"{_ms(min(seen.rounds_ms))}..{_ms(max(seen.rounds_ms))}",
+        f"{seen.over_strict:.2f}x",
+        f"{seen.over_async:.2f}x",
         f"{seen.efficiency:.2f} {seen.busiest_lane}",
         _ms(seen.lookup_ms),
         _ms(seen.exchange_ms),
-        f"{seen.samples_per_s:,.0f}",
         "" if error is None else f"{_ms(seen.predicted_ms or 0.0)} {100 * error:+.0f} %",
     ]
 
@@ -163,15 +165,19 @@ def _ms(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
 
 
-def _curve(points: Sequence[PointReport]) -> Table:
-    """What each plan gains over the best serial, from much moving to much computing."""
-    names = [seen.variant for seen in points[0].variants if seen.variant.plan != "serial"]
-    table = Table(title="gain over the best serial", caption="by (lookup + exchange) / compute")
+def _curve(
+    loop: str, points: Sequence[PointReport], gain: Callable[[VariantReport], float]
+) -> Table:
+    """What each plan gains over the fastest serial, from much moving to much computing."""
+    names = [seen.variant for seen in points[0].variants if not seen.variant.serial]
+    table = Table(
+        title=f"gain over the fastest {loop} serial", caption="by (lookup + exchange) / compute"
+    )
     table.add_column("ratio", justify="right")
     for variant in names:
         table.add_column(" ".join(variant.words), justify="right")
     for point in points:
-        gains = {seen.variant: seen.ratio_best for seen in point.variants}
+        gains = {seen.variant: gain(seen) for seen in point.variants}
         table.add_row(
             f"{point.moved_over_compute:.2f}", *(f"{gains[variant]:.2f}" for variant in names)
         )

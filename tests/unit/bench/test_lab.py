@@ -17,7 +17,7 @@ from nestpipe.bench.lab import (
     time_nestpipe,
     timed_step,
 )
-from nestpipe.bench.pipeline.cases import CASES, case_of
+from nestpipe.bench.pipeline.cases import CASES, SerialLoop, case_of
 from nestpipe.bench.pipeline.model import make_batches, make_model
 from nestpipe.errors import ConfigError
 from nestpipe.trace import Span, Trace
@@ -96,6 +96,24 @@ def test_the_best_of_each_is_compared_and_serial_is_no_contender():
     assert Comparison("A", case_of("lab_a"), tuple(ours)).ratio is None
 
 
+def test_our_best_plan_is_compared_with_both_baselines():
+    steps = {"serial strict": 40.0, "serial async": 24.0, "serial async new": 26.0, "nested": 16.0}
+    ours = [Reading(NESTPIPE, name, ms, (ms - 1, ms, ms + 3), {}) for name, ms in steps.items()]
+    result = Comparison("A", case_of("lab_a"), tuple(ours))
+    assert result.over_serial(SerialLoop.STRICT) == pytest.approx(2.5)
+    assert result.over_serial(SerialLoop.ASYNC) == pytest.approx(1.5)
+    said = result.as_json()
+    assert (said["over_strict_serial"], said["over_async_serial"]) == (2.5, 1.5)
+    assert result.readings[0].range_ms == (39.0, 43.0)
+    without = Comparison("A", case_of("lab_a"), tuple(ours[1:]))
+    assert without.over_serial(SerialLoop.STRICT) is None
+
+
+def test_on_a_gpu_both_baselines_are_timed():
+    names = [v.name for v in lab_variants(case_of("lab_c"), ["nested", "serial"], ["new"], [2])]
+    assert names == ["serial-strict-new-2", "serial-async-new-2", "nested-new-2"]
+
+
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
@@ -122,10 +140,10 @@ def test_every_variant_is_timed_on_the_way(capfd):
     variants = lab_variants(case, ["nested", "serial"], ["new"], [1, 2])
     readings = time_nestpipe(case, variants)
     assert [r.pipeline for r in readings] == [
+        "serial strict new, 1 micro-batches",
+        "serial strict new, 2 micro-batches",
         "nested new, 1 micro-batches, rows early",
         "nested new, 2 micro-batches, rows early",
-        "serial new, 1 micro-batches",
-        "serial new, 2 micro-batches",
     ]
     for reading in readings:
         assert len(reading.readings_ms) == 2

@@ -11,6 +11,7 @@ from nestpipe.bench.pipeline.cases import CASES, Variant
 from nestpipe.bench.pipeline.model import Blocks, make_model
 from nestpipe.bench.pipeline.rank import Rounds
 from nestpipe.comm import LocalCommunicator
+from nestpipe.runtime import InlineLanes
 
 TINY = replace(CASES["network"], ranks=1, batch=4, keys=3, rows=100, dim=4, width=4, micros=2)
 
@@ -46,3 +47,21 @@ def test_what_is_computed_again_has_the_same_gradients():
         model.dense({"history": rows_TD}, batch).total.backward()
         found.append([rows_TD.grad, *(p.grad for p in model.parameters())])
     assert all(torch.equal(kept, made) for kept, made in zip(*found, strict=True))
+
+
+def test_each_baseline_has_lanes_of_its_own(monkeypatch):
+    """The async loop must not get lanes that wait for the device."""
+    waiting = object()
+    monkeypatch.setattr("nestpipe.bench.pipeline.rank.lanes_for", lambda *_: waiting)
+    rounds = Rounds(TINY, LocalCommunicator())
+    with closing(rounds.trainer):
+        found = {
+            variant.name: rounds._lanes_of(variant)
+            for variant in (
+                Variant("serial", "whole", 2),
+                Variant("serial", "whole", 2, loop="async"),
+                Variant("nested", "whole", 2),
+            )
+        }
+    assert found["serial-strict-whole-2"] is found["nested-whole-2"] is waiting
+    assert isinstance(found["serial-async-whole-2"], InlineLanes)

@@ -60,7 +60,68 @@ def test_the_best_serial_has_no_use_for_micro_batches():
     variants = variants_of(CASE, ("nested",), ("whole",))
     traces = {v: [replay_shared(v.make_plan(), dear_messages, OWN, batches=16)] for v in variants}
     nested = report(CASE, 1, OWN, traces).variants[-1]
-    assert nested.ratio_best < nested.ratio
+    assert nested.over_strict < nested.ratio
+
+
+GPU_CASE = replace(CASE, device="cuda")
+
+
+def test_on_a_gpu_both_baselines_run_and_on_a_cpu_they_are_one():
+    on_gpu = [v.name for v in variants_of(GPU_CASE, ("nested",), ("whole",)) if v.serial]
+    assert on_gpu == [
+        *("serial-strict-whole-1", "serial-strict-new-1"),
+        *("serial-strict-whole-4", "serial-strict-new-4"),
+        *("serial-async-whole-1", "serial-async-new-1"),
+        *("serial-async-whole-4", "serial-async-new-4"),
+    ]
+    assert {v.loop for v in variants_of(CASE, ("nested",), ("whole",))} == {"strict"}
+    nested = report(CASE, 1, OWN, measured(variants_of(CASE, ("nested",), ("whole",)))).variants[-1]
+    assert nested.over_async == nested.over_strict
+
+
+def test_a_gain_is_over_the_fastest_run_of_each_baseline():
+    """The host of the async loop hides half of the lookup: the gain over it is smaller."""
+
+    def traces(variant: Variant) -> list[Trace]:
+        lookup = 10.0 if variant.loop == "async" else 20.0
+        costs = {**COSTS, Kind.RETRIEVE: lookup}
+        made = variant.make_plan("cuda")
+        return [replay_shared(made, lambda op, rank: costs.get(op.kind, 0.0), OWN, batches=16)]
+
+    variants = variants_of(GPU_CASE, ("nested",), ("whole",))
+    point = report(GPU_CASE, 1, OWN, {v: traces(v) for v in variants})
+    steps: dict[str, list[float]] = {}
+    for seen_ in point.variants:
+        if seen_.variant.serial:
+            steps.setdefault(seen_.variant.loop, []).append(seen_.step_ms)
+            assert (seen_.predicted_ms is not None) == (
+                seen_.variant.loop == "strict" and seen_.variant.micros == 4
+            )
+    nested = point.variants[-1]
+    assert nested.over_strict == pytest.approx(min(steps["strict"]) / nested.step_ms)
+    assert nested.over_async == pytest.approx(min(steps["async"]) / nested.step_ms)
+    assert nested.over_async < nested.over_strict
+    said = nested.as_json()
+    assert said["over_strict_serial"] == said["ratio_best"] == nested.over_strict
+    assert said["over_async_serial"] == nested.over_async
+
+
+def test_a_step_is_the_median_over_rounds_beside_its_range():
+    """One slow round moves neither the median nor the fastest: it shows in the range."""
+
+    def rounds(variant: Variant) -> list[Trace]:
+        made = variant.make_plan()
+
+        def traced(slower: float) -> Trace:
+            return replay_shared(made, lambda op, _: slower * cost_of(op, 0), OWN, batches=16)
+
+        return [traced(slower) for slower in (1.0, 3.0, 1.1)]
+
+    variants = variants_of(CASE, ("nested",), ("whole",))
+    serial = report(CASE, 1, OWN, {v: rounds(v) for v in variants}).serial()
+    assert serial.step_ms == pytest.approx(110, rel=1e-3)
+    assert serial.as_json()["step_ms_range"] == pytest.approx([100, 300], rel=1e-3)
+    assert serial.as_json()["rounds_ms"] == pytest.approx([100, 300, 110], rel=1e-3)
 
 
 def test_a_window_is_measured_against_serial_with_a_window():
@@ -138,7 +199,20 @@ def test_rows_that_are_sent_early_are_measured_against_the_same_serial():
 
 
 def seen(variant: Variant) -> VariantReport:
-    return VariantReport(variant, 50.0, 1.0, 40.0, 1.0, 5.0, 0.0, {"compute": 40.0}, 2.0, 1.5, None)
+    return VariantReport(
+        variant=variant,
+        rounds_ms=(49.0, 50.0, 53.0),
+        samples_per_s=1.0,
+        compute_ms=40.0,
+        lookup_ms=1.0,
+        exchange_ms=5.0,
+        idle_ms=0.0,
+        busy_ms={"compute": 40.0},
+        ratio=2.0,
+        over_strict=1.5,
+        over_async=1.2,
+        predicted_ms=None,
+    )
 
 
 def test_the_table_names_what_sends_rows_early(monkeypatch, capsys):
@@ -209,18 +283,18 @@ def test_joined_ranks_keep_their_distance():
 def test_serial_runs_in_both_forms_and_without_micro_batches():
     names = [variant.name for variant in variants_of(CASE, ("nested", "serial"), ("whole",))]
     assert names == [
-        "serial-whole-1",
-        "serial-new-1",
-        "serial-whole-4",
-        "serial-new-4",
+        "serial-strict-whole-1",
+        "serial-strict-new-1",
+        "serial-strict-whole-4",
+        "serial-strict-new-4",
         "nested-whole-4",
     ]
     window = variants_of(CASE, ("nested",), ("new",), ("micro", "window"))
     assert [variant.name for variant in window[2:]] == [
-        "serial-whole-4",
-        "serial-new-4",
-        "serial-whole-4-window",
-        "serial-new-4-window",
+        "serial-strict-whole-4",
+        "serial-strict-new-4",
+        "serial-strict-whole-4-window",
+        "serial-strict-new-4-window",
         "nested-new-4",
         "nested-new-4-window",
     ]

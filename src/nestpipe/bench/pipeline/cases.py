@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from functools import partial
 from typing import Literal
 
@@ -178,7 +179,6 @@ CASES = {
             wire="bfloat16",
             buffers=3,
             steps=14,
-            rounds=2,
         ),
         PipelineCase(
             name="host",
@@ -222,6 +222,15 @@ CASES = {
 }
 
 
+class SerialLoop(StrEnum):
+    """The two baselines of plan `serial`; on a CPU they are the same loop."""
+
+    STRICT = "strict"
+    """Nothing overlaps: the host waits for the device before every op of its own."""
+    ASYNC = "async"
+    """The loop that a user would write: the host issues work without such waits."""
+
+
 @dataclass(frozen=True, slots=True)
 class Variant:
     """One way to run the workload."""
@@ -234,13 +243,21 @@ class Variant:
     """Whether the rows of the first micro-batch are sent early."""
     buffers: int = 2
     """Buffers of rows on the device, of a plan that looks up ahead."""
+    loop: str = SerialLoop.STRICT
+    """Which baseline it is, of plan `serial`; overlapping plans have lanes instead."""
+
+    @property
+    def serial(self) -> bool:
+        """Whether it is a baseline, with no lanes to overlap."""
+        return self.plan == "serial"
 
     @property
     def words(self) -> tuple[str, ...]:
         """What tells it apart; the exchange only where it is not the usual one."""
         usual = self.exchange == Exchange.MICRO
         return (
-            *(self.plan, self.retrieval, str(self.micros)),
+            *((self.plan, str(self.loop)) if self.serial else (self.plan,)),
+            *(self.retrieval, str(self.micros)),
             *(() if usual else (self.exchange,)),
             *(("early",) if self.early else ()),
             *(("third",) if self.buffers == 3 else ()),
@@ -302,7 +319,8 @@ def variants_of(
 
     `serial` is always among them, in both forms of retrieval and with every exchange: it is what
     the others are measured against, and what their steps are predicted from. It also runs without
-    micro-batches, which it has no use for, so that the comparison is with the best of it.
+    micro-batches, which it has no use for, so that the comparison is with the best of it. On a GPU
+    all of these run twice, as strict and as async loop.
     """
     check_names(plans, forms, exchanges)
     if case.micros == 1 and Exchange.WINDOW in exchanges:
@@ -322,4 +340,10 @@ def variants_of(
     ]
     serial = [Variant("serial", form, case.micros, way) for way in ways for form in Retrieval]
     unsplit = [Variant("serial", form, 1) for form in Retrieval] if case.micros > 1 else []
-    return [*unsplit, *serial, *others]
+    return [*serial_loops(case, [*unsplit, *serial]), *others]
+
+
+def serial_loops(case: PipelineCase, strict: Sequence[Variant]) -> list[Variant]:
+    """The baselines, first those that are strict; on a CPU no loop is asynchronous."""
+    loops = SerialLoop if case.device == "cuda" else (SerialLoop.STRICT,)
+    return [replace(variant, loop=str(loop)) for loop in loops for variant in strict]

@@ -18,14 +18,14 @@ from statistics import median
 import torch
 
 from nestpipe.bench.one_gpu import look_like_a_host
-from nestpipe.bench.pipeline.cases import CURVE, PipelineCase, Variant
+from nestpipe.bench.pipeline.cases import CURVE, PipelineCase, SerialLoop, Variant
 from nestpipe.bench.pipeline.files import NET_CPU, read_task, trace_file, write_points
 from nestpipe.bench.pipeline.model import fill_store, make_batches, make_model, make_tables
 from nestpipe.bench.pipeline.report import step_times
 from nestpipe.bench.repeated import Repeated
 from nestpipe.comm import Communicator, LocalCommunicator, connect
 from nestpipe.errors import NestpipeError
-from nestpipe.runtime import Lanes, Spans, lanes_for
+from nestpipe.runtime import InlineLanes, Lanes, Spans, lanes_for
 from nestpipe.runtime.lanes import Act
 from nestpipe.schedule import Lane, Op
 from nestpipe.sim import figures
@@ -36,6 +36,8 @@ from nestpipe.train.config import DenseSettings, PipelineSettings, RowSettings, 
 from nestpipe.train.grad_buckets import buckets_of
 from nestpipe.train.trainer import Trainer
 
+OVERLAPPING = "overlapping"
+"""The lanes that all plans but `serial` share."""
 CALIBRATION_PASSES = (1, 9)
 """Serial steps with so much compute tell what a pass costs, and what all the rest does."""
 
@@ -87,13 +89,13 @@ class Rounds:
         self.trainer = Trainer(make_model(case), make_tables(case), settings, comm)
         self.source = Repeated(make_batches(case, comm.rank), case.steps)
         self._clock = SharedClock(self.trainer.spans)
-        self._lanes: dict[bool, Lanes] = {}
+        self._lanes: dict[str, Lanes] = {}
 
     def run(self, variant: Variant) -> Trace:
         """One round; its trace, by the clock of the machine."""
         trainer = self.trainer
         plan = trainer.placed(variant.make_plan())
-        trainer.plan, trainer.lanes = plan, self._lanes_of(plan.name)
+        trainer.plan, trainer.lanes = plan, self._lanes_of(variant)
         trainer.spans, trainer.trace = self._clock, Trace(())
         self.comm.barrier()
         trainer.fit(self.source, epochs=trainer.progress.epoch + 1)  # type: ignore[arg-type]
@@ -109,12 +111,17 @@ class Rounds:
         """Choose the compute of the rounds that follow."""
         setattr(self.trainer.model, "passes", passes)  # noqa: B010  torch types it as a tensor
 
-    def _lanes_of(self, plan: str) -> Lanes:
+    def _lanes_of(self, variant: Variant) -> Lanes:
         """Lanes are kept: streams have memory of their own."""
-        overlapping = plan != "serial"
-        if overlapping not in self._lanes:
-            self._lanes[overlapping] = lanes_for(plan, self.trainer.device)
-        return self._lanes[overlapping]
+        kind = variant.loop if variant.serial else OVERLAPPING
+        if kind not in self._lanes:
+            self._lanes[kind] = (
+                # Every op goes to the current stream, and the host runs ahead as far as it can.
+                InlineLanes()
+                if kind == SerialLoop.ASYNC
+                else lanes_for(variant.plan, self.trainer.device)
+            )
+        return self._lanes[kind]
 
 
 def _shifted(spans: Sequence[Span], by_ms: float) -> tuple[Span, ...]:
