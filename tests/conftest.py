@@ -4,17 +4,32 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import settings
+
+from support import programs
+from support.examples import load_profile
 
 # Tests run side by side; threads of one torch op that wait for a core cost far more than they save.
 torch.set_num_threads(1)
 
-# No test judges wall-clock time, so a busy machine must not fail a property.
-settings.register_profile("nestpipe", deadline=None)
-settings.load_profile("nestpipe")
+load_profile()
 
 GOLDEN = Path(__file__).parent / "golden"
 WRITE = "NESTPIPE_GOLDEN=write pytest tests -k golden"
+
+
+def pytest_configure() -> None:
+    """Children of tests import `sitecustomize`, which refuses programs without a marker."""
+    programs.install_guard()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item):
+    """Skip a test that needs a missing program; let the others start what they name."""
+    needed = programs.needed_by(item)
+    if needed and (reason := programs.reason_to_skip(needed)) is not None:
+        item.add_marker(pytest.mark.skip(reason=reason))
+    with programs.allowed(needed):
+        return (yield)
 
 
 @pytest.fixture

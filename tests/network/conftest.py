@@ -1,13 +1,8 @@
 import pytest
 
-from nestpipe.bench.hosts import why_not
-
 
 def pytest_collection_modifyitems(items):
-    """These tests need hosts of their own; where they cannot be had, they say why and skip."""
-    reason = why_not()
-    if reason is None:
-        return
+    """These tests make hosts of their own, of network namespaces."""
     for item in items:
         if "tests/network" in item.nodeid:
-            item.add_marker(pytest.mark.skip(reason=reason))
+            item.add_marker(pytest.mark.needs("ip", "tc", "unshare", "nsenter", "taskset"))

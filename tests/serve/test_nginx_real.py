@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.client
-import shutil
 import socket
 import subprocess
 import threading
@@ -17,11 +16,10 @@ from pathlib import Path
 import pytest
 
 from nestpipe.serve.routing.nginx import nginx_config
+from support.programs import find
 
-NGINX = shutil.which("nginx", path="/usr/sbin:/usr/local/sbin:/usr/bin:/usr/local/bin")
-pytestmark = pytest.mark.skipif(
-    NGINX is None, reason="nginx is not installed; apt-get install nginx-light"
-)
+NGINX = find("nginx")
+pytestmark = pytest.mark.needs("nginx")
 
 USERS = [f"user-{number}" for number in range(120)]
 

@@ -151,7 +151,10 @@ def close(scores: np.ndarray, right: np.ndarray) -> bool:
     return float(np.abs(scores - right).max()) <= 1e-5 * float(right.std())
 
 
-@pytest.mark.parametrize("router", ["builtin", "nginx"])
+BEHIND_NGINX = pytest.param("nginx", marks=pytest.mark.needs("nginx"))
+
+
+@pytest.mark.parametrize("router", ["builtin", BEHIND_NGINX])
 def test_both_legs_through_the_router_give_the_scores_of_the_model(checkpoint: Path, router: str):
     model = HstuRankModel.from_checkpoint(checkpoint, "cpu")
     options = ["--port", "0", "--router", router, "--set", "trigger=false", *SMALL]

@@ -5,7 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from nestpipe.batch import Batch
@@ -19,6 +19,7 @@ from nestpipe.data.sampling.clustering import (
 from nestpipe.errors import ConfigError
 from nestpipe.jagged import Jagged
 from nestpipe.kernels.clustering import WINDOW, ClusterTask, cluster, seat_by_tokens
+from support.examples import examples
 
 WAYS = ["contiguous", "random", "clustered"]
 
@@ -214,7 +215,7 @@ def test_an_unknown_way_is_one_sentence():
         partition({"a": Jagged.from_lists([[1]])}, [1], "sorted")  # type: ignore[arg-type]
 
 
-@settings(max_examples=20)
+@examples("few")
 @given(cases())
 def test_the_environment_chooses_the_twin(case):
     lists, sizes = case

@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from nestpipe.config import Table
@@ -32,6 +32,7 @@ from nestpipe.embedding.table_groups import TableGroup, group_tables
 from nestpipe.errors import ConfigError
 from nestpipe.jagged import Jagged
 from nestpipe.kernels.rows.segments import Bags
+from support.examples import examples
 
 TWINS = pytest.mark.parametrize("routing", [native_routing, plain_routing], ids=["native", "plain"])
 FEW, ANY = st.integers(-3, 6), st.integers(-(2**63), 2**63 - 1)
@@ -315,7 +316,7 @@ def value_of(key: int, table: int) -> float:
     return float((key * 31 + table * 17) % 1001)
 
 
-@settings(max_examples=60)
+@examples("more")
 @given(GROUPS, BATCHES, st.integers(1, 4), st.data())
 def test_a_model_sees_the_rows_of_its_features_and_hands_back_their_gradients(
     group, batch, ranks, data
@@ -428,7 +429,7 @@ def worlds(draw) -> World:
     return World([[one(rank) for _ in range(micros)] for rank in range(ranks)])
 
 
-@settings(max_examples=40)
+@examples("some")
 @given(worlds())
 def test_letters_tell_an_owner_what_was_asked(world):
     for owner in range(world.ranks):
@@ -447,7 +448,7 @@ def test_letters_tell_an_owner_what_was_asked(world):
 
 
 @TWINS
-@settings(max_examples=40)
+@examples("some")
 @given(worlds())
 def test_an_owner_serves_what_was_asked_and_gathers_what_comes_back(routing, world):
     for owner in range(world.ranks):
@@ -483,7 +484,7 @@ def test_an_owner_serves_what_was_asked_and_gathers_what_comes_back(routing, wor
             assert lists_of(united.gather_back[micro]) == back
 
 
-@settings(max_examples=40)
+@examples("some")
 @given(worlds())
 def test_native_and_plain_owners_differ_only_in_the_order_of_their_keys(world):
     for owner in range(world.ranks):

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -17,6 +17,7 @@ from nestpipe.embedding.store.host import NativeStore, default_threads, open_sto
 from nestpipe.embedding.store.protocol import StoreLayout
 from nestpipe.embedding.store.reference import PlainStore, first_weights, round_to_bfloat16
 from nestpipe.errors import CapacityError, ConfigError
+from support.examples import examples
 
 # Shapes: K keys, W width of a row as it travels
 
@@ -95,7 +96,7 @@ steps = st.lists(
     dtype=st.sampled_from(["float32", "bfloat16"]),
     chunk=st.integers(1, 50),
 )
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@examples("more")
 def test_any_sequence_of_calls_leaves_the_twins_equal(steps, dim, state_dim, dtype, chunk):
     native, plain = twins(layout(dim, state_dim, tables=3, dtype=dtype))
     for call, lists, seed in steps:

@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nestpipe.config import Table
@@ -25,6 +25,7 @@ from nestpipe.embedding.routing.wire_format import expected_numbers, letters_to_
 from nestpipe.embedding.table_groups import TableGroup, group_tables
 from nestpipe.jagged import Jagged
 from nestpipe.kernels.rows.segments import Bags
+from support.examples import examples
 
 CPU = torch.device("cpu")
 TWINS = pytest.mark.parametrize("native", [True, False], ids=["native", "plain"])
@@ -131,7 +132,7 @@ def uses_of(request: Request) -> set[int]:
 
 
 @TWINS
-@settings(max_examples=60, deadline=None)
+@examples("more")
 @given(WORLDS)
 def test_a_window_sends_what_the_whole_batch_would(native, world):
     with twin(native):
@@ -150,7 +151,7 @@ def test_a_window_sends_what_the_whole_batch_would(native, world):
 
 
 @TWINS
-@settings(max_examples=60, deadline=None)
+@examples("more")
 @given(WORLDS)
 def test_no_row_is_asked_for_twice_and_each_leaves_after_its_last_use(native, world):
     with twin(native):
@@ -198,7 +199,7 @@ def weight_of(rank: int, micro: int, output: int) -> float:
 
 
 @TWINS
-@settings(max_examples=60, deadline=None)
+@examples("more")
 @given(WORLDS)
 def test_rows_reach_the_model_and_gradients_their_owner(native, world):
     """The whole way of a window, with numbers instead of a network."""

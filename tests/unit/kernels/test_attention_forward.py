@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nestpipe.kernels.attention import inference as attention_forward
 from nestpipe.kernels.attention.inference import Rule, attend, attend_with_past
 from nestpipe.kernels.attention.reference import Mask, RelativeBias, hstu_attention
+from support.examples import examples
 
 
 def make_times(total: int, buckets: int, generator: torch.Generator) -> Tensor:
@@ -157,7 +158,7 @@ def make_cases(draw: st.DrawFn) -> Case:
 
 
 @given(make_cases(), st.integers(1, 400), st.integers(1, 9), st.sampled_from([0, 200, 10_000]))
-@settings(max_examples=150, deadline=None)
+@examples("many")
 def test_blocks_and_runs_of_any_size_give_the_same(case: Case, scores: int, rows: int, run: int):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention_forward, "_SCORES", scores)

@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
 from nestpipe.kernels.attention.reference import Mask, RelativeBias, hstu_attention
 from nestpipe.kernels.fused_attention import fused_attention, plain_attention
+from support.examples import examples
 
 NORM, SCALE = 16.0, 0.5
 
@@ -160,7 +161,7 @@ def sees(query: int, key: int, history: int, window: int | None) -> bool:
 
 
 @given(make_blocks())
-@settings(max_examples=300, deadline=None)
+@examples("most")
 def test_every_pair_is_in_one_tile_and_full_tiles_need_no_mask(blocks):
     pytest.importorskip("triton", reason="triton comes with torch's builds for GPUs alone")
     length, history, window, num_queries, num_keys = blocks

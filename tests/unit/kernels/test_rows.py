@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -20,6 +20,7 @@ from nestpipe.kernels.rows.segments import (
     plain_sums,
     sum_bags,
 )
+from support.examples import examples
 
 DIMS = st.one_of(st.integers(1, 130), st.sampled_from([8, 16, 64, 65, 72, 128]))
 SCALED = [name for name in OPTIMIZERS if name.endswith("scaled_rowwise_adagrad")]
@@ -139,7 +140,7 @@ def update_plainly(optimizer, rows_KW: Tensor, gradients_KD: Tensor, times: floa
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@settings(max_examples=40)
+@examples("some")
 @given(
     dim=DIMS,
     rows=st.integers(1, 7),

@@ -1,7 +1,7 @@
 import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nestpipe.errors import ParseError
@@ -17,6 +17,7 @@ from nestpipe.schedule import (
     plan,
     to_text,
 )
+from support.examples import examples
 
 TINY = to_text(plan("nested", PlanOptions()).schedule(1))
 
@@ -67,7 +68,7 @@ def test_every_schedule_reads_back_as_it_was_written(schedule: Schedule) -> None
 
 
 @given(schedules())
-@settings(max_examples=30)
+@examples("some")
 def test_a_schedule_that_was_read_back_passes_the_checker(schedule: Schedule) -> None:
     check(from_text(to_text(schedule)), stale="stale_prefetch")
 

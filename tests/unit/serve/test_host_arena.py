@@ -6,16 +6,17 @@ import gc
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nestpipe.errors import CapacityError
 from nestpipe.serve.kv_cache.host_arena import GRAIN, HostArena, give_arena, hand_over_arena
+from support.examples import examples
 
 SIZES = st.integers(0, 6 * GRAIN)
 
 
-@settings(max_examples=25, deadline=None)
+@examples("few")
 @given(st.lists(st.tuples(st.booleans(), SIZES), max_size=60))
 def test_pieces_never_overlap_and_all_memory_comes_back(steps: list[tuple[bool, int]]):
     arena = HostArena(32 * GRAIN, pinned=False)

@@ -15,6 +15,7 @@ from nestpipe.serve.http.instance_app import instance_app
 from nestpipe.serve.process.server import new_server, open_port
 from nestpipe.serve.settings import HttpSettings, ServeSettings
 from nestpipe.serve.types import Answer, Outcome, Path, RankRequest, Signal
+from support.examples import num_examples
 
 schemathesis = pytest.importorskip("schemathesis", reason="needs the dev extra")
 
@@ -81,7 +82,7 @@ def test_every_answer_is_one_that_the_page_announces(api: Any, operation: str, m
     strategy = one.as_strategy(generation_mode=schemathesis.GenerationMode[mode])
 
     @settings(
-        max_examples=40, deadline=None, database=None, derandomize=True,
+        max_examples=num_examples("some"), deadline=None, database=None, derandomize=True,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
     )  # fmt: skip
     @given(strategy)

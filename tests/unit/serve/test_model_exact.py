@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nestpipe.comm import LocalCommunicator
@@ -18,6 +18,7 @@ from nestpipe.models import HstuConfig
 from nestpipe.serve.model.ranker import HstuRankModel
 from nestpipe.serve.types import KV, History, Ids, PrefixItem, RankItem, Scores
 from nestpipe.train.job import JobConfig, make_job
+from support.examples import examples
 
 ITEMS = 200
 SHAPE = {
@@ -148,13 +149,13 @@ def rough() -> HstuRankModel:
 
 
 @given(asked=st.lists(users(), min_size=1, max_size=4))
-@settings(max_examples=25)
+@examples("few")
 def test_any_split_chunking_and_batch_is_exact_with_random_weights(untrained, asked):
     assert deviation(untrained, asked) <= EXACT
 
 
 @given(asked=st.lists(users(), min_size=1, max_size=4))
-@settings(max_examples=25)
+@examples("few")
 def test_any_split_chunking_and_batch_is_exact_with_trained_weights(trained, asked):
     assert deviation(trained, asked) <= EXACT
 
@@ -178,7 +179,7 @@ def test_a_long_history_in_many_chunks_is_exact():
 
 
 @given(asked=st.lists(users(), min_size=1, max_size=4))
-@settings(max_examples=25)
+@examples("few")
 def test_bfloat16_stays_within_its_bound(rough, asked):
     assert deviation(rough, asked) <= ROUGH
 
