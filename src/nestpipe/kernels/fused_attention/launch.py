@@ -66,8 +66,7 @@ class Tiles:
     def of(cls, dtype: torch.dtype, width: int) -> Tiles:
         """For heads of `width`. Products of float32 have no tensor cores, so tiles are small."""
         if dtype == torch.float32:
-            keys = 32 if width <= 64 else 16
-            small = TileShape(32, keys, 4, 2)
+            small = TileShape(32, 16, 8, 2) if width <= 64 else TileShape(16, 16, 8, 2)
             return cls(small, small, small, TileShape(16, 16, 4, 2))
         bias = TileShape(64, 64, 4, 2)
         if width <= 64:
