@@ -94,7 +94,7 @@ def _overrides(steps: int | None, plan: str | None) -> list[str]:
 
 def _chosen(config: JobConfig, plan: str | None) -> JobConfig:
     """The job with the plan to prove; `serial` only where it is asked for by name."""
-    if plan is not None or config.pipeline.plan != "serial":
+    if plan is not None or config.pipeline.make_plan().shape.overlaps:
         return config
     return replace(config, pipeline=replace(config.pipeline, plan=DEFAULT_PLAN))
 

@@ -18,7 +18,7 @@ import torch
 from nestpipe.runtime.lanes import Act, InlineLanes, Lanes
 from nestpipe.runtime.spans import KEEP_BATCHES, HostSpans, LastBatches, Spans, span_of, trace_of
 from nestpipe.runtime.thread_lanes import LaneThread, Mark, ThreadLanes
-from nestpipe.schedule import Lane, Op
+from nestpipe.schedule import Lane, Op, Shape
 from nestpipe.trace import Span, Trace
 from nestpipe.trace.span import Fact
 
@@ -224,10 +224,10 @@ def _now() -> torch.cuda.Event:
 # Which lanes and which clock a run gets, from its plan and its device.
 
 
-def lanes_for(plan: str, device: torch.device) -> Lanes:
+def lanes_for(shape: Shape, device: torch.device) -> Lanes:
     """The caller itself where nothing overlaps, else threads, on a GPU with streams."""
     on_gpu = device.type == "cuda"
-    if plan == "serial":
+    if not shape.overlaps:
         return _one_after_the_other(device) if on_gpu else InlineLanes()
     return CudaLanes(device) if on_gpu else ThreadLanes()
 

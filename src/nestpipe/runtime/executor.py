@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from nestpipe.runtime.collective_order import CollectiveOrder
 from nestpipe.runtime.lanes import Act, Event, Lanes, Work
 from nestpipe.runtime.spans import HostSpans, Spans
-from nestpipe.schedule import LANE_OF, Kind, Lane, Op, Plan, Shape
+from nestpipe.schedule import COLLECTIVES, Kind, Op, Plan, Shape
 from nestpipe.trace import Trace
 from nestpipe.trace.span import Fact
 
@@ -153,7 +153,7 @@ def name_collectives(work: Work, label: Callable[[str], AbstractContextManager[N
 
         return call
 
-    return {k: named(act) if LANE_OF[k] is Lane.NET else act for k, act in work.items()}
+    return {k: named(act) if k in COLLECTIVES else act for k, act in work.items()}
 
 
 def inject_delays(work: Work, *, seed: int, max_ms: float) -> Work:

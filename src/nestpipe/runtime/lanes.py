@@ -65,9 +65,9 @@ class Lanes(Protocol):
     def __getitem__(self, lane: Lane, /) -> LaneQueue: ...
 
 
-def name_failure(error: BaseException, op: Op) -> None:
-    """Say in the traceback which op it was."""
-    error.add_note(f"in `{op}` on lane {op.lane}")
+def name_failure(error: BaseException, op: Op, lane: Lane) -> None:
+    """Say in the traceback which op it was, and where it ran."""
+    error.add_note(f"in `{op}` on lane {lane}")
 
 
 # The slow twin of every other set of lanes: each op runs at once, on the calling thread.
@@ -87,6 +87,7 @@ def _no_device() -> None:
 
 @dataclass(frozen=True, slots=True)
 class _InlineLane:
+    lane: Lane
     begin: Callable[[], None]
 
     def submit(
@@ -97,7 +98,7 @@ class _InlineLane:
             self.begin()
             act(op)
         except BaseException as error:
-            name_failure(error, op)
+            name_failure(error, op, self.lane)
             raise
         return _ENDED
 
@@ -112,8 +113,8 @@ class InlineLanes:
     def __init__(
         self, finish: Callable[[], None] = _no_device, on_host: frozenset[Lane] = frozenset()
     ) -> None:
-        self._on_host = on_host
-        self._host, self._device = _InlineLane(finish), _InlineLane(_no_device)
+        begin = {lane: finish if lane in on_host else _no_device for lane in Lane}
+        self._lanes = {lane: _InlineLane(lane, begin[lane]) for lane in Lane}
 
     def __enter__(self) -> Self:
         return self
@@ -127,4 +128,4 @@ class InlineLanes:
         """Nothing is left to wait for."""
 
     def __getitem__(self, lane: Lane) -> _InlineLane:
-        return self._host if lane in self._on_host else self._device
+        return self._lanes[lane]

@@ -151,7 +151,7 @@ class _Task:
     behind: _End | None
     end: _End = field(default_factory=_End)
 
-    def run(self, place: Place, halt: Halt) -> None:
+    def run(self, lane: Lane, place: Place, halt: Halt) -> None:
         try:
             for end in self.after:
                 end.issued.wait()
@@ -162,7 +162,7 @@ class _Task:
                 self.act(self.op)
                 self.end.mark = place.mark()
         except BaseException as error:  # noqa: BLE001  raised again by the issuing thread
-            name_failure(error, self.op)
+            name_failure(error, self.op, lane)
             halt.call(error)
         finally:
             # Also after a failure: whoever waits for it wakes up and finds the halt.
@@ -172,11 +172,12 @@ class _Task:
 class LaneThread:
     """One worker and the tasks before it."""
 
-    def __init__(self, name: str, place: Place, halt: Halt) -> None:
+    def __init__(self, lane: Lane, place: Place, halt: Halt) -> None:
+        self._lane = lane
         self._place = place
         self._halt = halt
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name=f"lane {name}", daemon=True)
+        self._thread = threading.Thread(target=self._work, name=f"lane {lane}", daemon=True)
         self._thread.start()
 
     def submit(
@@ -204,4 +205,4 @@ class LaneThread:
             except BaseException as error:  # noqa: BLE001  raised again by the issuing thread
                 self._halt.call(error)
             while (task := self._tasks.get()) is not None:
-                task.run(self._place, self._halt)
+                task.run(self._lane, self._place, self._halt)

@@ -8,12 +8,13 @@ from nestpipe.schedule.check import (
     redundant_edges,
     violations,
 )
-from nestpipe.schedule.op import LANE_OF, MICRO_KINDS, Kind, Lane, Op
+from nestpipe.schedule.op import COLLECTIVES, MICRO_KINDS, Kind, Lane, Op
 from nestpipe.schedule.plans import (
     PLANS,
     Plan,
     PlanOptions,
     plan,
+    usable,
     with_early_rows,
     with_keys_apart,
     with_sums_apart,
@@ -23,7 +24,7 @@ from nestpipe.schedule.schedule import Exchange, Merge, Retrieval, Schedule, Sha
 from nestpipe.schedule.text import from_text, nominal_trace, to_text
 
 __all__ = [
-    "LANE_OF",
+    "COLLECTIVES",
     "MICRO_KINDS",
     "PLANS",
     "Exchange",
@@ -46,6 +47,7 @@ __all__ = [
     "plan",
     "redundant_edges",
     "to_text",
+    "usable",
     "violations",
     "with_early_rows",
     "with_keys_apart",

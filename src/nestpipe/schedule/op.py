@@ -1,4 +1,4 @@
-"""The nouns of a schedule: a `Kind` of work, the `Lane` it runs on, and one `Op` of it."""
+"""The nouns of a schedule: a `Kind` of work, one `Op` of it, and the lanes that ops run on."""
 
 from __future__ import annotations
 
@@ -68,29 +68,10 @@ class Kind(StrEnum):
     """Updated rows that leave device memory go to host memory."""
 
 
-LANE_OF = {
-    Kind.PREFETCH: Lane.LOADER,
-    Kind.COPY: Lane.COPY,
-    Kind.DEDUP: Lane.ROUTE,
-    Kind.COUNTS: Lane.NET,
-    Kind.KEYS: Lane.NET,
-    Kind.UNION: Lane.ROUTE,
-    Kind.MARKS: Lane.NET,
-    Kind.RETRIEVE: Lane.HOST,
-    Kind.SYNC: Lane.COMPUTE,
-    Kind.SWAP: Lane.COMPUTE,
-    Kind.FRESH: Lane.NET,
-    Kind.ROWS: Lane.NET,
-    Kind.DENSE: Lane.COMPUTE,
-    Kind.GRADS: Lane.NET,
-    Kind.REDUCE: Lane.NET,
-    Kind.UPDATE: Lane.COMPUTE,
-    Kind.MIRROR: Lane.NET,
-    Kind.WRITEBACK: Lane.HOST,
-}
-
 ROUTING_COLLECTIVES = frozenset({Kind.COUNTS, Kind.KEYS, Kind.MARKS})
 """Collectives that only hosts need to take part in: their data is in host memory."""
+COLLECTIVES = ROUTING_COLLECTIVES | {Kind.FRESH, Kind.ROWS, Kind.GRADS, Kind.REDUCE, Kind.MIRROR}
+"""Kinds that every rank of a group takes part in, on whatever lane a plan puts them."""
 EARLY_KINDS = frozenset({Kind.MARKS, Kind.FRESH})
 """Kinds that there are only where rows of the first micro-batch are sent early."""
 MICRO_KINDS = frozenset({Kind.ROWS, Kind.DENSE, Kind.GRADS})
@@ -102,20 +83,16 @@ _OP_TEXT = re.compile(r"([a-z]+) (\d{1,18})(?:\.(\d{1,18}))?")
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One unit of work on one lane, e.g. `dense 7.1`: batch 7, micro-batch 1."""
+    """One unit of work, e.g. `dense 7.1`: batch 7, micro-batch 1. Its lane: `Shape.lane`."""
 
     kind: Kind
     batch: int
     micro: int | None = None
 
     @property
-    def lane(self) -> Lane:
-        return LANE_OF[self.kind]
-
-    @property
     def collective(self) -> bool:
-        """Whether every worker of a group must take part."""
-        return self.lane is Lane.NET
+        """Whether every rank of a group takes part."""
+        return self.kind in COLLECTIVES
 
     def __str__(self) -> str:
         return f"{self.kind} {self.batch}" + ("" if self.micro is None else f".{self.micro}")

@@ -112,7 +112,7 @@ def with_early_rows(plan: Plan) -> Plan:
     `fresh`, after its update; that is all that is left between two windows.
     """
     shape = replace(plan.shape, early=True)
-    if shape.handover is not K.SYNC or plan.tick[0].kind is not K.SYNC:
+    if not shape.refreshes_ahead:
         raise PlanError(
             f"plan {plan.name} cannot send rows early, because it looks up no batch ahead and "
             "refreshes it; use nested or dual_buffer"
@@ -140,7 +140,7 @@ def with_third_buffer(plan: Plan) -> Plan:
     A row that comes back after one batch without it need not have been stored by then: it is taken
     over from the third buffer, where it still is.
     """
-    if plan.tick[0].kind is not K.SYNC:
+    if not plan.shape.refreshes_ahead:
         raise PlanError(
             f"plan {plan.name} has no use for a third buffer, because it looks up no batch ahead "
             "and refreshes it; use nested or dual_buffer"
@@ -196,7 +196,7 @@ class PlanOptions:
 
 def serial(options: PlanOptions) -> Plan:
     """Nothing overlaps: the reference for every other plan."""
-    return _plan("serial", options, Ahead(), lookup_first, taking_turns)
+    return _plan("serial", options, Ahead(), lookup_first, taking_turns, overlaps=False)
 
 
 def sparse_dist(options: PlanOptions) -> Plan:
@@ -252,13 +252,30 @@ def plan(name: str, options: PlanOptions | None = None) -> Plan:
     return with_early_rows(made) if options.early else made
 
 
+def usable(name: str, options: PlanOptions) -> PlanOptions:
+    """The options as far as the plan of that name has a use for them."""
+    shape = plan(name, replace(options, early=False, buffers=2)).shape
+    return replace(
+        options,
+        early=options.early and shape.refreshes_ahead and shape.window_overlaps,
+        buffers=options.buffers if shape.refreshes_ahead else 2,
+    )
+
+
 def _full_depth(options: PlanOptions) -> Ahead:
     depth = options.stages
     return Ahead(prefetch=depth, copy=min(depth, 3), route=min(depth, 2), retrieve=1)
 
 
 def _plan(
-    name: str, options: PlanOptions, ahead: Ahead, tick: Tick, window: Window, stale: bool = False
+    name: str,
+    options: PlanOptions,
+    ahead: Ahead,
+    tick: Tick,
+    window: Window,
+    *,
+    overlaps: bool = True,
+    stale: bool = False,
 ) -> Plan:
     whole = options.retrieval is Retrieval.WHOLE
     lookahead = ahead.prefetch + 1
@@ -275,6 +292,9 @@ def _plan(
         mirror_every=options.mirror_every,
         merge=options.merge,
         exchange=exchange,
+        overlaps=overlaps,
+        window_overlaps=window is overlapped,
+        retrieves_ahead=ahead.retrieve > 0,
         stale=stale,
     )
     return Plan(shape, tuple(tick(shape, ahead, window)))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from nestpipe.schedule.op import LANE_OF, ROUTING_COLLECTIVES, Kind, Lane, Op
+from nestpipe.schedule.op import COLLECTIVES, ROUTING_COLLECTIVES, Kind, Lane, Op
 
 
 class Retrieval(StrEnum):
@@ -36,8 +36,27 @@ class Merge(StrEnum):
     """The gradients of every batch, before `update`: replicas never differ."""
 
 
-RETRIEVING_AHEAD = frozenset({"stale_prefetch", "dual_buffer", "nested"})
-"""Plans that look up the next batch under this one's window."""
+_USUAL_LANE = {
+    Kind.PREFETCH: Lane.LOADER,
+    Kind.COPY: Lane.COPY,
+    Kind.DEDUP: Lane.ROUTE,
+    Kind.COUNTS: Lane.NET,
+    Kind.KEYS: Lane.NET,
+    Kind.UNION: Lane.ROUTE,
+    Kind.MARKS: Lane.NET,
+    Kind.RETRIEVE: Lane.HOST,
+    Kind.SYNC: Lane.COMPUTE,
+    Kind.SWAP: Lane.COMPUTE,
+    Kind.FRESH: Lane.NET,
+    Kind.ROWS: Lane.NET,
+    Kind.DENSE: Lane.COMPUTE,
+    Kind.GRADS: Lane.NET,
+    Kind.REDUCE: Lane.NET,
+    Kind.UPDATE: Lane.COMPUTE,
+    Kind.MIRROR: Lane.NET,
+    Kind.WRITEBACK: Lane.HOST,
+}
+"""Where a kind of op runs unless the shape says otherwise; `Shape.lane` is the answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +64,7 @@ class Shape:
     """What a schedule promises to stay within; every op's memory follows from it."""
 
     plan: str
-    """The name of the plan that made it."""
+    """The name of the plan that made it: a label for people, nothing depends on it."""
     micros: int
     """Micro-batches in one frozen window."""
     retrieval: Retrieval
@@ -66,6 +85,13 @@ class Shape:
     """What of them is merged, and when in the batch."""
     exchange: Exchange = Exchange.MICRO
     """Whether the micro-batches of a window share the rows that come, and their gradients."""
+    overlaps: bool = True
+    """Whether ops of different lanes may run at a time; else each starts where the one before it in
+    issue order has ended."""
+    window_overlaps: bool = False
+    """Whether rows and gradients of one micro-batch travel while another one computes."""
+    retrieves_ahead: bool = False
+    """Whether rows of a later batch are read while this one computes."""
     stale: bool = False
     """Whether batches may train on rows that miss the update of the batch before."""
     keys_apart: bool = False
@@ -80,7 +106,7 @@ class Shape:
     those that it changes are sent again by `fresh`."""
 
     def lane(self, kind: Kind) -> Lane:
-        """Where an op runs: what is apart holds up nothing but the lane that needs it."""
+        """Where an op runs, the one answer to that question."""
         if self.keys_apart and kind in ROUTING_COLLECTIVES:
             return Lane.KEYS
         if self.keys_apart and kind is Kind.DEDUP:
@@ -89,11 +115,11 @@ class Shape:
             return Lane.COMPUTE
         if self.takes_over and kind is Kind.WRITEBACK:
             return Lane.WRITE
-        return LANE_OF[kind]
+        return _USUAL_LANE[kind]
 
     def network(self, kind: Kind) -> str | None:
         """The network of a collective; in each of them all collectives have one order."""
-        if LANE_OF[kind] is not Lane.NET:
+        if kind not in COLLECTIVES:
             return None
         if self.keys_apart and kind in ROUTING_COLLECTIVES:
             return "hosts"
@@ -119,9 +145,9 @@ class Shape:
         return self.early and op.kind is Kind.ROWS and op.micro == 0
 
     @property
-    def retrieves_ahead(self) -> bool:
-        """Whether rows of a later batch are read while this one computes."""
-        return self.plan in RETRIEVING_AHEAD
+    def refreshes_ahead(self) -> bool:
+        """Whether such rows are refreshed before use: the batch before may change them."""
+        return self.retrieves_ahead and self.handover is Kind.SYNC
 
     @property
     def takes_over(self) -> bool:

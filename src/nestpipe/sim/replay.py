@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from nestpipe.schedule.op import LANE_OF, Kind, Lane, Op
+from nestpipe.schedule.op import COLLECTIVES, Kind, Lane, Op
 from nestpipe.schedule.plans import Plan
 from nestpipe.schedule.schedule import Step
 from nestpipe.sim.cluster import Stragglers
@@ -139,8 +139,6 @@ class _Factors:
 
 SOON_MS = 1e-6
 """Ops with less left than this have ended: sums of parts are not exact."""
-COLLECTIVES = frozenset(kind for kind in Kind if LANE_OF[kind] is Lane.NET)
-"""Kinds that all ranks take part in, on whatever lane a plan puts them."""
 MOVES = frozenset({Kind.RETRIEVE, Kind.WRITEBACK})
 """Kinds that move rows between host memory and the device."""
 CostOf = Callable[[Op, int], float]

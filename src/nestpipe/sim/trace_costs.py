@@ -16,12 +16,12 @@ from statistics import median
 import numpy as np
 
 from nestpipe.errors import ParseError
-from nestpipe.schedule.op import EARLY_KINDS, LANE_OF, MICRO_KINDS, Kind, Lane, Op
+from nestpipe.schedule.op import COLLECTIVES, EARLY_KINDS, MICRO_KINDS, Kind, Op
 from nestpipe.schedule.plans import Plan
 from nestpipe.schedule.schedule import Retrieval
 from nestpipe.sim.cluster import Cluster
 from nestpipe.sim.costs import Costs, Scale, costs
-from nestpipe.sim.replay import COLLECTIVES, CostOf, Sharing, replay_shared
+from nestpipe.sim.replay import CostOf, Sharing, replay_shared
 from nestpipe.trace import Span, Trace
 
 WARM_UP = 2
@@ -56,7 +56,7 @@ class SerialRuns:
             refreshes = shape.buffers > 1 and op.kind in REFRESH_KINDS
             return (new if shape.retrieval is Retrieval.NEW or refreshes else whole)(op, rank)
 
-        early = shape.sums_apart and plan.name != "serial"
+        early = shape.sums_apart and shape.overlaps
         costs = begun_early(cost_of, shape.micros, self._buckets) if early else cost_of
         return replay_shared(plan, costs, self.sharing, batches=batches)
 
@@ -274,7 +274,7 @@ def _typical_ms(trace: Trace) -> dict[Kind, float]:
 
 def _op_ms(kind: Kind, spans: list[Span]) -> Iterable[float]:
     """What one op cost: a collective counts from when its last member arrived."""
-    if LANE_OF[kind] is not Lane.NET:
+    if kind not in COLLECTIVES:
         return [span.duration for span in spans]
     last_arrival = max(span.start for span in spans)
     return [max(0.0, max(span.end for span in spans) - last_arrival)]

@@ -15,10 +15,8 @@ from nestpipe.schedule import (
     PlanOptions,
     Retrieval,
     plan,
+    usable,
 )
-
-REFRESHING_PLANS = ("dual_buffer", "nested")
-"""Plans that look up a batch ahead, and refresh what it shares with the one before."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,7 +87,8 @@ class PipelineSettings:
         positive("last", self.last)
         if self.buffers not in (2, 3):
             raise ConfigError(f"buffers is {self.buffers}; use 2 or 3")
-        if self.buffers == 3 and self.plan in REFRESHING_PLANS and self.retrieval != "new":
+        whole = self.retrieval != "new"
+        if self.buffers == 3 and whole and plan(self.plan).shape.refreshes_ahead:
             raise ConfigError(
                 f"buffers is 3 and retrieval {self.retrieval!r}; a third buffer is for rows that "
                 "are not read again, so set retrieval = 'new', or two buffers"
@@ -103,11 +102,11 @@ class PipelineSettings:
             retrieval=Retrieval(self.retrieval),
             exchange=Exchange(self.exchange),
             mirror_every=parallel.merge_every if parallel is not None and replicas else 0,
-            early=self.early and self.plan == "nested",
-            buffers=self.buffers if self.plan in REFRESHING_PLANS else 2,
+            early=self.early,
+            buffers=self.buffers,
             merge=Merge(parallel.merge) if parallel is not None and replicas else Merge.AVERAGED,
         )
-        return plan(self.plan, options)
+        return plan(self.plan, usable(self.plan, options))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

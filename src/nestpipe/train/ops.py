@@ -171,8 +171,7 @@ class TrainingWork:
         if self.early_sums is not None and micro == self.tables.shape.micros - 1:
             flight.totals = flight.totals_here(self.mesh)
             self.early_sums.sum_totals(flight.totals)
-            overlaps = self.tables.shape.plan != "serial"
-            with self.early_sums.during_backward(early=overlaps):
+            with self.early_sums.during_backward(early=self.tables.shape.overlaps):
                 loss.total.backward()
         else:
             loss.total.backward()

@@ -65,7 +65,7 @@ class Trainer:
         self.mesh = make_mesh(self.comm, parallel.groups, parallel.layout)
         self.plan = self.placed(self.settings.pipeline.make_plan(parallel))
         check(self.plan.schedule(2 * self.plan.shape.lookahead + 3), stale=self.plan.name)
-        self.lanes = lanes or lanes_for(self.plan.name, self.device)
+        self.lanes = lanes or lanes_for(self.plan.shape, self.device)
         self.spans = spans_for(self.device, self.comm.rank)
         self.trace = Trace(())
         """When each op of the last batches ran, by this rank's clock."""

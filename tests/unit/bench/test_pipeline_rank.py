@@ -56,7 +56,7 @@ def test_each_baseline_has_lanes_of_its_own(monkeypatch):
     rounds = Rounds(TINY, LocalCommunicator())
     with closing(rounds.trainer):
         found = {
-            variant.name: rounds._lanes_of(variant)
+            variant.name: rounds._lanes_of(variant, variant.make_plan().shape)
             for variant in (
                 Variant("serial", "whole", 2),
                 Variant("serial", "whole", 2, loop="async"),

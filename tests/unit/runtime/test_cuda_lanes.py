@@ -11,7 +11,7 @@ import pytest
 
 from nestpipe.runtime import Act, End, ThreadLanes, Work, run
 from nestpipe.runtime.cuda import HOST_LANES, StreamPlace
-from nestpipe.schedule import LANE_OF, Kind, Lane, Op, PlanOptions, plan
+from nestpipe.schedule import Kind, Lane, Op, PlanOptions, plan
 
 NESTED = plan("nested", PlanOptions(micros=2))
 
@@ -139,6 +139,7 @@ def test_an_op_is_issued_before_the_device_has_done_what_it_waits_for():
 def test_work_on_host_memory_starts_when_the_device_has_done_what_it_waits_for():
     fake = FakeLanes()
     schedule = NESTED.schedule(5)
+    lane = NESTED.shape.lane
     waits = {step.op: step.after for step in schedule}
     seen: list[Op] = []
 
@@ -146,11 +147,11 @@ def test_work_on_host_memory_starts_when_the_device_has_done_what_it_waits_for()
         seen.append(op)
         missing = [b for b in waits[op] if b not in fake.device.done]
         assert not missing, f"`{op}` started before {missing}"
-        own = [o for o in schedule.ops if o.lane is op.lane]
+        own = [o for o in schedule.ops if lane(o.kind) is lane(op.kind)]
         assert set(own[: own.index(op)]) <= set(fake.device.done), "one op of a lane at a time"
         fake.launch(op)
 
-    kinds = {kind for kind, lane in LANE_OF.items() if lane in HOST_LANES}
+    kinds = {op.kind for op in schedule.ops if lane(op.kind) in HOST_LANES}
     acts = {kind.value: host_act for kind in kinds}
     run(NESTED, fake.work(**acts), fake.lanes, batches=End(5))
     assert {op.kind for op in seen} == kinds

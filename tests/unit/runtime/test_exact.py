@@ -19,10 +19,9 @@ from nestpipe.runtime import (
     run,
 )
 from nestpipe.schedule import (
-    LANE_OF,
+    COLLECTIVES,
     PLANS,
     Kind,
-    Lane,
     Op,
     Plan,
     PlanOptions,
@@ -83,7 +82,7 @@ class Toy:
                 self.ends[comm.rank].found_at(op.batch)
 
         acts: dict[Kind, Act] = {
-            kind: collective if LANE_OF[kind] is Lane.NET else local for kind in Kind
+            kind: collective if kind in COLLECTIVES else local for kind in Kind
         }
         return {**acts, Kind.PREFETCH: prefetch, Kind.COUNTS: counts}
 

@@ -22,7 +22,17 @@ from nestpipe.runtime import (
     run,
 )
 from nestpipe.runtime.cuda import at_rate
-from nestpipe.schedule import PLANS, Kind, Lane, Op, Plan, PlanOptions, Retrieval, plan
+from nestpipe.schedule import (
+    PLANS,
+    Kind,
+    Lane,
+    Op,
+    Plan,
+    PlanOptions,
+    Retrieval,
+    plan,
+    with_keys_apart,
+)
 from nestpipe.schedule.check import ops_of_batch
 from nestpipe.trace import Span
 
@@ -97,7 +107,7 @@ def test_every_op_runs_once_after_what_it_waits_for(chosen: Plan, lanes: Callabl
     for before, after in schedule.edges:
         assert spans[str(before)].end <= spans[str(after)].start, f"{before} -> {after}"
     for lane in Lane:
-        order = [str(op) for op in schedule.ops if op.lane is lane]
+        order = [str(op) for op in schedule.ops if chosen.shape.lane(op.kind) is lane]
         assert [span.name for span in trace.spans if span.lane == lane] == order
     assert {span.rank for span in trace.spans} == {3}
     assert trace.facts["plan"] == chosen.name
@@ -178,6 +188,17 @@ def test_a_failure_on_any_lane_ends_the_run(kind: Kind, lanes: Callable[[], Lane
     assert failure.traceback[-1].name == "fail"
     assert Op(Kind.UPDATE, 2) not in ran
     assert threading.active_count() == threads
+
+
+@pytest.mark.parametrize("lanes", [InlineLanes, ThreadLanes])
+def test_a_failure_names_the_lane_on_which_the_op_ran(lanes: Callable[[], Lanes]):
+    def fail(op: Op) -> None:
+        raise ValueError("broken")
+
+    for chosen, lane in ((NESTED, "net"), (with_keys_apart(NESTED), "keys")):
+        with pytest.raises(ValueError, match="broken") as failure:
+            run(chosen, idle(keys=fail), lanes())
+        assert failure.value.__notes__ == [f"in `keys 0` on lane {lane}"]
 
 
 def test_a_failure_on_the_compute_lane_is_prompt_and_the_first_one_counts():

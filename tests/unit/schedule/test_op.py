@@ -5,7 +5,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nestpipe.errors import ParseError
-from nestpipe.schedule import LANE_OF, MICRO_KINDS, Kind, Lane, Op
+from nestpipe.schedule import (
+    MICRO_KINDS,
+    Kind,
+    Lane,
+    Op,
+    PlanOptions,
+    Retrieval,
+    plan,
+    with_keys_apart,
+)
 
 
 @st.composite
@@ -30,11 +39,12 @@ def test_blanks_around_an_op_do_not_matter() -> None:
 
 
 def test_every_kind_has_a_lane_and_every_lane_has_work() -> None:
-    assert set(LANE_OF) == set(Kind)
-    assert set(LANE_OF.values()) == set(Lane) - {
-        Lane.KEYS,
-        Lane.WRITE,
-    }  # those are for what is apart
+    shape = plan("nested").shape
+    apart = {Lane.KEYS, Lane.WRITE}
+    assert {shape.lane(kind) for kind in Kind} == set(Lane) - apart
+    third = plan("nested", PlanOptions(retrieval=Retrieval.NEW, buffers=3))
+    every = with_keys_apart(third).shape
+    assert {every.lane(kind) for kind in Kind} == set(Lane)
 
 
 def test_collectives_are_exactly_the_ops_on_the_network() -> None:

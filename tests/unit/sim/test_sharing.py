@@ -48,7 +48,7 @@ def constant(op: Op, rank: int) -> float:
 def uneven(op: Op, rank: int) -> float:
     """Different for every op and rank, the same for every batch and form."""
     luck = random.Random(f"{op.kind} {op.micro} {rank}").uniform(0.5, 1.5)
-    return COSTS[op.kind] * (luck if op.lane is not Lane.NET else 1.0)
+    return COSTS[op.kind] * (1.0 if op.collective else luck)
 
 
 def step_ms(trace: Trace, rank: int = 0) -> float:

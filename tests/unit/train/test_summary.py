@@ -2,17 +2,18 @@
 
 import pytest
 
-from nestpipe.schedule import Kind, Op
+from nestpipe.schedule import Kind, Op, plan
 from nestpipe.trace import ShortTraceError, Span, Trace
 from nestpipe.train.ops import StepReport
 from nestpipe.train.summary import Traffic, summarise, without_waiting
 
 STEP_MS = 10.0
+SHAPE = plan("nested").shape
 
 
 def span(kind: Kind, batch: int, start: float, end: float, rank: int = 0) -> Span:
     op = Op(kind, batch, 0 if kind in (Kind.ROWS, Kind.DENSE, Kind.GRADS) else None)
-    return Span(kind, op.lane, batch, op.micro, rank, start, end)
+    return Span(kind, SHAPE.lane(kind), batch, op.micro, rank, start, end)
 
 
 def steps(rank: int = 0, late: float = 0.0) -> list[Span]:

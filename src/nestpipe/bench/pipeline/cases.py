@@ -249,7 +249,7 @@ class Variant:
     @property
     def serial(self) -> bool:
         """Whether it is a baseline, with no lanes to overlap."""
-        return self.plan == "serial"
+        return not plan(self.plan).shape.overlaps
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -303,8 +303,9 @@ def check_names(
 
 
 def variant_of(case: PipelineCase, name: str, form: str, exchange: str = "micro") -> Variant:
-    """A plan as the case wants it: what only `nested` can have, others do without."""
-    nested = name == "nested"
+    """A plan as the case wants it: what only nested pipelines can have, others do without."""
+    shape = plan(name).shape
+    nested = shape.refreshes_ahead and shape.window_overlaps
     buffers = case.buffers if nested and form == Retrieval.NEW else 2
     return Variant(name, form, case.micros, exchange, case.early and nested, buffers)
 
@@ -328,14 +329,13 @@ def variants_of(
             "exchange is 'window' and micros 1: one micro-batch has nobody to share rows with; "
             "set more micros or use micro"
         )
-    whole_only = {"stale_prefetch"}
     ways = list(dict.fromkeys(exchanges))
     others = [
         variant_of(case, name, form, exchange)
         for name in dict.fromkeys(plans)
-        if name != "serial"
+        if plan(name).shape.overlaps
         for form in dict.fromkeys(forms)
-        if form == "whole" or name not in whole_only
+        if form == "whole" or not plan(name).shape.stale
         for exchange in ways
     ]
     serial = [Variant("serial", form, case.micros, way) for way in ways for form in Retrieval]

@@ -27,7 +27,7 @@ from nestpipe.comm import Communicator, LocalCommunicator, connect
 from nestpipe.errors import NestpipeError
 from nestpipe.runtime import InlineLanes, Lanes, Spans, lanes_for
 from nestpipe.runtime.lanes import Act
-from nestpipe.schedule import Lane, Op
+from nestpipe.schedule import Lane, Op, Shape
 from nestpipe.sim import figures
 from nestpipe.sim.trace_costs import BUCKETS
 from nestpipe.trace import Span, Trace, write_chrome
@@ -95,7 +95,7 @@ class Rounds:
         """One round; its trace, by the clock of the machine."""
         trainer = self.trainer
         plan = trainer.placed(variant.make_plan())
-        trainer.plan, trainer.lanes = plan, self._lanes_of(variant)
+        trainer.plan, trainer.lanes = plan, self._lanes_of(variant, plan.shape)
         trainer.spans, trainer.trace = self._clock, Trace(())
         self.comm.barrier()
         trainer.fit(self.source, epochs=trainer.progress.epoch + 1)  # type: ignore[arg-type]
@@ -111,15 +111,13 @@ class Rounds:
         """Choose the compute of the rounds that follow."""
         setattr(self.trainer.model, "passes", passes)  # noqa: B010  torch types it as a tensor
 
-    def _lanes_of(self, variant: Variant) -> Lanes:
+    def _lanes_of(self, variant: Variant, shape: Shape) -> Lanes:
         """Lanes are kept: streams have memory of their own."""
         kind = variant.loop if variant.serial else OVERLAPPING
         if kind not in self._lanes:
             self._lanes[kind] = (
                 # Every op goes to the current stream, and the host runs ahead as far as it can.
-                InlineLanes()
-                if kind == SerialLoop.ASYNC
-                else lanes_for(variant.plan, self.trainer.device)
+                InlineLanes() if kind == SerialLoop.ASYNC else lanes_for(shape, self.trainer.device)
             )
         return self._lanes[kind]
 

@@ -10,8 +10,8 @@ from statistics import mean, median
 
 from nestpipe.bench.pipeline.cases import PipelineCase, SerialLoop, Variant
 from nestpipe.bench.pipeline.files import NET_CPU
-from nestpipe.schedule import Kind
-from nestpipe.sim.replay import COLLECTIVES, Sharing
+from nestpipe.schedule import COLLECTIVES, Kind
+from nestpipe.sim.replay import Sharing
 from nestpipe.sim.report import EXCHANGE_KINDS, LOOKUP_KINDS
 from nestpipe.sim.trace_costs import SerialRuns
 from nestpipe.trace import IDLE, LANES, Span, Trace, exposure, lane_busy

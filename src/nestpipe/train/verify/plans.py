@@ -97,8 +97,10 @@ def verify(
             with watch(name, expected_steps(trainer, source, steps, epochs)) as tell:
                 return train_to_compare(trainer, source, name, steps, epochs, tell)
 
-        serial = train(serial_twin(pipeline), "serial")
-        other = train(pipeline, pipeline.plan if pipeline.plan != "serial" else "serial again")
+        twin = serial_twin(pipeline)
+        serial = train(twin, twin.plan)
+        again = " again" if pipeline.plan == twin.plan else ""
+        other = train(pipeline, pipeline.plan + again)
         findings = compare(serial, other)
         comm = serial.trainer.comm
         return combine(
