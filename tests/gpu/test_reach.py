@@ -39,20 +39,20 @@ def test_rows_come_and_go_as_the_host_would_copy_them(
     positions_n = torch.randperm(len(keys_K))[:777] if some else None
     chosen = places.at(positions_n)
     expected = torch.empty(len(chosen), dim + 1)
-    copy_rows(chosen, expected, to_places=False, threads=1)
+    copy_rows(chosen, expected, to_store=False, threads=1)
 
     addresses_K = places.addresses_K.cuda()
     there_n = None if positions_n is None else positions_n.cuda()
     rows_KW = aligned_rows(len(keys_K), dim + 1, torch.device("cuda")).zero_()
     assert not carried or can_carry(rows_KW)
-    copy_rows_by_gpu(addresses_K, there_n, rows_KW, to_places=False)
+    copy_rows_by_gpu(addresses_K, there_n, rows_KW, to_store=False)
     found = rows_KW.cpu() if positions_n is None else rows_KW.cpu()[positions_n]
     assert torch.equal(found, expected)
 
     before = torch.empty(count, dim + 1)
     store.gather(torch.arange(count), [count], before)
     rows_KW.mul_(-2).sub_(1)
-    copy_rows_by_gpu(addresses_K, there_n, rows_KW, to_places=True)
+    copy_rows_by_gpu(addresses_K, there_n, rows_KW, to_store=True)
     torch.cuda.synchronize()
     after = torch.empty(count, dim + 1)
     store.gather(torch.arange(count), [count], after)
@@ -69,7 +69,7 @@ def test_rows_that_were_added_are_reached_too():
     places = store.locate(keys_K, [len(keys_K)])
     assert store.pin()
     rows_KW = torch.zeros(len(keys_K), 65, device="cuda")
-    copy_rows_by_gpu(places.addresses_K.cuda(), None, rows_KW, to_places=False)
+    copy_rows_by_gpu(places.addresses_K.cuda(), None, rows_KW, to_store=False)
     expected = torch.empty(len(keys_K), 65)
     store.gather(keys_K, [len(keys_K)], expected)
     assert torch.equal(rows_KW.cpu(), expected)
@@ -78,6 +78,4 @@ def test_rows_that_were_added_are_reached_too():
 
 def test_no_rows_are_no_work():
     rows_KW = torch.zeros(0, 5, device="cuda")
-    copy_rows_by_gpu(
-        torch.zeros(0, dtype=torch.int64, device="cuda"), None, rows_KW, to_places=True
-    )
+    copy_rows_by_gpu(torch.zeros(0, dtype=torch.int64, device="cuda"), None, rows_KW, to_store=True)

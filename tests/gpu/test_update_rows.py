@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from nestpipe.embedding.optimizers import OPTIMIZERS, row_optimizer
-from nestpipe.kernels.rows.cuda import can_update
+from nestpipe.errors import ConfigError
+from nestpipe.kernels.rows.cuda import can_update, update_rows
+from nestpipe.kernels.rows.native import KINDS, OptimizerStruct
 from nestpipe.kernels.rows.row_copy_tma import aligned_rows
 
 CUDA = torch.device("cuda")
@@ -43,3 +45,14 @@ def test_a_number_of_the_host_takes_the_other_way():
     rows_KW, gradients_KD = torch.ones(3, 2, device=CUDA), torch.ones(3, 2, device=CUDA)
     row_optimizer("sgd", lr=1.0).update_times(rows_KW, gradients_KD, 0.5, 1)
     assert torch.equal(rows_KW.cpu(), torch.full((3, 2), 0.5))
+
+
+@pytest.mark.parametrize("kind", [-1, len(KINDS), 99])
+def test_an_optimizer_that_the_kernel_does_not_have_changes_no_row(kind: int):
+    rows_KW, gradients_KD = torch.ones(3, 3, device=CUDA), torch.ones(3, 2, device=CUDA)
+    times = torch.ones((), device=CUDA)
+    if not can_update(rows_KW, gradients_KD, times):
+        pytest.skip("no kernel: it needs compute capability 9.0 and nvcc")
+    with pytest.raises(ConfigError, match=f"no row optimizer of kind {kind}; use one of sgd, "):
+        update_rows(OptimizerStruct(kind, 0.1), rows_KW, gradients_KD, times)
+    assert torch.equal(rows_KW.cpu(), torch.ones(3, 3))

@@ -158,7 +158,7 @@ def test_a_third_buffer_changes_no_bit(make_world, case):
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("in_place", [True, False])
 def test_rows_that_are_not_taken_over_are_caught(make_world, ranks, in_place, monkeypatch):
-    monkeypatch.setattr(RowBuffers, "_take_over", lambda buffers, batch, working: None)
+    monkeypatch.setattr(RowBuffers, "_carry_over", lambda buffers, batch, working: None)
     case = {"ranks": ranks, "plan": "nested", "buffers": 3, "retrieval": "new"}
     case |= {"micro_batches": 2, "in_place": in_place}
     assert prove(make_world, {**case, "keys": "none shared"}).identical

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from nestpipe.config.values import positive
-from nestpipe.embedding.store.host import MOST_THREADS, NativeStore
-from nestpipe.embedding.store.protocol import StoreLayout
+from nestpipe.embedding.store import RowStore, open_store
+from nestpipe.embedding.store.protocol import MOST_THREADS, StoreLayout
 from nestpipe.errors import ConfigError
 
 # Shapes: K keys of a batch, D width of a row
@@ -94,7 +94,7 @@ def measure_store(case: StoreCase, progress: Callable[[], object]) -> StoreReadi
     threads_before = torch.get_num_threads()
     torch.set_num_threads(case.threads)
     layout = StoreLayout(table_seeds=(1,), init_stds=(0.01,), dim=case.dim, state_dim=0)
-    store = NativeStore(layout, threads=case.threads)
+    store = open_store(layout, native=True, threads=case.threads)
     try:
         insert_s = _fill(store, case, progress)
         plain = torch.full((case.rows, case.dim), 0.5)
@@ -126,7 +126,7 @@ def keys_at(positions_K: Tensor) -> Tensor:
     return positions_K * SPREAD
 
 
-def _fill(store: NativeStore, case: StoreCase, progress: Callable[[], object]) -> float:
+def _fill(store: RowStore, case: StoreCase, progress: Callable[[], object]) -> float:
     """Seconds spent on inserting."""
     rows_KD = torch.randn(FILL, case.dim)
     spent = 0.0
@@ -139,7 +139,7 @@ def _fill(store: NativeStore, case: StoreCase, progress: Callable[[], object]) -
 
 
 def _rounds(
-    store: NativeStore, plain: Tensor, case: StoreCase
+    store: RowStore, plain: Tensor, case: StoreCase
 ) -> tuple[list[float], list[float], list[float], list[float]]:
     """Seconds of gather, scatter, index_select and gather of unknown keys, round by round."""
     generator = torch.Generator().manual_seed(1)

@@ -52,7 +52,7 @@ def store(
     Example: nestpipe bench store --gb 4 --json -
     """
     from nestpipe.bench.store import StoreCase, measure_store
-    from nestpipe.embedding.store.host import default_threads
+    from nestpipe.embedding.store.protocol import default_threads
 
     threads = default_threads() if threads is None else threads
     case = StoreCase(gb=gb, dim=dim, threads=threads, keys=keys, seconds=seconds)

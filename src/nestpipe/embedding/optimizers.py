@@ -16,7 +16,7 @@ from torch import Tensor
 from nestpipe.errors import ConfigError
 from nestpipe.kernels.rows import native as native_rows
 from nestpipe.kernels.rows.cuda import can_update, update_rows
-from nestpipe.kernels.rows.native import Gradients, OptimizerStruct, Places, optimizer_struct
+from nestpipe.kernels.rows.native import Gradients, OptimizerStruct, RowPointers, optimizer_struct
 
 # Shapes: K rows, D weights of a row, W weights and state, U rows that are merged
 
@@ -58,7 +58,7 @@ class RowOptimizer:
 
     def update_native(
         self,
-        rows: Tensor | Places,
+        rows: Tensor | RowPointers,
         dim: int,
         gradients: Sequence[Gradients],
         times: float,

@@ -16,7 +16,7 @@ from nestpipe.embedding.optimizers import RowOptimizer
 from nestpipe.embedding.replica_union import Merged
 from nestpipe.embedding.routing.owners import WideThere
 from nestpipe.embedding.store.protocol import RowStore
-from nestpipe.kernels.rows.native import Places, copy_rows
+from nestpipe.kernels.rows.native import RowPointers, copy_rows
 from nestpipe.kernels.rows.segments import empty_rows
 
 # Shapes: U rows that are merged, K rows of a working set, W numbers of a row
@@ -86,23 +86,21 @@ def average_over_groups(comm: Communicator, parts: Sequence[Tensor]) -> list[Ten
     return [total.mul_(1 / comm.size) for total in sum_over_groups(comm, parts)]
 
 
-def read_rows(rows: Tensor | Places, at_U: Tensor) -> Tensor:
+def read_rows(rows: Tensor | RowPointers, at_U: Tensor) -> Tensor:
     """(U, W) some rows, wherever they are."""
     if isinstance(rows, Tensor):
         return rows.index_select(0, at_U)
     out_UW = empty_rows(len(at_U), rows.width, torch.device("cpu"))
-    copy_rows(rows.at(at_U), out_UW, to_places=False, threads=torch.get_num_threads())
+    copy_rows(rows.at(at_U), out_UW, to_store=False, threads=torch.get_num_threads())
     return out_UW
 
 
-def write_rows(rows: Tensor | Places, at_U: Tensor, values_UW: Tensor) -> None:
+def write_rows(rows: Tensor | RowPointers, at_U: Tensor, values_UW: Tensor) -> None:
     """Put rows back to where they were read."""
     if isinstance(rows, Tensor):
         rows.index_copy_(0, at_U, values_UW)
         return
-    copy_rows(
-        rows.at(at_U), values_UW.contiguous(), to_places=True, threads=torch.get_num_threads()
-    )
+    copy_rows(rows.at(at_U), values_UW.contiguous(), to_store=True, threads=torch.get_num_threads())
 
 
 def merge_gradients(comm: Communicator, sums: Sequence[Tensor], wide: Sequence[WideThere]) -> None:
@@ -119,7 +117,7 @@ def merge_gradients(comm: Communicator, sums: Sequence[Tensor], wide: Sequence[W
 
 def merge_rows(
     comm: Communicator,
-    every: Sequence[Tensor | Places],
+    every: Sequence[Tensor | RowPointers],
     wide: Sequence[WideThere],
     optimizer: RowOptimizer,
     dims: Sequence[int],

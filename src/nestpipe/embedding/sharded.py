@@ -39,13 +39,13 @@ from nestpipe.embedding.table_groups import TableGroup
 from nestpipe.errors import ConfigError
 from nestpipe.jagged import Jagged
 from nestpipe.kernels.rows.comm_dtype import raised
-from nestpipe.kernels.rows.native import Gradients, Places
+from nestpipe.kernels.rows.native import Gradients, RowPointers
 from nestpipe.kernels.rows.segments import (
     Bags,
     Rows,
     add_bags,
     empty_rows,
-    places_in,
+    pointers_into,
     sum_bags,
     use_native,
 )
@@ -387,16 +387,16 @@ class ShardedTables:
             merge_stored(self.mesh.replicas, store, merged, self.optimizer, group.dim, self.device)
 
 
-def _weights_of(rows: Tensor | Places, dim: int) -> Rows:
+def _weights_of(rows: Tensor | RowPointers, dim: int) -> Rows:
     """The weights of rows that carry their state."""
-    return rows if isinstance(rows, Places) else [rows[:, :dim]]
+    return rows if isinstance(rows, RowPointers) else [rows[:, :dim]]
 
 
-def _some_of(rows: Tensor | Places, positions: Tensor) -> Places:
-    return rows.at(positions) if isinstance(rows, Places) else places_in(rows, positions)
+def _some_of(rows: Tensor | RowPointers, positions: Tensor) -> RowPointers:
+    return rows.at(positions) if isinstance(rows, RowPointers) else pointers_into(rows, positions)
 
 
-def _round(group: TableGroup, rows: Tensor | Places) -> None:
+def _round(group: TableGroup, rows: Tensor | RowPointers) -> None:
     """As the host store would: else rows that stay on the device would be finer."""
     if group.tables[0].dtype == "bfloat16":
         assert isinstance(rows, Tensor)

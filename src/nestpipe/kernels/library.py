@@ -24,6 +24,7 @@ class Status(IntEnum):
     NO_MEMORY = 2
     REPEATED_KEY = 3
     DEFECT = 4
+    UNKNOWN_OPTIMIZER = 5
 
 
 class Report(ctypes.Structure):

@@ -16,7 +16,7 @@ from nestpipe.data import Source
 from nestpipe.embedding.optimizers import row_optimizer
 from nestpipe.embedding.routing.lists import owner_of
 from nestpipe.embedding.sharded import ShardedTables
-from nestpipe.embedding.store.host import open_store
+from nestpipe.embedding.store import open_store
 from nestpipe.embedding.table_groups import group_tables
 from nestpipe.errors import ConfigError
 from nestpipe.kernels.rows.comm_dtype import WIRES

@@ -557,8 +557,9 @@ def test_a_working_set_knows_what_is_new_to_it(old, new):
             before = working(old, None)
             now = working(new, before)
         assert torch.equal(now.keys_K[now.shared_K], before.keys_K[now.shared_before])
-        positions, counts = now.without(now.shared_K)
-        assert sorted([*positions.tolist(), *now.shared_K.tolist()]) == list(range(now.size))
+        rest = now.without(now.shared_K)
+        assert rest.positions_n is not None
+        assert sorted([*rest.positions_n.tolist(), *now.shared_K.tolist()]) == list(range(now.size))
         fresh = [
             len(set(here.tolist()) - set(there.tolist()))
             for here, there in zip(
@@ -567,7 +568,7 @@ def test_a_working_set_knows_what_is_new_to_it(old, new):
                 strict=True,
             )
         ]
-        assert counts == fresh
+        assert rest.table_counts == fresh
 
 
 def test_a_rank_sits_last_at_its_own_table():

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nestpipe.embedding.optimizers import OPTIMIZERS, row_optimizer
+from nestpipe.errors import ConfigError
 from nestpipe.kernels.rows import native as native_rows
-from nestpipe.kernels.rows.native import Gradients, Places, copy_rows
+from nestpipe.kernels.rows.native import Gradients, RowPointers, copy_rows
 from nestpipe.kernels.rows.segments import (
     Bags,
     add_bags,
@@ -72,9 +73,9 @@ def in_parts(rows_ND: Tensor, sizes: list[int], strided: bool) -> list[Tensor]:
     return [one(part) for part in torch.split(rows_ND, sizes)]
 
 
-def places_of(rows_ND: Tensor) -> Places:
+def places_of(rows_ND: Tensor) -> RowPointers:
     steps = torch.arange(len(rows_ND)) * rows_ND.stride(0) * 4
-    return Places(steps + rows_ND.data_ptr(), rows_ND.stride(0))
+    return RowPointers(steps + rows_ND.data_ptr(), rows_ND.stride(0))
 
 
 @given(DIMS, st.lists(st.integers(0, 9), min_size=1, max_size=4), st.booleans(), st.integers(0, 99))
@@ -170,6 +171,23 @@ def test_native_updates_are_those_of_torch(name, dim, rows, scale, seed):
         assert_same_bits(in_place_KW, plain_KW)
 
 
+@pytest.mark.parametrize("kind", [-1, len(native_rows.KINDS), 99])
+def test_an_optimizer_that_native_code_does_not_have_changes_no_row(kind):
+    rows_KW, gradients_KD = torch.ones(3, 3), torch.ones(3, 2)
+    unknown = native_rows.OptimizerStruct(kind, 0.1)
+    with pytest.raises(ConfigError, match=f"no row optimizer of kind {kind}; use one of sgd, "):
+        native_rows.update(unknown, rows_KW, 2, [Gradients([gradients_KD], None, None)], 1.0)
+    assert torch.equal(rows_KW, torch.ones(3, 3))
+
+
+def test_every_optimizer_has_a_kind_of_its_own_in_native_code():
+    assert set(native_rows.KINDS) == set(OPTIMIZERS)
+    with pytest.raises(ConfigError, match="unknown row optimizer 'adamw'; use one of sgd, "):
+        native_rows.optimizer_struct(
+            "adamw", lr=0.1, eps=0.0, betas=(0.9, 0.999), adam_scale=0.1, scale=1.0
+        )
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("dim", [1, 5, 16, 64, 100])
 def test_gradients_in_parts_are_summed_part_by_part(name, dim):
@@ -250,15 +268,15 @@ def test_rows_are_copied_to_and_from_where_they_live(threads):
     width, stored = 5, 6000
     home = torch.randn(stored, width, generator=generator)
     chosen = torch.randperm(stored, generator=generator)[:5000]
-    places = Places(home.data_ptr() + chosen * width * 4, width)
+    places = RowPointers(home.data_ptr() + chosen * width * 4, width)
     buffer = torch.full((5000, width), float("nan"))
-    copy_rows(places, buffer, to_places=False, threads=threads)
+    copy_rows(places, buffer, to_store=False, threads=threads)
     assert torch.equal(buffer, home[chosen])
 
     # Some rows only, by their positions in a wider buffer; all others stay as they are.
     some = torch.arange(0, 5000, 3)
     wide = torch.full((5000, width + 2), -1.0)
-    copy_rows(places.at(some), wide[:, :width], positions_n=some, to_places=False, threads=threads)
+    copy_rows(places.at(some), wide[:, :width], positions_n=some, to_store=False, threads=threads)
     assert torch.equal(wide[some, :width], home[chosen[some]])
     assert (wide[:, width:] == -1).all()
     untouched = torch.ones(5000, dtype=torch.bool)
@@ -267,6 +285,6 @@ def test_rows_are_copied_to_and_from_where_they_live(threads):
 
     before = home.clone()
     wide[some, :width] += 1
-    copy_rows(places.at(some), wide[:, :width], positions_n=some, to_places=True, threads=threads)
+    copy_rows(places.at(some), wide[:, :width], positions_n=some, to_store=True, threads=threads)
     before[chosen[some]] += 1
     assert torch.equal(home, before)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from nestpipe.batch import Batch
 from nestpipe.config import Table
-from nestpipe.embedding.store.reference import round_to_bfloat16
+from nestpipe.embedding.store.first_values import round_to_bfloat16
 from nestpipe.errors import CheckpointError, ConfigError, DataError
 from nestpipe.jagged import Jagged
 from nestpipe.models import HstuConfig, HstuRanker

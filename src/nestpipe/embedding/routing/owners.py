@@ -45,6 +45,23 @@ class Taken:
 
 
 @dataclass(frozen=True, slots=True)
+class RowSelection:
+    """Some rows of a working set, or all of them."""
+
+    positions_n: Tensor | None
+    """Which, in ascending order; None: all."""
+    table_counts: list[int]
+    """How many of each table."""
+
+    def __len__(self) -> int:
+        return sum(self.table_counts)
+
+    def of(self, numbers_K: Tensor) -> Tensor:
+        """(n,) the numbers of the selected rows, from those of all."""
+        return numbers_K if self.positions_n is None else numbers_K[self.positions_n]
+
+
+@dataclass(frozen=True, slots=True)
 class WorkingSet:
     """The owner's rows of one batch, table by table; keys and counts are on the host."""
 
@@ -87,9 +104,13 @@ class WorkingSet:
     def size(self) -> int:
         return self.keys_K.shape[0]
 
-    def without(self, positions: Tensor) -> tuple[Tensor, list[int]]:
-        """(n,) all other positions, and how many of each table."""
-        return _routing().others(positions, self.table_counts)
+    @property
+    def all_rows(self) -> RowSelection:
+        return RowSelection(None, self.table_counts)
+
+    def without(self, positions: Tensor) -> RowSelection:
+        """All other rows."""
+        return RowSelection(*_routing().others(positions, self.table_counts))
 
 
 def unite(asked: Asked) -> United:

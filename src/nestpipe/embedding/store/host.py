@@ -1,4 +1,7 @@
-"""The host store in native code: rows in large chunks, read and written by several threads."""
+"""The host store in native code: rows in large chunks, read and written by several threads.
+
+Rows never move once they are inserted, so float32 rows can be located and pinned where they are.
+"""
 
 from __future__ import annotations
 
@@ -12,22 +15,23 @@ from torch import Tensor
 
 from nestpipe.embedding.store.protocol import (
     MASK,
-    RowStore,
+    MOST_THREADS,
+    StoreAbilities,
     StoreLayout,
     check_keys,
     check_layout,
     check_rows,
+    default_threads,
     repeated,
     too_many_rows,
 )
 from nestpipe.errors import CapacityError
 from nestpipe.kernels.host_memory import PinnedMemory
-from nestpipe.kernels.library import Report, Shape, Status, library, native_wanted
-from nestpipe.kernels.rows.native import Places
+from nestpipe.kernels.library import Report, Shape, Status, library
+from nestpipe.kernels.rows.native import RowPointers
 
 # Shapes: K keys, W width of a row as it travels
 
-MOST_THREADS = 64
 CHUNKS_AT_ONCE = 256
 
 
@@ -55,6 +59,13 @@ class NativeStore:
                 "free memory, or allow more threads (ulimit -u)"
             )
 
+    @property
+    def abilities(self) -> StoreAbilities:
+        """Rows can be located and pinned where weights are kept as float32."""
+        if self.layout.dtype != "float32":
+            return StoreAbilities()
+        return StoreAbilities(locate=self, pin=self)
+
     def gather(self, keys_K: Tensor, counts: Sequence[int], out_KW: Tensor) -> int:
         check_rows(self.layout, keys_K, counts, out_KW)
         num_new = ctypes.c_int64()
@@ -64,31 +75,31 @@ class NativeStore:
         self._raise(status, Report(), keys_K)
         return num_new.value
 
-    def locate(self, keys_K: Tensor, counts: Sequence[int]) -> Places:
+    def locate(self, keys_K: Tensor, counts: Sequence[int]) -> RowPointers:
         """Where the rows live, float32 ones only; rows of new keys are made.
 
         Rows never move. While they are used there, nobody may gather or scatter them.
         """
         assert self.layout.dtype == "float32", "rows in place are float32"
         check_keys(self.layout, keys_K, counts)
-        places = self._locate(keys_K, counts)
-        new_K = places.addresses_K == 0
+        pointers = self._locate(keys_K, counts)
+        new_K = pointers.addresses_K == 0
         if not bool(new_K.any()):
-            return places
+            return pointers
         new_counts = [int(part.sum()) for part in torch.split(new_K, list(counts))]
         rows_KW = torch.empty(sum(new_counts), self.layout.width)
         self.gather(keys_K[new_K], new_counts, rows_KW)
         self.scatter(keys_K[new_K], new_counts, rows_KW)
         return self._locate(keys_K, counts)
 
-    def _locate(self, keys_K: Tensor, counts: Sequence[int]) -> Places:
+    def _locate(self, keys_K: Tensor, counts: Sequence[int]) -> RowPointers:
         addresses_K = torch.empty_like(keys_K)
         num_new = ctypes.c_int64()
         status = self._library.nestpipe_store_locate(
             self._open, keys_K.data_ptr(), _int64s(counts), addresses_K.data_ptr(), num_new
         )
         self._raise(status, Report(), keys_K)
-        return Places(addresses_K, self.layout.width)
+        return RowPointers(addresses_K, self.layout.width)
 
     def pin(self) -> bool:
         """Let GPUs read and write all rows that there are now; False: the system refuses.
@@ -186,16 +197,6 @@ class NativeStore:
                 raise AssertionError(f"the native store answered {status}")
 
 
-def default_threads() -> int:
-    """The cores that this process may use, shared fairly with its peers on the machine."""
-    try:
-        cores = len(os.sched_getaffinity(0))
-    except AttributeError:  # not on this system
-        cores = os.cpu_count() or 1
-    peers = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return max(1, min(MOST_THREADS, cores // max(1, peers)))
-
-
 def _shape(layout: StoreLayout) -> Shape:
     tables = layout.num_tables
     return Shape(
@@ -212,19 +213,3 @@ def _shape(layout: StoreLayout) -> Shape:
 
 def _int64s(values: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
     return (ctypes.c_int64 * len(values))(*values)
-
-
-# Which store serves a layout: the native one, or its plain twin.
-
-
-def open_store(
-    layout: StoreLayout, *, native: bool | None = None, threads: int | None = None
-) -> RowStore:
-    """A store without rows; `native=None` leaves the choice to NESTPIPE_NATIVE."""
-    if native_wanted() if native is None else native:
-        from nestpipe.embedding.store.host import NativeStore
-
-        return NativeStore(layout, threads=threads)
-    from nestpipe.embedding.store.reference import PlainStore
-
-    return PlainStore(layout)

@@ -1,7 +1,13 @@
-"""What a host store does: rows with their optimizer state, by table and key."""
+"""What a store is: rows with their optimizer state, by table and key.
+
+Every store reads and writes by key (`RowStore`). What it can do beyond that are abilities: say
+where rows live (`RowLocator`), open that memory to GPUs (`RowPinner`), or keep rows on the device
+itself (`DeviceRows`). `embedding/transports.py` asks for abilities, never for the kind of store.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -9,7 +15,16 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-# Shapes: K keys, W width of a stored row as it travels: weights, then state
+from nestpipe.kernels.rows.native import RowPointers
+
+# Shapes: K keys, W width of a row as it travels: weights, then state, S slots of a device pool
+
+MOST_KEYS = 2**32 - 1
+"""Keys of one call."""
+MOST_THREADS = 64
+"""Of one store."""
+MASK = 2**64 - 1
+"""A table's seed is a 64-bit number."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,13 +54,71 @@ class StoreLayout:
         return len(self.table_seeds)
 
 
+class RowLocator(Protocol):
+    """Ability: rows are float32 numbers at fixed addresses in host memory."""
+
+    @property
+    def threads(self) -> int:
+        """Threads that copy rows between their addresses and a buffer."""
+        ...
+
+    def locate(self, keys_K: Tensor, counts: Sequence[int]) -> RowPointers:
+        """Where the rows live; rows of new keys are inserted first.
+
+        Rows never move. While they are used there, nobody may gather or scatter them.
+        """
+        ...
+
+
+class RowPinner(Protocol):
+    """Ability: GPUs may read and write located rows by themselves."""
+
+    def pin(self) -> bool:
+        """Open the memory of all present rows to GPUs; False: the system refuses.
+
+        Call it again after rows were inserted.
+        """
+        ...
+
+
+class DeviceRows(Protocol):
+    """Ability: rows live in device memory, in the slots of one tensor."""
+
+    @property
+    def rows_SW(self) -> Tensor:  # noqa: N802 - its shape
+        """All slots, weights and state side by side."""
+        ...
+
+    def slots(self, keys_K: Tensor, counts: Sequence[int]) -> Tensor:
+        """(K,) the slot of each key, on the device; new keys get a slot with their first value.
+
+        A slot belongs to its key until the caller has written it back.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoreAbilities:
+    """What a store can do beyond reading and writing by key; None: it cannot."""
+
+    locate: RowLocator | None = None
+    pin: RowPinner | None = None
+    """Only together with `locate`."""
+    device: DeviceRows | None = None
+
+
 class RowStore(Protocol):
-    """Rows in host memory. Keys come grouped by table: `counts[i]` keys of table i, in order.
+    """Rows by key. Keys come grouped by table: `counts[i]` keys of table i, in order.
 
     All tensors are contiguous CPU tensors; rows travel as float32 of `layout.width`.
     """
 
     layout: StoreLayout
+
+    @property
+    def abilities(self) -> StoreAbilities:
+        """What else the store can do; the same answer for as long as it is open."""
+        ...
 
     def gather(self, keys_K: Tensor, counts: Sequence[int], out_KW: Tensor) -> int:
         """Read rows; one that was never stored has its first value. Returns how many were new.
@@ -78,13 +151,17 @@ class RowStore(Protocol):
         ...
 
 
-# What both stores ask of their arguments; a wrong one is a defect of the caller.
+def default_threads() -> int:
+    """The cores that this process may use, shared fairly with its peers on the machine."""
+    try:
+        cores = len(os.sched_getaffinity(0))
+    except AttributeError:  # not on this system
+        cores = os.cpu_count() or 1
+    peers = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, min(MOST_THREADS, cores // max(1, peers)))
 
 
-# Shapes: K keys, W width of a row as it travels
-
-MOST_KEYS = 2**32 - 1
-MASK = 2**64 - 1
+# Checks that all stores share: a wrong argument is a defect of the caller, hence ValueError.
 
 
 def check_layout(layout: StoreLayout) -> None:

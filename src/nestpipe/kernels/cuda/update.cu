@@ -13,6 +13,7 @@ namespace {
 using nestpipe::Optimizer;
 
 constexpr int kWarp = 32, kWarps = 8, kMostBlocks = 2048;
+constexpr int kUnknownOptimizer = -1;  // CUDA's own errors are positive
 
 struct Rows {
   float* rows;
@@ -54,13 +55,16 @@ __device__ void apply(const Optimizer& of, float* row, const float* g, float tim
         adam(of, row[i], state[i], state[dim + i], g[i] * times);
       }
       return;
-    default: {
+    case nestpipe::kRowwiseAdagrad:
+    case nestpipe::kMomentumScaledRowwiseAdagrad:
+    case nestpipe::kTouchScaledRowwiseAdagrad: {
       const float squares_of = sum_of_squares(g, times, dim, squares, lane);
       const float moment = *state + squares_of / static_cast<float>(dim);
       const float rate = rowwise_rate(of, moment, divisor_of(of, state));
       for (int i = lane; i < dim; i += kWarp) row[i] -= g[i] * times * rate;
       __syncwarp();  // all have read the state, and the squares
       if (lane == 0) *state = moment;
+      return;
     }
   }
 }
@@ -79,11 +83,13 @@ __global__ void __launch_bounds__(kWarp* kWarps) update(const Optimizer of, cons
 
 }  // namespace
 
-// Rows and gradients of `count` rows with `dim` weights each; strides in numbers.
+// Rows and gradients of `count` rows with `dim` weights each; strides in numbers. Returns 0, a CUDA
+// error, or kUnknownOptimizer before anything was changed.
 NESTPIPE_API int nestpipe_update_rows(const Optimizer* of, float* rows, int64_t row_stride,
                                       const float* gradients, int64_t gradient_stride,
                                       const float* times, int64_t count, int64_t dim,
                                       cudaStream_t stream) {
+  if (!nestpipe::is_known(of->kind)) return kUnknownOptimizer;
   const Rows all{rows, gradients, times, row_stride, gradient_stride, count,
                  static_cast<int>(dim)};
   const auto blocks =

@@ -13,6 +13,7 @@ enum Status : int {
   kNoMemory = 2,     // the machine, the container or a ulimit has no more; asked: bytes
   kRepeatedKey = 3,  // a key came twice in one scatter: table and key say which
   kDefect = 4,       // an exception that should not exist
+  kUnknownOptimizer = 5,  // a row optimizer that this library has no code for
 };
 
 // Filled where a call does not return kOk.

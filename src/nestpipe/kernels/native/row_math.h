@@ -25,6 +25,11 @@ enum Kind : int64_t {
   kTouchScaledRowwiseAdagrad = 5,     // one moment, then how many groups beyond one touch the row
 };
 
+// Whether a number names one of them: others must be refused, never taken for a known one.
+NESTPIPE_ANYWHERE bool is_known(int64_t kind) {
+  return kind >= kSgd && kind <= kTouchScaledRowwiseAdagrad;
+}
+
 struct Optimizer {
   int64_t kind;
   float lr;

@@ -53,8 +53,11 @@ void apply(const Optimizer& of, float* row, const float* g, int64_t dim, float* 
     case kAdam:
       for (int64_t i = 0; i < dim; ++i) adam(of, row[i], state[i], state[dim + i], g[i]);
       return;
-    default:
+    case kRowwiseAdagrad:
+    case kMomentumScaledRowwiseAdagrad:
+    case kTouchScaledRowwiseAdagrad:
       rowwise_adagrad(of, row, g, dim, scratch);
+      return;
   }
 }
 
@@ -65,6 +68,7 @@ NESTPIPE_API int nestpipe_update(const nestpipe::Optimizer* optimizer, const nes
                                  int64_t count, int64_t dim, const nestpipe::Part* parts,
                                  int64_t num_parts, float times, int64_t threads) {
   using namespace nestpipe;
+  if (!is_known(optimizer->kind)) return kUnknownOptimizer;
   try {
     in_ranges(count, threads, [&](int64_t begin, int64_t end) {
       std::vector<float> scratch(static_cast<size_t>(dim) * 2 + 32);

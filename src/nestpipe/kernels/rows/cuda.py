@@ -11,12 +11,14 @@ from torch import Tensor
 
 from nestpipe.errors import RunError
 from nestpipe.kernels.library import cuda_library
-from nestpipe.kernels.rows.native import OptimizerStruct
+from nestpipe.kernels.rows.native import OptimizerStruct, unknown_optimizer
 
 # Shapes: S sums, T terms of all sums together
 
 MOST_PARTS = 6
 FLOAT32, BFLOAT16, ROUNDED = range(3)
+UNKNOWN_OPTIMIZER = -1
+"""What `cuda/update.cu` answers; CUDA's own errors are positive."""
 
 
 class _Part(ctypes.Structure):
@@ -127,5 +129,7 @@ def update_rows(
             gradients_KD.shape[1],
             torch.cuda.current_stream(rows_KW.device).cuda_stream,
         )
+    if status == UNKNOWN_OPTIMIZER:
+        raise unknown_optimizer(optimizer)
     if status != 0:
         raise RunError(f"the GPU cannot update rows: CUDA's error {status}")

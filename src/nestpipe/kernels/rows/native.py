@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nestpipe.errors import ConfigError
 from nestpipe.kernels.library import Status, library
 
 # Shapes: N rows, S sums, T terms of all sums together, D width, K rows that are updated
@@ -36,9 +37,10 @@ class OptimizerStruct(ctypes.Structure):
         *((name, c_float) for name in ("lr", "eps", "beta1", "rest1", "beta2", "rest2")),
         *((name, c_float) for name in ("adam_scale", "scale")),
     )
+    kind: int
 
 
-KINDS = (
+KINDS: tuple[str, ...] = (
     *("sgd", "adagrad", "rowwise_adagrad", "adam"),
     *("momentum_scaled_rowwise_adagrad", "touch_scaled_rowwise_adagrad"),
 )
@@ -56,8 +58,8 @@ class Gradients:
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
-    """Rows that live somewhere else in host memory."""
+class RowPointers:
+    """Rows in host memory, each at an address of its own."""
 
     addresses_K: Tensor
     width: int
@@ -65,16 +67,18 @@ class Places:
     def __len__(self) -> int:
         return len(self.addresses_K)
 
-    def at(self, positions_n: Tensor | None) -> Places:
+    def at(self, positions_n: Tensor | None) -> RowPointers:
         """Some of the rows; None: all."""
-        return self if positions_n is None else Places(self.addresses_K[positions_n], self.width)
+        if positions_n is None:
+            return self
+        return RowPointers(self.addresses_K[positions_n], self.width)
 
 
 def sum_bags(
     terms_T: Tensor,
     ends_S1: Tensor | None,
-    rows: Sequence[Tensor] | Places,
-    out: Tensor | Places,
+    rows: Sequence[Tensor] | RowPointers,
+    out: Tensor | RowPointers,
     *,
     add: bool,
 ) -> None:
@@ -107,6 +111,8 @@ def optimizer_struct(
     scale: float,
 ) -> OptimizerStruct:
     """An optimizer at one of its steps."""
+    if kind not in KINDS:
+        raise ConfigError(f"unknown row optimizer {kind!r}; use one of {', '.join(KINDS)}")
     return OptimizerStruct(
         *(KINDS.index(kind), lr, eps),
         *(betas[0], 1 - betas[0], betas[1], 1 - betas[1]),
@@ -116,7 +122,7 @@ def optimizer_struct(
 
 def update(
     optimizer: OptimizerStruct,
-    rows: Tensor | Places,
+    rows: Tensor | RowPointers,
     dim: int,
     parts: Sequence[Gradients],
     times: float,
@@ -146,29 +152,39 @@ def update(
         torch.get_num_threads(),
     )
     del alive, sources
+    if status == Status.UNKNOWN_OPTIMIZER:
+        raise unknown_optimizer(optimizer)
     _check(status)
 
 
+def unknown_optimizer(optimizer: OptimizerStruct) -> ConfigError:
+    """The error for an optimizer that compiled code does not have."""
+    return ConfigError(
+        f"compiled code has no row optimizer of kind {optimizer.kind}; "
+        f"use one of {', '.join(KINDS)}"
+    )
+
+
 def copy_rows(
-    places: Places,
+    pointers: RowPointers,
     rows_KW: Tensor,
     *,
     positions_n: Tensor | None = None,
-    to_places: bool,
+    to_store: bool,
     threads: int,
 ) -> None:
     """Copy rows from where they live into a buffer, or from the buffer to where they live.
 
-    `positions_n`: which row of the buffer belongs to each place; None: all, in order.
+    `positions_n`: which row of the buffer belongs to each pointer; None: all, in order.
     """
     rows = len(rows_KW) if positions_n is None else len(positions_n)
-    assert rows == len(places), f"{rows} rows for {len(places)} places"
-    assert rows_KW.shape[1] == places.width, f"rows of {rows_KW.shape[1]}, not {places.width}"
+    assert rows == len(pointers), f"{rows} rows for {len(pointers)} pointers"
+    assert rows_KW.shape[1] == pointers.width, f"rows of {rows_KW.shape[1]}, not {pointers.width}"
     assert rows_KW.stride(1) == 1 or not rows, "rows must lie in one piece"
     status = library().nestpipe_copy_rows(
-        *(places.addresses_K.data_ptr(), rows, places.width * 4),
+        *(pointers.addresses_K.data_ptr(), rows, pointers.width * 4),
         *(rows_KW.data_ptr(), rows_KW.stride(0) * 4, _pointer(positions_n)),
-        *(int(to_places), threads),
+        *(int(to_store), threads),
     )
     _check(status)
 
@@ -182,9 +198,9 @@ def _pointer(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def _rows_of(rows: Sequence[Tensor] | Places) -> tuple[_Rows, Tensor | None]:
+def _rows_of(rows: Sequence[Tensor] | RowPointers) -> tuple[_Rows, Tensor | None]:
     """How native code finds the rows, and what must live as long as it looks."""
-    if isinstance(rows, Places):
+    if isinstance(rows, RowPointers):
         return _Rows(None, 0, rows.addresses_K.data_ptr()), rows.addresses_K
     for tensor in rows:
         assert tensor.dtype == torch.float32, f"rows are {tensor.dtype}"

@@ -47,7 +47,7 @@ def can_carry(rows_KW: Tensor) -> bool:
 
 
 def carry_rows(
-    addresses_K: Tensor, positions_n: Tensor, rows_KW: Tensor, *, to_places: bool, alone: bool
+    addresses_K: Tensor, positions_n: Tensor, rows_KW: Tensor, *, to_store: bool, alone: bool
 ) -> None:
     """What `copy_rows_by_gpu` does; up to 12 bytes after a row come along."""
     library = cuda_library(rows_KW.get_device())
@@ -61,7 +61,7 @@ def carry_rows(
             len(positions_n),
             rows_KW.stride(0) * 4,
             _bytes_of(rows_KW),
-            to_places,
+            to_store,
             BLOCKS_ALONE if alone else BLOCKS,
             torch.cuda.current_stream(rows_KW.device).cuda_stream,
         )

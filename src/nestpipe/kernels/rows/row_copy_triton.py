@@ -50,7 +50,7 @@ def _copy(
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
-    TO_PLACES: tl.constexpr,
+    TO_STORE: tl.constexpr,
 ):
     """Each turn asks for rows, and for the addresses of those after, before it waits for any."""
     column = tl.arange(0, COLUMNS)[None, :]
@@ -59,16 +59,16 @@ def _copy(
     at, place = _whence(addresses_K, positions_n, number, count)
     on_device, on_host = _pointers(rows_KW, stride, at, place, column)
     inside = (number < count)[:, None] & (column < WIDTH)
-    rows = tl.load(on_device if TO_PLACES else on_host, mask=inside)
+    rows = tl.load(on_device if TO_STORE else on_host, mask=inside)
     next_at, next_place = _whence(addresses_K, positions_n, number + step, count)
     for _ in range(tl.program_id(0) * ROWS, count, step):
         on_device, on_host = _pointers(rows_KW, stride, next_at, next_place, column)
         inside = (number + step < count)[:, None] & (column < WIDTH)
-        next_rows = tl.load(on_device if TO_PLACES else on_host, mask=inside)
+        next_rows = tl.load(on_device if TO_STORE else on_host, mask=inside)
         after_at, after_place = _whence(addresses_K, positions_n, number + 2 * step, count)
         on_device, on_host = _pointers(rows_KW, stride, at, place, column)
         inside = (number < count)[:, None] & (column < WIDTH)
-        tl.store(on_host if TO_PLACES else on_device, rows, mask=inside)
+        tl.store(on_host if TO_STORE else on_device, rows, mask=inside)
         at, place, rows = next_at, next_place, next_rows
         next_at, next_place = after_at, after_place
         number += step
@@ -79,7 +79,7 @@ def copy_rows_by_gpu(
     positions_n: Tensor | None,
     rows_KW: Tensor,
     *,
-    to_places: bool,
+    to_store: bool,
     alone: bool = False,
 ) -> None:
     """Copy rows from where they live into a buffer on the device, or back.
@@ -91,13 +91,13 @@ def copy_rows_by_gpu(
         return
     positions_n = in_order_of_addresses(addresses_K, positions_n)
     if can_carry(rows_KW):
-        carry_rows(addresses_K, positions_n, rows_KW, to_places=to_places, alone=alone)
+        carry_rows(addresses_K, positions_n, rows_KW, to_store=to_store, alone=alone)
     else:
-        _copy_rows(addresses_K, positions_n, rows_KW, to_places=to_places)
+        _copy_rows(addresses_K, positions_n, rows_KW, to_store=to_store)
 
 
 def _copy_rows(
-    addresses_K: Tensor, positions_n: Tensor, rows_KW: Tensor, *, to_places: bool
+    addresses_K: Tensor, positions_n: Tensor, rows_KW: Tensor, *, to_store: bool
 ) -> None:
     """By ordinary loads and stores."""
     count, width = len(positions_n), rows_KW.shape[1]
@@ -114,6 +114,6 @@ def _copy_rows(
             WIDTH=width,
             COLUMNS=columns,
             ROWS=rows_at_once,
-            TO_PLACES=to_places,
+            TO_STORE=to_store,
             num_warps=WARPS,
         )

@@ -19,12 +19,12 @@ from nestpipe.kernels.library import native_wanted
 from nestpipe.kernels.rows import native as native_rows
 from nestpipe.kernels.rows.comm_dtype import raised, round_in_place
 from nestpipe.kernels.rows.cuda import can_sum, sum_on_gpu
-from nestpipe.kernels.rows.native import Places
+from nestpipe.kernels.rows.native import RowPointers
 
 # Shapes: N rows, S sums, T terms of all sums together, D width
 
 F32 = torch.float32
-Rows = Sequence[Tensor] | Places
+Rows = Sequence[Tensor] | RowPointers
 """Rows in one or several (n, D) tensors, numbered one after the other, or where they live."""
 
 
@@ -82,7 +82,7 @@ def sum_bags(
     Rows are rounded to the type in which they `came` from other ranks, if they did, and sums to the
     one in which they are `leaving`; what has that type already may be given, or asked for, as such.
     """
-    if not isinstance(rows, Places):
+    if not isinstance(rows, RowPointers):
         if can_sum(bags.rows_T, bags.ends_S1, rows, out):
             sum_on_gpu(bags.rows_T, bags.ends_S1, rows, out, came=came, leaving=leaving)
             return
@@ -101,7 +101,7 @@ def sum_bags(
 
 def _sum_bags(bags: Bags, rows: Rows, out: Sequence[Tensor]) -> None:
     """The same in float32."""
-    if isinstance(rows, Places) or use_native(out[0].device):
+    if isinstance(rows, RowPointers) or use_native(out[0].device):
         start = 0
         for out_SD in out:
             part = bags.part(start, start + len(out_SD))
@@ -137,17 +137,17 @@ def add_bags_at(bags: Bags, rows: Sequence[Tensor], out_ND: Tensor, places_S: Te
     if can_sum(terms_T, ends_S1, rows, out) and places_S.dtype == torch.int32:
         sum_on_gpu(terms_T, ends_S1, rows, out, came=F32, leaving=F32, add=True, places_S=places_S)
     elif use_native(out_ND.device):
-        out = places_in(out_ND, places_S)
+        out = pointers_into(out_ND, places_S)
         native_rows.sum_bags(bags.rows_T, bags.ends_S1, rows, out, add=True)
     else:
         added_SD = out_ND.index_select(0, places_S) + plain_sums(bags, joined(rows))
         out_ND.index_copy_(0, places_S.long(), added_SD)
 
 
-def places_in(rows_ND: Tensor, places_S: Tensor) -> Places:
+def pointers_into(rows_ND: Tensor, places_S: Tensor) -> RowPointers:
     """Where some rows of a tensor in host memory live; it must outlive them."""
     stride = rows_ND.stride(0) * rows_ND.element_size()
-    return Places(places_S.long() * stride + rows_ND.data_ptr(), rows_ND.shape[1])
+    return RowPointers(places_S.long() * stride + rows_ND.data_ptr(), rows_ND.shape[1])
 
 
 def plain_sums(bags: Bags, rows_ND: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from nestpipe.config import build
-from nestpipe.embedding.store.reference import first_weights, round_to_bfloat16
+from nestpipe.embedding.store.first_values import first_weights, round_to_bfloat16
 from nestpipe.errors import CheckpointError, ConfigError
 from nestpipe.models import HstuConfig
 from nestpipe.serve.types import Ids
