@@ -1,0 +1,1 @@
+"""Keys and rows in device memory: an index, routing, segments, sums; each with a plain twin."""

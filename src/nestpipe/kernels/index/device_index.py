@@ -1,0 +1,240 @@
+"""An index in device memory, from (table, key) to the slot of a row, and its plain twin.
+
+Which slot a key gets depends on timing and changes no result: rows are found by slot, and sums run
+in the order of samples.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nestpipe.errors import ConfigError
+from nestpipe.kernels.index.library import (
+    CellsStruct,
+    FirstRowsStruct,
+    IndexStruct,
+    KeysStruct,
+    call,
+    check_list,
+    pointer,
+)
+
+# Shapes: N keys, repeats included, G cells of keys, S slots, V victims, C tables
+
+PLACES_PER_ROW = 1.6
+"""Places of the index for each slot."""
+MOST_USED = 0.9
+"""The share of places that keys, erased ones included, may take before a rebuild."""
+FREE_STAMP = -(2**31)
+AGES = 1024
+COUNTERS = ("free", "used", "num_new", "num_missing", "num_victims", "hand")
+"""What the first numbers of `DeviceIndex.counters` mean; those after them are zero."""
+_ALL_COUNTERS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class KeyCells:
+    """Where the keys of each table lie: cell after cell, all keys of a cell in one table."""
+
+    ends_G: Tensor
+    """int64: where each cell ends."""
+    tables_G: Tensor | None = None
+    """int32: the table of each cell; None: cell c is table c."""
+
+    def struct(self) -> CellsStruct:
+        check_list(self.ends_G, torch.int64, 1, "ends of cells")
+        check_list(self.tables_G, torch.int32, len(self.ends_G), "tables of cells")
+        return CellsStruct(self.ends_G.data_ptr(), pointer(self.tables_G), len(self.ends_G))
+
+    def tables_of_keys(self, count: int) -> list[int]:
+        """The table of each key, on the host."""
+        tables = range(len(self.ends_G)) if self.tables_G is None else self.tables_G.tolist()
+        found: list[int] = []
+        for end, table in zip(self.ends_G.tolist(), tables, strict=True):
+            found += [table] * (min(end, count) - len(found))
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class FoundSlots:
+    """What `find_or_insert` finds and makes."""
+
+    slots_N: Tensor
+    """int32: the slot of each key; -1 where no slot is left for it."""
+    new_slots_N: Tensor
+    """int32: slots of keys that are new; the first `num_new` count."""
+
+
+@dataclass(frozen=True, slots=True)
+class FirstValues:
+    """What the first values of rows are made of; `native/init.h` says how."""
+
+    seeds_C: Tensor
+    """int64, the bits of the unsigned seed of each table."""
+    stds_C: Tensor
+    """float64: the spread of each table's weights."""
+    dim: int
+    state_dim: int
+    state_init: float = 0.0
+
+
+class DeviceIndex:
+    """Slots for keys. Every call goes to the current stream, and none waits for the device.
+
+    Counts stay in device memory, in `counters`: copy them to the host where it must know them.
+    """
+
+    def __init__(self, num_slots: int, device: torch.device) -> None:
+        if not 0 < num_slots < 2**30:
+            raise ConfigError(f"a pool has {num_slots} slots; give 1 to {2**30 - 1}")
+        self.num_slots, self.device = num_slots, device
+        self.num_places = -(-int(num_slots * PLACES_PER_ROW + 2) // 2) * 2
+        self._places = torch.zeros(self.num_places, 2, dtype=torch.int64, device=device)
+        self.slot_keys_S = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self.slot_tables_S = torch.zeros(num_slots, dtype=torch.int32, device=device)
+        self.stamps_S = torch.full((num_slots,), FREE_STAMP, dtype=torch.int32, device=device)
+        """The last batch that uses each slot; `FREE_STAMP` where the slot is free."""
+        self._free_S = torch.arange(num_slots, dtype=torch.int32, device=device).flip(0)
+        self.counters = torch.zeros(_ALL_COUNTERS, dtype=torch.int32, device=device)
+        self.counters[0] = num_slots
+        self._ages = torch.zeros(AGES, dtype=torch.int32, device=device)
+        self._struct = IndexStruct(
+            *(self._places.data_ptr(), self.num_places),
+            *(self.slot_keys_S.data_ptr(), self.slot_tables_S.data_ptr()),
+            *(self.stamps_S.data_ptr(), self._free_S.data_ptr()),
+            *(num_slots, self.counters.data_ptr()),
+        )
+
+    @property
+    def num_new(self) -> Tensor:
+        """(1,) how many slots of the last `find_or_insert` are new, in device memory."""
+        return self.counters[2:3]
+
+    @property
+    def num_victims(self) -> Tensor:
+        """(1,) how many slots the last `choose_victims` found, in device memory."""
+        return self.counters[4:5]
+
+    def num_bytes(self) -> int:
+        """Memory of the index, rows not counted."""
+        parts = (self._places, self.slot_keys_S, self.slot_tables_S, self.stamps_S, self._free_S)
+        return sum(part.numel() * part.element_size() for part in parts)
+
+    def find_or_insert(self, keys_N: Tensor, cells: KeyCells, batch: int) -> FoundSlots:
+        """Find the slot of every key, or give it one; the batches given must not decrease."""
+        slots_N = torch.empty(len(keys_N), dtype=torch.int32, device=self.device)
+        new_N = torch.empty_like(slots_N)
+        self._call("find_or_insert", self._keys(keys_N, cells), batch, slots_N, new_N)
+        return FoundSlots(slots_N, new_N)
+
+    def find(self, keys_N: Tensor, cells: KeyCells) -> Tensor:
+        """(N,) the slot of every key, -1 where it has none; changes nothing."""
+        slots_N = torch.empty(len(keys_N), dtype=torch.int32, device=self.device)
+        self._call("find", self._keys(keys_N, cells), slots_N)
+        return slots_N
+
+    def choose_victims(
+        self, oldest_in_flight: int, least_free: int, window: int | None = None
+    ) -> Tensor:
+        """(least_free,) slots to erase, so that `least_free` are free then; `num_victims` count.
+
+        Least recently used first, among `window` slots from where the last choice ended (None: all
+        slots). A slot that a batch from `oldest_in_flight` on uses is never chosen.
+        """
+        victims_V = torch.empty(max(least_free, 0), dtype=torch.int32, device=self.device)
+        window = self.num_slots if window is None else window
+        self._call("choose", oldest_in_flight, least_free, window, self._ages, victims_V)
+        return victims_V
+
+    def erase(self, slots_V: Tensor, count: Tensor | None = None) -> None:
+        """Forget the keys of some slots, of which the first `count` count; the slots are free."""
+        check_list(slots_V, torch.int32, len(slots_V), "slots to erase")
+        if count is None:
+            count = torch.full((1,), len(slots_V), dtype=torch.int32, device=self.device)
+        self._call("erase", slots_V, count, len(slots_V))
+
+    def rebuild(self, most_used: float = MOST_USED) -> None:
+        """Drop the places of erased keys, where new ones might not find a place otherwise.
+
+        That is where all free slots, given away, would bring the places in use above that share.
+        The device decides; before `find_or_insert` it costs two empty launches.
+        """
+        self._call("rebuild", int(most_used * self.num_places))
+
+    def write_first_rows(
+        self, first: FirstValues, rows_SW: Tensor, slots_V: Tensor, count: Tensor
+    ) -> None:
+        """Write first weights and state into the rows of some slots, the first `count` of them."""
+        assert rows_SW.stride(1) == 1, "a row has gaps"
+        assert rows_SW.dtype == torch.float32, f"rows are {rows_SW.dtype}"
+        check_list(slots_V, torch.int32, len(slots_V), "slots")
+        given = FirstRowsStruct(
+            *(rows_SW.data_ptr(), rows_SW.stride(0), first.dim, first.state_dim),
+            *(first.state_init, first.seeds_C.data_ptr(), first.stds_C.data_ptr()),
+        )
+        self._call("first_rows", ctypes.byref(given), slots_V, count, len(slots_V))
+
+    def _keys(self, keys_N: Tensor, cells: KeyCells) -> object:
+        check_list(keys_N, torch.int64, len(keys_N), "keys")
+        return ctypes.byref(KeysStruct(keys_N.data_ptr(), len(keys_N), cells.struct()))
+
+    def _call(self, verb: str, *arguments: object) -> None:
+        given = [a.data_ptr() if isinstance(a, Tensor) else a for a in arguments]
+        call(self.device, f"nestpipe_index_{verb}", ctypes.byref(self._struct), *given)
+
+
+class PlainIndex:
+    """The twin: a dictionary, on the host, with the same slots for the same keys but in order."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self._slots: dict[tuple[int, int], int] = {}
+        self._stamps: dict[int, int] = {}
+        self._free = list(reversed(range(num_slots)))
+        self.num_missing = 0
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def find_or_insert(self, keys_N: Tensor, cells: KeyCells, batch: int) -> FoundSlots:
+        """What the device does; new slots are listed in the order of their keys."""
+        slots: list[int] = []
+        new: list[int] = []
+        for table, key in zip(cells.tables_of_keys(len(keys_N)), keys_N.tolist(), strict=True):
+            slot = self._slots.get((table, key), -1)
+            if slot < 0 and self._free:
+                slot = self._slots[table, key] = self._free.pop()
+                new.append(slot)
+            if slot >= 0:
+                self._stamps[slot] = batch
+            slots.append(slot)
+        self.num_missing = slots.count(-1)
+        return FoundSlots(_int32(slots), _int32(new))
+
+    def find(self, keys_N: Tensor, cells: KeyCells) -> Tensor:
+        """(N,) the slot of every key, -1 where it has none."""
+        pairs = zip(cells.tables_of_keys(len(keys_N)), keys_N.tolist(), strict=True)
+        return _int32([self._slots.get(pair, -1) for pair in pairs])
+
+    def choose_victims(self, oldest_in_flight: int, least_free: int) -> Tensor:
+        """Slots to erase, the least recently used first."""
+        old = [(stamp, s) for s, stamp in self._stamps.items() if stamp < oldest_in_flight]
+        return _int32([s for _, s in sorted(old)[: max(0, least_free - len(self._free))]])
+
+    def erase(self, slots_V: Tensor) -> None:
+        """Forget the keys of some slots."""
+        gone = {s for s in slots_V.tolist() if s in self._stamps}
+        self._slots = {pair: s for pair, s in self._slots.items() if s not in gone}
+        for slot in gone:
+            del self._stamps[slot]
+        self._free += sorted(gone)
+
+
+def _int32(numbers: Sequence[int]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)

@@ -1,0 +1,161 @@
+"""Gradients summed by row in a fixed order and applied at once; and the plain twin.
+
+The terms of a row are cut, from its first term on, into pieces of 32. A piece is summed term by
+term; the sums of 32 pieces are summed one after the other; and then those sums. The result depends
+on the order of terms alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nestpipe.kernels.index.library import (
+    NO_SORT,
+    CutStruct,
+    UpdateStruct,
+    ask,
+    call,
+    check_list,
+    pointer,
+    rows_struct,
+)
+from nestpipe.kernels.native_rows import OptimizerStruct
+
+# Shapes: T terms, O outputs that the model sees, N rows by id, S segments, D weights of a row,
+# W weights and state
+
+PIECE = 32
+"""Terms of a piece, and pieces that are summed at a time; `cuda/segments.cu` has it too."""
+
+
+@dataclass(frozen=True, slots=True)
+class TermSegments:
+    """Terms sorted by the row that they belong to, and the pieces that they are cut into."""
+
+    ids_T: Tensor
+    """int32: sorted; negative ids, which count for nothing, come last."""
+    values_T: Tensor
+    """int32: beside the ids, those of one id in the order in which they came."""
+    pieces_T4: Tensor
+    longs_L4: Tensor
+    counts: Tensor
+    """(2,) pieces and long segments, in device memory"""
+
+
+@dataclass(frozen=True, slots=True)
+class TermGradients:
+    """What each term adds to its row: the gradient of its output, divided and multiplied."""
+
+    rows_OD: Tensor
+    outputs_T: Tensor | None = None
+    """int32: the output of each term; None: the values of the segments are outputs already"""
+    divisors_O: Tensor | None = None
+    """The number of terms of an output that is a mean, 1 for a sum; None: all are sums"""
+    weights_T: Tensor | None = None
+
+
+def sort_segments(ids_T: Tensor, num_ids: int, values_T: Tensor | None = None) -> TermSegments:
+    """Sort terms by id, below `num_ids` each, and cut the segments; waits for nothing.
+
+    Values are the numbers of the terms, or what is given, such as the output of each.
+    """
+    count, device = len(ids_T), ids_T.device
+    if values_T is None:
+        values_T = torch.arange(count, dtype=torch.int32, device=device)
+    check_list(ids_T, torch.int32, count, "ids")
+    check_list(values_T, torch.int32, count, "values")
+    # One bit more than ids need: the bits of a negative id are then above those of all others.
+    sorted_ids, values = _sorted(ids_T, values_T, num_ids.bit_length())
+    pieces = torch.empty(count, 4, dtype=torch.int32, device=device)
+    longs = torch.empty(count // PIECE + 1, 4, dtype=torch.int32, device=device)
+    counts = torch.empty(2, dtype=torch.int32, device=device)
+    cut = CutStruct(
+        *(sorted_ids.data_ptr(), count),
+        *(pieces.data_ptr(), longs.data_ptr(), counts.data_ptr()),
+    )
+    call(device, "nestpipe_cut_segments", ctypes.byref(cut))
+    return TermSegments(sorted_ids, values, pieces, longs, counts)
+
+
+def _sorted(ids_T: Tensor, values_T: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    room = ask(ids_T.device, "nestpipe_sort_bytes", len(ids_T), bits)
+    if room < 0:
+        assert room == NO_SORT, f"cub answers {room}"
+        # Negative ids come last, as they do where bits are sorted.
+        order_T = torch.sort(ids_T.long() & (2**32 - 1), stable=True).indices
+        return ids_T[order_T], values_T[order_T]
+    memory = torch.empty(max(1, room), dtype=torch.uint8, device=ids_T.device)
+    made = torch.empty(2, len(ids_T), dtype=torch.int32, device=ids_T.device)
+    call(
+        *(ids_T.device, "nestpipe_sort", memory.data_ptr(), room),
+        *(ids_T.data_ptr(), made[0].data_ptr(), values_T.data_ptr(), made[1].data_ptr()),
+        *(len(ids_T), bits),
+    )
+    return made[0], made[1]
+
+
+def update_segments(
+    segments: TermSegments,
+    gradients: TermGradients,
+    rows_NW: Tensor,
+    optimizer: OptimizerStruct | None,
+    times: Tensor | None = None,
+) -> None:
+    """Sum the gradients of every row that has terms, times a number, and update the row in place.
+
+    Without an optimizer the weights of the row become the sum.
+    """
+    terms, dim, device = len(segments.ids_T), gradients.rows_OD.shape[1], rows_NW.device
+    check_list(gradients.divisors_O, torch.float32, len(gradients.rows_OD), "divisors")
+    check_list(times, torch.float32, 1, "factors")
+    partials = torch.empty(2 * (terms // PIECE + 1), dim, device=device)
+    group_partials = torch.empty(2 * (terms // PIECE**2 + 1), dim, device=device)
+    task = UpdateStruct(
+        rows_struct(gradients.rows_OD),
+        *(segments.values_T.data_ptr(), pointer(gradients.outputs_T)),
+        *(pointer(gradients.weights_T), pointer(gradients.divisors_O), pointer(times)),
+        *(segments.pieces_T4.data_ptr(), segments.longs_L4.data_ptr()),
+        *(segments.counts.data_ptr(), partials.data_ptr(), group_partials.data_ptr()),
+        *(rows_struct(rows_NW), terms, dim),
+    )
+    given = None if optimizer is None else ctypes.byref(optimizer)
+    call(device, "nestpipe_update_segments", given, ctypes.byref(task))
+
+
+def plain_segment_sums(ids_T: Tensor, gradients: TermGradients) -> tuple[Tensor, Tensor]:
+    """The twin: the ids that have terms, ascending, and the (S, D) sums of their gradients."""
+    order_T = torch.argsort(ids_T, stable=True)
+    order_T = order_T[ids_T[order_T] >= 0]
+    ids_S, counts_S = torch.unique_consecutive(ids_T[order_T], return_counts=True)
+    outputs_T = order_T if gradients.outputs_T is None else gradients.outputs_T[order_T].long()
+    terms_TD = gradients.rows_OD[outputs_T]
+    if gradients.divisors_O is not None:
+        terms_TD = terms_TD / gradients.divisors_O[outputs_T, None]
+    if gradients.weights_T is not None:
+        terms_TD = terms_TD * gradients.weights_T[order_T, None]
+    for _ in range(2):
+        pieces_S = (counts_S + PIECE - 1) // PIECE
+        terms_TD, counts_S = _sum_pieces(terms_TD, counts_S, pieces_S), pieces_S
+    return ids_S, ordered_sums(terms_TD, counts_S)
+
+
+def _sum_pieces(terms_TD: Tensor, counts_S: Tensor, pieces_S: Tensor) -> Tensor:
+    """(P, D) the sums of all pieces, segment after segment."""
+    counts_P = torch.full((int(pieces_S.sum()),), PIECE, device=counts_S.device)
+    last_S = pieces_S.cumsum(0) - 1
+    counts_P[last_S] = counts_S - (pieces_S - 1) * PIECE
+    return ordered_sums(terms_TD, counts_P)
+
+
+def ordered_sums(terms_TD: Tensor, counts_S: Tensor) -> Tensor:
+    """(S, D) sums of so many terms each, from zero, one after the other."""
+    starts_S = counts_S.cumsum(0) - counts_S
+    sums_SD = terms_TD.new_zeros(len(counts_S), terms_TD.shape[1])
+    for t in range(int(counts_S.max()) if len(counts_S) else 0):
+        more_s = (counts_S > t).nonzero().squeeze(1)
+        sums_SD[more_s] += terms_TD[starts_S[more_s] + t]
+    return sums_SD

@@ -1,0 +1,424 @@
+"""Keys and rows in device memory: the kernels, compiled for the host, and their plain twins agree.
+
+`tests/support/cuda_on_cpu` runs the threads of a block as fibers that overtake each other.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from nestpipe.embedding.first_rows import first_weights
+from nestpipe.embedding.native_routing import request as native_request
+from nestpipe.embedding.optimizers import OPTIMIZERS, RowOptimizer, row_optimizer
+from nestpipe.embedding.routing import Wanted
+from nestpipe.errors import ConfigError
+from nestpipe.kernels import build_cuda
+from nestpipe.kernels.build import built_once, find_compiler, hash_of
+from nestpipe.kernels.index import library
+from nestpipe.kernels.index.dedup import DedupedKeys, Owners, dedup, plain_dedup
+from nestpipe.kernels.index.device_index import (
+    COUNTERS,
+    FREE_STAMP,
+    DeviceIndex,
+    FirstValues,
+    KeyCells,
+    PlainIndex,
+)
+from nestpipe.kernels.index.lookup import Pooling, look_up, plain_look_up
+from nestpipe.kernels.index.segments import (
+    PIECE,
+    TermGradients,
+    plain_segment_sums,
+    sort_segments,
+    update_segments,
+)
+from nestpipe.kernels.native_rows import optimizer_struct
+
+CPU = torch.device("cpu")
+SOURCES = [build_cuda.SOURCES / f"{name}.cu" for name in ("index", "dedup", "segments", "row_sums")]
+FAKE_CUDA = Path(__file__).parents[2] / "support" / "cuda_on_cpu"
+FLAGS = ["-std=c++17", "-O1", "-ffp-contract=off", "-DNESTPIPE_EMULATED", "-shared", "-fPIC"]
+ODD_KEYS = [0, 1, -1, 2**63 - 1, -(2**63), 2**32, -(2**32)]
+KEYS = st.one_of(st.sampled_from(ODD_KEYS), st.integers(-20, 20), st.integers(-(2**63), 2**63 - 1))
+TABLES_OF_KEYS = st.lists(st.lists(KEYS, max_size=60), min_size=1, max_size=4)
+
+
+def compiled() -> ctypes.CDLL:
+    """The kernels as a library of the host, made once."""
+    compiler = find_compiler()
+    headers = [*FAKE_CUDA.glob("*.h"), build_cuda.SOURCES / "device.h", *build_cuda.HEADERS]
+
+    def make(target: Path) -> None:
+        command = [*compiler, *FLAGS, f"-I{FAKE_CUDA}", "-o", str(target), "-x", "c++"]
+        made = subprocess.run(
+            [*command, *map(str, SOURCES)], capture_output=True, text=True, check=False
+        )
+        assert made.returncode == 0, made.stderr[-4000:]
+
+    key = hash_of((*FLAGS, *compiler), [*SOURCES, *headers])
+    return ctypes.CDLL(str(built_once(f"libnestpipe-emulated-{key}.so", make)))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def kernels() -> Iterator[None]:
+    made = library.typed(compiled())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(library, "loaded", lambda device: made)
+        yield
+
+
+def cells_of(tables: list[list[int]]) -> tuple[Tensor, KeyCells]:
+    keys = torch.tensor([key for table in tables for key in table], dtype=torch.int64)
+    return keys, KeyCells(torch.tensor([len(table) for table in tables]).cumsum(0))
+
+
+def counters(index: DeviceIndex) -> dict[str, int]:
+    return dict(zip(COUNTERS, index.counters.tolist(), strict=False))
+
+
+def check_found(index: DeviceIndex, twin: PlainIndex, tables: list[list[int]], batch: int) -> None:
+    """The same keys have slots, and no two of them the same one."""
+    keys_N, cells = cells_of(tables)
+    before = counters(index)["free"]
+    found, plain = (i.find_or_insert(keys_N, cells, batch) for i in (index, twin))
+    pairs = list(zip(found.slots_N.tolist(), plain.slots_N.tolist(), strict=True))
+    assert len({a for a, _ in pairs}) == len({b for _, b in pairs}) == len(set(pairs))
+    assert all((a < 0) == (b < 0) for a, b in pairs)
+    now = counters(index)
+    new = sorted(found.new_slots_N[: now["num_new"]].tolist())
+    assert len(set(new)) == now["num_new"] == len(plain.new_slots_N)
+    assert now["free"] == before - now["num_new"] == twin.num_free
+    assert now["num_missing"] == twin.num_missing
+    names = list(zip(cells.tables_of_keys(len(keys_N)), keys_N.tolist(), strict=True))
+    for (slot, _), (table, key) in zip(pairs, names, strict=True):
+        if slot >= 0:
+            assert (index.slot_tables_S[slot], index.slot_keys_S[slot]) == (table, key)
+            assert index.stamps_S[slot] == batch
+    assert torch.equal(index.find(keys_N, cells), found.slots_N)
+
+
+@given(st.lists(TABLES_OF_KEYS, min_size=1, max_size=3))
+@hypothesis_settings(max_examples=25)
+def test_keys_of_any_value_meet_in_one_slot(batches: list[list[list[int]]]):
+    index, twin = DeviceIndex(1000, CPU), PlainIndex(1000)
+    for batch, tables in enumerate(batches):
+        check_found(index, twin, tables, batch)
+
+
+def test_the_same_key_of_two_tables_is_two_keys():
+    index = DeviceIndex(10, CPU)
+    keys_N = torch.tensor([5, 5, 5])
+    cells = KeyCells(torch.tensor([1, 2, 3]), torch.tensor([1, 0, 1], dtype=torch.int32))
+    slots = index.find_or_insert(keys_N, cells, 0).slots_N.tolist()
+    assert slots[0] == slots[2] != slots[1]
+
+
+def test_no_keys_are_no_work():
+    index = DeviceIndex(10, CPU)
+    index.find_or_insert(torch.arange(3), KeyCells(torch.tensor([3])), 0)
+    nothing = torch.zeros(0, dtype=torch.int64)
+    assert len(index.find_or_insert(nothing, KeyCells(torch.tensor([0])), 1).slots_N) == 0
+    assert counters(index)["num_new"] == 0
+    assert counters(index)["free"] == 7
+
+
+@pytest.mark.parametrize("keys", [100, 3000])
+def test_a_full_index_answers_with_what_is_missing(keys: int):
+    index = DeviceIndex(64, CPU)
+    keys_N, cells = cells_of([[*range(keys)] * 2])
+    slots_N = index.find_or_insert(keys_N, cells, 0).slots_N
+    assert counters(index) | {"used": 0} == {
+        **dict.fromkeys(COUNTERS, 0),
+        "num_new": 64,
+        "num_missing": int((slots_N < 0).sum()),
+    }
+    assert len(set(slots_N.tolist()) - {-1}) == 64
+    # A key may have a slot at its second appearance and none at its first, never two.
+    first, second = slots_N.view(2, -1).tolist()
+    assert all(a == b or a < 0 or b < 0 for a, b in zip(first, second, strict=True))
+    assert counters(index)["used"] <= index.num_places
+
+
+def test_keys_that_found_no_slot_get_one_once_there_is_room():
+    index = DeviceIndex(8, CPU)
+    keys_N, cells = cells_of([[*range(12)]])
+    slots_N = index.find_or_insert(keys_N, cells, 0).slots_N
+    index.erase(slots_N[slots_N >= 0][:4].contiguous())
+    again = index.find_or_insert(keys_N[slots_N < 0].contiguous(), KeyCells(torch.tensor([4])), 1)
+    assert sorted(again.slots_N.tolist()) == sorted(slots_N[slots_N >= 0][:4].tolist())
+
+
+def test_victims_are_the_oldest_and_never_in_flight():
+    index = DeviceIndex(40, CPU)
+    for batch in range(4):
+        keys_N, cells = cells_of([[*range(10 * batch, 10 * batch + 10)]])
+        index.find_or_insert(keys_N, cells, batch)
+    index.find_or_insert(torch.arange(5), KeyCells(torch.tensor([5])), 3)  # used again
+    for wanted, stamps in ((3, {0: 3}), (9, {0: 5, 1: 4}), (99, {0: 5, 1: 10})):
+        victims_V = index.choose_victims(2, wanted)[: int(index.num_victims)]
+        found = index.stamps_S[victims_V].tolist()
+        assert {stamp: found.count(stamp) for stamp in found} == stamps
+        assert len(set(victims_V.tolist())) == len(victims_V)
+
+
+def test_a_window_moves_on_over_the_slots():
+    index = DeviceIndex(30, CPU)
+    index.find_or_insert(torch.arange(30), KeyCells(torch.tensor([30])), 0)
+    seen = [set(index.choose_victims(1, 10, window=10)[:10].tolist()) for _ in range(4)]
+    assert seen[0] | seen[1] | seen[2] == set(range(30))
+    assert seen[3] == seen[0]
+
+
+@pytest.mark.parametrize("most_used", [0.0, 0.9, 1.0])
+def test_random_work_with_evictions_matches_the_dictionary(most_used: float):
+    random = np.random.default_rng(7)
+    index, twin = DeviceIndex(300, CPU), PlainIndex(300)
+    for batch in range(30):
+        tables = [(random.zipf(1.3, 60) % 400).tolist() for _ in range(3)]
+        victims_V = index.choose_victims(batch - 1, 180)
+        gone = victims_V[: int(index.num_victims)]
+        names = [(int(index.slot_tables_S[s]), int(index.slot_keys_S[s])) for s in gone]
+        assert (index.stamps_S[gone] < batch - 1).all()
+        assert len(gone) == len(twin.choose_victims(batch - 1, 180))
+        index.erase(victims_V, index.num_victims)
+        twin.erase(
+            torch.tensor(
+                [
+                    int(twin.find(torch.tensor([key]), KeyCells(torch.tensor([1]), table)))
+                    for t, key in names
+                    for table in [torch.tensor([t], dtype=torch.int32)]
+                ]
+            )
+        )
+        index.rebuild(most_used)
+        check_found(index, twin, tables, batch)
+
+
+def test_a_rebuild_forgets_erased_places_only():
+    index = DeviceIndex(100, CPU)
+    keys_N, cells = torch.arange(100), KeyCells(torch.tensor([100]))
+    slots_N = index.find_or_insert(keys_N, cells, 0).slots_N
+    index.erase(slots_N[:60].contiguous())
+    index.erase(slots_N[:60].contiguous())  # free slots stay free
+    assert counters(index)["used"] == 100
+    assert counters(index)["free"] == 60
+    index.rebuild(1.0)
+    assert counters(index)["used"] == 100
+    index.rebuild(0.5)
+    assert counters(index)["used"] == 40
+    assert index.find(keys_N, cells).tolist() == [-1] * 60 + slots_N[60:].tolist()
+
+
+def test_the_index_has_at_most_1_6_places_a_row():
+    index = DeviceIndex(100_000, CPU)
+    assert index.num_places <= 1.6 * 100_000 + 4
+    assert index.num_bytes() <= 46 * 100_000
+    assert (index.stamps_S == FREE_STAMP).all()
+
+
+def test_a_pool_without_slots_is_refused():
+    with pytest.raises(ConfigError, match="a pool has 0 slots"):
+        DeviceIndex(0, CPU)
+
+
+def test_first_values_have_the_bits_of_the_host():
+    index, dim, state = DeviceIndex(50, CPU), 37, 3
+    keys_N, cells = cells_of([[*ODD_KEYS, 12345], [7, -7]])
+    found = index.find_or_insert(keys_N, cells, 0)
+    seeds, stds = [3, 2**64 - 5], [0.01, 1.5]
+    first = FirstValues(
+        torch.from_numpy(np.array(seeds, np.uint64).view(np.int64)),
+        torch.tensor(stds, dtype=torch.float64),
+        dim,
+        state,
+        state_init=0.25,
+    )
+    rows_SW = torch.full((50, dim + state + 2), 9.0)
+    index.write_first_rows(first, rows_SW, found.new_slots_N, index.num_new)
+    for slot, key, table in zip(
+        found.slots_N.tolist(), keys_N.tolist(), cells.tables_of_keys(len(keys_N)), strict=True
+    ):
+        wanted = first_weights(seeds[table], np.array([key]), dim, stds[table])[0]
+        assert rows_SW[slot, :dim].tolist() == wanted.tolist()
+        assert rows_SW[slot, dim:].tolist() == [0.25] * state + [9.0] * 2
+    assert (rows_SW[10:] == 9.0).all()
+
+
+def check_deduped(found: DedupedKeys, wanted: DedupedKeys) -> None:
+    assert torch.equal(found.counts, wanted.counts)
+    unique = int(wanted.num_unique)
+    assert torch.equal(found.keys_T[:unique], wanted.keys_T[:unique])
+    assert torch.equal(found.inverse_T, wanted.inverse_T)
+
+
+@given(TABLES_OF_KEYS, st.integers(1, 5), st.data())
+@hypothesis_settings(max_examples=25)
+def test_dedup_gives_the_lists_of_its_twin(
+    tables: list[list[int]], ranks: int, data: st.DataObject
+):
+    keys_T, cells = cells_of(tables)
+    rank = data.draw(st.integers(0, ranks - 1))
+    drawn = data.draw(st.lists(st.integers(-1, ranks - 1), min_size=4, max_size=4))
+    homes = torch.tensor(drawn[: len(tables)], dtype=torch.int32)
+    owners = Owners(ranks, rank, data.draw(st.sampled_from([None, homes])))
+    check_deduped(dedup(keys_T, cells.ends_G, owners), plain_dedup(keys_T, cells.ends_G, owners))
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 8])
+def test_dedup_gives_the_lists_of_native_routing(ranks: int):
+    random = np.random.default_rng(ranks)
+    tables = [random.zipf(1.2, size).astype(np.int64) % 997 for size in (2500, 0, 700, 1, 3000)]
+    keys = [torch.from_numpy(table) for table in tables]
+    homes = (-1, -1, ranks - 1, -1, -1)
+    ends_C = torch.tensor([len(table) for table in keys]).cumsum(0)
+    for rank in range(ranks):
+        wanted = Wanted(
+            keys=keys,
+            lengths=[torch.ones_like(table) for table in keys],
+            pooled=[False] * len(keys),
+            homes=homes,
+            row_bytes=512,
+            rank=rank,
+            ranks=ranks,
+        )
+        routed = native_request(wanted)
+        owners = Owners(ranks, rank, torch.tensor(homes, dtype=torch.int32))
+        found = dedup(torch.cat(keys), ends_C, owners)
+        assert torch.equal(found.key_counts.long(), routed.key_counts_RC)
+        assert torch.equal(found.keys_T[: int(found.num_unique)], routed.keys_A)
+        assert torch.equal(found.inverse_T, routed.seen.rows_T)
+
+
+def test_too_many_ranks_are_refused():
+    with pytest.raises(ConfigError, match="at most 512 ranks"):
+        dedup(torch.arange(3), torch.tensor([3]), Owners(513, 0))
+
+
+def drawn_rows(count: int, dim: int, seed: int = 0) -> Tensor:
+    return torch.randn(count, dim, generator=torch.Generator().manual_seed(seed))
+
+
+def struct_of(optimizer: RowOptimizer, step: int):
+    return optimizer_struct(
+        optimizer.name,
+        lr=optimizer.lr,
+        eps=optimizer.eps,
+        betas=optimizer.betas,
+        adam_scale=optimizer.adam_scale(step),
+        scale=optimizer.scale,
+    )
+
+
+IDS = st.one_of(
+    st.lists(st.integers(-1, 9), max_size=200),
+    st.lists(st.sampled_from([3, 3, 3, 3, 4]), min_size=60, max_size=150),
+    st.integers(1, 2200).map(lambda n: [5] * n + [-1, 6]),
+)
+"""Few ids, long segments, and segments of more than 32 pieces."""
+
+
+@given(IDS, st.sampled_from([1, 4, 6, 12]))
+@hypothesis_settings(max_examples=25)
+def test_segment_sums_have_the_bits_of_the_twin(ids: list[int], dim: int):
+    ids_T = torch.tensor(ids, dtype=torch.int32)
+    gradients = TermGradients(drawn_rows(len(ids), dim))
+    rows_ND = torch.full((10, dim), 7.0)
+    wanted_ND = rows_ND.clone()
+    ids_S, sums_SD = plain_segment_sums(ids_T, gradients)
+    wanted_ND[ids_S] = sums_SD
+    update_segments(sort_segments(ids_T, 10), gradients, rows_ND, None)
+    assert torch.equal(rows_ND, wanted_ND)
+
+
+def test_segments_are_cut_from_their_first_term_on():
+    ids_T = torch.tensor([2] * 3 + [0] * (PIECE * 2 + 1) + [2] * 2 + [1] * PIECE, dtype=torch.int32)
+    segments = sort_segments(ids_T, 3)
+    pieces, longs = segments.counts.tolist()
+    begin, count, row, partial = segments.pieces_T4[:pieces].T.tolist()
+    found = sorted(zip(row, begin, count, (p >= 0 for p in partial), strict=True))
+    assert found == [
+        *((0, 0, PIECE, True), (0, PIECE, PIECE, True), (0, 2 * PIECE, 1, True)),
+        *((1, 2 * PIECE + 1, PIECE, False), (2, 3 * PIECE + 1, 5, False)),
+    ]
+    assert segments.longs_L4[:longs, :3].tolist() == [[0, 3, 0]]
+
+
+@pytest.mark.parametrize("dim", [3, 4, 16, 20, 64, 100, 128, 132, 256, 300, 512])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_fused_update_has_the_bits_of_sums_and_a_plain_update(name: str, dim: int):
+    optimizer = row_optimizer(name, lr=0.07, eps=1e-6, scale=4.0)
+    width = dim + optimizer.state_dim(dim)
+    rows_NW = drawn_rows(6, -(-width // 4) * 4, seed=dim)[:, :width]
+    rows_NW[:, dim:].abs_()
+    twin_NW = rows_NW.clone()
+    ids_T = torch.tensor([0, 1, 1, 5, *[2] * 70, 1, -1], dtype=torch.int32)
+    times = torch.tensor([0.3])
+    for step in (1, 2):
+        gradients = TermGradients(drawn_rows(len(ids_T), dim, seed=step))
+        ids_S, sums_SD = plain_segment_sums(ids_T, gradients)
+        updated_SW = twin_NW[ids_S]
+        optimizer.update(updated_SW, sums_SD * times, step)
+        twin_NW[ids_S] = updated_SW
+        given = struct_of(optimizer, step)
+        update_segments(sort_segments(ids_T, 6), gradients, rows_NW, given, times)
+        assert torch.equal(rows_NW, twin_NW), f"step {step}"
+
+
+def test_gradients_of_pooled_outputs_are_divided_and_weighted():
+    lengths_O = torch.tensor([0, 1, 3, 40, 2])
+    outputs_T = torch.repeat_interleave(lengths_O).int()
+    ids_T = torch.randint(0, 5, (46,), dtype=torch.int32)
+    rows_ND = torch.zeros(5, 8)
+    gradients = TermGradients(
+        drawn_rows(5, 8), outputs_T, lengths_O.clamp(min=1).float(), drawn_rows(46, 1).squeeze(1)
+    )
+    update_segments(sort_segments(ids_T, 5), gradients, rows_ND, None)
+    ids_S, sums_SD = plain_segment_sums(ids_T, gradients)
+    assert torch.equal(rows_ND[ids_S], sums_SD)
+
+
+def test_an_unknown_optimizer_is_refused():
+    struct = struct_of(row_optimizer("sgd"), 1)
+    struct.kind = 77
+    ids_T = torch.zeros(1, dtype=torch.int32)
+    with pytest.raises(ConfigError, match="do not know this row optimizer"):
+        update_segments(
+            sort_segments(ids_T, 1), TermGradients(torch.ones(1, 4)), torch.ones(1, 4), struct
+        )
+
+
+def test_rows_that_are_too_wide_are_refused():
+    with pytest.raises(ConfigError, match="1 to 512 weights"):
+        look_up(torch.ones(1, 513), torch.zeros(1, dtype=torch.int32), torch.ones(1, 513))
+
+
+@pytest.mark.parametrize("dim", [1, 4, 7, 64, 128, 200, 256, 512])
+@pytest.mark.parametrize("form", ["rows", "sums", "means", "weighted"])
+def test_lookups_have_the_bits_of_the_twin(form: str, dim: int):
+    rows_NW = drawn_rows(50, -(-dim // 4) * 4 + 4)
+    rows_NW[7] = -0.0
+    lengths_O = torch.tensor([0, 1, 2, 45, 0, 3])
+    terms = 9 if form == "rows" else int(lengths_O.sum())
+    slots_T = torch.randint(0, 50, (terms,), dtype=torch.int32)
+    slots_T[:3] = torch.tensor([7, -1, 7])
+    pooling = None
+    if form != "rows":
+        ends_O1 = torch.cat([torch.zeros(1), lengths_O.cumsum(0)]).int()
+        divisors_O = lengths_O.clamp(min=1).float() if form == "means" else None
+        weights_T = drawn_rows(terms, 1).squeeze(1) if form == "weighted" else None
+        pooling = Pooling(ends_O1, divisors_O, weights_T)
+    out_OD = torch.full((terms if pooling is None else 6, dim), 9.0)
+    look_up(rows_NW, slots_T, out_OD, pooling)
+    wanted_OD = plain_look_up(rows_NW, slots_T, dim, pooling)
+    assert torch.equal(out_OD.view(torch.int32), wanted_OD.contiguous().view(torch.int32))
