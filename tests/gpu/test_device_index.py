@@ -10,12 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from nestpipe.embedding.first_rows import first_weights
-from nestpipe.embedding.native_routing import request as native_request
 from nestpipe.embedding.optimizers import OPTIMIZERS, RowOptimizer, row_optimizer
-from nestpipe.embedding.routing import Wanted
+from nestpipe.embedding.routing.lists import Wanted
+from nestpipe.embedding.routing.native import request as native_request
+from nestpipe.embedding.store.reference import first_weights
 from nestpipe.errors import ConfigError
-from nestpipe.kernels.carry import aligned_rows
 from nestpipe.kernels.index import library
 from nestpipe.kernels.index.dedup import Owners, dedup, plain_dedup
 from nestpipe.kernels.index.device_index import COUNTERS, DeviceIndex, FirstValues, KeyCells
@@ -26,7 +25,8 @@ from nestpipe.kernels.index.segments import (
     sort_segments,
     update_segments,
 )
-from nestpipe.kernels.native_rows import OptimizerStruct, optimizer_struct
+from nestpipe.kernels.rows.native import OptimizerStruct, optimizer_struct
+from nestpipe.kernels.rows.row_copy_tma import aligned_rows
 
 CUDA = torch.device("cuda")
 BIG = 2**63 - 1

@@ -18,10 +18,10 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nestpipe.embedding.first_rows import first_weights
-from nestpipe.embedding.native_routing import request as native_request
 from nestpipe.embedding.optimizers import OPTIMIZERS, RowOptimizer, row_optimizer
-from nestpipe.embedding.routing import Wanted
+from nestpipe.embedding.routing.lists import Wanted
+from nestpipe.embedding.routing.native import request as native_request
+from nestpipe.embedding.store.reference import first_weights
 from nestpipe.errors import ConfigError
 from nestpipe.kernels import build_cuda
 from nestpipe.kernels.build import built_once, find_compiler, hash_of
@@ -43,7 +43,7 @@ from nestpipe.kernels.index.segments import (
     sort_segments,
     update_segments,
 )
-from nestpipe.kernels.native_rows import optimizer_struct
+from nestpipe.kernels.rows.native import optimizer_struct
 
 CPU = torch.device("cpu")
 SOURCES = [build_cuda.SOURCES / f"{name}.cu" for name in ("index", "dedup", "segments", "row_sums")]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nestpipe.errors import ConfigError, RunError
-from nestpipe.kernels.cuda_library import cuda_library
+from nestpipe.kernels.library import cuda_library
 
 UNKNOWN_OPTIMIZER, UNKNOWN_WIDTH, NO_SORT = -1, -2, -3
 """Answers beside CUDA's own errors; `cuda/device.h` has them too."""

@@ -23,7 +23,7 @@ from nestpipe.kernels.index.library import (
     pointer,
     rows_struct,
 )
-from nestpipe.kernels.native_rows import OptimizerStruct
+from nestpipe.kernels.rows.native import OptimizerStruct
 
 # Shapes: T terms, O outputs that the model sees, N rows by id, S segments, D weights of a row,
 # W weights and state
