@@ -13,8 +13,8 @@ PICTURE := out/scaling.svg
 TORCH ?= torch==2.13.0
 
 # One variable per act of the demo, so that each can be read, copied and run alone.
-DRAW_NESTED := draw nested --batches 3 --micros 2
-SIMULATE_SCALING := simulate --plan nested --micros 8 --workers 1,8,64,512,1536,4096 --svg $(PICTURE)
+DRAW_NESTED := draw nested --batches 3 --micro-batches 2
+SIMULATE_SCALING := simulate --plan nested --micro-batches 8 --workers 1,8,64,512,1536,4096 --svg $(PICTURE)
 VERIFY := verify --plan nested --ranks 2 --steps 8 --set pipeline.micro_batches=4
 TRAIN := train --ranks 2 --set data.synthetic.samples=1500000
 

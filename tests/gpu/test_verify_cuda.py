@@ -68,13 +68,21 @@ def case_number(n: int) -> Case:
 
 ON_ONE_RANK = [case_number(n) for n in range(52)]
 ON_RANKS = ON_ONE_RANK[:15]
-ROUNDED = [{**case_number(n), "wire": "bfloat16"} for n in (2, 3, 10, 14)]
+ROUNDED = [{**case_number(n), "comm_dtype": "bfloat16"} for n in (2, 3, 10, 14)]
 """Every plan, with both exchanges and both retrievals."""
-EARLY = [{**case_number(n), "plan": "nested", "early": True} for n in (0, 1, 3, 7, 9, 13)]
+EARLY = [
+    {**case_number(n), "plan": "nested", "speculative_rows": True} for n in (0, 1, 3, 7, 9, 13)
+]
 """Rows of the first micro-batch are sent before their refresh; some of them once more."""
-EARLY_ON_RANKS = [EARLY[2], {**EARLY[4], "wire": "bfloat16"}]
+EARLY_ON_RANKS = [EARLY[2], {**EARLY[4], "comm_dtype": "bfloat16"}]
 THIRD = [
-    {**case_number(n), "plan": plan, "retrieval": "new", "early": n % 2 == 1, "buffers": 3}
+    {
+        **case_number(n),
+        "plan": plan,
+        "retrieval": "new",
+        "speculative_rows": n % 2 == 1,
+        "buffers": 3,
+    }
     for n, plan in ((0, "nested"), (1, "nested"), (3, "nested"), (7, "dual_buffer"), (14, "nested"))
 ]
 """Rows are written back while the next are read."""
@@ -145,7 +153,7 @@ def test_a_stale_plan_is_caught():
 
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_no_delay_of_host_or_device_changes_a_bit(seed):
-    case = {**case_number(seed), "plan": "nested", "early": seed % 2 == 1}
+    case = {**case_number(seed), "plan": "nested", "speculative_rows": seed % 2 == 1}
     case |= {"retrieval": "new", "buffers": 3} if seed % 3 == 0 else {}
     around = partial(delayed, seed=seed)
     assert_identical(world.prove(case, LocalCommunicator(), DEVICE, around).figures(), case, 1)

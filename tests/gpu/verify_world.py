@@ -33,7 +33,15 @@ TIMEOUT_S = float(os.environ.get("VERIFY_TIMEOUT_S", "60"))
 DELAY_MS = 3.0
 
 Case = dict[str, object]
-PIPELINE = ("plan", "retrieval", "micro_batches", "exchange", "wire", "early", "buffers")
+PIPELINE = (
+    "plan",
+    "retrieval",
+    "micro_batches",
+    "exchange",
+    "comm_dtype",
+    "speculative_rows",
+    "buffers",
+)
 
 
 def one_batch(b: int, first: int, vocabulary: int, keys_seed: int | None = None) -> Batch:

@@ -19,9 +19,9 @@ LAYER = {
     **dict.fromkeys(["sim", "runtime", "data", "embedding", "models"], 3),
     **dict.fromkeys(["schedule", "batch", "comm", "kernels"], 2),
     **dict.fromkeys(["config", "trace", "jagged"], 1),
-    "errors": 0,
+    **dict.fromkeys(["deprecated", "errors"], 0),
 }
-WITHOUT_TORCH = {"schedule", "sim", "config", "trace", "errors"}
+WITHOUT_TORCH = {"schedule", "sim", "config", "trace", "deprecated", "errors"}
 LATE_TORCH = {"cli"}
 """May import torch, but only inside a function: `nestpipe --help` must not wait for it."""
 

@@ -70,7 +70,7 @@ def test_two_processes_are_identical_and_say_so_in_json(tmp_path):
 
 
 def test_two_processes_are_identical_where_rows_travel_in_bfloat16():
-    more = ("--set", "pipeline.wire=bfloat16", "--set", "pipeline.exchange=window")
+    more = ("--set", "pipeline.comm_dtype=bfloat16", "--set", "pipeline.exchange=window")
     done = on_two_ranks(*more, "--json", "-")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["identical"] is True
@@ -118,7 +118,7 @@ def test_the_plan_is_the_one_asked_for_or_the_configs_or_nested(verify, argument
         (["--steps", "0"], "--steps"),
         (["--ranks", "0"], "cannot start 0 ranks"),
         (["--set", "pipeline.micro_batch=3"], "did you mean micro_batches?"),
-        (["--set", "pipeline.wire=float16"], "pipeline.wire is 'float16'"),
+        (["--set", "pipeline.comm_dtype=float16"], "pipeline.comm_dtype is 'float16'"),
         (["nowhere.toml"], "nowhere.toml"),
     ],
 )
@@ -165,9 +165,9 @@ def test_one_dimension_is_no_reference_for_itself_or_for_averaged_groups(verify)
 
 
 def test_nor_where_rows_travel_in_bfloat16(verify):
-    more = ("--set", "parallel.groups=2", "--set", "pipeline.wire=bfloat16")
+    more = ("--set", "parallel.groups=2", "--set", "pipeline.comm_dtype=bfloat16")
     status, out, err = verify("--one-dimension", *more)
     assert status == 2
     assert not out
-    assert "wire is 'bfloat16'" in err
-    assert "set pipeline.wire=float32" in err
+    assert "comm_dtype is 'bfloat16'" in err
+    assert "set pipeline.comm_dtype=float32" in err

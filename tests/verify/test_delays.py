@@ -27,7 +27,7 @@ def pipeline(plan: str, seed: int) -> PipelineSettings:
         "micro_batches": 1 + seed % 3,
         "retrieval": retrieval,
         "exchange": ("micro", "window")[seed // 6 % 2],
-        "early": bool(seed // 12 % 2),
+        "speculative_rows": bool(seed // 12 % 2),
         "buffers": 3 if retrieval == "new" and seed >= SEEDS // 2 else 2,
     }
     return build(PipelineSettings, given)

@@ -52,7 +52,7 @@ def case_number(n: int) -> dict[str, object]:
             "micro_batches": (1, 2, 3)[n // 3 % 3],
             "retrieval": ("whole", "new")[n // 2 % 2],
             "exchange": ("micro", "window")[n // 7 % 2],
-            "wire": ("float32", "bfloat16")[n // 4 % 2],
+            "comm_dtype": ("float32", "bfloat16")[n // 4 % 2],
             "buffers": 3 if n // 2 % 2 and n % 4 == 3 else 2,
         },
     }

@@ -26,8 +26,8 @@ PIPELINE: Mapping[str, Sequence[object]] = {
     "retrieval": ("whole", "new"),
     "micro_batches": (1, 2, 3, 4, 5, 6, 7, 8),
     "exchange": ("micro", "window"),
-    "wire": ("float32", "bfloat16"),
-    "cut": ("contiguous", "clustered"),
+    "comm_dtype": ("float32", "bfloat16"),
+    "micro_batching": ("contiguous", "clustered"),
     "first": (1.0, 0.5),
     "last": (1.0, 0.5),
 }
@@ -83,7 +83,7 @@ def prove(make_world, case: Case) -> Verdict:
     """The verdict on one case, which must be the same on every rank."""
     pipeline = build(
         PipelineSettings,
-        {name: case[name] for name in (*PIPELINE, "early", "buffers") if name in case},
+        {name: case[name] for name in (*PIPELINE, "speculative_rows", "buffers") if name in case},
     )
     world = make_world(**{name: case[name] for name in WORLD if name in case})
 
@@ -109,7 +109,7 @@ EARLY_AXES: Mapping[str, Sequence[object]] = {
     **{name: AXES[name] for name in ("ranks", "retrieval", "exchange", "keys", "dtype")},
     "micro_batches": (1, 2, 3, 8),
     "plan": ("nested",),
-    "early": (True,),
+    "speculative_rows": (True,),
 }
 
 
@@ -128,7 +128,7 @@ def test_rows_that_are_sent_early_and_not_again_are_caught(
     make_world, ranks, retrieval, monkeypatch
 ):
     monkeypatch.setattr(ShardedTables, "fresh", lambda tables, batch: None)
-    case = {"ranks": ranks, "plan": "nested", "early": True, "retrieval": retrieval}
+    case = {"ranks": ranks, "plan": "nested", "speculative_rows": True, "retrieval": retrieval}
     case["micro_batches"] = 2
     assert prove(make_world, {**case, "keys": "none shared"}).identical
     with suppress(RunError):  # a loss of what was in memory by chance, and nobody should have read
@@ -141,7 +141,7 @@ THIRD_AXES: Mapping[str, Sequence[object]] = {
     "micro_batches": (1, 2, 3, 8),
     "plan": ("nested", "dual_buffer"),
     "retrieval": ("new",),
-    "early": (False, True),
+    "speculative_rows": (False, True),
     "buffers": (3,),
 }
 

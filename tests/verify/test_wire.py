@@ -74,7 +74,7 @@ def seen_by(ranks: int, wire: str) -> tuple[Tensor, Tensor]:
     """The rows of all samples as the model sees them, and as they are stored."""
 
     def one(comm) -> tuple[Tensor, Tensor]:
-        trainer = make_trainer(comm, wire=wire)
+        trainer = make_trainer(comm, comm_dtype=wire)
         trainer.fit(OneBatch())  # type: ignore[arg-type]
         ((_, seen),) = forward(trainer, OneBatch(), lambda batch: batch.sparse)  # type: ignore[arg-type]
         stored = trainer.rows_of("items", make_samples().sparse["items"].values)
@@ -104,7 +104,7 @@ def test_every_gradient_is_rounded_once_on_its_way(ranks, micros, exchange, nati
     keys = torch.arange(KEYS)
 
     def one(comm) -> tuple[Tensor, Tensor]:
-        trainer = make_trainer(comm, wire="bfloat16", micro_batches=micros, exchange=exchange)
+        trainer = make_trainer(comm, comm_dtype="bfloat16", micro_batches=micros, exchange=exchange)
         before = trainer.rows_of("items", keys)
         trainer.fit(OneBatch())  # type: ignore[arg-type]
         after = trainer.rows_of("items", keys)
@@ -150,8 +150,8 @@ def test_rows_and_gradients_travel_in_bfloat16_and_the_rest_as_ever(
     make_world, exchange, monkeypatch
 ):
     chosen = {"plan": "nested", "micro_batches": 2, "exchange": exchange}
-    whole = traffic_of(make_world, monkeypatch, wire="float32", **chosen)
-    half = traffic_of(make_world, monkeypatch, wire="bfloat16", **chosen)
+    whole = traffic_of(make_world, monkeypatch, comm_dtype="float32", **chosen)
+    half = traffic_of(make_world, monkeypatch, comm_dtype="bfloat16", **chosen)
     assert whole.keys() == half.keys()
     for kind in ("rows", "grads"):
         assert set(whole[kind]) == {torch.float32}
@@ -165,7 +165,7 @@ def test_rows_and_gradients_travel_in_bfloat16_and_the_rest_as_ever(
 def test_sums_by_torch_round_as_native_ones_do(make_world, exchange, monkeypatch):
     """As on a GPU, where keys are routed on the host and rows are added by torch."""
     settings = build(
-        PipelineSettings, {"micro_batches": 3, "exchange": exchange, "wire": "bfloat16"}
+        PipelineSettings, {"micro_batches": 3, "exchange": exchange, "comm_dtype": "bfloat16"}
     )
 
     def outcome() -> list[list[tuple[int, Tensor, Tensor]]]:

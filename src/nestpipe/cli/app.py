@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from typing import Annotated, cast
+import warnings
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -21,6 +22,7 @@ from nestpipe.cli.serve import serve
 from nestpipe.cli.simulate import simulate_app
 from nestpipe.cli.train import evaluate, train
 from nestpipe.cli.verify import verify
+from nestpipe.deprecated import RenamedWarning, current_flags
 from nestpipe.errors import NestpipeError, RunError
 
 app = typer.Typer(
@@ -47,6 +49,7 @@ app.command()(serve)
 
 # typer carries or imports click, depending on its version; its public child leads to both.
 _UsageError = cast("type[Exception]", typer.BadParameter.__mro__[1])
+_FORMAT_IN_FULL = warnings.formatwarning
 
 
 @app.callback(invoke_without_command=True)
@@ -62,6 +65,14 @@ def _top(  # pyright: ignore[reportUnusedFunction]
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line; exit 0 done, 1 a check failed, 2 wrong input, 3 the run failed."""
+    warnings.formatwarning = _format_warning
+    if os.environ.get("RANK", "0") != "0":
+        warnings.filterwarnings("ignore", category=RenamedWarning)  # rank 0 tells it
+    if arguments is None:
+        # Ranks that the command starts get the same arguments.
+        sys.argv[1:] = arguments = current_flags(sys.argv[1:])
+    else:
+        arguments = current_flags(arguments)
     status = _run(arguments)
     if "RANK" in os.environ:
         # All is closed and written; threads that the network still has can abort a slower end.
@@ -71,7 +82,7 @@ def main(arguments: list[str] | None = None) -> None:
     sys.exit(status)
 
 
-def _run(arguments: list[str] | None) -> int:
+def _run(arguments: list[str]) -> int:
     try:
         status = app(arguments, prog_name="nestpipe", standalone_mode=False)
         sys.stdout.flush()
@@ -95,6 +106,13 @@ def _run(arguments: list[str] | None) -> int:
         traceback.print_exc()
         _say("this is a defect of nestpipe, not of your input; please report it with the above")
         return 3
+
+
+def _format_warning(message: Warning | str, category: type[Warning], *place: Any) -> str:
+    """An old name is told as a line like that of an error; any other warning in full."""
+    if issubclass(category, RenamedWarning):
+        return f"warning: {message}\n"
+    return _FORMAT_IN_FULL(message, category, *place)
 
 
 def _sentence(error: Exception) -> str:

@@ -229,7 +229,9 @@ def bench_clustering(
     ] = None,
     samples: Annotated[int, typer.Option(help="Users of a batch.")] = 512,
     items: Annotated[int, typer.Option(help="The latest items of each user.")] = 200,
-    micros: Annotated[str, typer.Option(help="Micro-batches, separated by commas.")] = "8,32",
+    micro_batches: Annotated[
+        str, typer.Option(help="Micro-batches, separated by commas.")
+    ] = "8,32",
     draws: Annotated[int, typer.Option(help="Batches of different users.")] = 5,
     json: JsonFile = None,
 ) -> None:
@@ -243,7 +245,7 @@ def bench_clustering(
     """
     from nestpipe.bench.clustering import ClusteringCase, measure_clustering, steps
 
-    case = ClusteringCase(samples=samples, items=items, parts=_parts(micros), draws=draws)
+    case = ClusteringCase(samples=samples, items=items, parts=_parts(micro_batches), draws=draws)
     movielens = data or (DEFAULT_DATA if DEFAULT_DATA.exists() else None)
     with progress_bar("clustering", steps(case, movielens is not None)) as advance:
         readings = measure_clustering(case, movielens, advance)
@@ -262,11 +264,13 @@ def bench_clustering(
             )
 
 
-def _parts(micros: str) -> tuple[int, ...]:
+def _parts(micro_batches: str) -> tuple[int, ...]:
     try:
-        return tuple(int(number) for number in micros.split(","))
+        return tuple(int(number) for number in micro_batches.split(","))
     except ValueError:
-        raise ConfigError(f"micros is {micros!r}; give whole numbers, such as 8,32") from None
+        raise ConfigError(
+            f"micro-batches is {micro_batches!r}; give whole numbers, such as 8,32"
+        ) from None
 
 
 def _clustering_table(readings: list[ClusteringReading], title: str) -> Table:

@@ -49,7 +49,7 @@ def check(
 ) -> None:
     """Prove from its edges that a schedule is exact and cannot hang; exit 1 where it is not.
 
-    Example: nestpipe check nested --micros 8 --retrieval new
+    Example: nestpipe check nested --micro-batches 8 --retrieval new
     """
     options = plan_options(
         micros, retrieval, stages, mirror_every, exchange, early=early, buffers=buffers

@@ -70,7 +70,7 @@ def draw(
 ) -> None:
     """Draw a plan, a schedule file or a measured trace.
 
-    Example: nestpipe draw nested --batches 3 --micros 2 --format svg -o nested.svg
+    Example: nestpipe draw nested --batches 3 --micro-batches 2 --format svg -o nested.svg
     """
     options = plan_options(
         micros, retrieval, stages, mirror_every, exchange, early=early, buffers=buffers

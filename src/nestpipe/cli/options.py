@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 MOST_BATCHES = 1000
 
-Micros = Annotated[int, typer.Option("--micros", help="Micro-batches per batch.")]
+Micros = Annotated[int, typer.Option("--micro-batches", help="Micro-batches per batch.")]
 Batches = Annotated[int, typer.Option("--batches", help="Batches.")]
 RetrievalForm = Annotated[
     Retrieval,
@@ -26,17 +26,21 @@ RetrievalForm = Annotated[
 ]
 ExchangeForm = Annotated[
     Exchange,
-    typer.Option("--exchange", help="Rows asked for: each micro-batch its own, or none twice."),
+    typer.Option("--exchange", help="Deduplicate row requests per micro-batch or per batch."),
 ]
 Stages = Annotated[
     int, typer.Option("--stages", help="Batches over which lookup is spread, 1 to 4.")
 ]
 MirrorEvery = Annotated[
     int,
-    typer.Option("--mirror-every", help="Merge replicas every so many batches; 0: no replicas."),
+    typer.Option("--merge-every", help="Merge replicas every N batches; 0 turns it off."),
 ]
 EarlyRows = Annotated[
-    bool, typer.Option("--early", help="Send a batch's first rows under the batch before.")
+    bool,
+    typer.Option(
+        "--speculative-rows",
+        help="Prefetch the first micro-batch's rows during the previous batch.",
+    ),
 ]
 Buffers = Annotated[
     int,

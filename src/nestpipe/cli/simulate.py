@@ -122,7 +122,7 @@ def simulate(
 ) -> None:
     """Replay a plan on more and more workers and print how it scales.
 
-    Example: nestpipe simulate --plan nested --micros 8 --workers 128,512,1536 --svg scaling.svg
+    Example: nestpipe simulate --plan nested --micro-batches 8 --workers 128,1536 --svg scaling.svg
 
     Example: nestpipe simulate --groups auto --workers 1536,4096 --merge-every 4
 

@@ -37,7 +37,7 @@ from nestpipe.errors import ConfigError
 from nestpipe.trace import write_chrome
 
 if TYPE_CHECKING:
-    from nestpipe.train.loop import Outcome
+    from nestpipe.train.loop import TrainResult
     from nestpipe.train.ops import StepReport
 
 
@@ -172,7 +172,7 @@ def _check_folder_of(trace: Path) -> None:
         raise ConfigError(f"cannot write the trace to '{trace}'; name a file in an existing folder")
 
 
-def _show(outcome: Outcome, ranks: int, plan: str, json: str | None) -> None:
+def _show(outcome: TrainResult, ranks: int, plan: str, json: str | None) -> None:
     if json is not None:
         value: dict[str, Any] = {
             "steps": outcome.steps,

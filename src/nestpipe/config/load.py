@@ -26,6 +26,7 @@ from typing import (
 )
 
 from nestpipe.config.values import advice, fit_leaf, show
+from nestpipe.deprecated import renamed_in, warn
 from nestpipe.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ def load(cls: type[T], path: Path | str, overrides: Iterable[str] = ()) -> T:
 def build(cls: type[T], mapping: Mapping[str, Any], where: str = "") -> T:
     """Build `cls` from `mapping`, which is the section `where` of a file, or all of it."""
     known = {field.name: field for field in fields(cls) if field.init}
+    mapping = _with_new_names(cls, mapping, where)
     for key in mapping:
         if key not in known:
             raise ConfigError(_unknown(key, list(known), where))
@@ -53,6 +55,17 @@ def build(cls: type[T], mapping: Mapping[str, Any], where: str = "") -> T:
         elif not _has_default(field):
             values[name] = _fill(wanted[name], _join(where, name))
     return _construct(cls, values, where)
+
+
+def _with_new_names(cls: type, mapping: Mapping[str, Any], where: str) -> Table:
+    """The same section where every key that was renamed has its new name."""
+    renamed = renamed_in(cls)
+    for old in renamed.keys() & mapping.keys():
+        old_key, new_key = _join(where, old), _join(where, renamed[old])
+        if renamed[old] in mapping:
+            raise ConfigError(f"{old_key} is the old name of {new_key}; remove {old_key}")
+        warn(old_key, new_key)
+    return {renamed.get(key, key): value for key, value in mapping.items()}
 
 
 def _fit(wanted: Any, given: Any, where: str) -> object:

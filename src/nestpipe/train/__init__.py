@@ -1,9 +1,10 @@
 """Training, evaluation and checkpoints."""
 
+from nestpipe.deprecated import old_names
 from nestpipe.train.config import DenseSettings, PipelineSettings, RowSettings, TrainSettings
 from nestpipe.train.evaluate import evaluate
 from nestpipe.train.job import Job, JobConfig, make_job
-from nestpipe.train.loop import Outcome, train_job
+from nestpipe.train.loop import TrainResult, train_job
 from nestpipe.train.ops import StepReport
 from nestpipe.train.summary import Summary, Traffic, summarise
 from nestpipe.train.trainer import Trainer
@@ -12,12 +13,12 @@ __all__ = [
     "DenseSettings",
     "Job",
     "JobConfig",
-    "Outcome",
     "PipelineSettings",
     "RowSettings",
     "StepReport",
     "Summary",
     "Traffic",
+    "TrainResult",
     "TrainSettings",
     "Trainer",
     "evaluate",
@@ -25,3 +26,5 @@ __all__ = [
     "summarise",
     "train_job",
 ]
+
+__getattr__ = old_names(__name__)

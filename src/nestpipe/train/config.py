@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from nestpipe.config import positive
+from nestpipe.deprecated import renamed_fields
 from nestpipe.errors import ConfigError
 from nestpipe.schedule import (
     PLANS,
@@ -44,6 +45,7 @@ class ParallelSettings:
             )
 
 
+@renamed_fields
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineSettings:
     """The schedule of a run: how fast training is.
@@ -61,9 +63,9 @@ class PipelineSettings:
     exchange: Literal["micro", "window"] = "micro"
     """Between ranks: each micro-batch asks for its own rows, or only for those that no earlier
     one of the batch has, and sends a row's gradient after its last use."""
-    wire: Literal["float32", "bfloat16"] = "float32"
+    comm_dtype: Literal["float32", "bfloat16"] = "float32"
     """Numbers of rows and row gradients between ranks; bfloat16 halves what is sent."""
-    cut: Literal["contiguous", "random", "clustered"] = "contiguous"
+    micro_batching: Literal["contiguous", "random", "clustered"] = "contiguous"
     """How samples are dealt to micro-batches; `clustered`: those that share keys meet."""
     first: float = 1.0
     """Size of the first micro-batch over that of those in the middle: no compute hides the exchange
@@ -72,7 +74,7 @@ class PipelineSettings:
     """Size of the last one: none hides the exchange of its gradients, but its backward pass hides
     the sum of dense gradients."""
 
-    early: bool = False
+    speculative_rows: bool = False
     """nested: send the rows of the first micro-batch under the last one of the batch before, and
     then, when that is updated, once more those that it changed."""
     buffers: int = 2
@@ -102,7 +104,7 @@ class PipelineSettings:
             retrieval=Retrieval(self.retrieval),
             exchange=Exchange(self.exchange),
             mirror_every=parallel.merge_every if parallel is not None and replicas else 0,
-            early=self.early,
+            early=self.speculative_rows,
             buffers=self.buffers,
             merge=Merge(parallel.merge) if parallel is not None and replicas else Merge.AVERAGED,
         )

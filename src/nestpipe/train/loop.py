@@ -27,7 +27,7 @@ Tell = Callable[[StepReport], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class TrainResult:
     """What a run came to."""
 
     steps: int
@@ -58,7 +58,7 @@ def prepare(config: JobConfig, comm: Communicator, checkpoint: str | None) -> Jo
     return job
 
 
-def train_job(job: Job, tell: Tell) -> Outcome:
+def train_job(job: Job, tell: Tell) -> TrainResult:
     """Train, evaluate and save as the config says; `tell` hears of every step on rank 0."""
     config, comm = job.config, job.trainer.comm
     losses: list[float] = []
@@ -92,7 +92,7 @@ def train_job(job: Job, tell: Tell) -> Outcome:
     saved = str(job.trainer.save(config.run.checkpoint)) if config.run.checkpoint else None
     trace = _gathered_trace(job.trainer)
     tail = losses[-max(1, len(losses) // 10) :]
-    outcome = Outcome(
+    outcome = TrainResult(
         job.trainer.progress.step,
         sum(tail) / len(tail) if tail else float("nan"),
         samples / seconds if seconds else 0.0,

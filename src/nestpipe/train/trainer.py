@@ -112,7 +112,7 @@ class Trainer:
             self.device,
             in_place=training and self.settings.in_place,
             pin=training and self.settings.pin_rows,
-            wire=WIRES[self.settings.pipeline.wire],
+            wire=WIRES[self.settings.pipeline.comm_dtype],
         )
 
     def fit(
@@ -161,7 +161,7 @@ class Trainer:
             empty=source.empty(),
             mesh=self.mesh,
             device=self.device,
-            cut=Cut(self.plan.shape.micros, pipeline.cut, pipeline.first, pipeline.last),
+            cut=Cut(self.plan.shape.micros, pipeline.micro_batching, pipeline.first, pipeline.last),
             first_step=self.progress.step,
             on_step=self._counted(on_step, self.progress.step),
             end=End(most),

@@ -30,7 +30,9 @@ def run(capsys, *arguments: str):
 
 
 def test_the_figures_are_json_on_standard_output(capsys, ratings):
-    status, said = run(capsys, *SMALL, "--micros", "2,6", "--data", str(ratings), "--json", "-")
+    status, said = run(
+        capsys, *SMALL, "--micro-batches", "2,6", "--data", str(ratings), "--json", "-"
+    )
     assert status == 0
     results = json.loads(said.out)["results"]
     cuts = [(result["data"], result["parts"], result["how"]) for result in results]
@@ -51,7 +53,7 @@ def test_the_figures_are_json_on_standard_output(capsys, ratings):
 
 def test_without_movielens_it_says_how_to_get_it(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    status, said = run(capsys, *SMALL, "--micros", "4")
+    status, said = run(capsys, *SMALL, "--micro-batches", "4")
     assert status == 0
     assert "communities" in said.out
     assert "grouplens.org" in said.out
@@ -60,8 +62,8 @@ def test_without_movielens_it_says_how_to_get_it(capsys, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [
-        (["--micros", "64"], "48 samples cannot be cut into 64 micro-batches; give 1 to 48"),
-        (["--micros", "many"], "micros is 'many'; give whole numbers, such as 8,32"),
+        (["--micro-batches", "64"], "48 samples cannot be cut into 64 micro-batches; give 1 to 48"),
+        (["--micro-batches", "many"], "micro-batches is 'many'; give whole numbers, such as 8,32"),
         (["--draws", "0"], "draws is 0; give a number above 0"),
         (["--data", "no/such/folder"], "no/such/folder"),
     ],

@@ -38,7 +38,7 @@ def trace_file(tmp_path):
 
 @pytest.mark.parametrize("name", PLANS)
 def test_every_plan_can_be_drawn_in_every_format(run, name, tmp_path):
-    status, out, _ = run("draw", name, "--batches", 2, "--micros", 2)
+    status, out, _ = run("draw", name, "--batches", 2, "--micro-batches", 2)
     assert status == 0
     assert max(map(len, out.splitlines())) <= 100
     status, out, _ = run("draw", name, "--format", "svg")
@@ -73,7 +73,7 @@ def test_without_arguments_there_is_help_and_a_version(run):
 
 
 def test_check_says_exact_or_refuses_with_the_marked_grid(run, tmp_path):
-    status, out, _ = run("check", "nested", "--micros", 4, "--retrieval", "new")
+    status, out, _ = run("check", "nested", "--micro-batches", 4, "--retrieval", "new")
     assert status == 0
     assert out.startswith("nested is exact")
     status, out, _ = run("check", "stale_prefetch")
@@ -128,7 +128,9 @@ def test_settings_override_the_hardware(run):
 
 
 def test_costs_can_come_from_a_trace(run, trace_file):
-    status, out, _ = run("simulate", "--from-trace", trace_file, "--workers", "4,8", "--micros", 2)
+    status, out, _ = run(
+        "simulate", "--from-trace", trace_file, "--workers", "4,8", "--micro-batches", 2
+    )
     assert status == 0
     words = " ".join(out.split())
     assert "fitted to a run of 4 workers" in words
@@ -151,8 +153,8 @@ def broken_files(folder):
     ("arguments", "expected"),
     [
         (["draw", "nestd"], "unknown plan 'nestd'"),
-        (["draw", "nested", "--micros", "0"], "micro-batches cannot be 0"),
-        (["draw", "nested", "--micros", "many"], "--micros"),
+        (["draw", "nested", "--micro-batches", "0"], "micro-batches cannot be 0"),
+        (["draw", "nested", "--micro-batches", "many"], "--micro-batches"),
         (["draw", "nested", "--batches", "0"], "cannot plan 0 batches"),
         (["draw", "nested", "--batches", "1000000"], "1000000 batches"),
         (["draw", "nested", "--stages", "5"], "stages cannot be 5"),
@@ -167,7 +169,7 @@ def broken_files(folder):
         (["draw", "FOLDER/schedule.txt"], "line 2: 'rows one' is not an op"),
         (["check", "FOLDER/schedule.txt"], "line 2: 'rows one' is not an op"),
         (["simulate", "--plan", "best"], "unknown plan 'best'"),
-        (["simulate", "--micros", "0"], "micro-batches cannot be 0"),
+        (["simulate", "--micro-batches", "0"], "micro-batches cannot be 0"),
         (["simulate", "--workers", "8,many"], "workers cannot be 'many'"),
         (["simulate", "--workers", "0"], "workers cannot be '0'"),
         (["simulate", "--workers", "9", "--groups", "2"], "9 workers cannot form 2 equal groups"),

@@ -109,7 +109,7 @@ def settings(
     plan="serial",
     retrieval="whole",
     exchange="micro",
-    wire="float32",
+    comm_dtype="float32",
 ):
     return TrainSettings(
         batch=BATCH,
@@ -126,7 +126,7 @@ def settings(
                 "micro_batches": micros,
                 "retrieval": retrieval,
                 "exchange": exchange,
-                "wire": wire,
+                "comm_dtype": comm_dtype,
             },
         ),
     )
@@ -214,7 +214,7 @@ def test_rows_in_place_and_copied_and_all_plain_give_the_same_bits(
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(("micros", "exchange"), [(1, "micro"), (2, "micro"), (3, "window")])
 def test_so_do_they_where_rows_travel_in_bfloat16(ranks, micros, exchange, monkeypatch):
-    chosen = {"micros": micros, "exchange": exchange, "wire": "bfloat16", "epochs": 1}
+    chosen = {"micros": micros, "exchange": exchange, "comm_dtype": "bfloat16", "epochs": 1}
     in_place = train(ranks, **chosen)
     assert_same_bits(in_place, train(ranks, in_place=False, **chosen))
     monkeypatch.setenv("NESTPIPE_NATIVE", "0")

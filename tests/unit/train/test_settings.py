@@ -16,7 +16,7 @@ IN_GROUPS = [
 
 @pytest.mark.parametrize("given", IN_GROUPS, ids=str)
 def test_groups_refuse_rows_that_are_sent_early(given):
-    early = PipelineSettings(plan="nested", micro_batches=3, early=True)
+    early = PipelineSettings(plan="nested", micro_batches=3, speculative_rows=True)
     with pytest.raises(PlanError) as caught:
         early.make_plan(build(ParallelSettings, given))
     assert str(caught.value) == (
@@ -51,12 +51,16 @@ def test_buffers_that_cannot_be_are_refused(buffers, retrieval, message):
 
 
 def test_one_group_may_send_rows_early():
-    early = PipelineSettings(plan="nested", early=True).make_plan(ParallelSettings(groups=1))
+    early = PipelineSettings(plan="nested", speculative_rows=True).make_plan(
+        ParallelSettings(groups=1)
+    )
     assert early.shape.early
     assert {Kind.MARKS, Kind.FRESH} <= {slot.kind for slot in early.tick}
 
 
 @pytest.mark.parametrize("name", [name for name in PLANS if name != "nested"])
 def test_only_nested_sends_rows_early(name):
-    early, usual = (PipelineSettings(plan=name, early=choice) for choice in (True, False))
+    early, usual = (
+        PipelineSettings(plan=name, speculative_rows=choice) for choice in (True, False)
+    )
     assert early.make_plan() == usual.make_plan()

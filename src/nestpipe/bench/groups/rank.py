@@ -54,7 +54,7 @@ class Timed:
                 retrieval="new",
                 first=case.first,
                 last=case.last,
-                wire=case.wire,
+                comm_dtype=case.wire,
             ),
             parallel=parallel,
         )

@@ -82,7 +82,7 @@ class Rounds:
             device=case.device,
             rows=RowSettings(optimizer=case.optimizer),  # pyright: ignore[reportArgumentType]
             dense=DenseSettings(optimizer="sgd"),
-            pipeline=PipelineSettings(first=case.first, last=case.last, wire=case.wire),
+            pipeline=PipelineSettings(first=case.first, last=case.last, comm_dtype=case.wire),
         )
         self.case = case
         self.comm = comm

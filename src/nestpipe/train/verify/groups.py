@@ -78,10 +78,10 @@ def verify_one_dimension(
             f"groups is {config.parallel.groups} and merge {config.parallel.merge!r}: only several "
             "exact groups equal one dimension; set parallel.groups=2 and parallel.merge=exact"
         )
-    if config.pipeline.wire != "float32":
+    if config.pipeline.comm_dtype != "float32":
         raise ConfigError(
-            f"wire is {config.pipeline.wire!r}: a last bit that differs may then be rounded to "
-            "another number, which is further off than sums explain; set pipeline.wire=float32"
+            f"comm_dtype is {config.pipeline.comm_dtype!r}, which may round a different last bit "
+            "further than the order of sums explains; set pipeline.comm_dtype=float32"
         )
     plain = replace(config, parallel=ParallelSettings(), pipeline=serial_twin(config.pipeline))
     with ExitStack() as closing:

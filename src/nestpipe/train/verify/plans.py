@@ -60,7 +60,7 @@ def unwatched(name: str, total: int | None) -> AbstractContextManager[Tell]:
 
 def serial_twin(pipeline: PipelineSettings) -> PipelineSettings:
     """The plain settings that must come to the same bits: nothing overlaps, all rows are read."""
-    return replace(pipeline, plan="serial", retrieval="whole", early=False, buffers=2)
+    return replace(pipeline, plan="serial", retrieval="whole", speculative_rows=False, buffers=2)
 
 
 def verify_job(config: JobConfig, comm: Communicator, watch: Watch = unwatched) -> Verdict:
