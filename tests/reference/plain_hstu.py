@@ -91,10 +91,10 @@ def _attention(
 def _time_bias(bias_Q: Tensor, times_N: Tensor) -> Tensor:
     """Below 1 the first bucket, then a bucket for each power of two."""
     times = times_N.tolist()
-    bucket_NN = [
-        [int(now - then).bit_length() if now > then else 0 for then in times] for now in times
-    ]
-    return bias_Q[torch.tensor(bucket_NN).view(len(times), -1).clamp(max=len(bias_Q) - 1)]
+    passed = [max(0, int(now - then)) for now in times for then in times]
+    bucket_NN = torch.tensor([time.bit_length() for time in passed]).long()
+    bucket_NN = bucket_NN.view(len(times), len(times)).clamp(max=len(bias_Q) - 1)
+    return bias_Q[bucket_NN]
 
 
 @dataclass
