@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from nestpipe.config import build
-from nestpipe.embedding import buffers as row_buffers
 from nestpipe.embedding import sharded as tables
+from nestpipe.embedding import transports
 from nestpipe.embedding.sharded import ShardedTables
 from nestpipe.kernels.rows import segments as rows
 from nestpipe.train.config import PipelineSettings
@@ -93,7 +93,7 @@ def test_a_window_frees_its_memory(make_world, monkeypatch):
     writeback = ShardedTables.writeback
 
     def watched(self, batch):
-        flights.append(self.flights[batch])
+        flights.append(self.in_flight[batch])
         return writeback(self, batch)
 
     monkeypatch.setattr(ShardedTables, "writeback", watched)
@@ -109,7 +109,7 @@ def test_sums_by_torch_of_natively_routed_rows_have_the_same_bits(
     """As on a GPU, where keys are routed on the host and rows are added by torch."""
     chosen = {"micro_batches": 3, "exchange": exchange}
     native, _, _ = trained(make_world(), 2, **chosen)
-    for module in (rows, row_buffers, tables):
+    for module in (rows, transports, tables):
         monkeypatch.setattr(module, "use_native", lambda device: False)
     by_torch, _, _ = trained(make_world(), 2, **chosen)
     assert native.keys() == by_torch.keys()

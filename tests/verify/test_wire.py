@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from nestpipe.batch import Batch
 from nestpipe.config import Table, build
-from nestpipe.embedding import buffers as row_buffers
 from nestpipe.embedding import sharded as tables
+from nestpipe.embedding import transports
 from nestpipe.jagged import Jagged
 from nestpipe.kernels.rows import segments as rows
 from nestpipe.models import Loss
@@ -185,7 +185,7 @@ def test_sums_by_torch_round_as_native_ones_do(make_world, exchange, monkeypatch
         return run_ranks(2, one)
 
     native = outcome()
-    for module in (rows, row_buffers, tables):
+    for module in (rows, transports, tables):
         monkeypatch.setattr(module, "use_native", lambda device: False)
     for mine, theirs in zip(native, outcome(), strict=True):
         for (_, keys, of_native), (_, same_keys, by_torch) in zip(mine, theirs, strict=True):

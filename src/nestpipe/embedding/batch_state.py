@@ -9,12 +9,12 @@ from torch import Tensor
 from nestpipe.embedding.routing.lists import Asked
 from nestpipe.embedding.routing.owners import WorkingSet
 from nestpipe.embedding.routing.requests import Request
-from nestpipe.embedding.stale_mask import Again
+from nestpipe.embedding.speculative import RowPatch
 from nestpipe.kernels.rows.native import Gradients
 
 # Shapes: P rows that come for a micro-batch, D weights, R ranks, M micro-batches, C tables
 
-OfRows = tuple[Tensor, list[Tensor]]
+RowGradients = tuple[Tensor, list[Tensor]]
 """The gradients of rows that came: other ranks' in one piece, and this rank's own."""
 
 
@@ -27,7 +27,7 @@ class Window:
 
 
 @dataclass(slots=True)
-class InFlight:
+class BatchState:
     """One batch, group by group.
 
     On a GPU a tensor may be in use by one stream when another has issued its last op: all of them
@@ -42,11 +42,13 @@ class InFlight:
     """... and rows that it wants for them."""
     asked: list[Asked] = field(default_factory=list[Asked])
     working: list[WorkingSet] = field(default_factory=list[WorkingSet])
-    again: list[Again] = field(default_factory=list[Again])
+    patches: list[RowPatch] = field(default_factory=list[RowPatch])
     """[group] rows of the first micro-batch that come twice."""
     received: dict[int, list[Tensor]] = field(default_factory=dict[int, list[Tensor]])
     """[micro][group] (P, D) rows."""
-    gradients: dict[int, dict[int, OfRows]] = field(default_factory=dict[int, dict[int, OfRows]])
+    gradients: dict[int, dict[int, RowGradients]] = field(
+        default_factory=dict[int, dict[int, RowGradients]]
+    )
     """[micro][group] the gradients of those rows, where the model used them."""
     windows: list[Window] = field(default_factory=list[Window])
     """[group] where micro-batches share rows."""

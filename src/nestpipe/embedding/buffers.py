@@ -56,20 +56,20 @@ class RowBuffers:
     def _new_rows(self, working: WorkingSet) -> RowSelection:
         """Rows that no buffer has."""
         here_K = working.shared_K
-        if working.taken is not None:
-            here_K = torch.cat([here_K, working.taken.positions_K])
+        if working.carried_over is not None:
+            here_K = torch.cat([here_K, working.carried_over.positions_K])
         return working.without(here_K) if self._only_new and len(here_K) else working.all_rows
 
     def _carry_over(self, batch: int, working: Sequence[WorkingSet]) -> None:
         """Rows that may not be back in their store yet, from the buffer where they still are."""
         for g, of_store in enumerate(working):
-            if (taken := of_store.taken) is None:
+            if (carried := of_store.carried_over) is None:
                 continue
             now_KW, older_KW = self._rows[batch][g], self._rows[batch - 2][g]
             assert isinstance(now_KW, Tensor)
             assert isinstance(older_KW, Tensor)
-            rows = older_KW.index_select(0, taken.older_there)
-            now_KW.index_copy_(0, taken.positions_there, rows)
+            rows = older_KW.index_select(0, carried.older_there)
+            now_KW.index_copy_(0, carried.positions_there, rows)
 
     def sync(self, batch: int, working: Sequence[WorkingSet]) -> int:
         """Rows that the batch before had too, from its buffer; returns how many.
@@ -87,7 +87,8 @@ class RowBuffers:
             shared = before_KW.index_select(0, of_store.shared_before_there)
             now_KW.index_copy_(0, of_store.shared_there, shared)
             refreshed += len(of_store.shared_K)
-            refreshed += 0 if of_store.taken is None else len(of_store.taken.positions_K)
+            if of_store.carried_over is not None:
+                refreshed += len(of_store.carried_over.positions_K)
         return refreshed
 
     def writeback(

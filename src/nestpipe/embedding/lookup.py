@@ -1,4 +1,4 @@
-"""From the rows that came to what a model sees, and gradients back, summed in a fixed order."""
+"""Lookup: from the rows that came to what a model sees, and gradients back, in a fixed order."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nestpipe.embedding.routing.requests import Request
-from nestpipe.kernels.rows.segments import add_bags_at, empty_rows, sum_bags
+from nestpipe.kernels.rows.segments import add_segments_at, empty_rows, sum_segments
 
 # Shapes: P rows that came, D width
 
@@ -20,7 +20,7 @@ Take = Callable[[Sequence[Tensor]], None]
 """Takes the gradients of what the model saw, feature by feature."""
 
 
-class _Spread(torch.autograd.Function):
+class _Lookup(torch.autograd.Function):
     """All features of a group at once.
 
     Gradients leave by `take`, not as the gradient of an input: they go straight into the memory
@@ -38,7 +38,7 @@ class _Spread(torch.autograd.Function):
             return tuple(rows_PD[start : start + size] for start, size in starts)
         dim, device = rows_PD.shape[1], rows_PD.device
         seen_OD = empty_rows(sum(request.sizes.values()), dim, device)
-        sum_bags(request.seen, came, [seen_OD])
+        sum_segments(request.seen, came, [seen_OD])
         return torch.split(seen_OD, list(request.sizes.values()))
 
     @staticmethod
@@ -49,14 +49,14 @@ class _Spread(torch.autograd.Function):
 
 
 def _of_rows(
-    request: Request, gradients: Sequence[Tensor], own: int, wire: torch.dtype
+    request: Request, gradients: Sequence[Tensor], own: int, comm_dtype: torch.dtype
 ) -> tuple[Tensor, list[Tensor]]:
     """The gradients of the rows that came; those of the last `own` rows may stay where they are."""
     count, dim, device = len(request.back), gradients[0].shape[1], gradients[0].device
     others = count - own
     if request.straight is None:
-        sent_PD, kept_PD = empty_rows(others, dim, device, wire), empty_rows(own, dim, device)
-        sum_bags(request.back, gradients, [sent_PD, kept_PD], leaving=wire)
+        sent_PD, kept_PD = empty_rows(others, dim, device, comm_dtype), empty_rows(own, dim, device)
+        sum_segments(request.back, gradients, [sent_PD, kept_PD], leaving=comm_dtype)
         return sent_PD, [kept_PD]
     sent_PD = empty_rows(others, dim, device)
     in_order = sorted(zip(request.straight, gradients, strict=True), key=lambda pair: pair[0])
@@ -66,34 +66,34 @@ def _of_rows(
     return sent_PD, [gradient for start, gradient in in_order if start >= others]
 
 
-def spread_rows(
+def lookup_rows(
     rows_PD: Tensor,
     request: Request,
     deliver: Deliver,
     own: int,
-    wire: torch.dtype = torch.float32,
+    comm_dtype: torch.dtype = torch.float32,
 ) -> dict[str, Tensor]:
     """Each feature's rows, or the sums of each sample's rows where its table pools.
 
-    The last `own` rows are this rank's; the gradients of the others are delivered as `wire`, or as
-    they are where nothing has to be summed.
+    The last `own` rows are this rank's. Gradients of the others are delivered as `comm_dtype`, or
+    as they are where nothing has to be summed.
     """
-    return _spread(
-        rows_PD, request, lambda gradients: deliver(*_of_rows(request, gradients, own, wire))
+    return _lookup(
+        rows_PD, request, lambda gradients: deliver(*_of_rows(request, gradients, own, comm_dtype))
     )
 
 
-def spread_window(rows_PD: Tensor, request: Request, gradients_PD: Tensor) -> dict[str, Tensor]:
+def lookup_window(rows_PD: Tensor, request: Request, gradients_PD: Tensor) -> dict[str, Tensor]:
     """The same from the rows of a window, and to their gradients so far."""
-    return _spread(
+    return _lookup(
         rows_PD, request, lambda gradients: _add_to_window(request, gradients, gradients_PD)
     )
 
 
-def _spread(rows_PD: Tensor, request: Request, take: Take) -> dict[str, Tensor]:
+def _lookup(rows_PD: Tensor, request: Request, take: Take) -> dict[str, Tensor]:
     # Something that wants a gradient, so that the backward pass comes by.
     anchor = torch.zeros(0, requires_grad=True)
-    seen: tuple[Tensor, ...] = _Spread.apply(anchor, [rows_PD], request, take)  # type: ignore[assignment]
+    seen: tuple[Tensor, ...] = _Lookup.apply(anchor, [rows_PD], request, take)  # type: ignore[assignment]
     return dict(zip(request.sizes, seen, strict=True))
 
 
@@ -102,5 +102,5 @@ def _add_to_window(request: Request, gradients: Sequence[Tensor], window_PD: Ten
     window = request.window
     assert window is not None
     first = window.first_row
-    sum_bags(request.back, gradients, [window_PD[first : first + len(request.back)]])
-    add_bags_at(window.again, gradients, window_PD, window.again_n)
+    sum_segments(request.back, gradients, [window_PD[first : first + len(request.back)]])
+    add_segments_at(window.reused, gradients, window_PD, window.reused_n)

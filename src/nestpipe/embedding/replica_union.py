@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nestpipe.comm.communicator import Communicator
 from nestpipe.embedding.routing.lists import United
-from nestpipe.kernels.rows.segments import Bags, ends_of
+from nestpipe.kernels.rows.segments import Segments, ends_of
 from nestpipe.schedule.schedule import Merge, Shape
 
 # Shapes: K keys of a working set, U keys that replicas merge, S all of their keys as they come,
@@ -161,7 +161,7 @@ def widen(united: United, merged: Merged, *, exact: bool) -> Wide:
         united,
         keys_K=torch.cat(keys),
         table_counts=merged.table_counts,
-        serve=[_moved(bags, own_K) for bags in united.serve],
+        serve=[_moved(segments, own_K) for segments in united.serve],
     )
     if exact:
         wide = replace(wide, gather_back=[_spaced(b, own_K, start) for b in united.gather_back])
@@ -179,13 +179,13 @@ def _places(mine_k: Tensor, all_u: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(foreign, behind, order[nearest]), foreign
 
 
-def _moved(bags: Bags, own_K: Tensor) -> Bags:
+def _moved(segments: Segments, own_K: Tensor) -> Segments:
     """Sums of rows that now stand elsewhere."""
-    return replace(bags, rows_T=own_K.to(bags.rows_T.dtype)[bags.rows_T.long()])
+    return replace(segments, rows_T=own_K.to(segments.rows_T.dtype)[segments.rows_T.long()])
 
 
-def _spaced(bags: Bags, own_K: Tensor, size: int) -> Bags:
+def _spaced(segments: Segments, own_K: Tensor, size: int) -> Segments:
     """As many sums as there are rows: those that are not the batch's own are empty."""
     lengths = torch.zeros(size, dtype=torch.int64)
-    lengths[own_K] = bags.lengths().long()
-    return Bags(bags.rows_T, ends_of(lengths).to(bags.rows_T.dtype))
+    lengths[own_K] = segments.lengths().long()
+    return Segments(segments.rows_T, ends_of(lengths).to(segments.rows_T.dtype))

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from nestpipe.comm.mesh import Mesh
-from nestpipe.embedding.batch_state import InFlight, OfRows, Window
+from nestpipe.embedding.batch_state import BatchState, RowGradients, Window
 from nestpipe.embedding.buffers import RowBuffers
-from nestpipe.embedding.lookup import spread_rows, spread_window
+from nestpipe.embedding.lookup import lookup_rows, lookup_window
 from nestpipe.embedding.optimizers import RowOptimizer
 from nestpipe.embedding.replica_sync import merge_gradients, merge_rows, merge_stored
 from nestpipe.embedding.replica_union import Replicas
@@ -27,26 +27,26 @@ from nestpipe.embedding.routing.all_to_all import exchange
 from nestpipe.embedding.routing.owners import make_working_set, unite
 from nestpipe.embedding.routing.requests import make_requests, make_window, requests_on
 from nestpipe.embedding.routing.wire_format import (
-    expected_numbers,
     in_rank_order,
-    joined,
-    letters_to_owners,
-    open_letters,
+    message_sizes,
+    pack_requests,
+    unpack_requests,
 )
-from nestpipe.embedding.speculative import exchange_marks, send_again
+from nestpipe.embedding.speculative import exchange_stale_mask, send_patch
 from nestpipe.embedding.store.protocol import RowStore
 from nestpipe.embedding.table_groups import TableGroup
 from nestpipe.errors import ConfigError
 from nestpipe.jagged import Jagged
-from nestpipe.kernels.rows.comm_dtype import raised
+from nestpipe.kernels.rows.comm_dtype import from_wire
 from nestpipe.kernels.rows.native import Gradients, RowPointers
 from nestpipe.kernels.rows.segments import (
-    Bags,
     Rows,
-    add_bags,
+    Segments,
+    add_segments,
+    concat,
     empty_rows,
     pointers_into,
-    sum_bags,
+    sum_segments,
     use_native,
 )
 from nestpipe.schedule.schedule import Exchange, Merge, Retrieval, Shape
@@ -69,12 +69,12 @@ class ShardedTables:
         *,
         in_place: bool = False,
         pin: bool = False,
-        wire: torch.dtype = torch.float32,
+        comm_dtype: torch.dtype = torch.float32,
     ) -> None:
         """`in_place`: use and update rows where the store has them, if that is possible.
 
-        `pin`: where it is not, let a GPU copy them from there itself. `wire`: the type in which
-        rows and their gradients travel.
+        `pin`: where it is not, let a GPU copy them from there itself. `comm_dtype`: the type in
+        which rows and their gradients travel.
         """
         self.groups = list(groups)
         self.optimizer = optimizer
@@ -83,9 +83,9 @@ class ShardedTables:
         """The ranks among which rows are shared out; keys, rows and gradients stay among them."""
         self.shape = shape
         self.device = device
-        self.wire = wire
+        self.comm_dtype = comm_dtype
         self.buffers = RowBuffers(list(stores), shape, device, in_place=in_place, pin=pin)
-        self.flights: dict[int, InFlight] = {}
+        self.in_flight: dict[int, BatchState] = {}
         self.replicas = (
             Replicas(mesh.replica_keys, [len(group.tables) for group in groups], shape)
             if shape.mirror_every
@@ -105,18 +105,19 @@ class ShardedTables:
         rank, ranks = self.comm.rank, self.comm.size
         if self.shape.exchange is Exchange.WINDOW:
             requests = [
-                make_window(micro_keys, group, rank, ranks, self.wire) for group in self.groups
+                make_window(micro_keys, group, rank, ranks, self.comm_dtype)
+                for group in self.groups
             ]
         else:
             requests = [
-                make_requests(micro_keys, group, rank, ranks, self.device, self.wire)
+                make_requests(micro_keys, group, rank, ranks, self.device, self.comm_dtype)
                 for group in self.groups
             ]
-        self.flights[batch] = InFlight([requests_on(self.device, of) for of in requests])
+        self.in_flight[batch] = BatchState([requests_on(self.device, of) for of in requests])
 
     def keys_asked(self, batch: int) -> int:
         """How many keys this rank asks for, itself included, in all micro-batches."""
-        return sum(len(r.keys_A) for of in self.flights[batch].requests for r in of)
+        return sum(len(r.keys_A) for of in self.in_flight[batch].requests for r in of)
 
     def _check_features(self, keys: Mapping[str, Jagged]) -> None:
         known = {feature.name for group in self.groups for feature in group.features}
@@ -127,10 +128,10 @@ class ShardedTables:
 
     def counts(self, batch: int, samples: int) -> int:
         """Tell every owner how many keys it will get; returns the samples of all ranks."""
-        flight = self.flights[batch]
+        state = self.in_flight[batch]
         ranks, micros = self.comm.size, self.shape.micros
-        parts = [torch.stack([r.key_counts_RC for r in of], 1) for of in flight.requests]
-        parts += [torch.stack([r.row_counts_RC for r in of], 1) for of in flight.requests]
+        parts = [torch.stack([r.key_counts_RC for r in of], 1) for of in state.requests]
+        parts += [torch.stack([r.row_counts_RC for r in of], 1) for of in state.requests]
         flat = [part.reshape(ranks, -1) for part in parts]
         sent = torch.cat([*flat, torch.full((ranks, 1), samples)], 1)
         received = torch.empty_like(sent)
@@ -138,8 +139,8 @@ class ShardedTables:
         self.comm.all_to_all(received, sent, ones, ones)
         *asked, all_samples = torch.split(received, [*(f.shape[1] for f in flat), 1], 1)
         cubes = [part.reshape(ranks, micros, -1) for part in asked]
-        flight.asked_keys = cubes[: len(self.groups)]
-        flight.asked_rows = cubes[len(self.groups) :]
+        state.asked_keys = cubes[: len(self.groups)]
+        state.asked_rows = cubes[len(self.groups) :]
         return self._of_all_groups(int(all_samples.sum()))
 
     def _of_all_groups(self, samples: int) -> int:
@@ -151,41 +152,41 @@ class ShardedTables:
         return int(total)
 
     def keys(self, batch: int) -> None:
-        """Send every owner its keys, by micro-batch and table, then the rest of the letter."""
-        flight, rank = self.flights[batch], self.comm.rank
+        """Send every owner its keys, by micro-batch and table, then what else the message holds."""
+        state, rank = self.in_flight[batch], self.comm.rank
         window = self.shape.exchange is Exchange.WINDOW
-        letters = [letters_to_owners(of, rank) for of in flight.requests]
+        messages = [pack_requests(of, rank) for of in state.requests]
         expected = [
-            expected_numbers(keys, rows, window=window)
-            for keys, rows in zip(flight.asked_keys, flight.asked_rows, strict=True)
+            message_sizes(keys, rows, window=window)
+            for keys, rows in zip(state.asked_keys, state.asked_rows, strict=True)
         ]
-        own = [letter[-1] for letter in letters]
+        own = [message[-1] for message in messages]
         received = [
             of_self.new_empty(sum(numbers) - numbers[rank])
             for numbers, of_self in zip(expected, own, strict=True)
         ]
         exchange(
             self.comm,
-            [joined(letter[:-1], like=letter[-1]) for letter in letters],
-            [in_rank_order([len(part) for part in letter], rank) for letter in letters],
+            [concat(message[:-1], like=message[-1]) for message in messages],
+            [in_rank_order([len(part) for part in message], rank) for message in messages],
             received,
             expected,
         )
-        flight.asked = [
-            open_letters(torch.cat([theirs, mine]), keys, rows, rank, window=window)
+        state.asked = [
+            unpack_requests(torch.cat([theirs, mine]), keys, rows, rank, window=window)
             for theirs, mine, keys, rows in zip(
-                received, own, flight.asked_keys, flight.asked_rows, strict=True
+                received, own, state.asked_keys, state.asked_rows, strict=True
             )
         ]
 
     def union(self, batch: int) -> None:
         """Unite what was asked for into the working set; compare it with the one before."""
-        flight = self.flights[batch]
-        before = self.flights.get(batch - 1) if self.shape.buffers > 1 else None
-        older = self.flights.get(batch - 2) if self.shape.takes_over else None
-        united = [unite(asked) for asked in flight.asked]
+        state = self.in_flight[batch]
+        before = self.in_flight.get(batch - 1) if self.shape.buffers > 1 else None
+        older = self.in_flight.get(batch - 2) if self.shape.takes_over else None
+        united = [unite(asked) for asked in state.asked]
         wide = self.replicas.unite(batch, united) if self.replicas is not None else None
-        flight.working = [
+        state.working = [
             make_working_set(
                 asked,
                 before.working[g] if before else None,
@@ -196,33 +197,33 @@ class ShardedTables:
                 older=older.working[g] if older else None,
                 compared=self.shape.buffers > 1,
             )
-            for g, asked in enumerate(flight.asked)
+            for g, asked in enumerate(state.asked)
         ]
-        flight.asked = []
+        state.asked = []
 
     def marks(self, batch: int) -> None:
-        """Owners tell which rows of the first micro-batch they will send again."""
-        flight = self.flights[batch]
-        flight.again = exchange_marks(self.comm, flight, self.device)
+        """Owners tell which rows of the first micro-batch are stale when they are sent."""
+        state = self.in_flight[batch]
+        state.patches = exchange_stale_mask(self.comm, state, self.device)
 
     # Rows between host memory and the device
 
     def retrieve(self, batch: int) -> int:
         """Rows with state from host memory into the idle buffer; returns how many were read."""
-        return self.buffers.retrieve(batch, self.flights[batch].working)
+        return self.buffers.retrieve(batch, self.in_flight[batch].working)
 
     def sync(self, batch: int) -> int:
         """Rows that the batch before had too, with state, from its buffer.
 
         Returns how many; those that were taken over from an older one count too.
         """
-        return self.buffers.sync(batch, self.flights[batch].working)
+        return self.buffers.sync(batch, self.in_flight[batch].working)
 
     def writeback(self, batch: int) -> int:
         """Rows that leave the device into host memory; returns how many."""
-        then = self.flights.get(batch + 1) if self.shape.retrieval is Retrieval.NEW else None
+        then = self.in_flight.get(batch + 1) if self.shape.retrieval is Retrieval.NEW else None
         staying = then.working if then is not None and then.working else None
-        written = self.buffers.writeback(batch, self.flights[batch].working, staying)
+        written = self.buffers.writeback(batch, self.in_flight[batch].working, staying)
         # With several buffers a batch's keys serve later unions, and its rows later batches.
         self.forget(batch - self.shape.buffers + 1)
         return written
@@ -230,130 +231,134 @@ class ShardedTables:
     def forget(self, batch: int) -> None:
         """Drop all that is known of a batch."""
         self.buffers.forget(batch)
-        self.flights.pop(batch, None)
+        self.in_flight.pop(batch, None)
 
     # The window
 
     def rows(self, batch: int, micro: int) -> None:
         """Owners send a micro-batch's rows to those who asked."""
-        flight, rank = self.flights[batch], self.comm.rank
-        sent_splits = [working.serve_counts[micro] for working in flight.working]
-        received_splits = [of[micro].rows_per_owner for of in flight.requests]
+        state, rank = self.in_flight[batch], self.comm.rank
+        sent_splits = [working.serve_counts[micro] for working in state.working]
+        received_splits = [of[micro].rows_per_owner for of in state.requests]
         sent: list[Tensor] = []
         received: list[Tensor] = []
         from_others: list[Tensor] = []
-        for g, (group, working) in enumerate(zip(self.groups, flight.working, strict=True)):
+        for g, (group, working) in enumerate(zip(self.groups, state.working, strict=True)):
             own = sent_splits[g][rank]
-            sent_PD = empty_rows(sum(sent_splits[g]) - own, group.dim, self.device, self.wire)
-            received_PD = self._place_of(flight, g, micro)
+            sent_PD = empty_rows(sum(sent_splits[g]) - own, group.dim, self.device, self.comm_dtype)
+            received_PD = self._place_of(state, g, micro)
             others = len(received_PD) - own
             weights = _weights_of(self.buffers.of(batch)[g], group.dim)
             out = [sent_PD, received_PD[others:]]
-            sum_bags(working.serve[micro], weights, out, leaving=self.wire)
+            sum_segments(working.serve[micro], weights, out, leaving=self.comm_dtype)
             sent.append(sent_PD)
             received.append(received_PD)
             from_others.append(received_PD[:others])
-        exchange(self.comm, sent, sent_splits, from_others, received_splits, self.wire)
-        flight.received[micro] = received
+        exchange(self.comm, sent, sent_splits, from_others, received_splits, self.comm_dtype)
+        state.received[micro] = received
 
-    def _place_of(self, flight: InFlight, g: int, micro: int) -> Tensor:
+    def _place_of(self, state: BatchState, g: int, micro: int) -> Tensor:
         """Where the rows of a micro-batch come to; those of a window stand behind each other."""
-        request, dim = flight.requests[g][micro], self.groups[g].dim
+        request, dim = state.requests[g][micro], self.groups[g].dim
         window, count = request.window, sum(request.rows_per_owner)
         if window is None:
             return empty_rows(count, dim, self.device)
-        if g == len(flight.windows):
+        if g == len(state.windows):
             rows = window.window_rows
-            flight.windows.append(
+            state.windows.append(
                 Window(empty_rows(rows, dim, self.device), empty_rows(rows, dim, self.device))
             )
-        return flight.windows[g].rows_PD[window.first_row : window.first_row + count]
+        return state.windows[g].rows_PD[window.first_row : window.first_row + count]
 
     def fresh(self, batch: int) -> None:
-        """Rows of the first micro-batch that came before their refresh, once more."""
+        """Send the stale rows of the first micro-batch again, refreshed by now."""
         rows = zip(self.buffers.of(batch), self.groups, strict=True)
         weights = [_weights_of(of_group, group.dim) for of_group, group in rows]
-        send_again(self.comm, self.flights[batch], weights, self.wire)
+        send_patch(self.comm, self.in_flight[batch], weights, self.comm_dtype)
 
-    def spread(self, batch: int, micro: int) -> dict[str, Tensor]:
+    def lookup(self, batch: int, micro: int) -> dict[str, Tensor]:
         """The rows of every feature, as the model sees them."""
-        flight = self.flights[batch]
+        state = self.in_flight[batch]
         seen: dict[str, Tensor] = {}
-        if flight.windows:
-            for window, of in zip(flight.windows, flight.requests, strict=True):
+        if state.windows:
+            for window, of in zip(state.windows, state.requests, strict=True):
                 if micro == 0:
                     # Not every row need get a gradient: a model may leave a feature unused.
                     window.gradients_PD.zero_()
-                seen.update(spread_window(window.rows_PD, of[micro], window.gradients_PD))
+                seen.update(lookup_window(window.rows_PD, of[micro], window.gradients_PD))
             return seen
-        gradients = flight.gradients[micro] = {}
-        for g, of in enumerate(flight.requests):
-            own = flight.working[g].serve_counts[micro][self.comm.rank]
+        gradients = state.gradients[micro] = {}
+        for g, of in enumerate(state.requests):
+            own = state.working[g].serve_counts[micro][self.comm.rank]
             deliver = partial(_keep, gradients, g)
-            seen.update(spread_rows(flight.received[micro][g], of[micro], deliver, own, self.wire))
+            seen.update(
+                lookup_rows(state.received[micro][g], of[micro], deliver, own, self.comm_dtype)
+            )
         return seen
 
     def grads(self, batch: int, micro: int) -> None:
         """Row gradients back to their owners, added up by requester in rank order."""
-        flight, rank = self.flights[batch], self.comm.rank
-        gradients = [self._made(flight, g, micro) for g in range(len(self.groups))]
-        received_splits = [working.back_counts[micro] for working in flight.working]
+        state, rank = self.in_flight[batch], self.comm.rank
+        gradients = [self._made(state, g, micro) for g in range(len(self.groups))]
+        received_splits = [working.back_counts[micro] for working in state.working]
         received = [
-            empty_rows(sum(splits) - splits[rank], group.dim, self.device, self.wire)
+            empty_rows(sum(splits) - splits[rank], group.dim, self.device, self.comm_dtype)
             for splits, group in zip(received_splits, self.groups, strict=True)
         ]
         exchange(
             self.comm,
             [to_others for to_others, _ in gradients],
-            [of[micro].gradients_per_owner for of in flight.requests],
+            [of[micro].gradients_per_owner for of in state.requests],
             received,
             received_splits,
-            self.wire,
+            self.comm_dtype,
         )
-        for g, working in enumerate(flight.working):
-            self._add_up(flight, g, working.gather_back[micro], [received[g], *gradients[g][1]])
+        for g, working in enumerate(state.working):
+            self._add_up(state, g, working.gather_back[micro], [received[g], *gradients[g][1]])
         if self.device.type == "cpu":
             # Nobody uses them any more; on a GPU a stream may.
-            flight.gradients.pop(micro, None)
-            del flight.received[micro]
+            state.gradients.pop(micro, None)
+            del state.received[micro]
             if micro == self.shape.micros - 1:
-                flight.windows.clear()
+                state.windows.clear()
 
-    def _made(self, flight: InFlight, g: int, micro: int) -> OfRows:
+    def _made(self, state: BatchState, g: int, micro: int) -> RowGradients:
         """The gradients that a micro-batch sends: of its rows, or of those last used by it."""
-        own = flight.working[g].back_counts[micro][self.comm.rank]
-        window = flight.requests[g][micro].window
+        own = state.working[g].back_counts[micro][self.comm.rank]
+        window = state.requests[g][micro].window
         if window is not None:
             leaving_PD = empty_rows(len(window.leaving), self.groups[g].dim, self.device)
-            sum_bags(window.leaving, [flight.windows[g].gradients_PD], [leaving_PD])
-        elif g in flight.gradients[micro]:
-            return flight.gradients[micro][g]
+            sum_segments(window.leaving, [state.windows[g].gradients_PD], [leaving_PD])
+        elif g in state.gradients[micro]:
+            return state.gradients[micro][g]
         else:  # the model did not use them
-            leaving_PD = torch.zeros_like(flight.received[micro][g])
+            leaving_PD = torch.zeros_like(state.received[micro][g])
         others = len(leaving_PD) - own
         return leaving_PD[:others], [leaving_PD[others:]]
 
-    def _add_up(self, flight: InFlight, g: int, bags: Bags, gradients: list[Tensor]) -> None:
+    def _add_up(
+        self, state: BatchState, g: int, segments: Segments, gradients: list[Tensor]
+    ) -> None:
         """Add the gradients of a micro-batch; a single one is summed by the update itself."""
         exact = self.replicas is not None and self.shape.merge is Merge.EXACT
         if use_native(self.device) and self.shape.micros == 1 and not exact:
-            rows = [raised(part, self.wire) for part in gradients]
-            flight.sums.append(Gradients(rows, bags.rows_T, bags.ends_S1))
-        elif g == len(flight.sums):
-            sums_KD = empty_rows(len(bags), self.groups[g].dim, self.device)
-            sum_bags(bags, gradients, [sums_KD], came=self.wire)
-            flight.sums.append(Gradients([sums_KD], None, None))
+            rows = [from_wire(part, self.comm_dtype) for part in gradients]
+            state.sums.append(Gradients(rows, segments.rows_T, segments.ends_S1))
+        elif g == len(state.sums):
+            sums_KD = empty_rows(len(segments), self.groups[g].dim, self.device)
+            sum_segments(segments, gradients, [sums_KD], came=self.comm_dtype)
+            state.sums.append(Gradients([sums_KD], None, None))
         else:
-            add_bags(bags, gradients, flight.sums[g].rows[0], came=self.wire)
+            add_segments(segments, gradients, state.sums[g].rows[0], came=self.comm_dtype)
 
     def update(self, batch: int, times: float | Tensor, step: int) -> None:
         """One optimizer application per row, on its summed gradient times a number.
 
         The number may be a tensor on the device, of one element.
         """
-        flight = self.flights[batch]
+        state = self.in_flight[batch]
         for group, working, sums, rows in zip(
-            self.groups, flight.working, flight.sums, self.buffers.of(batch), strict=True
+            self.groups, state.working, state.sums, self.buffers.of(batch), strict=True
         ):
             own = working.wide.own if working.wide and self.shape.merge is Merge.AVERAGED else None
             if use_native(self.device):
@@ -369,10 +374,10 @@ class ShardedTables:
 
     def mirror(self, batch: int) -> None:
         """Bring replicas in other groups together: gradients before `update`, or rows after it."""
-        flight, comm = self.flights[batch], self.mesh.replicas
-        wide = [working.wide for working in flight.working if working.wide is not None]
+        state, comm = self.in_flight[batch], self.mesh.replicas
+        wide = [working.wide for working in state.working if working.wide is not None]
         if self.shape.merge is Merge.EXACT:
-            merge_gradients(comm, [sums.rows[0] for sums in flight.sums], wide)
+            merge_gradients(comm, [sums.rows[0] for sums in state.sums], wide)
             return
         every = self.buffers.of(batch)
         merge_rows(comm, every, wide, self.optimizer, [group.dim for group in self.groups])
@@ -404,5 +409,5 @@ def _round(group: TableGroup, rows: Tensor | RowPointers) -> None:
         weights_KD.copy_(weights_KD.bfloat16())
 
 
-def _keep(gradients: dict[int, OfRows], g: int, sent: Tensor, own: list[Tensor]) -> None:
+def _keep(gradients: dict[int, RowGradients], g: int, sent: Tensor, own: list[Tensor]) -> None:
     gradients[g] = sent, own

@@ -28,7 +28,7 @@ class TableGroup:
 
     tables: tuple[Table, ...]
     features: tuple[Feature, ...]
-    homes: tuple[int, ...]
+    table_owners: tuple[int, ...]
     """For each table the worker that keeps it, modulo their number; -1: each row has its own."""
 
     @property
@@ -45,8 +45,8 @@ class TableGroup:
             state_init=optimizer.state_init,
             dtype=self.tables[0].dtype,
             max_rows=tuple(
-                table.max_rows if home >= 0 else -(-table.max_rows // ranks)
-                for table, home in zip(self.tables, self.homes, strict=True)
+                table.max_rows if table_owner >= 0 else -(-table.max_rows // ranks)
+                for table, table_owner in zip(self.tables, self.table_owners, strict=True)
             ),
         )
 

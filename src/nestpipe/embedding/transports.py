@@ -170,8 +170,8 @@ class BatchPointers:
             if len(working.shared_K):
                 before = self._of[batch - 1].addresses_K
                 addresses_K[working.shared_K] = before[working.shared_before]
-            if (taken := working.taken) is not None:
-                addresses_K[taken.positions_K] = self._of[batch - 2].addresses_K[taken.older]
+            if (carried := working.carried_over) is not None:
+                addresses_K[carried.positions_K] = self._of[batch - 2].addresses_K[carried.older]
             found = RowPointers(addresses_K, found.width)
         self._of[batch] = found
         return found

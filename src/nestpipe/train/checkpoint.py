@@ -239,7 +239,7 @@ def _load_rows(checkpoint: Path, group: TableGroup, store: RowStore, comm: Commu
         for file in sorted(checkpoint.glob(f"rows-{table.name}-*.safetensors")):
             part = load_file(file)
             keys, rows = part["keys"], part["rows"]
-            mine = owner_of(keys, number, comm.size, group.homes[number]) == comm.rank
+            mine = owner_of(keys, number, comm.size, group.table_owners[number]) == comm.rank
             counts = [0] * len(group.tables)
             counts[number] = int(mine.sum())
             store.scatter(keys[mine].contiguous(), counts, rows[mine].contiguous())

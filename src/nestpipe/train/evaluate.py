@@ -134,7 +134,7 @@ def _look_up(
     tables.union(number)
     tables.retrieve(number)
     tables.rows(number, 0)
-    rows = {name: tensor.detach() for name, tensor in tables.spread(number, 0).items()}
+    rows = {name: tensor.detach() for name, tensor in tables.lookup(number, 0).items()}
     tables.forget(number)
     return rows
 

@@ -164,7 +164,7 @@ class TrainingWork:
 
     def dense(self, op: Op) -> None:
         flight, micro = self.flights[op.batch], op.micro or 0
-        rows = self.tables.spread(op.batch, micro)
+        rows = self.tables.lookup(op.batch, micro)
         loss = self._model.dense(rows, flight.micros[micro])
         flight.losses.append(loss.total.detach())
         flight.weight += loss.weight

@@ -19,7 +19,7 @@ from nestpipe.embedding.sharded import ShardedTables
 from nestpipe.embedding.store import open_store
 from nestpipe.embedding.table_groups import group_tables
 from nestpipe.errors import ConfigError
-from nestpipe.kernels.rows.comm_dtype import WIRES
+from nestpipe.kernels.rows.comm_dtype import COMM_DTYPES
 from nestpipe.models.protocol import RecModel
 from nestpipe.runtime import End, Lanes, Work, lanes_for, name_collectives, run, spans_for
 from nestpipe.schedule import Kind, Plan, Retrieval, check, with_keys_apart, with_sums_apart
@@ -112,7 +112,7 @@ class Trainer:
             self.device,
             in_place=training and self.settings.in_place,
             pin=training and self.settings.pin_rows,
-            wire=WIRES[self.settings.pipeline.comm_dtype],
+            comm_dtype=COMM_DTYPES[self.settings.pipeline.comm_dtype],
         )
 
     def fit(
@@ -259,7 +259,7 @@ class Trainer:
                     counts[number] = len(keys)
                     rows = torch.empty(len(keys), store.layout.width)
                     store.gather(keys.contiguous(), counts, rows)
-                    home = group.homes[number]
+                    home = group.table_owners[number]
                     shards = self.mesh.shards
                     mine = owner_of(keys, number, shards.size, home) == shards.rank
                     weights = torch.where(mine[:, None], rows[:, : group.dim], 0.0).contiguous()

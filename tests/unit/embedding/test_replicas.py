@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from nestpipe.embedding.replica_sync import sum_of_touched, touched_are_fewer
 from nestpipe.embedding.replica_union import Merged, Replicas, everyones_keys, widen
 from nestpipe.embedding.routing.lists import United
-from nestpipe.kernels.rows.segments import Bags
+from nestpipe.kernels.rows.segments import Segments
 from nestpipe.schedule import Merge, PlanOptions, Retrieval, plan
 from support.thread_ranks import run_ranks
 
@@ -18,8 +18,8 @@ KEYS = st.lists(st.sets(st.integers(-20, 20)), min_size=1, max_size=3)
 def united(tables: list[list[int]], terms: list[int], lengths: list[int]) -> United:
     keys = [key for table in tables for key in table]
     ends = torch.tensor([0, *torch.tensor(lengths, dtype=torch.int64).cumsum(0).tolist()])
-    serve = Bags(torch.tensor(terms, dtype=torch.int32))
-    back = Bags(torch.arange(sum(lengths), dtype=torch.int32), ends.to(torch.int32))
+    serve = Segments(torch.tensor(terms, dtype=torch.int32))
+    back = Segments(torch.arange(sum(lengths), dtype=torch.int32), ends.to(torch.int32))
     return United(torch.tensor(keys, dtype=torch.int64), [len(t) for t in tables], [serve], [back])
 
 

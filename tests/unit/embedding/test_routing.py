@@ -16,22 +16,29 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from nestpipe.config import Table
-from nestpipe.embedding.lookup import spread_rows
+from nestpipe.embedding.lookup import lookup_rows
 from nestpipe.embedding.routing import native as native_routing
 from nestpipe.embedding.routing import reference as plain_routing
-from nestpipe.embedding.routing.lists import Asked, KnownKeys, Routed, Wanted, owner_of, seats
+from nestpipe.embedding.routing.lists import (
+    Asked,
+    KnownKeys,
+    Routed,
+    Wanted,
+    owner_of,
+    peers_then_self,
+)
 from nestpipe.embedding.routing.owners import make_working_set
 from nestpipe.embedding.routing.requests import Request, make_request
 from nestpipe.embedding.routing.wire_format import (
-    expected_numbers,
     in_rank_order,
-    letters_to_owners,
-    open_letters,
+    message_sizes,
+    pack_requests,
+    unpack_requests,
 )
 from nestpipe.embedding.table_groups import TableGroup, group_tables
 from nestpipe.errors import ConfigError
 from nestpipe.jagged import Jagged
-from nestpipe.kernels.rows.segments import Bags
+from nestpipe.kernels.rows.segments import Segments
 from support.examples import examples
 
 TWINS = pytest.mark.parametrize("routing", [native_routing, plain_routing], ids=["native", "plain"])
@@ -64,13 +71,13 @@ def native(wanted: bool) -> Iterator[None]:
         yield
 
 
-def lists_of(bags: Bags) -> list[list[int]]:
+def lists_of(segments: Segments) -> list[list[int]]:
     """The terms of each sum."""
-    terms = bags.rows_T.tolist()
-    if bags.ends_S1 is None:
+    terms = segments.rows_T.tolist()
+    if segments.ends_S1 is None:
         return [[term] for term in terms]
-    ends = bags.ends_S1.tolist()
-    assert len(bags) == len(ends) - 1
+    ends = segments.ends_S1.tolist()
+    assert len(segments) == len(ends) - 1
     return [terms[a:b] for a, b in pairwise(ends)]
 
 
@@ -83,7 +90,7 @@ class Ask:
 
     outputs: list[list[list[int]]]
     pooled: list[bool]
-    homes: list[int]
+    table_owners: list[int]
     dim: int
     rank: int
     ranks: int
@@ -98,14 +105,14 @@ class Ask:
             keys=[int64(keys) for keys in flat],
             lengths=[int64([len(output) for output in of]) for of in self.outputs],
             pooled=self.pooled,
-            homes=tuple(self.homes),
+            table_owners=tuple(self.table_owners),
             row_bytes=4 * self.dim,
             rank=self.rank,
             ranks=self.ranks,
         )
 
     def owner(self, key: int, table: int) -> int:
-        return int(owner_of(int64([key]), table, self.ranks, self.homes[table]))
+        return int(owner_of(int64([key]), table, self.ranks, self.table_owners[table]))
 
 
 @st.composite
@@ -120,7 +127,7 @@ def asks(draw) -> Ask:
             for of, sums in zip(outputs, pooled, strict=True)
         ],
         pooled=pooled,
-        homes=[draw(st.sampled_from([-1, -1, 0, 1, 7])) for _ in range(tables)],
+        table_owners=[draw(st.sampled_from([-1, -1, 0, 1, 7])) for _ in range(tables)],
         dim=draw(st.sampled_from([1, 4, 64])),
         rank=draw(st.integers(0, ranks - 1)),
         ranks=ranks,
@@ -131,7 +138,7 @@ def any_ask(test):
     """Drawn at random; always there are sums of several owners, and whole tables of one."""
     outputs = [different_keys(6, 9, 1), [[1], [2], [1]], [[], *different_keys(3, 7, 5)]]
     spread = Ask(outputs, [True, False, True], [-1, -1, -1], dim=16, rank=1, ranks=3)
-    whole = replace(spread, homes=[2, 0, 4])
+    whole = replace(spread, table_owners=[2, 0, 4])
     return given(asks())(example(spread)(example(whole)(test)))
 
 
@@ -149,7 +156,7 @@ def rows_that_come(routed: Routed | Request, rank: int) -> list[Row]:
     ranks, tables = routed.key_counts_RC.shape
     keys, lengths = iter(routed.keys_A.tolist()), iter(routed.lengths_L.tolist())
     rows: list[Row] = []
-    for owner in seats(rank, ranks):
+    for owner in peers_then_self(rank, ranks):
         for table in range(tables):
             count = int(routed.key_counts_RC[owner, table])
             sums = int(routed.row_counts_RC[owner, table])
@@ -226,7 +233,7 @@ def test_rows_are_straight_exactly_where_they_come_as_they_are_seen(ask):
     seen = iter(lists_of(routed.seen))
     for table, start in enumerate(routed.straight):
         terms = [next(seen) for _ in ask.outputs[table]]
-        whole = ask.homes[table] >= 0 and summed_tables(routed)[table]
+        whole = ask.table_owners[table] >= 0 and summed_tables(routed)[table]
         assert (start >= 0) == (whole and all(ask.outputs[table]))
         if start >= 0:
             assert terms == [[start + i] for i in range(len(terms))]
@@ -245,10 +252,10 @@ def test_rows_are_straight_exactly_where_they_come_as_they_are_seen(ask):
     ids=["all different", "all the same", "one each", "none", "no samples"],
 )
 def test_owners_add_up_where_that_is_less_to_send(routing, outputs, summed):
-    for home, ranks in [(-1, 1), (-1, 3), (1, 3)]:
+    for table_owner, ranks in [(-1, 1), (-1, 3), (1, 3)]:
         for pooled in (True, False):
             of = outputs if pooled else [[key] for output in outputs for key in output]
-            ask = Ask([of], [pooled], [home], dim=16, rank=0, ranks=ranks)
+            ask = Ask([of], [pooled], [table_owner], dim=16, rank=0, ranks=ranks)
             assert summed_tables(routing.request(ask.wanted())) == [summed and pooled]
 
 
@@ -334,7 +341,7 @@ def check_features(request: Request, group: TableGroup, batch, rank: int) -> Non
     came = torch.tensor([sum(value_of(k, r.table) for k in r.keys) for r in rows])
     own = sum(row.owner == rank for row in rows)
     delivered: list[torch.Tensor] = []
-    seen = spread_rows(
+    seen = lookup_rows(
         came.view(-1, 1).repeat(1, group.dim),
         request,
         lambda sent, mine: delivered.extend([sent, *mine]),
@@ -368,7 +375,7 @@ def test_gradients_of_any_layout_are_taken():
         keys = {name: Jagged.from_lists(lists) for name in ("a", "b")}
         request = make_request(keys, group, 0, 1)
         delivered: list[torch.Tensor] = []
-        seen = spread_rows(
+        seen = lookup_rows(
             torch.zeros(len(request.back), 1),
             request,
             lambda sent, mine, into=delivered: into.extend([sent, *mine]),
@@ -397,18 +404,20 @@ class World:
         return len(self.requests[0])
 
     def asked(self, owner: int) -> Asked:
-        """What an owner finds in its letters."""
-        letters = [letters_to_owners(of, rank) for rank, of in enumerate(self.requests)]
-        to_owner = [letters[r][seats(r, self.ranks).index(owner)] for r in range(self.ranks)]
+        """What an owner finds in its messages."""
+        messages = [pack_requests(of, rank) for rank, of in enumerate(self.requests)]
+        to_owner = [
+            messages[r][peers_then_self(r, self.ranks).index(owner)] for r in range(self.ranks)
+        ]
         key_counts = torch.stack(
             [torch.stack([r.key_counts_RC[owner] for r in of]) for of in self.requests]
         )
         row_counts = torch.stack(
             [torch.stack([r.row_counts_RC[owner] for r in of]) for of in self.requests]
         )
-        assert expected_numbers(key_counts, row_counts) == [len(letter) for letter in to_owner]
-        came = torch.cat([to_owner[r] for r in seats(owner, self.ranks)])
-        return open_letters(came, key_counts, row_counts, owner)
+        assert message_sizes(key_counts, row_counts) == [len(message) for message in to_owner]
+        came = torch.cat([to_owner[r] for r in peers_then_self(owner, self.ranks)])
+        return unpack_requests(came, key_counts, row_counts, owner)
 
     def rows(self, requester: int, micro: int, owner: int) -> list[Row]:
         """What the requester wants of the owner, in the order in which it counts on it."""
@@ -435,7 +444,7 @@ def test_letters_tell_an_owner_what_was_asked(world):
     for owner in range(world.ranks):
         asked = world.asked(owner)
         keys, lengths = iter(asked.keys_A.tolist()), iter(asked.lengths_L.tolist())
-        for requester in seats(owner, world.ranks):
+        for requester in peers_then_self(owner, world.ranks):
             for micro in range(world.micros):
                 for row in world.rows(requester, micro, owner):
                     assert [next(keys) for _ in row.keys] == row.keys
@@ -471,7 +480,7 @@ def test_an_owner_serves_what_was_asked_and_gathers_what_comes_back(routing, wor
             back: list[list[int]] = [[] for _ in keys]
             wanted: list[list[tuple[int, int]]] = []
             start_of: dict[int, int] = {}
-            for requester in seats(owner, world.ranks):
+            for requester in peers_then_self(owner, world.ranks):
                 start_of[requester] = len(wanted)
                 for row in world.rows(requester, micro, owner):
                     wanted.append([(row.table, key) for key in row.keys])
@@ -538,10 +547,10 @@ def test_rows_that_earlier_batches_have_are_found_in_both(tables, looks_further,
         )
         assert set(named(now, found.shared_K)) == shared
         assert named(now, found.shared_K) == named(before, found.shared_before)
-        assert set(named(now, found.taken_K)) == taken
-        assert named(now, found.taken_K) == named(older, found.taken_older)
+        assert set(named(now, found.carried_K)) == taken
+        assert named(now, found.carried_K) == named(older, found.carried_older)
         assert len(found.shared_K) == len(shared)
-        assert len(found.taken_K) == len(taken)
+        assert len(found.carried_K) == len(taken)
 
 
 @given(BATCHES, BATCHES)
@@ -572,8 +581,8 @@ def test_a_working_set_knows_what_is_new_to_it(old, new):
 
 
 def test_a_rank_sits_last_at_its_own_table():
-    assert seats(0, 1) == [0]
-    assert seats(1, 4) == [0, 2, 3, 1]
+    assert peers_then_self(0, 1) == [0]
+    assert peers_then_self(1, 4) == [0, 2, 3, 1]
     assert in_rank_order([10, 12, 13, 11], 1) == [10, 11, 12, 13]
 
 
@@ -592,8 +601,8 @@ def test_whole_tables_take_turns_over_the_ranks():
         Table(name="c", dim=4),
         Table(name="d", dim=4, placement="table"),
     ]
-    assert [group.homes for group in group_tables(tables)] == [(0, -1, 2), (1,)]
-    assert owner_of(torch.arange(5), 0, 2, home=2).tolist() == [0] * 5
+    assert [group.table_owners for group in group_tables(tables)] == [(0, -1, 2), (1,)]
+    assert owner_of(torch.arange(5), 0, 2, table_owner=2).tolist() == [0] * 5
 
 
 @pytest.mark.parametrize(

@@ -17,14 +17,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nestpipe.config import Table
-from nestpipe.embedding.lookup import spread_window
-from nestpipe.embedding.routing.lists import owner_of, seats
+from nestpipe.embedding.lookup import lookup_window
+from nestpipe.embedding.routing.lists import owner_of, peers_then_self
 from nestpipe.embedding.routing.owners import WorkingSet, make_working_set
 from nestpipe.embedding.routing.requests import InWindow, Request, make_request, make_window
-from nestpipe.embedding.routing.wire_format import expected_numbers, letters_to_owners, open_letters
+from nestpipe.embedding.routing.wire_format import message_sizes, pack_requests, unpack_requests
 from nestpipe.embedding.table_groups import TableGroup, group_tables
 from nestpipe.jagged import Jagged
-from nestpipe.kernels.rows.segments import Bags
+from nestpipe.kernels.rows.segments import Segments
 from support.examples import examples
 
 CPU = torch.device("cpu")
@@ -119,12 +119,12 @@ def in_window(request: Request) -> InWindow:
     return request.window
 
 
-def lists_of(bags: Bags) -> list[list[int]]:
+def lists_of(segments: Segments) -> list[list[int]]:
     """The terms of each sum."""
-    terms = bags.rows_T.tolist()
-    if bags.ends_S1 is None:
+    terms = segments.rows_T.tolist()
+    if segments.ends_S1 is None:
         return [[term] for term in terms]
-    return [terms[a:b] for a, b in pairwise(bags.ends_S1.tolist())]
+    return [terms[a:b] for a, b in pairwise(segments.ends_S1.tolist())]
 
 
 def uses_of(request: Request) -> set[int]:
@@ -164,7 +164,7 @@ def test_no_row_is_asked_for_twice_and_each_leaves_after_its_last_use(native, wo
                 assert window.first_row == first_row
                 before, after = set().union(*uses[:micro]), set().union(*uses[micro + 1 :])
                 assert uses[micro] - before == set(range(first_row, first_row + new))
-                assert sorted(window.again_n.tolist()) == sorted(uses[micro] & before)
+                assert sorted(window.reused_n.tolist()) == sorted(uses[micro] & before)
                 assert sorted(window.leaving.rows_T.tolist()) == sorted(uses[micro] - after)
                 assert len(window.leaving) == sum(window.leaving_counts)
                 first_row += new
@@ -172,20 +172,20 @@ def test_no_row_is_asked_for_twice_and_each_leaves_after_its_last_use(native, wo
                 for output, terms in enumerate(lists_of(request.seen)):
                     for term in terms:
                         back[term].append(output)
-                made = [*range(window.first_row, first_row), *window.again_n.tolist()]
-                found = [*lists_of(request.back), *lists_of(window.again)]
+                made = [*range(window.first_row, first_row), *window.reused_n.tolist()]
+                found = [*lists_of(request.back), *lists_of(window.reused)]
                 assert dict(zip(made, found, strict=True)) == back
             assert all(in_window(request).window_rows == first_row for request in of)
-            order = seats(rank, world.ranks)
-            seat_of_row = [
-                seat
+            order = peers_then_self(rank, world.ranks)
+            peer_of_row = [
+                peer
                 for request in of
-                for seat, r in enumerate(order)
+                for peer, r in enumerate(order)
                 for _ in range(request.rows_per_owner[r])
             ]
             for request in of:
                 leaving = in_window(request).leaving.rows_T.tolist()
-                assert leaving == sorted(leaving, key=lambda row: (seat_of_row[row], row))
+                assert leaving == sorted(leaving, key=lambda row: (peer_of_row[row], row))
 
 
 def value_of(table: int, key: int) -> float:
@@ -227,11 +227,13 @@ def test_rows_reach_the_model_and_gradients_their_owner(native, world):
             ]
             for rank, of in enumerate(windows):
                 came = [
-                    x for o in seats(rank, world.ranks) for x in part(sent, owners, micro, o, rank)
+                    x
+                    for o in peers_then_self(rank, world.ranks)
+                    for x in part(sent, owners, micro, o, rank)
                 ]
                 first = in_window(of[micro]).first_row
                 rows[rank][first : first + len(came)] = torch.tensor(came)[:, None]
-                seen = spread_window(rows[rank], of[micro], gradients[rank])
+                seen = lookup_window(rows[rank], of[micro], gradients[rank])
                 check_seen(seen, world, rank, micro)
             leave(world, windows, owners, table_of, gradients, micro, sums)
     assert [dict(of) for of in sums] == [expected_sums(world, o) for o in range(world.ranks)]
@@ -239,16 +241,16 @@ def test_rows_reach_the_model_and_gradients_their_owner(native, world):
 
 def owner_side(windows: list[list[Request]], owner: int) -> WorkingSet:
     ranks = len(windows)
-    letters = [letters_to_owners(of, rank) for rank, of in enumerate(windows)]
-    to_owner = [letters[r][seats(r, ranks).index(owner)] for r in range(ranks)]
+    messages = [pack_requests(of, rank) for rank, of in enumerate(windows)]
+    to_owner = [messages[r][peers_then_self(r, ranks).index(owner)] for r in range(ranks)]
     key_counts, row_counts = (
         torch.stack([torch.stack([getattr(r, name)[owner] for r in of]) for of in windows])
         for name in ("key_counts_RC", "row_counts_RC")
     )
-    lengths = expected_numbers(key_counts, row_counts, window=True)
-    assert lengths == [len(letter) for letter in to_owner]
-    came = torch.cat([to_owner[r] for r in seats(owner, ranks)])
-    asked = open_letters(came, key_counts, row_counts, owner, window=True)
+    lengths = message_sizes(key_counts, row_counts, window=True)
+    assert lengths == [len(message) for message in to_owner]
+    came = torch.cat([to_owner[r] for r in peers_then_self(owner, ranks)])
+    asked = unpack_requests(came, key_counts, row_counts, owner, window=True)
     return make_working_set(asked, None, CPU)
 
 
@@ -257,7 +259,7 @@ def part(
 ) -> list[float]:
     """What an owner sends to one rank."""
     counts = owners[owner].serve_counts[micro]
-    order = seats(owner, len(owners))
+    order = peers_then_self(owner, len(owners))
     start = sum(counts[r] for r in order[: order.index(rank)])
     return sent[owner][start : start + counts[rank]]
 
@@ -280,9 +282,9 @@ def leave(world, windows, owners, table_of, gradients, micro, sums) -> None:
     """Gradients that leave after a micro-batch, summed by their owners."""
     for owner, working in enumerate(owners):
         message: list[float] = []
-        for rank in seats(owner, world.ranks):
+        for rank in peers_then_self(owner, world.ranks):
             window = in_window(windows[rank][micro])
-            order = seats(rank, world.ranks)
+            order = peers_then_self(rank, world.ranks)
             start = sum(window.leaving_counts[r] for r in order[: order.index(owner)])
             count = window.leaving_counts[owner]
             assert count == working.back_counts[micro][rank]
@@ -304,9 +306,9 @@ def expected_sums(world: World, owner: int) -> dict[tuple[int, int], float]:
                 outputs = lists if feature.pooled else [[key] for keys in lists for key in keys]
                 for keys in outputs:
                     for key in keys:
-                        home = world.group.homes[feature.table]
+                        table_owner = world.group.table_owners[feature.table]
                         key_U = torch.tensor([key])
-                        if int(owner_of(key_U, feature.table, world.ranks, home)) == owner:
+                        if int(owner_of(key_U, feature.table, world.ranks, table_owner)) == owner:
                             sums[feature.table, key] += weight_of(rank, micro, output)
                     output += 1
     return dict(sums)

@@ -14,12 +14,12 @@ from nestpipe.errors import ConfigError
 from nestpipe.kernels.rows import native as native_rows
 from nestpipe.kernels.rows.native import Gradients, RowPointers, copy_rows
 from nestpipe.kernels.rows.segments import (
-    Bags,
-    add_bags,
-    bags_of_targets,
+    Segments,
+    add_segments,
     ends_of,
     plain_sums,
-    sum_bags,
+    segments_of_targets,
+    sum_segments,
 )
 from support.examples import examples
 
@@ -53,11 +53,11 @@ def draw_rows(rng: torch.Generator, rows: int, dim: int) -> Tensor:
     return torch.where(torch.rand(rows, dim, generator=rng) < 0.05, -0.0, numbers)
 
 
-def draw_bags(rng: torch.Generator, sums: int, rows: int) -> Bags:
+def draw_segments(rng: torch.Generator, sums: int, rows: int) -> Segments:
     """Sums of none to six rows each."""
     lengths = torch.randint(0, 7, (sums,), generator=rng) if rows else torch.zeros(sums).long()
     terms = torch.randint(0, max(rows, 1), (int(lengths.sum()),), generator=rng)
-    return Bags(terms, ends_of(lengths))
+    return Segments(terms, ends_of(lengths))
 
 
 def in_parts(rows_ND: Tensor, sizes: list[int], strided: bool) -> list[Tensor]:
@@ -84,11 +84,15 @@ def test_native_sums_are_those_of_torch(dim, sizes, strided, seed):
     rows_ND = draw_rows(rng, sum(sizes), dim)
     parts = in_parts(rows_ND, sizes, strided)
     each = torch.randint(0, max(len(rows_ND), 1), (11 if len(rows_ND) else 0,), generator=rng)
-    for bags in (draw_bags(rng, 11, len(rows_ND)), Bags(each)):
-        expected = plain_sums(bags, rows_ND)
-        out = [torch.full((n, dim), torch.nan) for n in (4, len(bags) - 4)] if len(bags) else []
+    for segments in (draw_segments(rng, 11, len(rows_ND)), Segments(each)):
+        expected = plain_sums(segments, rows_ND)
+        out = (
+            [torch.full((n, dim), torch.nan) for n in (4, len(segments) - 4)]
+            if len(segments)
+            else []
+        )
         for source in [parts, places_of(rows_ND)] if out else []:
-            sum_bags(bags, source, out)
+            sum_segments(segments, source, out)
             assert_same_bits(torch.cat(out), expected)
 
 
@@ -96,11 +100,11 @@ def test_native_sums_are_those_of_torch(dim, sizes, strided, seed):
 def test_native_sums_are_added_to_what_is_there(dim, rows, strided, seed):
     rng = torch.Generator().manual_seed(seed)
     rows_ND = draw_rows(rng, rows, dim)
-    bags = draw_bags(rng, 9, rows)
+    segments = draw_segments(rng, 9, rows)
     there = draw_rows(rng, 9, dim) + 0.0
-    expected = there + plain_sums(bags, rows_ND)
+    expected = there + plain_sums(segments, rows_ND)
     (total,) = in_parts(there, [9], strided)
-    add_bags(bags, in_parts(rows_ND, [rows], strided), total)
+    add_segments(segments, in_parts(rows_ND, [rows], strided), total)
     assert_same_bits(total, expected)
 
 
@@ -109,31 +113,31 @@ def test_the_plain_form_sums_in_the_same_order(monkeypatch):
     rng = torch.Generator().manual_seed(0)
     for dim in MANY_DIMS:
         rows_ND = draw_rows(rng, 20, dim)
-        bags = draw_bags(rng, 30, 20)
-        assert bags.ends_S1 is not None
+        segments = draw_segments(rng, 30, 20)
+        assert segments.ends_S1 is not None
         expected = torch.zeros(30, dim)
         for number, out in enumerate(expected):
-            for term in bags.rows_T[bags.ends_S1[number] : bags.ends_S1[number + 1]]:
+            for term in segments.rows_T[segments.ends_S1[number] : segments.ends_S1[number + 1]]:
                 out += rows_ND[term]
         monkeypatch.setenv("NESTPIPE_NATIVE", "0")
         out = torch.empty(30, dim)
-        sum_bags(bags, [rows_ND[:8], rows_ND[8:]], [out[:12], out[12:]])
+        sum_segments(segments, [rows_ND[:8], rows_ND[8:]], [out[:12], out[12:]])
         assert_same_bits(out, expected)
-        add_bags(bags, [rows_ND], out)
+        add_segments(segments, [rows_ND], out)
         assert_same_bits(out, expected + expected)
 
 
 def test_terms_find_their_sums_in_order():
-    bags = bags_of_targets(torch.tensor([2, 0, 2, 0]), 4, torch.tensor([9, 8, 7, 6]))
-    assert bags.rows_T.tolist() == [8, 6, 9, 7]
-    assert bags.ends_S1 is not None
-    assert bags.ends_S1.tolist() == [0, 2, 2, 4, 4]
-    assert bags_of_targets(torch.tensor([1, 0, 1]), 2).rows_T.tolist() == [1, 0, 2]
+    segments = segments_of_targets(torch.tensor([2, 0, 2, 0]), 4, torch.tensor([9, 8, 7, 6]))
+    assert segments.rows_T.tolist() == [8, 6, 9, 7]
+    assert segments.ends_S1 is not None
+    assert segments.ends_S1.tolist() == [0, 2, 2, 4, 4]
+    assert segments_of_targets(torch.tensor([1, 0, 1]), 2).rows_T.tolist() == [1, 0, 2]
 
 
 def test_rows_that_do_not_lie_in_one_piece_are_refused():
     with pytest.raises(AssertionError, match="lie 3 apart"):
-        sum_bags(Bags(torch.zeros(1).long()), [torch.zeros(2, 3).T], [torch.zeros(1, 2)])
+        sum_segments(Segments(torch.zeros(1).long()), [torch.zeros(2, 3).T], [torch.zeros(1, 2)])
 
 
 def update_plainly(optimizer, rows_KW: Tensor, gradients_KD: Tensor, times: float, step: int):
@@ -156,11 +160,11 @@ def test_native_updates_are_those_of_torch(name, dim, rows, scale, seed):
     copied_KW, in_place_KW = plain_KW.clone(), plain_KW.clone()
     for step in (1, 2, 5):
         gradients_ND = draw_rows(rng, 10, dim)
-        bags = draw_bags(rng, rows, 10)
-        summed_KD = plain_sums(bags, gradients_ND)
+        segments = draw_segments(rng, rows, 10)
+        summed_KD = plain_sums(segments, gradients_ND)
         update_plainly(optimizer, plain_KW, summed_KD, 1 / 3, step)
         given_rows = in_parts(gradients_ND, [4, 6], strided=bool(seed % 2))
-        whole = [Gradients(given_rows, bags.rows_T, bags.ends_S1)]
+        whole = [Gradients(given_rows, segments.rows_T, segments.ends_S1)]
         optimizer.update_native(copied_KW, dim, whole, 1 / 3, step)
         summed = [Gradients([summed_KD], None, None)]
         optimizer.update_native(places_of(in_place_KW), dim, summed, 1 / 3, step)
@@ -195,12 +199,12 @@ def test_gradients_in_parts_are_summed_part_by_part(name, dim):
     optimizer = row_optimizer(name, scale=5.3)
     rows_KW = draw_rows(rng, 6, dim + optimizer.state_dim(dim)).abs()
     expected_KW = rows_KW.clone()
-    micros = [(draw_rows(rng, 8, dim), draw_bags(rng, 6, 8)) for _ in range(3)]
+    micros = [(draw_rows(rng, 8, dim), draw_segments(rng, 6, 8)) for _ in range(3)]
     total_KD = torch.zeros(6, dim)
-    for gradients_ND, bags in micros:
-        total_KD += plain_sums(bags, gradients_ND)
+    for gradients_ND, segments in micros:
+        total_KD += plain_sums(segments, gradients_ND)
     update_plainly(optimizer, expected_KW, total_KD, 0.25, 1)
-    parts = [Gradients([g], bags.rows_T, bags.ends_S1) for g, bags in micros]
+    parts = [Gradients([g], segments.rows_T, segments.ends_S1) for g, segments in micros]
     optimizer.update_native(rows_KW, dim, parts, 0.25, 1)
     assert_same_bits(rows_KW, expected_KW)
 
@@ -211,15 +215,15 @@ def test_any_number_of_threads_gives_the_same_bits(name):
     rng = torch.Generator().manual_seed(4)
     optimizer = row_optimizer(name, scale=5.3)
     start_KW = draw_rows(rng, rows, dim + optimizer.state_dim(dim)).abs()
-    gradients_ND, bags = draw_rows(rng, 3000, dim), draw_bags(rng, rows, 3000)
+    gradients_ND, segments = draw_rows(rng, 3000, dim), draw_segments(rng, rows, 3000)
 
     def result(count: int) -> tuple[Tensor, Tensor, Tensor]:
         with threads(count):
             rows_KW, sums_KD = start_KW.clone(), torch.empty(rows, dim)
-            sum_bags(bags, [gradients_ND], [sums_KD])
+            sum_segments(segments, [gradients_ND], [sums_KD])
             added_KD = sums_KD.clone()
-            add_bags(bags, [gradients_ND], added_KD)
-            parts = [Gradients([gradients_ND], bags.rows_T, bags.ends_S1)]
+            add_segments(segments, [gradients_ND], added_KD)
+            parts = [Gradients([gradients_ND], segments.rows_T, segments.ends_S1)]
             optimizer.update_native(rows_KW, dim, parts, 0.5, 3)
         return rows_KW, sums_KD, added_KD
 
@@ -266,25 +270,25 @@ def test_every_optimizer_has_its_number_in_native_code():
 def test_rows_are_copied_to_and_from_where_they_live(threads):
     generator = torch.Generator().manual_seed(4)
     width, stored = 5, 6000
-    home = torch.randn(stored, width, generator=generator)
+    table_owner = torch.randn(stored, width, generator=generator)
     chosen = torch.randperm(stored, generator=generator)[:5000]
-    places = RowPointers(home.data_ptr() + chosen * width * 4, width)
+    places = RowPointers(table_owner.data_ptr() + chosen * width * 4, width)
     buffer = torch.full((5000, width), float("nan"))
     copy_rows(places, buffer, to_store=False, threads=threads)
-    assert torch.equal(buffer, home[chosen])
+    assert torch.equal(buffer, table_owner[chosen])
 
     # Some rows only, by their positions in a wider buffer; all others stay as they are.
     some = torch.arange(0, 5000, 3)
     wide = torch.full((5000, width + 2), -1.0)
     copy_rows(places.at(some), wide[:, :width], positions_n=some, to_store=False, threads=threads)
-    assert torch.equal(wide[some, :width], home[chosen[some]])
+    assert torch.equal(wide[some, :width], table_owner[chosen[some]])
     assert (wide[:, width:] == -1).all()
     untouched = torch.ones(5000, dtype=torch.bool)
     untouched[some] = False
     assert (wide[untouched] == -1).all()
 
-    before = home.clone()
+    before = table_owner.clone()
     wide[some, :width] += 1
     copy_rows(places.at(some), wide[:, :width], positions_n=some, to_store=True, threads=threads)
     before[chosen[some]] += 1
-    assert torch.equal(home, before)
+    assert torch.equal(table_owner, before)

@@ -138,7 +138,7 @@ def draw_keys(case: PipelineCase, count: int, generator: torch.Generator) -> Ten
 
 def fill_store(trainer: Trainer, case: PipelineCase) -> int:
     """Store every row that this rank owns; returns how many bytes the store then has."""
-    (store,), (home,) = trainer.stores, trainer.groups[0].homes
+    (store,), (home,) = trainer.stores, trainer.groups[0].table_owners
     rank, ranks = trainer.comm.rank, trainer.comm.size
     rows_KS = torch.full((CHUNK, store.layout.width), 0.01)
     for begin in range(0, case.rows, CHUNK):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nestpipe.comm.communicator import Communicator
 from nestpipe.kernels import host_memory
-from nestpipe.kernels.rows.comm_dtype import lowered
+from nestpipe.kernels.rows.comm_dtype import to_wire
 
 # Shapes: n rows of one store, D its width, R ranks
 
@@ -26,26 +26,26 @@ def exchange(
     sent_splits: Splits,
     received: Sequence[Tensor],
     received_splits: Splits,
-    wire: torch.dtype | None = None,
+    comm_dtype: torch.dtype | None = None,
 ) -> None:
     """Fill `received` with the rows that other ranks sent, in rank order, for each store.
 
-    Rows may be (n,) keys or (n, D) weights; all are of one type, and travel as `wire`; None: as
-    they are.
+    Rows may be (n,) keys or (n, D) weights; all are of one type, and travel as `comm_dtype`;
+    None: as they are.
     """
     if comm.size == 1:
         return
     theirs = _without(comm.rank, sent_splits)
     mine = _without(comm.rank, received_splits)
-    wire = wire or sent[0].dtype
+    comm_dtype = comm_dtype or sent[0].dtype
     if len(sent) == 1:
-        _all_to_all(comm, received[0], sent[0], mine[0], theirs[0], wire)
+        _all_to_all(comm, received[0], sent[0], mine[0], theirs[0], comm_dtype)
         return
     widths = [_width(rows) for rows in sent]
     flat = _interleave([rows.reshape(-1) for rows in sent], theirs, widths)
     back_splits = _flat_splits(mine, widths)
     arrived = flat.new_empty(sum(back_splits))
-    _all_to_all(comm, arrived, flat, back_splits, _flat_splits(theirs, widths), wire)
+    _all_to_all(comm, arrived, flat, back_splits, _flat_splits(theirs, widths), comm_dtype)
     _deinterleave(arrived, received, mine, widths)
 
 
@@ -55,12 +55,12 @@ def _all_to_all(
     sent: Tensor,
     received_splits: Sequence[int],
     sent_splits: Sequence[int],
-    wire: torch.dtype,
+    comm_dtype: torch.dtype,
 ) -> None:
     arrived = received
-    if received.dtype != wire:
-        arrived = host_memory.empty(received.shape, wire, received.device)
-    comm.all_to_all(arrived, lowered(sent, wire), received_splits, sent_splits)
+    if received.dtype != comm_dtype:
+        arrived = host_memory.empty(received.shape, comm_dtype, received.device)
+    comm.all_to_all(arrived, to_wire(sent, comm_dtype), received_splits, sent_splits)
     if arrived is not received:
         received.copy_(arrived)
 

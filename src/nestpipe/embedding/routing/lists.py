@@ -1,7 +1,7 @@
 """What goes into routing and what comes out, in native code and in its plain twin alike.
 
-Ranks stand in seats: the others in order, then the rank itself, so that all that travels lies in
-one piece. Sums are taken in the order of the ranks all the same.
+Lists by owner or requester have the peers in rank order first and the rank itself last, so that all
+that travels lies in one piece. Sums are taken in the order of the ranks all the same.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nestpipe.kernels.rows.segments import Bags
+from nestpipe.kernels.rows.segments import Segments
 
 # Shapes: A keys that travel, L sums, Q rows that are not sums, P all rows, n some of them,
 # K unique keys of an owner, R ranks, M micro-batches, C tables
@@ -35,9 +35,9 @@ class Neighbours:
     """Positions of those that the batch before has ..."""
     shared_before: Tensor
     """... and where they stand there."""
-    taken_K: Tensor
+    carried_K: Tensor
     """Positions of those that the batch before has not, and the one before it has ..."""
-    taken_older: Tensor
+    carried_older: Tensor
     """... and where they stand there."""
 
 
@@ -51,7 +51,7 @@ class Wanted:
     """[table] how many keys make each row that the model sees"""
     pooled: list[bool]
     """[table] whether the owner may add rows up"""
-    homes: tuple[int, ...]
+    table_owners: tuple[int, ...]
     """[table] the one owner, modulo the number of ranks; -1: each key has its own"""
     row_bytes: int
     """Of a row on its way, and of its gradient."""
@@ -67,8 +67,8 @@ class Routed:
     lengths_L: Tensor
     key_counts_RC: Tensor
     row_counts_RC: Tensor
-    seen: Bags
-    back: Bags
+    seen: Segments
+    back: Segments
     straight: list[int]
     """[table] where the rows of its outputs begin, one for each, in order; -1: not known to be"""
 
@@ -84,20 +84,20 @@ class Slice:
     """Of each new row that is not a sum: the last micro-batch that uses it"""
     key_counts_RC: Tensor
     row_counts_RC: Tensor
-    seen: Bags
-    back: Bags
-    again: Bags
-    again_n: Tensor
-    """Rows of earlier micro-batches that are used again, whose gradients `again` makes"""
+    seen: Segments
+    back: Segments
+    reused: Segments
+    reused_n: Tensor
+    """Rows of earlier micro-batches that are used again, whose gradients `reused` makes"""
     leaving_n: Tensor
-    """Rows whose last use this is, by seat of the owner, then by number"""
+    """Rows whose last use this is, by owner, then by number"""
     leaving_counts: list[int]
     """... and how many there are of each owner, in rank order"""
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What an owner was asked for, by seat of the requester, micro-batch and table."""
+    """What an owner was asked for, by requester, micro-batch and table."""
 
     keys_A: Tensor
     lengths_L: Tensor
@@ -110,7 +110,7 @@ class Asked:
     def gradient_micros(self) -> Tensor:
         """(P,) the micro-batch with which the gradient of each row comes."""
         ranks, micros, tables = self.row_counts_RMC.shape
-        order = seats(self.rank, ranks)
+        order = peers_then_self(self.rank, ranks)
         rows = self.row_counts_RMC[order].reshape(-1)
         sums = (self.row_counts_RMC < self.key_counts_RMC)[order].reshape(-1)
         own = torch.arange(micros)[None, :, None].expand(ranks, micros, tables).reshape(-1)
@@ -122,7 +122,7 @@ class Asked:
     def gradient_counts(self) -> list[list[int]]:
         """For each micro-batch, how many gradients come from each requester, in rank order."""
         ranks, micros, _ = self.row_counts_RMC.shape
-        order = seats(self.rank, ranks)
+        order = peers_then_self(self.rank, ranks)
         rank_P = torch.repeat_interleave(
             torch.tensor(order), self.row_counts_RMC.sum((1, 2))[order]
         )
@@ -136,20 +136,22 @@ class United:
 
     keys_K: Tensor
     table_counts: list[int]
-    serve: list[Bags]
+    serve: list[Segments]
     """[micro] rows to send, sums of the owner's rows"""
-    gather_back: list[Bags]
+    gather_back: list[Segments]
     """[micro] the gradient of each of the owner's rows, from those of the rows sent"""
 
 
-def seats(rank: int, ranks: int) -> list[int]:
+def peers_then_self(rank: int, ranks: int) -> list[int]:
     """All ranks, this one last."""
     return [*(r for r in range(ranks) if r != rank), rank]
 
 
-def owner_of(keys_U: Tensor, table: int, ranks: int, home: int = -1) -> Tensor:
-    """The rank that keeps each key: `home`, or by a mixed hash, so that no pattern piles up."""
-    return torch.full_like(keys_U, home % ranks) if home >= 0 else mixed(keys_U, table) % ranks
+def owner_of(keys_U: Tensor, table: int, ranks: int, table_owner: int = -1) -> Tensor:
+    """The rank that owns each key: that of the whole table, or one chosen by a mixed hash."""
+    if table_owner >= 0:
+        return torch.full_like(keys_U, table_owner % ranks)
+    return mixed(keys_U, table) % ranks
 
 
 def mixed(keys_U: Tensor, table: int) -> Tensor:

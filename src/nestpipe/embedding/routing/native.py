@@ -21,7 +21,7 @@ from nestpipe.embedding.routing.lists import (
 from nestpipe.errors import ConfigError
 from nestpipe.kernels.host_memory import empty
 from nestpipe.kernels.library import Status, library
-from nestpipe.kernels.rows.segments import Bags
+from nestpipe.kernels.rows.segments import Segments, concat
 
 # Shapes: T keys, O rows that the model sees, A keys that travel, K unique keys of an owner,
 # R ranks, M micro-batches, C tables
@@ -34,7 +34,7 @@ class _Wanted(ctypes.Structure):
         *((name, c_int64) for name in ("tables", "ranks", "rank", "row_bytes")),
         *(
             (name, c_void_p)
-            for name in ("term_ends", "output_ends", "keys", "lengths", "pooled", "homes")
+            for name in ("term_ends", "output_ends", "keys", "lengths", "pooled", "table_owners")
         ),
     )
 
@@ -74,8 +74,8 @@ class _Cut(ctypes.Structure):
         (name, c_void_p)
         for name in (
             *("keys", "lengths", "lasts", "key_counts", "row_counts", "seen_rows", "seen_ends"),
-            *("back_outputs", "back_ends", "again_rows", "leaving", "leaving_counts"),
-            *("num_lengths", "num_lasts", "num_seen", "num_again"),
+            *("back_outputs", "back_ends", "reused_rows", "leaving", "leaving_counts"),
+            *("num_lengths", "num_lasts", "num_seen", "num_reused"),
         )
     )
 
@@ -102,8 +102,8 @@ class _KnownKeys(ctypes.Structure):
 
 class _Neighbours(ctypes.Structure):
     _fields_ = (
-        *((name, c_void_p) for name in ("shared", "shared_before", "taken", "taken_older")),
-        *((name, c_int64) for name in ("num_shared", "num_taken")),
+        *((name, c_void_p) for name in ("shared", "shared_before", "carried", "carried_older")),
+        *((name, c_int64) for name in ("num_shared", "num_carried")),
     )
 
 
@@ -115,12 +115,14 @@ def request(wanted: Wanted) -> Routed:
         "a micro-batch of one rank",
         "use more micro-batches or a smaller batch",
     )
-    keys_T = _joined(wanted.keys)
-    lengths_O = _joined(wanted.lengths)
+    keys_T = concat(wanted.keys).contiguous()
+    lengths_O = concat(wanted.lengths).contiguous()
     term_ends = torch.tensor([len(k) for k in wanted.keys]).cumsum(0)
     output_ends = torch.tensor([len(n) for n in wanted.lengths]).cumsum(0)
     pooled = torch.tensor(wanted.pooled, dtype=torch.uint8)
-    homes = torch.tensor([home % wanted.ranks if home >= 0 else -1 for home in wanted.homes])
+    table_owners = torch.tensor(
+        [owner % wanted.ranks if owner >= 0 else -1 for owner in wanted.table_owners]
+    )
     alone = terms == outputs and bool((lengths_O == 1).all())
     tables = len(wanted.keys)
     key_counts_RC = torch.empty(wanted.ranks, tables, dtype=torch.int64)
@@ -133,7 +135,7 @@ def request(wanted: Wanted) -> Routed:
         *(tables, wanted.ranks, wanted.rank, wanted.row_bytes),
         *(term_ends.data_ptr(), output_ends.data_ptr(), keys_T.data_ptr()),
         *(None if alone else lengths_O.data_ptr(), pooled.data_ptr()),
-        homes.data_ptr(),
+        table_owners.data_ptr(),
     )
     made = _Routed(
         *(keys_A.data_ptr(), sums_L.data_ptr()),
@@ -148,8 +150,8 @@ def request(wanted: Wanted) -> Routed:
         lengths_L=sums_L[: made.num_lengths],
         key_counts_RC=key_counts_RC,
         row_counts_RC=row_counts_RC,
-        seen=Bags(seen_S[: made.num_seen], None if alone else seen_ends),
-        back=Bags(back_S[: made.num_seen], back_ends[: made.num_rows + 1]),
+        seen=Segments(seen_S[: made.num_seen], None if alone else seen_ends),
+        back=Segments(back_S[: made.num_seen], back_ends[: made.num_rows + 1]),
         straight=straight.tolist(),
     )
 
@@ -166,7 +168,7 @@ def cut(whole: Routed, outputs_CM: Tensor, rank: int) -> list[Slice]:
     row_counts = torch.empty_like(key_counts)
     leaving_counts = torch.empty(micros, ranks, dtype=torch.int64)
     nums = torch.empty(4, micros, dtype=torch.int64)
-    seen_S, back_S, again_n, leaving_P = (_int32s(n) for n in (terms, terms, terms, rows))
+    seen_S, back_S, reused_n, leaving_P = (_int32s(n) for n in (terms, terms, terms, rows))
     seen_O = _int32s(int(output_ends[-1]) + micros)
     back_ends = _int32s(rows + terms + micros)
     given = _Whole(
@@ -178,19 +180,20 @@ def cut(whole: Routed, outputs_CM: Tensor, rank: int) -> list[Slice]:
     made = _Cut(
         *(keys_A.data_ptr(), lengths_L.data_ptr(), lasts_Q.data_ptr()),
         *(key_counts.data_ptr(), row_counts.data_ptr(), seen_S.data_ptr(), seen_O.data_ptr()),
-        *(back_S.data_ptr(), back_ends.data_ptr(), again_n.data_ptr(), leaving_P.data_ptr()),
+        *(back_S.data_ptr(), back_ends.data_ptr(), reused_n.data_ptr(), leaving_P.data_ptr()),
         leaving_counts.data_ptr(),
         *(num.data_ptr() for num in nums),
     )
     _check(library().nestpipe_cut(ctypes.byref(given), ctypes.byref(made)))
-    num_lengths, num_lasts, num_seen, num_again = nums.tolist()
+    num_lengths, num_lasts, num_seen, num_reused = nums.tolist()
     new = row_counts.sum((1, 2)).tolist()
     keys = _parts(keys_A, key_counts.sum((1, 2)).tolist())
     lengths, lasts = _parts(lengths_L, num_lengths), _parts(lasts_Q, num_lasts)
     seen, backs = _parts(seen_S, num_seen), _parts(back_S, num_seen)
     seen_ends_M = _parts(seen_O, (outputs_CM.sum(0) + 1).tolist())
-    ends_M = _parts(back_ends, [1 + a + b for a, b in zip(new, num_again, strict=True)])
-    again, leaving = _parts(again_n, num_again), _parts(leaving_P, leaving_counts.sum(1).tolist())
+    ends_M = _parts(back_ends, [1 + a + b for a, b in zip(new, num_reused, strict=True)])
+    reused = _parts(reused_n, num_reused)
+    leaving = _parts(leaving_P, leaving_counts.sum(1).tolist())
     slices: list[Slice] = []
     for m in range(micros):
         ends = ends_M[m]
@@ -202,10 +205,10 @@ def cut(whole: Routed, outputs_CM: Tensor, rank: int) -> list[Slice]:
                 lasts_Q=lasts[m],
                 key_counts_RC=key_counts[m],
                 row_counts_RC=row_counts[m],
-                seen=Bags(seen[m], None if seen_ends is None else seen_ends_M[m]),
-                back=Bags(backs[m][:split], ends[: new[m] + 1]),
-                again=Bags(backs[m][split:], ends[new[m] :] - split),
-                again_n=again[m],
+                seen=Segments(seen[m], None if seen_ends is None else seen_ends_M[m]),
+                back=Segments(backs[m][:split], ends[: new[m] + 1]),
+                reused=Segments(backs[m][split:], ends[new[m] :] - split),
+                reused_n=reused[m],
                 leaving_n=leaving[m],
                 leaving_counts=leaving_counts[m].tolist(),
             )
@@ -247,7 +250,7 @@ def unite(asked: Asked) -> United:
     ends = torch.split(serve_ends, [rows + 1 for rows in rows_M])
     backs = torch.split(back_ends[: micros * (unique + 1)], unique + 1)
     serve = [
-        Bags(terms, None if rows == keys else end)
+        Segments(terms, None if rows == keys else end)
         for terms, rows, keys, end in zip(
             torch.split(serve_T, keys_M), rows_M, keys_M, ends, strict=True
         )
@@ -255,7 +258,7 @@ def unite(asked: Asked) -> United:
     if lasts_Q is not None:
         keys_M = [int(end[-1]) for end in backs]
     gather_back = [
-        Bags(terms, end) for terms, end in zip(torch.split(back_T, keys_M), backs, strict=True)
+        Segments(terms, end) for terms, end in zip(torch.split(back_T, keys_M), backs, strict=True)
     ]
     return United(keys_K[:unique], counts, serve, gather_back)
 
@@ -295,12 +298,12 @@ def neighbours(
     )
     shared_K, shared_before = (found[: made.num_shared] for found in lists[:2])
     nothing = now_K[:0]
-    taken_K, taken_older = (
-        (found[: made.num_taken] for found in lists[2:])
+    carried_K, carried_older = (
+        (found[: made.num_carried] for found in lists[2:])
         if older is not None
         else (nothing, nothing)
     )
-    return Neighbours(shared_K, shared_before, taken_K, taken_older)
+    return Neighbours(shared_K, shared_before, carried_K, carried_older)
 
 
 def _at_some_place(numbers: Tensor) -> Tensor:
@@ -329,10 +332,6 @@ def _int64s(count: int) -> Tensor:
 def _int32s(count: int) -> Tensor:
     """For positions in a batch: they are many, and few enough."""
     return empty((count,), torch.int32, _CPU)
-
-
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0].contiguous() if len(parts) == 1 else torch.cat(list(parts))
 
 
 def _check_positions(count: int, where: str, remedy: str) -> None:

@@ -12,9 +12,9 @@ from nestpipe.embedding.replica_union import Wide
 from nestpipe.embedding.routing import native as native_routing
 from nestpipe.embedding.routing import reference as plain_routing
 from nestpipe.embedding.routing.lists import Asked, KnownKeys, Neighbours, United
-from nestpipe.embedding.stale_mask import marked, marks_of
+from nestpipe.embedding.speculative import stale_only, stale_rows
 from nestpipe.kernels.library import native_wanted
-from nestpipe.kernels.rows.segments import Bags, bags_on, lists_on
+from nestpipe.kernels.rows.segments import Segments, lists_on, segments_on
 
 # Shapes: K unique keys of the owner, n some of them, R ranks, M micro-batches, C tables
 
@@ -32,8 +32,8 @@ class WideThere:
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
-    """Rows that the batch before the last has too, and the last one has not."""
+class CarriedOver:
+    """Rows carried over from the batch before the last, which the last one has not."""
 
     positions_K: Tensor
     """Their positions now ..."""
@@ -67,11 +67,11 @@ class WorkingSet:
 
     known: KnownKeys
     """The keys of the rows; with an index where later batches look for theirs among them."""
-    serve: list[Bags]
+    serve: list[Segments]
     """For each micro-batch, the rows to send as sums of these, other ranks first."""
     serve_counts: list[list[int]]
     """For each micro-batch, how many rows go to each requester, in rank order."""
-    gather_back: list[Bags]
+    gather_back: list[Segments]
     """For each micro-batch, the gradients of each row, by requester in rank order."""
     back_counts: list[list[int]]
     """For each micro-batch, how many gradients come from each requester, in rank order."""
@@ -82,14 +82,14 @@ class WorkingSet:
     shared_there: Tensor
     shared_before_there: Tensor
     """... and both again on the device."""
-    taken: Taken | None = None
-    """Where rows are taken over from the batch before the last."""
+    carried_over: CarriedOver | None = None
+    """Rows that come from the batch before the last, where three buffers allow that."""
     wide: WideThere | None = None
     """Where the batch merges replicas."""
-    marks_P: Tensor | None = None
-    """Where rows are sent early: which of the first micro-batch must be sent again ..."""
-    marked: Bags | None = None
-    """... and those alone; both on the host."""
+    stale_P: Tensor | None = None
+    """With speculative rows: which of the first micro-batch are stale when they are sent ..."""
+    stale: Segments | None = None
+    """... and those alone, to be sent again; both on the host."""
 
     @property
     def keys_K(self) -> Tensor:  # noqa: N802 - its shape
@@ -138,10 +138,10 @@ def make_working_set(
     united = wide.united if wide is not None else united or unite(asked)
     found = _neighbours(united, before, older)
     shared_K, shared_before = found.shared_K, found.shared_before
-    moved = bags_on(device, [*united.serve, *united.gather_back])
+    moved = segments_on(device, [*united.serve, *united.gather_back])
     shared_there, shared_before_there = lists_on(device, [shared_K, shared_before])
     micros = len(united.serve)
-    marks_P = marks_of(united.serve[0], shared_K, len(united.keys_K)) if early else None
+    stale_P = stale_rows(united.serve[0], shared_K, len(united.keys_K)) if early else None
     serve_counts = asked.row_counts_RMC.sum(2).T.tolist()
     return WorkingSet(
         known=_known(united, compared=compared),
@@ -153,10 +153,10 @@ def make_working_set(
         shared_before=shared_before,
         shared_there=shared_there,
         shared_before_there=shared_before_there,
-        taken=None if older is None else _taken(found, device),
+        carried_over=None if older is None else _carried_over(found, device),
         wide=None if wide is None else _on(device, wide),
-        marks_P=marks_P,
-        marked=None if marks_P is None else marked(united.serve[0], marks_P),
+        stale_P=stale_P,
+        stale=None if stale_P is None else stale_only(united.serve[0], stale_P),
     )
 
 
@@ -175,9 +175,9 @@ def _known(united: United, *, compared: bool) -> KnownKeys:
     )
 
 
-def _taken(found: Neighbours, device: torch.device) -> Taken:
-    taken = [found.taken_K, found.taken_older]
-    return Taken(*taken, *lists_on(device, taken))
+def _carried_over(found: Neighbours, device: torch.device) -> CarriedOver:
+    carried = [found.carried_K, found.carried_older]
+    return CarriedOver(*carried, *lists_on(device, carried))
 
 
 def _on(device: torch.device, wide: Wide) -> WideThere:

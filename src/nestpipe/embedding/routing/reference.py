@@ -18,11 +18,11 @@ from nestpipe.embedding.routing.lists import (
     Wanted,
     mixed,
     owner_of,
-    seats,
+    peers_then_self,
     sums_pay,
     unique_at_least,
 )
-from nestpipe.kernels.rows.segments import Bags, bags_of_targets, ends_of
+from nestpipe.kernels.rows.segments import Segments, ends_of, segments_of_targets
 
 # Shapes: T keys of a table, O rows that the model sees of it, U unique keys, P rows that come back,
 # S terms of what is seen, A keys that travel, R ranks, C tables
@@ -46,7 +46,7 @@ class _OfTable:
 def request(wanted: Wanted) -> Routed:
     """What to send, and what to do with the rows that come."""
     of_tables = [_of_table(wanted, table) for table in range(len(wanted.keys))]
-    order = seats(wanted.rank, wanted.ranks)
+    order = peers_then_self(wanted.rank, wanted.ranks)
     row_counts_RC = torch.tensor([t.rows for t in of_tables]).T.contiguous()
     starts_RC = _starts(row_counts_RC, order).to(wanted.keys[0].device)
     seen_S = torch.cat([starts_RC[t.owner_S, c] + t.number_S for c, t in enumerate(of_tables)])
@@ -59,24 +59,24 @@ def request(wanted: Wanted) -> Routed:
         lengths_L=torch.cat([wanted.keys[0].new_zeros(0), *lengths]),
         key_counts_RC=torch.tensor([[len(k) for k in t.keys] for t in of_tables]).T.contiguous(),
         row_counts_RC=row_counts_RC,
-        seen=Bags(seen_S, None if alone else ends_of(lengths_O)),
-        back=bags_of_targets(seen_S, int(row_counts_RC.sum()), output_S),
+        seen=Segments(seen_S, None if alone else ends_of(lengths_O)),
+        back=segments_of_targets(seen_S, int(row_counts_RC.sum()), output_S),
         straight=[-1] * len(of_tables),
     )
 
 
 def _of_table(wanted: Wanted, table: int) -> _OfTable:
     keys_T, lengths_O = wanted.keys[table], wanted.lengths[table]
-    home = wanted.homes[table]
+    table_owner = wanted.table_owners[table]
     if wanted.pooled[table]:
         output_T = torch.repeat_interleave(lengths_O, output_size=len(keys_T))
-        owner_T = owner_of(keys_T, table, wanted.ranks, home)
+        owner_T = owner_of(keys_T, table, wanted.ranks, table_owner)
         pairs_P, counts_P = torch.unique(output_T * wanted.ranks + owner_T, return_counts=True)
         unique = unique_at_least(mixed(keys_T, table))
         if sums_pay(len(pairs_P), len(keys_T), unique, wanted.row_bytes):
             return _sums(wanted, keys_T, owner_T, pairs_P, counts_P, len(lengths_O))
     unique_U, inverse_T = torch.unique(keys_T, return_inverse=True)
-    owner_U = owner_of(unique_U, table, wanted.ranks, home)
+    owner_U = owner_of(unique_U, table, wanted.ranks, table_owner)
     per_owner = torch.bincount(owner_U, minlength=wanted.ranks).tolist()
     order_U = torch.argsort(owner_U, stable=True)
     return _OfTable(
@@ -122,7 +122,7 @@ def _number_inside(owner_U: Tensor, order_U: Tensor, per_owner: Sequence[int]) -
 
 
 def _starts(counts_RC: Tensor, order: Sequence[int]) -> Tensor:
-    """(R, C) where the rows of each owner and table start, owners in the order of seats."""
+    """(R, C) where the rows of each owner and table start, peers first."""
     in_order = counts_RC[list(order)]
     starts_RC = torch.empty_like(counts_RC)
     starts_RC[list(order)] = (in_order.reshape(-1).cumsum(0) - in_order.reshape(-1)).reshape(
@@ -134,7 +134,7 @@ def _starts(counts_RC: Tensor, order: Sequence[int]) -> Tensor:
 def cut(whole: Routed, outputs_CM: Tensor, rank: int) -> list[Slice]:
     """The micro-batches of a routed batch, of which each asks only for what no earlier one has."""
     micros = outputs_CM.shape[1]
-    order = seats(rank, len(whole.key_counts_RC))
+    order = peers_then_self(rank, len(whole.key_counts_RC))
     rows_cells = whole.row_counts_RC[order].reshape(-1)
     cell_P = torch.repeat_interleave(rows_cells)
     summed = (whole.row_counts_RC < whole.key_counts_RC)[order].reshape(-1)[cell_P]
@@ -150,7 +150,7 @@ def cut(whole: Routed, outputs_CM: Tensor, rank: int) -> list[Slice]:
     by_number = torch.argsort(first_P, stable=True)
     number_P = torch.empty_like(by_number)
     number_P[by_number] = torch.arange(len(by_number))
-    seat_P = cell_P // outputs_CM.shape[0]
+    peer_P = cell_P // outputs_CM.shape[0]
     slices: list[Slice] = []
     for micro in range(micros):
         new = by_number[first_P[by_number] == micro]
@@ -163,12 +163,12 @@ def cut(whole: Routed, outputs_CM: Tensor, rank: int) -> list[Slice]:
         seen_terms_O = terms_O[micro_O == micro]
         output_S = torch.repeat_interleave(seen_terms_O)
         start = int((first_P < micro).sum())
-        again_n = torch.unique(seen_S[seen_S < start])
+        reused_n = torch.unique(seen_S[seen_S < start])
         fresh = seen_S >= start
-        # In each seat by number: the owner counts rows in the order in which it was asked.
+        # By owner, then by number: the owner counts rows in the order in which it was asked.
         leaving = by_number[last_P[by_number] == micro]
-        leaving = leaving[torch.argsort(seat_P[leaving], stable=True)]
-        of_seats = torch.bincount(seat_P[leaving], minlength=len(order)).tolist()
+        leaving = leaving[torch.argsort(peer_P[leaving], stable=True)]
+        of_peers = torch.bincount(peer_P[leaving], minlength=len(order)).tolist()
         slices.append(
             Slice(
                 keys_A=torch.cat([whole.keys_A[:0], *(keys[row] for row in new.tolist())]),
@@ -176,21 +176,23 @@ def cut(whole: Routed, outputs_CM: Tensor, rank: int) -> list[Slice]:
                 lasts_Q=last_P[new[~sums]],
                 key_counts_RC=_by_rank(key_counts, order),
                 row_counts_RC=_by_rank(row_counts, order),
-                seen=Bags(seen_S, None if whole.seen.ends_S1 is None else ends_of(seen_terms_O)),
-                back=bags_of_targets(seen_S[fresh] - start, len(new), output_S[fresh]),
-                again=bags_of_targets(
-                    torch.searchsorted(again_n, seen_S[~fresh]), len(again_n), output_S[~fresh]
+                seen=Segments(
+                    seen_S, None if whole.seen.ends_S1 is None else ends_of(seen_terms_O)
                 ),
-                again_n=again_n,
+                back=segments_of_targets(seen_S[fresh] - start, len(new), output_S[fresh]),
+                reused=segments_of_targets(
+                    torch.searchsorted(reused_n, seen_S[~fresh]), len(reused_n), output_S[~fresh]
+                ),
+                reused_n=reused_n,
                 leaving_n=number_P[leaving],
-                leaving_counts=[of_seats[order.index(r)] for r in range(len(order))],
+                leaving_counts=[of_peers[order.index(r)] for r in range(len(order))],
             )
         )
     return slices
 
 
 def _by_rank(of_cells: Tensor, order: Sequence[int]) -> Tensor:
-    """(R, C) counts that came by seat and table."""
+    """(R, C) counts that came by owner, peers first, and table."""
     counts_RC = torch.empty(len(order), len(of_cells) // len(order), dtype=torch.int64)
     counts_RC[list(order)] = of_cells.view(counts_RC.shape)
     return counts_RC
@@ -199,7 +201,7 @@ def _by_rank(of_cells: Tensor, order: Sequence[int]) -> Tensor:
 def unite(asked: Asked) -> United:
     """The owner's unique keys, and which of them go where."""
     ranks, micros, tables = asked.key_counts_RMC.shape
-    order = seats(asked.rank, ranks)
+    order = peers_then_self(asked.rank, ranks)
     cells = [(r, m, c) for r in order for m in range(micros) for c in range(tables)]
     key_counts, row_counts = asked.key_counts_RMC.tolist(), asked.row_counts_RMC.tolist()
     sizes = [key_counts[r][m][c] for r, m, c in cells]
@@ -214,34 +216,34 @@ def unite(asked: Asked) -> United:
         unique.append(keys_U)
         start += len(keys_U)
     lengths = _lengths(asked, cells, key_counts, row_counts)
-    serve: list[Bags] = []
+    serve: list[Segments] = []
     for micro in range(micros):
         mine = [(r, micro, c) for r in order for c in range(tables)]
         rows_T = torch.cat([place[c] for c in mine])
         summed = any(row_counts[r][m][c] < key_counts[r][m][c] for r, m, c in mine)
         lengths_P = torch.cat([lengths[c] for c in mine])
-        serve.append(Bags(rows_T, ends_of(lengths_P) if summed else None))
+        serve.append(Segments(rows_T, ends_of(lengths_P) if summed else None))
     back = _gather_back(asked, [lengths[c] for c in cells], [place[c] for c in cells], start)
     return United(torch.cat(unique), [len(u) for u in unique], serve, back)
 
 
 def _gather_back(
     asked: Asked, lengths: Sequence[Tensor], places: Sequence[Tensor], unique: int
-) -> list[Bags]:
+) -> list[Segments]:
     """For each micro-batch, which of the gradients that come with it each unique key gets."""
     ranks, micros, _ = asked.row_counts_RMC.shape
-    order = seats(asked.rank, ranks)
+    order = peers_then_self(asked.rank, ranks)
     rank_P = torch.repeat_interleave(torch.tensor(order), asked.row_counts_RMC.sum((1, 2))[order])
     micro_P = asked.gradient_micros()
     lengths_P, place_A = torch.cat(list(lengths)), torch.cat(list(places))
     row_A = torch.repeat_interleave(lengths_P, output_size=len(place_A))
-    back: list[Bags] = []
+    back: list[Segments] = []
     for micro in range(micros):
         comes_P = micro_P == micro
         number_P = comes_P.cumsum(0) - 1
         terms = comes_P[row_A].nonzero().squeeze(1)
         terms = terms[torch.argsort(rank_P[row_A[terms]], stable=True)]
-        back.append(bags_of_targets(place_A[terms], unique, number_P[row_A[terms]]))
+        back.append(segments_of_targets(place_A[terms], unique, number_P[row_A[terms]]))
     return back
 
 
@@ -277,8 +279,8 @@ def neighbours(
     if older is None:
         return Neighbours(shared_K, shared_before, now_K[:0], now_K[:0])
     new_n, new_counts = others(shared_K, counts)
-    here_m, taken_older = _match(now_K[new_n], new_counts, older.keys_K, older.table_counts)
-    return Neighbours(shared_K, shared_before, new_n[here_m], taken_older)
+    here_m, carried_older = _match(now_K[new_n], new_counts, older.keys_K, older.table_counts)
+    return Neighbours(shared_K, shared_before, new_n[here_m], carried_older)
 
 
 def _match(

@@ -20,7 +20,7 @@ from nestpipe.embedding.routing.lists import Wanted
 from nestpipe.embedding.table_groups import TableGroup
 from nestpipe.jagged import Jagged
 from nestpipe.kernels.library import native_wanted
-from nestpipe.kernels.rows.segments import Bags, bags_on
+from nestpipe.kernels.rows.segments import Segments, concat, segments_on
 
 # Shapes: A keys that are sent, L sums among the rows that come back, Q the other rows, n some rows,
 # R ranks, C tables of the group, M micro-batches
@@ -37,11 +37,11 @@ class InWindow:
     """Rows of the whole window."""
     first_row: int
     """The number of the first row that this micro-batch asks for."""
-    again: Bags
-    again_n: Tensor
+    reused: Segments
+    reused_n: Tensor
     """Rows of earlier micro-batches that this one uses too, and their gradients from what the
     model sees."""
-    leaving: Bags
+    leaving: Segments
     """Rows whose last use this is, in the order in which their gradients are sent."""
     leaving_counts: list[int]
     """How many of them go to each owner, in rank order."""
@@ -63,9 +63,9 @@ class Request:
     """How many keys of each table go to each owner, on the host ..."""
     row_counts_RC: Tensor
     """... and how many rows come back."""
-    seen: Bags
+    seen: Segments
     """What the model sees, from the rows that came."""
-    back: Bags
+    back: Segments
     """The gradient of each row that came, from those of what the model sees."""
     sizes: Mapping[str, int]
     """Rows that the model sees of each feature, in order."""
@@ -88,13 +88,13 @@ def make_request(
     group: TableGroup,
     rank: int,
     ranks: int,
-    wire: torch.dtype = torch.float32,
+    comm_dtype: torch.dtype = torch.float32,
 ) -> Request:
     """Find what a micro-batch needs and put it in the order in which it travels.
 
-    `wire`: the type in which rows come.
+    `comm_dtype`: the type in which rows come.
     """
-    wanted = _wanted([keys], group, rank, ranks, wire)
+    wanted = _wanted([keys], group, rank, ranks, comm_dtype)
     routed = (native_routing if native_wanted() else plain_routing).request(wanted)
     sizes = _sizes(keys, group)
     return Request(
@@ -115,7 +115,7 @@ def make_requests(
     rank: int,
     ranks: int,
     device: torch.device,
-    wire: torch.dtype = torch.float32,
+    comm_dtype: torch.dtype = torch.float32,
 ) -> list[Request]:
     """A request for each micro-batch: one after the other, or two at a time for a GPU.
 
@@ -123,7 +123,7 @@ def make_requests(
     """
 
     def make(keys: Mapping[str, Jagged]) -> Request:
-        return make_request(keys, group, rank, ranks, wire)
+        return make_request(keys, group, rank, ranks, comm_dtype)
 
     return list(map(make, micro_keys) if device.type == "cpu" else ROUTERS.map(make, micro_keys))
 
@@ -133,7 +133,7 @@ def make_window(
     group: TableGroup,
     rank: int,
     ranks: int,
-    wire: torch.dtype = torch.float32,
+    comm_dtype: torch.dtype = torch.float32,
 ) -> list[Request]:
     """The same for all micro-batches of a window: what one has asked for, the later ones have.
 
@@ -148,7 +148,7 @@ def make_window(
             for table in range(len(group.tables))
         ]
     )
-    whole = routing.request(_wanted(micro_keys, group, rank, ranks, wire))
+    whole = routing.request(_wanted(micro_keys, group, rank, ranks, comm_dtype))
     slices = routing.cut(whole, outputs_CM, rank)
     new = [int(s.row_counts_RC.sum()) for s in slices]
     return [
@@ -164,9 +164,9 @@ def make_window(
             InWindow(
                 sum(new),
                 sum(new[:micro]),
-                s.again,
-                s.again_n,
-                Bags(s.leaving_n),
+                s.reused,
+                s.reused_n,
+                Segments(s.leaving_n),
                 s.leaving_counts,
                 s.lasts_Q,
             ),
@@ -179,21 +179,21 @@ def requests_on(device: torch.device, requests: Sequence[Request]) -> list[Reque
     """The same requests for rows that will come to a device; keys and counts stay on the host."""
     if device.type == "cpu":
         return list(requests)
-    bags = [bags for r in requests for bags in (r.seen, r.back)]
-    bags += [
-        bags
+    segments = [segments for r in requests for segments in (r.seen, r.back)]
+    segments += [
+        segments
         for r in requests
         if r.window is not None
-        for bags in (r.window.again, Bags(r.window.again_n), r.window.leaving)
+        for segments in (r.window.reused, Segments(r.window.reused_n), r.window.leaving)
     ]
-    moved = iter(bags_on(device, bags))
+    moved = iter(segments_on(device, segments))
     there = [replace(r, seen=next(moved), back=next(moved)) for r in requests]
     return [r if r.window is None else replace(r, window=_on(r.window, moved)) for r in there]
 
 
-def _on(window: InWindow, moved: Iterator[Bags]) -> InWindow:
-    again, again_n, leaving = next(moved), next(moved).rows_T, next(moved)
-    return replace(window, again=again, again_n=again_n, leaving=leaving)
+def _on(window: InWindow, moved: Iterator[Segments]) -> InWindow:
+    reused, reused_n, leaving = next(moved), next(moved).rows_T, next(moved)
+    return replace(window, reused=reused, reused_n=reused_n, leaving=leaving)
 
 
 def _sizes(keys: Mapping[str, Jagged], group: TableGroup) -> dict[str, int]:
@@ -222,7 +222,7 @@ def _wanted(
     group: TableGroup,
     rank: int,
     ranks: int,
-    wire: torch.dtype,
+    comm_dtype: torch.dtype,
 ) -> Wanted:
     """What several micro-batches need together; of a table, one micro-batch after the other."""
     tables = range(len(group.tables))
@@ -231,18 +231,14 @@ def _wanted(
         for number in tables
     ]
     return Wanted(
-        keys=[_joined([keys.values for _, keys in of]) for of in of_table],
+        keys=[concat([keys.values for _, keys in of]) for of in of_table],
         lengths=[
-            _joined([keys.lengths if f.pooled else torch.ones_like(keys.values) for f, keys in of])
+            concat([keys.lengths if f.pooled else torch.ones_like(keys.values) for f, keys in of])
             for of in of_table
         ],
         pooled=[any(f.pooled for f, _ in of) for of in of_table],
-        homes=group.homes,
-        row_bytes=group.dim * wire.itemsize,
+        table_owners=group.table_owners,
+        row_bytes=group.dim * comm_dtype.itemsize,
         rank=rank,
         ranks=ranks,
     )
-
-
-def _joined(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -1,7 +1,7 @@
-"""What an owner is told in one message: the keys of every micro-batch, then the lengths of sums.
+"""The wire format of requests: one message per owner, 64-bit numbers throughout.
 
-In a window also the last micro-batch that uses each row that is not a sum: with that one's
-gradients comes its own.
+A message holds the keys of every micro-batch, then the lengths of sums. In a window it also holds
+the last micro-batch that uses each row that is not a sum: its gradient comes with that one's.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nestpipe.embedding.routing.lists import Asked, seats
+from nestpipe.embedding.routing.lists import Asked, peers_then_self
 from nestpipe.embedding.routing.requests import Request
+from nestpipe.kernels.rows.segments import concat
 
 # Shapes: R ranks, M micro-batches, C tables
 
@@ -20,10 +21,10 @@ _IN_ONE = 4
 """Micro-batches are counted in 16 bits."""
 
 
-def letters_to_owners(requests: Sequence[Request], rank: int) -> list[Tensor]:
-    """One letter for each rank, this one last."""
+def pack_requests(requests: Sequence[Request], rank: int) -> list[Tensor]:
+    """One message for each rank, this one last."""
     ranks = len(requests[0].key_counts_RC)
-    order = seats(rank, ranks)
+    order = peers_then_self(rank, ranks)
     parts = [_split(r.keys_A, r.key_counts_RC, order) for r in requests]
     if any(len(r.lengths_L) for r in requests):
         parts += [_split(r.lengths_L, _lengths_sent(*_counts(r)), order) for r in requests]
@@ -33,32 +34,32 @@ def letters_to_owners(requests: Sequence[Request], rank: int) -> list[Tensor]:
         if r.window is not None
     ]
     if lasts:
-        parts.append([_packed(torch.cat([of[seat] for of in lasts])) for seat in range(ranks)])
-    return [joined([of[seat] for of in parts]) for seat in range(ranks)]
+        parts.append([_packed(torch.cat([of[peer] for of in lasts])) for peer in range(ranks)])
+    return [concat([of[peer] for of in parts]) for peer in range(ranks)]
 
 
-def expected_numbers(
+def message_sizes(
     key_counts_RMC: Tensor, row_counts_RMC: Tensor, *, window: bool = False
 ) -> list[int]:
-    """How long the letter of each rank is."""
+    """How long the message of each rank is."""
     return _sizes(key_counts_RMC, row_counts_RMC, window).sum(1).tolist()
 
 
-def open_letters(
-    letters: Tensor,
+def unpack_requests(
+    messages: Tensor,
     key_counts_RMC: Tensor,
     row_counts_RMC: Tensor,
     rank: int,
     *,
     window: bool = False,
 ) -> Asked:
-    """Keys, lengths and last uses apart; the letters come in the order of seats."""
+    """Keys, lengths and last uses apart; messages come from peers in order, then from itself."""
     counts = key_counts_RMC, row_counts_RMC
-    order = seats(rank, len(key_counts_RMC))
+    order = peers_then_self(rank, len(key_counts_RMC))
     sizes = _sizes(*counts, window)[order]
     if not int(sizes[:, 1:].sum()) and not window:
-        return Asked(letters, letters[:0], *counts, rank)
-    parts = torch.split(letters, sizes.reshape(-1).tolist())
+        return Asked(messages, messages[:0], *counts, rank)
+    parts = torch.split(messages, sizes.reshape(-1).tolist())
     keys, lengths = torch.cat(parts[::3]), torch.cat(parts[1::3])
     if not window:
         return Asked(keys, lengths, *counts, rank)
@@ -67,22 +68,14 @@ def open_letters(
     return Asked(keys, lengths, *counts, rank, torch.cat(lasts))
 
 
-def in_rank_order(of_seats: Sequence[int], rank: int) -> list[int]:
-    """Numbers that came by seat, by rank."""
-    found = dict(zip(seats(rank, len(of_seats)), of_seats, strict=True))
-    return [found[r] for r in range(len(of_seats))]
-
-
-def joined(parts: Sequence[Tensor], like: Tensor | None = None) -> Tensor:
-    """Several tensors behind each other; nothing of the kind of `like` where there are none."""
-    if not parts:
-        assert like is not None
-        return like[:0]
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+def in_rank_order(of_peers: Sequence[int], rank: int) -> list[int]:
+    """Numbers that came by peer, by rank."""
+    found = dict(zip(peers_then_self(rank, len(of_peers)), of_peers, strict=True))
+    return [found[r] for r in range(len(of_peers))]
 
 
 def _sizes(key_counts_RMC: Tensor, row_counts_RMC: Tensor, window: bool) -> Tensor:
-    """(R, 3) numbers in the letter of each rank: keys, lengths, last uses."""
+    """(R, 3) numbers in the message of each rank: keys, lengths, last uses."""
     counts = key_counts_RMC, row_counts_RMC
     lasts = _lasts_sent(*counts).sum((1, 2))
     packed = lasts.add(_IN_ONE - 1).div(_IN_ONE, rounding_mode="floor")
@@ -106,7 +99,7 @@ def _counts(request: Request) -> tuple[Tensor, Tensor]:
 
 
 def _split(numbers: Tensor, counts_RC: Tensor, order: list[int]) -> Sequence[Tensor]:
-    """What goes to each seat."""
+    """What goes to each peer."""
     return torch.split(numbers, counts_RC.sum(1)[order].tolist())
 
 

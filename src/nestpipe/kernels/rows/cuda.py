@@ -55,16 +55,16 @@ def sum_on_gpu(
     came: torch.dtype,
     leaving: torch.dtype,
     add: bool = False,
-    places_S: Tensor | None = None,
+    positions_S: Tensor | None = None,
 ) -> None:
-    """Write the sums, or add them: to rows one after the other, or to those at `places_S`."""
-    bags = len(terms_T) if ends_S1 is None else len(ends_S1) - 1
-    if not bags:
+    """Write the sums, or add them: to rows one after the other, or to those at `positions_S`."""
+    segments = len(terms_T) if ends_S1 is None else len(ends_S1) - 1
+    if not segments:
         return
     device = terms_T.device
     library = cuda_library(terms_T.get_device())
     assert library is not None
-    assert places_S is None or places_S.dtype == torch.int32
+    assert positions_S is None or positions_S.dtype == torch.int32
     with torch.cuda.device(device):
         status = library.nestpipe_sum_bags(
             (_Part * len(rows))(*(_part(part, came) for part in rows)),
@@ -73,8 +73,8 @@ def sum_on_gpu(
             len(out),
             terms_T.data_ptr(),
             None if ends_S1 is None else ends_S1.data_ptr(),
-            None if places_S is None else places_S.data_ptr(),
-            bags,
+            None if positions_S is None else positions_S.data_ptr(),
+            segments,
             out[0].shape[1],
             add,
             torch.cuda.current_stream(device).cuda_stream,
@@ -83,9 +83,9 @@ def sum_on_gpu(
         raise RunError(f"the GPU cannot sum rows: CUDA's error {status}")
 
 
-def _part(rows: Tensor, wire: torch.dtype) -> _Part:
+def _part(rows: Tensor, comm_dtype: torch.dtype) -> _Part:
     kind = BFLOAT16 if rows.dtype == torch.bfloat16 else FLOAT32
-    kind = ROUNDED if rows.dtype != wire and kind == FLOAT32 else kind
+    kind = ROUNDED if rows.dtype != comm_dtype and kind == FLOAT32 else kind
     return _Part(rows.data_ptr(), rows.stride(0), len(rows), kind)
 
 

@@ -21,12 +21,12 @@ class _Rows(ctypes.Structure):
     _fields_ = (("base", c_void_p), ("stride", c_int64), ("places", c_void_p))
 
 
-class _Bags(ctypes.Structure):
+class _Segments(ctypes.Structure):
     _fields_ = (("terms", c_void_p), ("ends", c_void_p))
 
 
 class _Part(ctypes.Structure):
-    _fields_ = (("gradients", _Rows), ("bags", _Bags))
+    _fields_ = (("gradients", _Rows), ("segments", _Segments))
 
 
 class OptimizerStruct(ctypes.Structure):
@@ -74,7 +74,7 @@ class RowPointers:
         return RowPointers(self.addresses_K[positions_n], self.width)
 
 
-def sum_bags(
+def sum_segments(
     terms_T: Tensor,
     ends_S1: Tensor | None,
     rows: Sequence[Tensor] | RowPointers,
@@ -87,10 +87,10 @@ def sum_bags(
     source, alive = _rows_of(rows)
     target, _ = _rows_of([out] if isinstance(out, Tensor) else out)
     terms, ends = _int32(terms_T), _int32(ends_S1)
-    bags = _Bags(_pointer(terms), _pointer(ends))
+    segments = _Segments(_pointer(terms), _pointer(ends))
     status = library().nestpipe_sum(
         ctypes.byref(source),
-        ctypes.byref(bags),
+        ctypes.byref(segments),
         count,
         dim,
         ctypes.byref(target),
@@ -137,7 +137,7 @@ def update(
     positions = [(_int32(part.terms_T), _int32(part.ends_K1)) for part in parts]
     given = (_Part * len(parts))(
         *(
-            _Part(source, _Bags(_pointer(terms), _pointer(ends)))
+            _Part(source, _Segments(_pointer(terms), _pointer(ends)))
             for (source, _), (terms, ends) in zip(sources, positions, strict=True)
         )
     )

@@ -1,8 +1,8 @@
 """Sums of rows in a fixed order: what exactness rests on.
 
-A sum of rows is a bag: the rows of a bag are added one after the other, first to last. On a GPU a
-kernel of ours does that, on the host native code, into memory that is used again; torch's
-`embedding_bag`, which adds without atomics, stays as the twin of both.
+The rows of a segment are added one after the other, first to last: by a kernel of ours on a GPU, by
+native code on the host, into memory that is used again. torch's `embedding_bag`, which adds without
+atomics, stays as the twin of both.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.nn import functional
 from nestpipe.kernels import host_memory
 from nestpipe.kernels.library import native_wanted
 from nestpipe.kernels.rows import native as native_rows
-from nestpipe.kernels.rows.comm_dtype import raised, round_in_place
+from nestpipe.kernels.rows.comm_dtype import from_wire, round_in_place
 from nestpipe.kernels.rows.cuda import can_sum, sum_on_gpu
 from nestpipe.kernels.rows.native import RowPointers
 
@@ -29,7 +29,7 @@ Rows = Sequence[Tensor] | RowPointers
 
 
 @dataclass(frozen=True, slots=True)
-class Bags:
+class Segments:
     """Which rows each sum has, in order."""
 
     rows_T: Tensor
@@ -44,18 +44,18 @@ class Bags:
         """(S,) how many rows each sum has."""
         return torch.ones_like(self.rows_T) if self.ends_S1 is None else self.ends_S1.diff()
 
-    def part(self, start: int, stop: int) -> Bags:
+    def part(self, start: int, stop: int) -> Segments:
         """Only the sums from `start` to `stop`; for native code, which takes ends as they are."""
         if self.ends_S1 is None:
-            return Bags(self.rows_T[start:stop])
-        return Bags(self.rows_T, self.ends_S1[start : stop + 1])
+            return Segments(self.rows_T[start:stop])
+        return Segments(self.rows_T, self.ends_S1[start : stop + 1])
 
 
-def bags_on(device: torch.device, bags: Sequence[Bags]) -> list[Bags]:
-    """The same bags on a device, by a single copy for which the host does not wait."""
-    parts = [part for b in bags for part in (b.rows_T, b.ends_S1) if part is not None]
+def segments_on(device: torch.device, segments: Sequence[Segments]) -> list[Segments]:
+    """The same segments on a device, by a single copy for which the host does not wait."""
+    parts = [part for b in segments for part in (b.rows_T, b.ends_S1) if part is not None]
     moved = iter(lists_on(device, parts))
-    return [Bags(next(moved), None if b.ends_S1 is None else next(moved)) for b in bags]
+    return [Segments(next(moved), None if b.ends_S1 is None else next(moved)) for b in segments]
 
 
 def lists_on(device: torch.device, lists: Sequence[Tensor]) -> list[Tensor]:
@@ -69,8 +69,8 @@ def lists_on(device: torch.device, lists: Sequence[Tensor]) -> list[Tensor]:
     return list(torch.split(moved, [len(numbers) for numbers in lists]))
 
 
-def sum_bags(
-    bags: Bags,
+def sum_segments(
+    segments: Segments,
     rows: Rows,
     out: Sequence[Tensor],
     *,
@@ -83,15 +83,15 @@ def sum_bags(
     one in which they are `leaving`; what has that type already may be given, or asked for, as such.
     """
     if not isinstance(rows, RowPointers):
-        if can_sum(bags.rows_T, bags.ends_S1, rows, out):
-            sum_on_gpu(bags.rows_T, bags.ends_S1, rows, out, came=came, leaving=leaving)
+        if can_sum(segments.rows_T, segments.ends_S1, rows, out):
+            sum_on_gpu(segments.rows_T, segments.ends_S1, rows, out, came=came, leaving=leaving)
             return
-        rows = [raised(part, came) for part in rows]
+        rows = [from_wire(part, came) for part in rows]
     wide = [
         part if part.dtype == F32 else host_memory.empty(part.shape, F32, part.device)
         for part in out
     ]
-    _sum_bags(bags, rows, wide)
+    _sum_segments(segments, rows, wide)
     for out_SD, wide_SD in zip(out, wide, strict=True):
         if out_SD.dtype == F32:
             round_in_place(out_SD, leaving)
@@ -99,71 +99,82 @@ def sum_bags(
             out_SD.copy_(wide_SD)
 
 
-def _sum_bags(bags: Bags, rows: Rows, out: Sequence[Tensor]) -> None:
+def _sum_segments(segments: Segments, rows: Rows, out: Sequence[Tensor]) -> None:
     """The same in float32."""
     if isinstance(rows, RowPointers) or use_native(out[0].device):
         start = 0
         for out_SD in out:
-            part = bags.part(start, start + len(out_SD))
-            native_rows.sum_bags(part.rows_T, part.ends_S1, rows, out_SD, add=False)
+            part = segments.part(start, start + len(out_SD))
+            native_rows.sum_segments(part.rows_T, part.ends_S1, rows, out_SD, add=False)
             start += len(out_SD)
         return
     sizes = [len(o) for o in out]
-    if bags.ends_S1 is None:
-        for out_SD, picked in zip(out, torch.split(bags.rows_T, sizes), strict=True):
-            torch.index_select(joined(rows), 0, picked, out=out_SD)
+    if segments.ends_S1 is None:
+        for out_SD, picked in zip(out, torch.split(segments.rows_T, sizes), strict=True):
+            torch.index_select(concat(rows), 0, picked, out=out_SD)
         return
-    for out_SD, part in zip(out, torch.split(plain_sums(bags, joined(rows)), sizes), strict=True):
+    for out_SD, part in zip(
+        out, torch.split(plain_sums(segments, concat(rows)), sizes), strict=True
+    ):
         out_SD.copy_(part)
 
 
-def add_bags(
-    bags: Bags, rows: Sequence[Tensor], out_SD: Tensor, *, came: torch.dtype = F32
+def add_segments(
+    segments: Segments, rows: Sequence[Tensor], out_SD: Tensor, *, came: torch.dtype = F32
 ) -> None:
     """Add every sum to what is there, which was a sum too."""
-    if can_sum(bags.rows_T, bags.ends_S1, rows, [out_SD]):
-        sum_on_gpu(bags.rows_T, bags.ends_S1, rows, [out_SD], came=came, leaving=F32, add=True)
+    if can_sum(segments.rows_T, segments.ends_S1, rows, [out_SD]):
+        sum_on_gpu(
+            segments.rows_T, segments.ends_S1, rows, [out_SD], came=came, leaving=F32, add=True
+        )
         return
-    rows = [raised(part, came) for part in rows]
+    rows = [from_wire(part, came) for part in rows]
     if use_native(out_SD.device):
-        native_rows.sum_bags(bags.rows_T, bags.ends_S1, rows, out_SD, add=True)
+        native_rows.sum_segments(segments.rows_T, segments.ends_S1, rows, out_SD, add=True)
     else:
-        out_SD.add_(plain_sums(bags, joined(rows)))
+        out_SD.add_(plain_sums(segments, concat(rows)))
 
 
-def add_bags_at(bags: Bags, rows: Sequence[Tensor], out_ND: Tensor, places_S: Tensor) -> None:
-    """Add every sum to the row at its place; no place comes twice."""
-    terms_T, ends_S1, out = bags.rows_T, bags.ends_S1, [out_ND]
-    if can_sum(terms_T, ends_S1, rows, out) and places_S.dtype == torch.int32:
-        sum_on_gpu(terms_T, ends_S1, rows, out, came=F32, leaving=F32, add=True, places_S=places_S)
+def add_segments_at(
+    segments: Segments, rows: Sequence[Tensor], out_ND: Tensor, positions_S: Tensor
+) -> None:
+    """Add every sum to the row at its position; no position comes twice."""
+    terms_T, ends_S1, out = segments.rows_T, segments.ends_S1, [out_ND]
+    if can_sum(terms_T, ends_S1, rows, out) and positions_S.dtype == torch.int32:
+        sum_on_gpu(
+            terms_T, ends_S1, rows, out, came=F32, leaving=F32, add=True, positions_S=positions_S
+        )
     elif use_native(out_ND.device):
-        out = pointers_into(out_ND, places_S)
-        native_rows.sum_bags(bags.rows_T, bags.ends_S1, rows, out, add=True)
+        out = pointers_into(out_ND, positions_S)
+        native_rows.sum_segments(segments.rows_T, segments.ends_S1, rows, out, add=True)
     else:
-        added_SD = out_ND.index_select(0, places_S) + plain_sums(bags, joined(rows))
-        out_ND.index_copy_(0, places_S.long(), added_SD)
+        added_SD = out_ND.index_select(0, positions_S) + plain_sums(segments, concat(rows))
+        out_ND.index_copy_(0, positions_S.long(), added_SD)
 
 
-def pointers_into(rows_ND: Tensor, places_S: Tensor) -> RowPointers:
+def pointers_into(rows_ND: Tensor, positions_S: Tensor) -> RowPointers:
     """Where some rows of a tensor in host memory live; it must outlive them."""
     stride = rows_ND.stride(0) * rows_ND.element_size()
-    return RowPointers(places_S.long() * stride + rows_ND.data_ptr(), rows_ND.shape[1])
+    return RowPointers(positions_S.long() * stride + rows_ND.data_ptr(), rows_ND.shape[1])
 
 
-def plain_sums(bags: Bags, rows_ND: Tensor) -> Tensor:
+def plain_sums(segments: Segments, rows_ND: Tensor) -> Tensor:
     """(S, D) every sum, by torch."""
-    if bags.ends_S1 is None:
-        return rows_ND.index_select(0, bags.rows_T)
-    if not len(bags.rows_T):
-        return rows_ND.new_zeros(len(bags), rows_ND.shape[1])
+    if segments.ends_S1 is None:
+        return rows_ND.index_select(0, segments.rows_T)
+    if not len(segments.rows_T):
+        return rows_ND.new_zeros(len(segments), rows_ND.shape[1])
     return functional.embedding_bag(
-        bags.rows_T, rows_ND, bags.ends_S1, mode="sum", include_last_offset=True
+        segments.rows_T, rows_ND, segments.ends_S1, mode="sum", include_last_offset=True
     )
 
 
-def joined(rows: Sequence[Tensor]) -> Tensor:
-    """Rows of several tensors in one."""
-    return rows[0] if len(rows) == 1 else torch.cat(list(rows))
+def concat(parts: Sequence[Tensor], like: Tensor | None = None) -> Tensor:
+    """Several tensors in one; a single one is not copied. `like`: what none at all looks like."""
+    if not parts:
+        assert like is not None, "there is nothing to concatenate"
+        return like[:0]
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def use_native(device: torch.device) -> bool:
@@ -178,11 +189,11 @@ def empty_rows(
     return host_memory.empty((count, dim), dtype, device)
 
 
-def bags_of_targets(targets_T: Tensor, sums: int, rows_T: Tensor | None = None) -> Bags:
+def segments_of_targets(targets_T: Tensor, sums: int, rows_T: Tensor | None = None) -> Segments:
     """Term i goes to sum `targets_T[i]`; it is row i, or `rows_T[i]`. Order of terms is kept."""
     order_T = torch.argsort(targets_T, stable=True)
     counts_S = torch.bincount(targets_T, minlength=sums)
-    return Bags(order_T if rows_T is None else rows_T[order_T], ends_of(counts_S))
+    return Segments(order_T if rows_T is None else rows_T[order_T], ends_of(counts_S))
 
 
 def ends_of(counts_S: Tensor) -> Tensor:

@@ -161,7 +161,7 @@ def _sent_to_groups(one: Trainer, mesh: Mesh, number: int, table: int) -> tuple[
     """The rows of the run in one dimension that this rank's shard should have, from all ranks."""
     world = mesh.world
     keys_K, rows_KW = _exported(one, number, table)
-    home = one.groups[number].homes[table]
+    home = one.groups[number].table_owners[table]
     shard_K = owner_of(keys_K, table, mesh.shards.size, home)
     shards = [int(str(shard)) for shard in world.all_gather_values(mesh.shards.rank)]
     chosen = [(shard_K == shard).nonzero()[:, 0] for shard in shards]

@@ -9,7 +9,7 @@ from nestpipe.embedding.routing.all_to_all import exchange
 from nestpipe.embedding.routing.requests import make_request, make_window
 from nestpipe.embedding.table_groups import group_tables
 from nestpipe.jagged import Jagged
-from nestpipe.kernels.rows.comm_dtype import WIRES, lowered, raised, round_in_place
+from nestpipe.kernels.rows.comm_dtype import COMM_DTYPES, from_wire, round_in_place, to_wire
 from support.thread_ranks import run_ranks
 
 BFLOAT16 = torch.bfloat16
@@ -23,7 +23,7 @@ def bits(rows: Tensor) -> Tensor:
 
 def test_what_is_rounded_is_a_copy_unless_it_is_to_stay_in_place():
     rows = ODD.clone()
-    there = raised(rows, BFLOAT16)
+    there = from_wire(rows, BFLOAT16)
     assert there.dtype == torch.float32
     assert torch.equal(bits(there), bits(ODD.bfloat16().float()))
     assert torch.equal(bits(rows), bits(ODD))
@@ -35,7 +35,7 @@ def test_what_is_rounded_is_a_copy_unless_it_is_to_stay_in_place():
 def test_pieces_of_larger_tensors_may_be_raised():
     wide = torch.randn(7, 10, generator=torch.Generator().manual_seed(0))
     piece, before = wide[1:5, 2:6], wide.clone()
-    assert torch.equal(raised(piece, BFLOAT16), piece.bfloat16().float())
+    assert torch.equal(from_wire(piece, BFLOAT16), piece.bfloat16().float())
     assert torch.equal(wide, before)
     round_in_place(piece, BFLOAT16)
     before[1:5, 2:6] = before[1:5, 2:6].bfloat16().float()
@@ -44,8 +44,8 @@ def test_pieces_of_larger_tensors_may_be_raised():
 
 def test_in_float32_nothing_is_copied():
     rows = ODD.clone()
-    assert raised(rows, torch.float32) is rows
-    assert lowered(rows, torch.float32) is rows
+    assert from_wire(rows, torch.float32) is rows
+    assert to_wire(rows, torch.float32) is rows
     round_in_place(rows, torch.float32)
     assert torch.equal(bits(rows), bits(ODD))
 
@@ -62,7 +62,7 @@ def test_rows_arrive_rounded_in_half_the_bytes(ranks, widths):
         rng = torch.Generator().manual_seed(100 * sender + receiver)
         return torch.randn(count(sender, receiver), width, generator=rng)
 
-    def one(comm, wire: str) -> tuple[list[Tensor], int]:
+    def one(comm, comm_dtype: str) -> tuple[list[Tensor], int]:
         me, everyone = comm.rank, range(ranks)
         sent = [torch.cat([rows_of(me, q, width) for q in everyone]) for width in widths]
         came = [torch.zeros(sum(count(q, me) for q in everyone), width) for width in widths]
@@ -72,7 +72,7 @@ def test_rows_arrive_rounded_in_half_the_bytes(ranks, widths):
             [[count(me, q) for q in everyone]] * len(widths),
             came,
             [[count(q, me) for q in everyone]] * len(widths),
-            WIRES[wire],
+            COMM_DTYPES[comm_dtype],
         )
         return came, comm.bytes_sent
 
@@ -94,7 +94,7 @@ def test_owners_add_up_where_that_is_fewer_bytes_in_that_type(native, monkeypatc
     monkeypatch.setenv("NESTPIPE_NATIVE", native)
     (group,) = group_tables([Table(name="tags", dim=2, pooling="sum")])
     keys = {"tags": Jagged.from_lists([[2 * s, 2 * s + 1] for s in range(50)])}
-    for wire, rows in (("float32", 50), ("bfloat16", 100)):
-        request = make_request(keys, group, 0, 1, WIRES[wire])
-        (window,) = make_window([keys], group, 0, 1, WIRES[wire])
+    for comm_dtype, rows in (("float32", 50), ("bfloat16", 100)):
+        request = make_request(keys, group, 0, 1, COMM_DTYPES[comm_dtype])
+        (window,) = make_window([keys], group, 0, 1, COMM_DTYPES[comm_dtype])
         assert len(request.back) == sum(window.rows_per_owner) == rows
