@@ -1,12 +1,11 @@
-"""NestPipe beside TorchRec on one GPU: the lab configurations A to D, timed alike.
+"""NestPipe beside TorchRec on one GPU: the lab configurations A to D and `paper`, timed alike.
 
-TorchRec is timed by its own script, which is not part of NestPipe, with packages from a folder of
-their own. `tools/lab.py` brings both to the machine and calls this.
+TorchRec runs in processes of its own (`bench/torchrec_lab.py`), with packages from a folder of
+their own. `tools/lab.py` brings them to the machine and calls this.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -17,9 +16,10 @@ from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from statistics import median
+from typing import Any
 
-from nestpipe.bench.one_gpu import QUEUES, mps_daemon
 from nestpipe.bench.pipeline.cases import (
+    EXACT_PLANS,
     LAST_STEPS,
     TIMED_STEPS,
     WARM_STEPS,
@@ -34,11 +34,14 @@ from nestpipe.bench.pipeline.cases import (
 from nestpipe.bench.pipeline.files import read_rounds
 from nestpipe.bench.pipeline.launch import measure_rounds
 from nestpipe.bench.pipeline.report import steady
+from nestpipe.bench.torchrec_lab import PeerTask, read_readings
 from nestpipe.errors import ConfigError
 from nestpipe.schedule import Kind
 from nestpipe.trace import Trace
 
-CONFIGS = ("A", "B", "C", "D")
+CONFIGS = ("A", "B", "C", "D", "paper")
+SHARES = (0.02, 0.1, 0.3)
+"""Shares of TorchRec's device cache; the fastest counts."""
 TORCHREC, NESTPIPE = "TorchRec", "NestPipe"
 
 
@@ -69,12 +72,10 @@ class Peer:
 
     site: Path
     """Folder of its packages."""
-    script: Path
-    """The script that times it."""
-    kernels: str = "fused_uvm_caching"
-    """Where its table is, by FBGEMM's names: here on the host, behind a cache on the device."""
-    queues: str = QUEUES
-    """Hardware queues, as for NestPipe; empty: what CUDA takes by itself."""
+    shares: tuple[float, ...] = SHARES
+    """Parts of the rows that its device cache holds; the fastest counts."""
+    limit_s: float = 240.0
+    """It is stopped after so many seconds; what it has timed counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,17 +127,44 @@ class Comparison:
             ],
         }
 
+    @classmethod
+    def from_json(cls, given: Mapping[str, Any]) -> Comparison:
+        """Read what `as_json` wrote."""
+        readings = tuple(
+            Reading(
+                seen["system"],
+                seen["pipeline"],
+                seen["step_ms"],
+                tuple(seen["readings_ms"]),
+                seen["parts_ms"],
+            )
+            for seen in given["readings"]
+        )
+        return cls(given["config"], PipelineCase(**given["case"]), readings)
+
+
+def joined_parts(parts: Sequence[Comparison]) -> list[Comparison]:
+    """One comparison of each configuration, from runs that each did a part."""
+    found: dict[str, Comparison] = {}
+    for part in parts:
+        before = found.get(part.config)
+        seen = part.readings if before is None else (*before.readings, *part.readings)
+        found[part.config] = replace(part, readings=seen)
+    return list(found.values())
+
 
 def _fastest(readings: Sequence[Reading]) -> Reading | None:
     return min(readings, key=lambda reading: reading.step_ms, default=None)
 
 
 def lab_case(config: str, steps: int = TIMED_STEPS) -> PipelineCase:
-    """The case of configuration A, B, C or D, with so many steps on the clock."""
+    """The case of a configuration, with so many steps on the clock."""
     if config not in CONFIGS:
         raise ConfigError(f"unknown configuration {config!r}; use {', '.join(CONFIGS)}")
     if steps < 1:
         raise ConfigError(f"steps is {steps}; put at least 1 on the clock")
+    if config == "paper":
+        return replace(case_of(config), steps=WARM_STEPS + steps + LAST_STEPS)
     case = case_of(f"lab_{config.lower()}")
     more = steps - TIMED_STEPS
     return replace(case, steps=case.steps + more, distinct=case.distinct + more)
@@ -190,25 +218,81 @@ def timed_step(trace: Trace, warm: int, timed: int) -> float:
     return (ends[warm + timed - 1] - ends[warm - 1]) / timed
 
 
-def time_torchrec(peer: Peer, config: str, steps: int) -> list[tuple[str, float]]:
-    """One reading of each of TorchRec's pipelines; none where it failed, which it says itself."""
-    with tempfile.TemporaryDirectory(prefix="nestpipe-lab-") as folder, mps_daemon():
-        out = Path(folder) / "readings.json"
-        command = [sys.executable, str(peer.script), "--config", config, "--json", str(out)]
-        command += ["--kernels", peer.kernels, "--steps", str(steps)]
-        environment = {**os.environ, "PYTHONPATH": str(peer.site)}
-        if peer.queues:
-            environment["CUDA_DEVICE_MAX_CONNECTIONS"] = peer.queues
+def time_torchrec(peer: Peer, case: PipelineCase, rounds: int, steps: int) -> list[Reading]:
+    """Every pipeline of TorchRec with every share of its cache; those that ran before a failure.
+
+    The failure itself is on standard error, where the ranks write.
+    """
+    with tempfile.TemporaryDirectory(prefix="nestpipe-lab-") as name:
+        folder = Path(name)
+        PeerTask(case, peer.shares, rounds, steps).write(folder)
+        command = [sys.executable, "-m", "nestpipe.bench.torchrec_lab", str(folder)]
+        paths = [os.environ.get("PYTHONPATH", ""), str(peer.site)]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
         # It talks on standard output, which may be ours for JSON.
-        subprocess.run(command, env=environment, stdout=sys.stderr, check=False)
-        lines = out.read_text().splitlines() if out.exists() else []
-    seen = [json.loads(line) for line in lines]
-    return [(f"{reading['pipeline']}, {reading['kernel']}", reading["step_ms"]) for reading in seen]
+        with subprocess.Popen(command, env=environment, stdout=sys.stderr) as ranks:
+            try:
+                ranks.wait(peer.limit_s)
+            except subprocess.TimeoutExpired:
+                sys.stderr.write(f"TorchRec took more than {peer.limit_s:.0f} s; stopped\n")
+                ranks.terminate()  # its launcher then ends the ranks
+        found = read_readings(folder)
+    return [
+        Reading(
+            TORCHREC,
+            f"{seen.pipeline}, cache {100 * seen.share:g} %",
+            median(seen.rounds_ms),
+            seen.rounds_ms,
+            {},
+        )
+        for seen in found
+    ]
 
 
-def gathered(readings: Sequence[tuple[str, float]]) -> list[Reading]:
-    """Readings of the same pipeline of TorchRec, together."""
-    by_pipeline: dict[str, list[float]] = defaultdict(list)
-    for pipeline, step_ms in readings:
-        by_pipeline[pipeline].append(step_ms)
-    return [Reading(TORCHREC, name, median(ms), tuple(ms), {}) for name, ms in by_pipeline.items()]
+@dataclass(frozen=True, slots=True)
+class TableRow:
+    """One line of the plan table: a plan, or TorchRec, in its fastest form on each workload."""
+
+    name: str
+    readings: Mapping[str, Reading]
+    """By workload; without those that it did not run on."""
+
+    def as_json(self) -> dict[str, object]:
+        found = {
+            config: {
+                "step_ms": seen.step_ms,
+                "range_ms": list(seen.range_ms),
+                "pipeline": seen.pipeline,
+            }
+            for config, seen in self.readings.items()
+        }
+        return {"name": self.name, "workloads": found}
+
+
+def table_variants(case: PipelineCase, forms: Sequence[str]) -> list[Variant]:
+    """The runs behind the plan table; `serial` has no use for micro-batches, so it has one."""
+    plans = [plan for plan in EXACT_PLANS if plan != "serial"]
+    return [
+        *lab_variants(case, ["serial"], forms, [1]),
+        *lab_variants(case, plans, forms, [case.micros]),
+    ]
+
+
+def plan_table(results: Sequence[Comparison]) -> list[TableRow]:
+    """The fastest form of each plan and of TorchRec, by the median, on every workload."""
+    starts = {
+        **{f"{loop} serial": (NESTPIPE, f"serial {loop} ") for loop in SerialLoop},
+        **{plan: (NESTPIPE, f"{plan} ") for plan in EXACT_PLANS if plan != "serial"},
+        TORCHREC: (TORCHREC, ""),
+    }
+    rows: list[TableRow] = []
+    for name, (system, start) in starts.items():
+        found: dict[str, Reading] = {}
+        for result in results:
+            ran = [
+                r for r in result.readings if r.system == system and r.pipeline.startswith(start)
+            ]
+            if fastest := _fastest(ran):
+                found[result.config] = fastest
+        rows.append(TableRow(name, found))
+    return rows

@@ -1,6 +1,12 @@
 """The comparison with TorchRec: the same work, the same clock."""
 
+import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from importlib.util import find_spec
+from statistics import median
 
 import pytest
 import torch
@@ -11,16 +17,24 @@ from nestpipe.bench.lab import (
     TORCHREC,
     Comparison,
     Reading,
-    gathered,
+    joined_parts,
     lab_case,
     lab_variants,
+    plan_table,
+    table_variants,
     time_nestpipe,
     timed_step,
 )
 from nestpipe.bench.pipeline.cases import CASES, SerialLoop, case_of
 from nestpipe.bench.pipeline.model import make_batches, make_model
+from nestpipe.bench.torchrec_lab import PeerTask, read_readings
 from nestpipe.errors import ConfigError
 from nestpipe.trace import Span, Trace
+
+
+def reading(system: str, pipeline: str, *ms: float) -> Reading:
+    return Reading(system, pipeline, median(ms), tuple(ms), {})
+
 
 LAB = [name for name in CASES if name.startswith("lab_")]
 
@@ -86,9 +100,8 @@ def test_the_clock_runs_from_update_to_update_of_the_last_rank():
 
 
 def test_the_best_of_each_is_compared_and_serial_is_no_contender():
-    theirs = gathered([("Base", 30.0), ("Prefetch", 26.0), ("Base", 20.0), ("Prefetch", 22.0)])
-    assert [(r.pipeline, r.step_ms) for r in theirs] == [("Base", 25.0), ("Prefetch", 24.0)]
-    ours = [Reading(NESTPIPE, name, ms, (ms,), {}) for name, ms in (("serial", 1), ("nested", 16))]
+    theirs = [reading(TORCHREC, "Base", 30, 25, 20), reading(TORCHREC, "Prefetch", 26, 22, 24)]
+    ours = [reading(NESTPIPE, "serial strict", 1), reading(NESTPIPE, "nested", 16)]
     result = Comparison("A", case_of("lab_a"), (*theirs, *ours))
     assert result.ratio == pytest.approx(1.5)
     assert result.best(TORCHREC) == theirs[1]
@@ -98,7 +111,7 @@ def test_the_best_of_each_is_compared_and_serial_is_no_contender():
 
 def test_our_best_plan_is_compared_with_both_baselines():
     steps = {"serial strict": 40.0, "serial async": 24.0, "serial async new": 26.0, "nested": 16.0}
-    ours = [Reading(NESTPIPE, name, ms, (ms - 1, ms, ms + 3), {}) for name, ms in steps.items()]
+    ours = [reading(NESTPIPE, name, ms - 1, ms, ms + 3) for name, ms in steps.items()]
     result = Comparison("A", case_of("lab_a"), tuple(ours))
     assert result.over_serial(SerialLoop.STRICT) == pytest.approx(2.5)
     assert result.over_serial(SerialLoop.ASYNC) == pytest.approx(1.5)
@@ -117,7 +130,7 @@ def test_on_a_gpu_both_baselines_are_timed():
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
-        (lambda: lab_case("E"), "unknown configuration 'E'; use A, B, C, D"),
+        (lambda: lab_case("E"), "unknown configuration 'E'; use A, B, C, D, paper"),
         (lambda: lab_case("A", 0), "steps is 0"),
         (lambda: lab_variants(case_of("lab_a"), ["nestd"], ["new"], [8]), "unknown plan 'nestd'"),
         (lambda: lab_variants(case_of("lab_a"), ["nested"], ["new"], [513]), "micros is 513"),
@@ -149,3 +162,61 @@ def test_every_variant_is_timed_on_the_way(capfd):
         assert len(reading.readings_ms) == 2
         assert 0 < reading.parts_ms["compute"] <= reading.step_ms
     assert "storing 100 rows" in capfd.readouterr().err
+
+
+def test_the_plan_table_takes_the_fastest_form_by_the_median():
+    ours = [
+        reading(NESTPIPE, "serial strict new, 1 micro-batches", 40, 42, 41),
+        reading(NESTPIPE, "serial async new, 1 micro-batches", 30, 31, 32),
+        reading(NESTPIPE, "nested new, 3 micro-batches", 1, 18, 19),
+        reading(NESTPIPE, "nested whole, 3 micro-batches", 16, 17, 90),
+    ]
+    theirs = [
+        reading(TORCHREC, "SparseDist, cache 2 %", 26, 27, 28),
+        reading(TORCHREC, "SparseDist, cache 10 %", 25, 25, 25),
+    ]
+    # Two calls, each with a part: what one configuration has is put together.
+    parts = [
+        Comparison("A", case_of("lab_a"), tuple(ours)),
+        Comparison("C", case_of("lab_c"), tuple(ours[:1])),
+        Comparison("A", case_of("lab_a"), tuple(theirs)),
+    ]
+    read_back = [Comparison.from_json(json.loads(json.dumps(part.as_json()))) for part in parts]
+    assert read_back == parts
+    rows = {row.name: row for row in plan_table(joined_parts(parts))}
+    assert list(rows) == [
+        *("strict serial", "async serial", "sparse_dist", "dual_buffer", "frozen_window"),
+        *("nested", "TorchRec"),
+    ]
+    assert rows["nested"].readings["A"] == ours[3]
+    assert rows["TorchRec"].readings["A"] == theirs[1]
+    assert rows["strict serial"].readings["C"] == ours[0]
+    assert not rows["dual_buffer"].readings
+    said = rows["nested"].as_json()["workloads"]
+    assert isinstance(said, dict)
+    assert said["A"]["range_ms"] == [16, 90]
+
+
+def test_the_plan_table_runs_both_baselines_without_micro_batches():
+    names = [variant.name for variant in table_variants(lab_case("paper"), ["new"])]
+    assert names == [
+        *("serial-strict-new-1", "serial-async-new-1", "sparse_dist-new-4", "dual_buffer-new-4"),
+        *("frozen_window-new-4", "nested-new-4-third"),
+    ]
+
+
+@pytest.mark.skipif(not find_spec("torchrec"), reason="TorchRec is not installed: make bench-deps")
+def test_the_peer_times_every_pipeline_with_every_share(tmp_path):
+    """Two CPU ranks: only the shape of the answer counts."""
+    sizes = {"ranks": 2, "batch": 4, "keys": 3, "rows": 100, "dim": 4, "width": 4, "micros": 2}
+    case = replace(case_of("lab_c"), device="cpu", **sizes)
+    PeerTask(case, (0.1, 0.2), rounds=2, steps=3).write(tmp_path)
+    command = [sys.executable, "-m", "nestpipe.bench.torchrec_lab", str(tmp_path)]
+    subprocess.run(command, check=True, env=dict(os.environ))
+    found = read_readings(tmp_path)
+    assert [(seen.pipeline, seen.share, len(seen.rounds_ms)) for seen in found] == [
+        ("TrainPipelineBase", 0.1, 2),
+        ("TrainPipelineSparseDist", 0.1, 2),
+        ("TrainPipelineBase", 0.2, 2),
+        ("TrainPipelineSparseDist", 0.2, 2),
+    ]

@@ -51,13 +51,14 @@ class Blocks(nn.Module):
 
     def dense(self, rows: Mapping[str, Tensor], batch: Batch) -> Loss:
         with torch.autocast("cuda", torch.bfloat16, enabled=rows["history"].is_cuda):
-            logits_B = self._logits(rows["history"], batch.size)
+            logits_B = self.logits(rows["history"], batch.size)
         total = nn.functional.binary_cross_entropy_with_logits(
             logits_B.float(), batch.dense["label"], reduction="sum"
         )
         return Loss(total, batch.size)
 
-    def _logits(self, rows_TD: Tensor, samples: int) -> Tensor:
+    def logits(self, rows_TD: Tensor, samples: int) -> Tensor:
+        """A click from the rows of all keys, sample by sample."""
         x_BLW = self.first(rows_TD.view(samples, self.keys, -1))
         for _ in range(self.passes):
             for block in self.blocks:
