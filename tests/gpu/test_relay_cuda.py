@@ -13,14 +13,14 @@ import torch
 
 from nestpipe.models import HstuConfig
 from nestpipe.serve.engine.instance import Instance
-from nestpipe.serve.kv_cache.reload import Reload
+from nestpipe.serve.kv_cache.host_tier import Reload
 from nestpipe.serve.model.ranker import HstuRankModel
 from nestpipe.serve.settings import ServeSettings
 from nestpipe.serve.types import (
     KV,
+    AdmissionOutcome,
     Answer,
     History,
-    Outcome,
     Path,
     PrefixItem,
     RankItem,
@@ -66,7 +66,7 @@ def cached(model: HstuRankModel, request: RankRequest, past: KV) -> Scores:
 
 
 def until(instance: Instance, **numbers: float) -> dict[str, float]:
-    change = instance._desk.change
+    change = instance._state.change
     there = lambda: numbers.items() <= instance.stats().items()  # noqa: E731
     with change:
         for _ in range(1000):  # what is freed on the way to the next task is not announced
@@ -99,12 +99,14 @@ def test_scores_by_slot_by_reload_and_in_full_agree(dtype: str, bound: float, by
     spread = float(np.concatenate(wanted).std())
     with Instance(model, replace(SETTINGS, reload_by_layer=by_layer)) as instance:
         for request in requests:
-            assert instance.prefetch(Signal(request.user, request.long)) is Outcome.ADMITTED
+            assert (
+                instance.prefetch(Signal(request.user, request.long)) is AdmissionOutcome.ADMITTED
+            )
         until(instance, entries_ready=REQUESTS)
         by_slot = rank_all(instance, requests)
         until(instance, copies=REQUESTS, device_bytes=0)
-        assert instance._desk.cache.expander is not None
-        for kept in instance._desk.cache.expander._kept.values():
+        assert instance._state.cache.host_tier is not None
+        for kept in instance._state.cache.host_tier._kept.values():
             assert kept.kv is not None
             assert kept.kv.keys_LNHA.is_pinned()
             assert kept.kv.values_LNHV.is_pinned()
@@ -189,7 +191,7 @@ def test_no_layer_is_read_before_it_was_copied(monkeypatch: pytest.MonkeyPatch, 
         found_C = cached(model, request, reload.kv)
         complete = copying.result(PATIENCE_S)
     np.testing.assert_array_equal(found_C, expected_C)
-    assert complete.arrival is None
+    assert complete.layer_events is None
     assert torch.equal(complete.keys_LNHA, whole.keys_LNHA)
     assert torch.equal(complete.values_LNHV, whole.values_LNHV)
     np.testing.assert_array_equal(cached(model, request, complete), expected_C)
@@ -200,4 +202,4 @@ def test_the_test_above_would_see_a_layer_that_is_read_early():
     request = make_request(3)
     reload = model.begin_reload(model.to_host(model.prefix([PrefixItem(request.long)])[0]))
     spoil(reload.kv)
-    assert np.isnan(cached(model, request, replace(reload.kv, arrival=None))).all()
+    assert np.isnan(cached(model, request, replace(reload.kv, layer_events=None))).all()

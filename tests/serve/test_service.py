@@ -26,8 +26,8 @@ from safetensors.torch import save_file
 from nestpipe.errors import CheckpointError, DataError, NestpipeError, RunError, ShedError
 from nestpipe.models import HstuConfig, HstuRanker
 from nestpipe.serve.engine.instance import Instance
-from nestpipe.serve.http.app import Served
-from nestpipe.serve.http.binary import MEDIA_TYPE
+from nestpipe.serve.http.app import ServedApp
+from nestpipe.serve.http.bodies import MEDIA_TYPE
 from nestpipe.serve.http.client import Client, ranking_body, read_stats, signal_body
 from nestpipe.serve.http.instance_app import instance_app
 from nestpipe.serve.model.ranker import HstuRankModel
@@ -157,7 +157,7 @@ BEHIND_NGINX = pytest.param("nginx", marks=pytest.mark.needs("nginx"))
 @pytest.mark.parametrize("router", ["builtin", BEHIND_NGINX])
 def test_both_legs_through_the_router_give_the_scores_of_the_model(checkpoint: Path, router: str):
     model = HstuRankModel.from_checkpoint(checkpoint, "cpu")
-    options = ["--port", "0", "--router", router, "--set", "trigger=false", *SMALL]
+    options = ["--port", "0", "--router", router, "--set", "admission=false", *SMALL]
     with started(str(checkpoint), *options) as service, Client(service.url) as client:
         paths = set()
         for number in range(8):
@@ -320,12 +320,12 @@ def listens(host: str, port: int) -> bool:
 def test_a_flood_is_answered_or_shed_and_memory_keeps_its_bound():
     settings = ServeSettings(
         queue=4, batch=2, device_mb=0.1, host_mb=0.1, most_events=256, most_candidates=64,
-        trigger=False,
+        admission=False,
     )  # fmt: skip
     model = HstuRankModel.random(CONFIG, ITEMS, device="cpu")
     seen: list[dict[str, float]] = []
 
-    async def flood(served: Served) -> list[httpx.Response]:
+    async def flood(served: ServedApp) -> list[httpx.Response]:
         transport = httpx.ASGITransport(served.app)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
 

@@ -86,7 +86,7 @@ class Facts:
     misses: float
     """Share of requests whose inline ranking would miss the target on an idle device."""
     at_risk: float
-    """Share that the trigger would prepare: these and those that come close."""
+    """Share that admission control would prepare: these and those that come close."""
     too_slow: float
     """Share that would miss the target even with a prefix."""
     too_late: float
@@ -137,7 +137,7 @@ class _Request:
     misses: bool
     """Whether it misses the target inline."""
     at_risk: bool
-    """Whether the trigger would prepare it."""
+    """Whether admission control would prepare it."""
     in_time: bool
     """Whether its prefix would be ready for its ranking."""
 

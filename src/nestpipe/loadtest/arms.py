@@ -55,7 +55,12 @@ ARMS = {
         Arm("B", "inline full", "every history whole, computed at once", _INLINE, uncut=True),
         Arm("C", "relay", "prefixes in device memory only", _NO_HOST),
         Arm("D", "relay + host", "and in host memory for those who return"),
-        Arm("E", "no trigger", "as C, and everyone is prepared", {**_NO_HOST, "trigger": False}),
+        Arm(
+            "E",
+            "no admission control",
+            "as C, and everyone is prepared",
+            {**_NO_HOST, "admission": False},
+        ),
         Arm("F", "no affinity", "as C, and each leg to any instance", _NO_HOST, scattered=True),
         Arm("G", "remote host", "as D, host memory 5 GB/s and 1 ms away (emulated)", remote=True),
         Arm("H", "no single-flight", "as D, the same work may run twice", {"single_flight": False}),

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from nestpipe.errors import ShedError
 from nestpipe.loadtest.workload import Leg, Visit
-from nestpipe.serve.types import Answer, Clock, Outcome, RankRequest, RankService, Signal
+from nestpipe.serve.types import AdmissionOutcome, Answer, Clock, RankRequest, RankService, Signal
 
 LEAD_S = 0.05
 """From the end of the preparations to the start of the run."""
@@ -23,7 +23,7 @@ GRACE_S = 30.0
 SIGNAL_THREADS = 64
 """Signals on their way at once, where each waits for a network."""
 
-Send = Callable[[Signal], "Future[Outcome]"]
+Send = Callable[[Signal], "Future[AdmissionOutcome]"]
 
 
 class Pace(Protocol):
@@ -67,7 +67,7 @@ class Record:
     """What came of one request."""
 
     visit: Visit
-    outcome: Outcome | None = None
+    outcome: AdmissionOutcome | None = None
     """Of the signal; None: it failed, or never said."""
     answer: Answer | None = None
     error: BaseException | None = None
@@ -142,8 +142,8 @@ def drive(
 def at_once(service: RankService) -> Send:
     """Signals that the service takes without delay, as one in this process does."""
 
-    def send(signal: Signal) -> Future[Outcome]:
-        said: Future[Outcome] = Future()
+    def send(signal: Signal) -> Future[AdmissionOutcome]:
+        said: Future[AdmissionOutcome] = Future()
         said.set_result(service.prefetch(signal))
         return said
 
@@ -156,7 +156,7 @@ def by_threads(service: RankService, pool: ThreadPoolExecutor) -> Send:
 
 
 def _signal(send: Send, signal: Signal, record: Record) -> None:
-    def done(said: Future[Outcome]) -> None:
+    def done(said: Future[AdmissionOutcome]) -> None:
         if said.exception() is None:
             record.outcome = said.result()
 

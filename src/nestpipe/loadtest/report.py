@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from nestpipe.loadtest.driver import Record, Run
-from nestpipe.serve.types import Outcome, Path
+from nestpipe.serve.types import AdmissionOutcome, Path
 
 LATE_SHARE = 0.1
 """Part of the target by which the driver may be late at P99; a run beyond that shows nothing."""
@@ -174,7 +174,7 @@ def _by_path(answered: Sequence[Record]) -> dict[str, Latency]:
 
 def _wasted(record: Record) -> bool:
     used = record.answer is not None and record.answer.path in (Path.HBM_HIT, Path.LATE_HIT)
-    return record.outcome is Outcome.ADMITTED and not used
+    return record.outcome is AdmissionOutcome.ADMITTED and not used
 
 
 def _reused(record: Record) -> bool:
@@ -183,4 +183,4 @@ def _reused(record: Record) -> bool:
     if record.answer.path is Path.DRAM_HIT:
         return True
     hit = record.answer.path in (Path.HBM_HIT, Path.LATE_HIT)
-    return hit and record.outcome is Outcome.ALREADY_CACHED
+    return hit and record.outcome is AdmissionOutcome.ALREADY_CACHED

@@ -16,7 +16,7 @@ from nestpipe.loadtest.settings import LoadSettings
 from nestpipe.loadtest.target import open_arm
 from nestpipe.loadtest.workload import Leg, legs, visits
 from nestpipe.serve.engine.cost_model import Costs
-from nestpipe.serve.process.worker import spared
+from nestpipe.serve.process.worker import gc_frozen
 from nestpipe.serve.types import Clock, RankModel, RankService
 
 SWITCH_S = 0.0005
@@ -43,7 +43,7 @@ def run_arm(arm: Arm, bench: Bench, progress: Progress = lambda: None) -> tuple[
     serve, workload = bench.settings.serve, bench.settings.workload
     sent = list(legs(workload, visits(workload), arm.cap(serve)))
     with (
-        spared(),
+        gc_frozen(),
         open_arm(arm, serve, bench.models, bench.costs, bench.clock) as service,
         prompt_threads(),
         prompt_driver(),

@@ -13,7 +13,7 @@ from nestpipe.config import build, override, positive
 from nestpipe.errors import ConfigError
 from nestpipe.loadtest.arms import Arm
 from nestpipe.models import HstuConfig
-from nestpipe.serve.engine.admission import Trigger
+from nestpipe.serve.engine.admission import AdmissionControl
 from nestpipe.serve.engine.calibration import calibrate, lengths_up_to, warm_up
 from nestpipe.serve.engine.cost_model import Costs, Fit, Work
 from nestpipe.serve.engine.instance import Instance
@@ -23,9 +23,9 @@ from nestpipe.serve.routing.router import Router, RouterSettings
 from nestpipe.serve.settings import ServeSettings
 from nestpipe.serve.types import (
     KV,
+    AdmissionOutcome,
     Answer,
     Clock,
-    Outcome,
     PrefixItem,
     RankItem,
     RankModel,
@@ -88,7 +88,7 @@ class Several:
         self._router = router
         self._instances = instances
 
-    def prefetch(self, signal: Signal) -> Outcome:
+    def prefetch(self, signal: Signal) -> AdmissionOutcome:
         return self._router.prefetch(signal)
 
     def rank(self, request: RankRequest) -> Future[Answer]:
@@ -116,8 +116,8 @@ def open_arm(
     with ExitStack() as stack:
         instances: list[Instance] = []
         for model in models:
-            trigger = Trigger(settings, Costs(fits), model.kv_bytes, clock)
-            instances.append(stack.enter_context(Instance(model, settings, trigger, clock)))
+            admission = AdmissionControl(settings, Costs(fits), model.kv_bytes, clock)
+            instances.append(stack.enter_context(Instance(model, settings, admission, clock)))
         backends = {f"instance-{number}": one for number, one in enumerate(instances)}
         routing = RouterSettings(affinity=affinity, life_s=settings.life_s)
         router = Router(backends, routing, clock)

@@ -14,7 +14,7 @@ from itertools import count
 import numpy as np
 
 from nestpipe.errors import ShedError
-from nestpipe.serve.types import Answer, Outcome, Path, RankRequest, Signal
+from nestpipe.serve.types import AdmissionOutcome, Answer, Path, RankRequest, Signal
 
 
 class VirtualTime:
@@ -66,14 +66,14 @@ class FormulaService:
         self._ready = dict[str, float]()
         self._counts = {"rankings": 0.0, "signals": 0.0}
 
-    def prefetch(self, signal: Signal) -> Outcome:
+    def prefetch(self, signal: Signal) -> AdmissionOutcome:
         self._counts["signals"] += 1
         if self.rank_ms is None:
-            return Outcome.NOT_AT_RISK
+            return AdmissionOutcome.NOT_AT_RISK
         if signal.user in self._ready:
-            return Outcome.ALREADY_CACHED
+            return AdmissionOutcome.ALREADY_CACHED
         self._ready[signal.user] = self._occupy(self.prefix_ms(len(signal.long)))
-        return Outcome.ADMITTED
+        return AdmissionOutcome.ADMITTED
 
     def rank(self, request: RankRequest) -> Future[Answer]:
         self._counts["rankings"] += 1

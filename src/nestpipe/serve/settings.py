@@ -52,7 +52,7 @@ class ServeSettings:
     """Rankings that may wait; more are shed."""
     relay: bool = True
     """Whether signals are acted on; off: everything is inline."""
-    trigger: bool = True
+    admission: bool = True
     """Whether only rankings at risk are prepared; off: all are."""
     single_flight: bool = True
     """Whether two who need the same prefix share one fill or reload."""

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from nestpipe.errors import RunError
 
-# `Arrival`: which layers of a prefix have come, between the thread that copies and who reads.
+# `LayerEvents`: which layers of a prefix have come, between the thread that copies and who reads.
 
 
-class Arrival:
+class LayerEvents:
     """Layers come in order, from one thread; any number of threads may wait for them."""
 
     def __init__(self, device: torch.device) -> None:
@@ -145,8 +145,8 @@ class Path(StrEnum):
     """... or with the newest events only, because the target left no time for more."""
 
 
-class Outcome(StrEnum):
-    """What the trigger did with a signal."""
+class AdmissionOutcome(StrEnum):
+    """What the admission did with a signal."""
 
     NOT_AT_RISK = "not_at_risk"
     ADMITTED = "admitted"
@@ -155,7 +155,7 @@ class Outcome(StrEnum):
     REJECTED_LOAD = "rejected_load"
     REJECTED_WINDOW = "rejected_window"
     FAILED = "failed"
-    """A fault of the trigger: the ranking runs inline."""
+    """A fault of the admission: the ranking runs inline."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +178,7 @@ class KV:
     keys_LNHA: Tensor
     values_LNHV: Tensor
     times_N: Tensor | None = None
-    arrival: Arrival | None = None
+    layer_events: LayerEvents | None = None
     """Says when each layer is there, while they are on their way; times are there from the start.
 
     None: all is there.
@@ -265,7 +265,7 @@ class RealClock:
 class RankService(Protocol):
     """Something that answers both legs: an instance, or a router before several."""
 
-    def prefetch(self, signal: Signal) -> Outcome:
+    def prefetch(self, signal: Signal) -> AdmissionOutcome:
         """Decide at once; work that follows runs by itself."""
         ...
 

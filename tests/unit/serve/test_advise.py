@@ -101,7 +101,7 @@ def test_returning_users_with_short_histories_may_want_host_memory_without_relay
 
 
 def test_the_trigger_also_prepares_what_comes_close_to_the_target():
-    # 45 ms are in time and the trigger prepares from 40 ms on: prefixes of 2 of the 3 are computed.
+    # 45 ms are in time and admission control prepares from 40 ms on: 2 of 3 prefixes are computed.
     mixed = log((0, "a", 1600), (1, "b", 832), (2, "c", 200))
     facts = advise(mixed, QUESTION).facts
     assert facts.misses == facts.helped == pytest.approx(1 / 3)

@@ -10,8 +10,8 @@ import torch
 
 from nestpipe.serve.kv_cache.acquire import Fill, Load, Miss, Promised, Purpose, Use, Wait
 from nestpipe.serve.kv_cache.cache import Cache
-from nestpipe.serve.kv_cache.device_pool import Entry, Need, Slots, State
-from nestpipe.serve.kv_cache.host_tier import Expander
+from nestpipe.serve.kv_cache.device_pool import DevicePool, Entry, EntryState, Need
+from nestpipe.serve.kv_cache.host_tier import HostTier
 from nestpipe.serve.types import KV, History
 
 SIGNAL, RANK, KEEP = Purpose.SIGNAL, Purpose.RANK, Purpose.RANK_AND_KEEP
@@ -38,9 +38,9 @@ def kv(length: int = 2) -> KV:
     return KV(torch.zeros(1, length, 1, 1), torch.zeros(1, length, 1, 1))
 
 
-def cache(slots: int = 1000, host: int | None = 1000, **changes: Any) -> Cache:
-    expander = None if host is None else Expander(host, ttl_s=60.0)
-    return Cache(Slots(slots), expander, **{"life_s": 1.0, "reloads": 2, **changes})
+def cache(device_pool: int = 1000, host: int | None = 1000, **changes: Any) -> Cache:
+    host_tier = None if host is None else HostTier(host, ttl_s=60.0)
+    return Cache(DevicePool(device_pool), host_tier, **{"life_s": 1.0, "reloads": 2, **changes})
 
 
 def ready(made: Cache, wanted: Need, now: float = 0.0) -> Entry:
@@ -59,7 +59,7 @@ def kept(made: Cache, wanted: Need) -> None:
     made.released(entry)
     assert made.next_copy(0.0) == (entry, entry.kv)
     made.copied(entry, kv(wanted.key.length), 0.0)
-    assert made.slots.num_bytes == 0
+    assert made.device_pool.num_bytes == 0
 
 
 def test_the_life_of_a_prefix():
@@ -67,20 +67,20 @@ def test_the_life_of_a_prefix():
     step = made.acquire(need(), SIGNAL, 0.0)
     assert isinstance(step, Fill)
     entry = step.entry
-    assert entry.state is State.RESERVED
+    assert entry.state is EntryState.RESERVED
     assert made.next_fill() is entry
-    assert entry.state is State.FILLING
+    assert entry.state is EntryState.FILLING
     assert made.filled(entry, kv(1), 0.0) == []
-    assert (entry.state, made.next_fill()) == (State.FILLING, entry)
+    assert (entry.state, made.next_fill()) == (EntryState.FILLING, entry)
     made.filled(entry, kv(2), 0.0)
-    assert entry.state is State.READY
+    assert entry.state is EntryState.READY
     assert made.acquire(need(), RANK, 0.1) == Use(entry)
-    assert entry.state is State.IN_USE
+    assert entry.state is EntryState.IN_USE
     made.released(entry)
-    assert entry.state is State.DONE
+    assert entry.state is EntryState.DONE
     assert made.next_copy(0.2)
     made.copied(entry, kv(), 0.3)
-    assert (made.slots.find(entry.key), made.slots.num_bytes) == (None, 0)
+    assert (made.device_pool.find(entry.key), made.device_pool.num_bytes) == (None, 0)
 
 
 def test_without_host_memory_what_was_used_is_freed_at_once():
@@ -88,7 +88,7 @@ def test_without_host_memory_what_was_used_is_freed_at_once():
     entry = ready(made, need())
     made.acquire(need(), RANK, 0.0)
     made.released(entry)
-    assert (made.slots.num_bytes, made.next_copy(0.0)) == (0, None)
+    assert (made.device_pool.num_bytes, made.next_copy(0.0)) == (0, None)
 
 
 def test_several_rankings_read_one_prefix():
@@ -97,9 +97,9 @@ def test_several_rankings_read_one_prefix():
     assert [made.acquire(need(), RANK, 0.0) for _ in range(3)] == [Use(entry)] * 3
     made.released(entry)
     made.released(entry)
-    assert made.slots.num_bytes == 16
+    assert made.device_pool.num_bytes == 16
     made.released(entry)
-    assert made.slots.num_bytes == 0
+    assert made.device_pool.num_bytes == 0
 
 
 def test_each_signal_promises_the_prefix_to_one_more_ranking():
@@ -108,10 +108,10 @@ def test_each_signal_promises_the_prefix_to_one_more_ranking():
     assert made.acquire(need(), SIGNAL, 0.0) == Promised(entry)
     assert made.acquire(need(), RANK, 0.0) == Use(entry)
     made.released(entry)
-    assert entry.state is State.READY
+    assert entry.state is EntryState.READY
     assert made.acquire(need(), RANK, 0.0) == Use(entry)
     made.released(entry)
-    assert made.slots.num_bytes == 0
+    assert made.device_pool.num_bytes == 0
 
 
 def test_a_ranking_joins_what_is_on_its_way():
@@ -124,7 +124,7 @@ def test_a_ranking_joins_what_is_on_its_way():
     assert made.next_fill() is step.entry, "what a ranking waits for goes first"
     made.leave(step.entry, "t1")
     assert made.filled(step.entry, kv(), 0.0) == ["t2"]
-    assert (step.entry.state, step.entry.users) == (State.IN_USE, 1)
+    assert (step.entry.state, step.entry.users) == (EntryState.IN_USE, 1)
 
 
 def test_a_ranking_never_computes_a_prefix_unless_it_is_to_be_kept():
@@ -149,8 +149,8 @@ def test_a_prefix_that_is_to_be_kept_is_computed_though_its_ranking_cannot_wait(
     made.copied(*copy, 0.0)
     made.expire(10.0)
     assert made.counts["wasted_prefixes"] == made.counts["abandoned_fills"] == 0
-    assert made.expander
-    assert made.expander.holds(need().key, 10.0)
+    assert made.host_tier
+    assert made.host_tier.holds(need().key, 10.0)
 
 
 def test_a_prefix_that_is_to_be_kept_is_computed_though_its_ranking_left():
@@ -168,7 +168,7 @@ def test_a_prefix_of_a_retired_model_is_not_computed_to_be_kept():
     made.leave(step.entry, "t")
     made.retire(need().key.version)
     assert made.next_fill() is None
-    assert made.slots.num_bytes == 0
+    assert made.device_pool.num_bytes == 0
 
 
 def test_a_lost_signal_still_finds_host_memory():
@@ -215,7 +215,7 @@ def test_what_is_still_in_host_memory_is_not_copied_there_again():
     assert load
     made.loaded(load[0], kv(), 0.0)
     made.released(load[0])
-    assert (made.slots.num_bytes, made.next_copy(0.0)) == (0, None)
+    assert (made.device_pool.num_bytes, made.next_copy(0.0)) == (0, None)
 
 
 def test_a_ranking_does_not_wait_past_its_deadline_and_the_fill_is_given_up():
@@ -225,19 +225,19 @@ def test_a_ranking_does_not_wait_past_its_deadline_and_the_fill_is_given_up():
     assert made.next_fill() is step.entry
     assert made.acquire(need(), RANK, 0.0, deadline=1.0, ticket="t") is Miss.TOO_LATE
     made.filled(step.entry, kv(1), 0.0)
-    assert (made.next_fill(), made.slots.num_bytes) == (None, 0)
+    assert (made.next_fill(), made.device_pool.num_bytes) == (None, 0)
     assert made.counts["abandoned_fills"] == 1
 
 
 def test_promised_memory_is_refused_to_others():
-    made = cache(slots=32)
+    made = cache(device_pool=32)
     first, _ = ready(made, need("a")), ready(made, need("b"))
     assert made.acquire(need("c"), SIGNAL, 0.0) is Miss.NO_ROOM
     made.acquire(need("a"), RANK, 0.0)
     assert made.acquire(need("c"), SIGNAL, 0.0) is Miss.NO_ROOM
     made.released(first)
     assert isinstance(made.acquire(need("c"), SIGNAL, 0.0), Fill), "a is done"
-    assert made.slots.num_bytes == 32
+    assert made.device_pool.num_bytes == 32
 
 
 def test_nobody_came_for_it():
@@ -245,7 +245,7 @@ def test_nobody_came_for_it():
     ready(made, need(), now=0.0)
     assert not made.expire(0.99)
     assert made.expire(1.0)
-    assert (made.slots.num_bytes, made.counts["wasted_prefixes"]) == (0, 1)
+    assert (made.device_pool.num_bytes, made.counts["wasted_prefixes"]) == (0, 1)
     assert made.next_copy(1.0) is None
 
 
@@ -265,14 +265,14 @@ def test_a_promise_that_ends_while_its_prefix_is_read_ends_after():
     made.expire(2.0)
     made.released(entry)
     assert made.expire(2.0)
-    assert (entry.state, made.counts["wasted_prefixes"]) == (State.DONE, 0)
+    assert (entry.state, made.counts["wasted_prefixes"]) == (EntryState.DONE, 0)
 
 
 def test_a_signal_that_was_never_worked_on_ends_too():
     made = cache()
     made.acquire(need(), SIGNAL, 0.0)
     made.expire(1.0)
-    assert (made.slots.num_bytes, made.next_fill()) == (0, None)
+    assert (made.device_pool.num_bytes, made.next_fill()) == (0, None)
 
 
 def test_a_failed_fill_sends_the_rankings_away():
@@ -282,7 +282,7 @@ def test_a_failed_fill_sends_the_rankings_away():
     entry = made.next_fill()
     assert entry
     assert made.failed(entry) == ["t"]
-    assert (made.slots.num_bytes, made.next_fill()) == (0, None)
+    assert (made.device_pool.num_bytes, made.next_fill()) == (0, None)
 
 
 def test_a_failed_copy_is_not_tried_for_ever():
@@ -292,7 +292,7 @@ def test_a_failed_copy_is_not_tried_for_ever():
     made.released(entry)
     assert made.next_copy(0.0)
     made.copied(entry, None, 0.0)
-    assert (made.next_copy(0.0), made.slots.num_bytes) == (None, 0)
+    assert (made.next_copy(0.0), made.device_pool.num_bytes) == (None, 0)
 
 
 def test_who_returns_during_the_copy_out_reads_what_is_being_copied():
@@ -303,9 +303,9 @@ def test_who_returns_during_the_copy_out_reads_what_is_being_copied():
     assert made.next_copy(0.0)
     assert made.acquire(need(), RANK, 0.0) == Use(entry)
     made.copied(entry, kv(), 0.0)
-    assert entry.state is State.IN_USE
+    assert entry.state is EntryState.IN_USE
     made.released(entry)
-    assert made.slots.num_bytes == 0
+    assert made.device_pool.num_bytes == 0
 
 
 @pytest.mark.parametrize("when", ["ready", "in use", "copying", "loading"])
@@ -331,9 +331,9 @@ def test_the_prefixes_of_a_retired_model_go_as_they_fall_free(when: str):
             made.released(entry)
         if when == "copying":
             made.copied(entry, kv(), 0.0)
-    assert (made.slots.num_bytes, made.next_copy(0.0)) == (0, None)
-    assert made.expander is not None
-    assert len(made.expander) == 0
+    assert (made.device_pool.num_bytes, made.next_copy(0.0)) == (0, None)
+    assert made.host_tier is not None
+    assert len(made.host_tier) == 0
 
 
 def test_another_version_is_another_key():
@@ -350,9 +350,9 @@ def test_what_is_discarded_is_found_by_nobody_and_freed_after_its_last_reader():
     made.discard(entry)
     made.released(entry)
     assert made.acquire(need(), RANK, 0.0) is Miss.NOWHERE
-    assert (made.slots.num_bytes, entry.kv is None) == (16, False)
+    assert (made.device_pool.num_bytes, entry.kv is None) == (16, False)
     made.released(entry)
-    assert (made.slots.num_bytes, made.next_copy(0.0)) == (0, None)
+    assert (made.device_pool.num_bytes, made.next_copy(0.0)) == (0, None)
 
 
 # Reloads that come by layers
@@ -374,12 +374,16 @@ def test_a_reload_that_has_begun_is_read_and_stays_pinned_until_it_ends():
     assert made.acquire(need(), RANK, 0.0) == Use(entry), "one reload for both"
     made.released(entry)
     made.released(entry)
-    assert (entry.state, made.slots.num_bytes, made.next_copy(0.0)) == (State.DONE, 16, None)
-    assert made.expander
-    assert not made.expander.begin(need("bob").key, 16, 0.0), "its place was given away"
+    assert (entry.state, made.device_pool.num_bytes, made.next_copy(0.0)) == (
+        EntryState.DONE,
+        16,
+        None,
+    )
+    assert made.host_tier
+    assert not made.host_tier.begin(need("bob").key, 16, 0.0), "its place was given away"
     assert made.loaded(entry, kv(), 0.0) == []
-    assert (made.slots.num_bytes, made.loading) == (0, 0)
-    assert made.expander.begin(need("bob").key, 16, 0.0)
+    assert (made.device_pool.num_bytes, made.loading) == (0, 0)
+    assert made.host_tier.begin(need("bob").key, 16, 0.0)
 
 
 def test_a_reload_that_fails_half_way_goes_when_its_readers_have_gone():
@@ -387,17 +391,17 @@ def test_a_reload_that_fails_half_way_goes_when_its_readers_have_gone():
     entry = coming_back(made)
     assert made.failed(entry) == []
     assert isinstance(made.acquire(need(), RANK, 0.0, ticket="u"), Load), "it was found again"
-    assert (made.loading, made.slots.num_bytes) == (0, 32)
+    assert (made.loading, made.device_pool.num_bytes) == (0, 32)
     made.released(entry)
-    assert made.slots.num_bytes == 16
+    assert made.device_pool.num_bytes == 16
 
 
 def test_a_promise_does_not_outlive_a_reload_that_fails_half_way():
     made = cache()
     coming_back(made, SIGNAL)
-    (entry,) = made.slots
+    (entry,) = made.device_pool
     assert made.failed(entry) == []
-    assert made.slots.num_bytes == 0
+    assert made.device_pool.num_bytes == 0
 
 
 # Several fills at once
@@ -412,7 +416,7 @@ def test_short_prefixes_are_computed_together(lengths: list[int], together: int)
         made.acquire(need(f"u{number}", length), SIGNAL, 0.0)
     chosen = made.next_fills(6, 8)
     assert [entry.key.user for entry in chosen] == [f"u{n}" for n in range(together)]
-    assert all(entry.state is State.FILLING for entry in chosen)
+    assert all(entry.state is EntryState.FILLING for entry in chosen)
 
 
 def test_no_more_prefixes_are_computed_together_than_a_batch_has():
@@ -442,7 +446,7 @@ def test_what_nobody_wants_any_more_is_not_computed_with_others():
     made = cache(life_s=1.0)
     for user in "abc":
         made.acquire(need(user), SIGNAL, 0.0)
-    entry = made.slots.find(need("b").key)
+    entry = made.device_pool.find(need("b").key)
     assert entry
     entry.promises = 0
     assert [entry.key.user for entry in made.next_fills(100, 8)] == ["a", "c"]

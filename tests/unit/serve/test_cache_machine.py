@@ -13,8 +13,8 @@ import torch
 
 from nestpipe.serve.kv_cache.acquire import Fill, Load, Miss, Promised, Purpose, Use, Wait
 from nestpipe.serve.kv_cache.cache import Cache
-from nestpipe.serve.kv_cache.device_pool import Entry, Need, Slots, Source, State
-from nestpipe.serve.kv_cache.host_tier import Expander
+from nestpipe.serve.kv_cache.device_pool import DevicePool, Entry, EntryState, KVSource, Need
+from nestpipe.serve.kv_cache.host_tier import HostTier
 from nestpipe.serve.types import KV, History, PrefixKey
 
 BYTES = 16
@@ -73,8 +73,8 @@ class World:
     def __post_init__(self):
         self.random = Random(self.seed)
         self.cache = Cache(
-            Slots(BYTES * 11),
-            Expander(BYTES * 8, ttl_s=5.0) if self.host else None,
+            DevicePool(BYTES * 11),
+            HostTier(BYTES * 8, ttl_s=5.0) if self.host else None,
             life_s=LIFE_S,
             reloads=2,
             single_flight=self.single_flight,
@@ -157,8 +157,8 @@ class World:
         if not self.loading:
             return None
         entry, kv = self.loading.pop(self.random.randrange(len(self.loading)))
-        assert self.cache.expander is not None
-        assert self.cache.expander._kept[entry.key].pinned, "it may go from under the copy"
+        assert self.cache.host_tier is not None
+        assert self.cache.host_tier._kept[entry.key].pinned, "it may go from under the copy"
         if self.random.random() < 0.2:
             self.seen["failed half way"] += entry.arriving
             return self._inline(entry, self.cache.failed(entry))
@@ -233,13 +233,13 @@ class World:
     # What must hold
 
     def check(self):
-        slots, expander = self.cache.slots, self.cache.expander
-        entries = list(slots)
-        assert slots.num_bytes == sum(e.num_bytes for e in entries) <= slots.bound
-        if expander is not None:
-            held = expander._kept
-            assert expander.num_bytes == sum(kept.num_bytes for kept in held.values())
-            assert expander.num_bytes <= expander.bound
+        device_pool, host_tier = self.cache.device_pool, self.cache.host_tier
+        entries = list(device_pool)
+        assert device_pool.num_bytes == sum(e.num_bytes for e in entries) <= device_pool.bound
+        if host_tier is not None:
+            held = host_tier._kept
+            assert host_tier.num_bytes == sum(kept.num_bytes for kept in held.values())
+            assert host_tier.num_bytes <= host_tier.bound
             stale = [k for k, kept in held.items() if k.version != self.model.version]
             assert all(held[key].pinned for key in stale), "a retired model is kept"
         if self.single_flight:
@@ -249,14 +249,16 @@ class World:
         for entry, _ in self.loading:
             assert entry in entries, "memory was freed from under a reload"
         for entry in entries:
-            assert not (entry.arriving and entry in slots._idle), "it can go from under a reload"
-            assert (entry.state is State.IN_USE) == (entry.users > 0)
+            assert not (entry.arriving and entry in device_pool._idle), (
+                "it can go from under a reload"
+            )
+            assert (entry.state is EntryState.IN_USE) == (entry.users > 0)
             assert entry.users == sum(
                 r.entry is entry and r.answer == "prefix" for r in self.rankings
             )
         for key, until in self.promised.items():
             if self.now < until:
-                assert slots.find(key), "what was promised was evicted"
+                assert device_pool.find(key), "what was promised was evicted"
 
     def step(self):
         """One thing that can happen now."""
@@ -290,13 +292,13 @@ class World:
         self.cache.expire(self.now)
         while self.begin_copy():
             self.end_copy()
-        assert self.cache.slots.num_bytes == 0, "something is pinned for ever"
-        assert not list(self.cache.slots)
+        assert self.cache.device_pool.num_bytes == 0, "something is pinned for ever"
+        assert not list(self.cache.device_pool)
         assert len(self.cache.fills) == len(self.cache.loads) == self.cache.loading == 0
-        if self.cache.expander is not None:
-            self.cache.expander.expire(self.now + 100)
-            assert len(self.cache.expander) == 0, "host memory is pinned for ever"
-            assert self.cache.expander.num_bytes == 0
+        if self.cache.host_tier is not None:
+            self.cache.host_tier.expire(self.now + 100)
+            assert len(self.cache.host_tier) == 0, "host memory is pinned for ever"
+            assert self.cache.host_tier.num_bytes == 0
 
 
 def play(world: World, steps: int = 250) -> World:
@@ -317,9 +319,9 @@ def test_any_order_of_events_keeps_every_promise(single_flight: bool, host: bool
     for seed in range(150):
         world = play(World(seed, single_flight, host))
         seen += world.seen + world.cache.counts
-        seen["device evictions"] += world.cache.slots.evicted
-        if world.cache.expander is not None:
-            seen["host evictions"] += world.cache.expander.evicted
+        seen["device evictions"] += world.cache.device_pool.evicted
+        if world.cache.host_tier is not None:
+            seen["host evictions"] += world.cache.host_tier.evicted
     reached = {"signal Fill", "signal Promised", "signal no_room", "rank Use", "rank nowhere"}
     reached |= {"rank Fill", "leave Ranking", "swap Model", "wasted_prefixes", "abandoned_fills"}
     reached |= {"several at once"}
@@ -337,4 +339,4 @@ def test_without_single_flight_the_same_prefix_is_made_twice():
     need = Need.of("u", History(np.arange(2)), world.model)  # pyright: ignore
     steps = [world.cache.acquire(need, Purpose.SIGNAL, 0.0) for _ in range(2)]
     assert [type(step) for step in steps] == [Fill, Fill]
-    assert all(entry.source is Source.COMPUTED for entry in world.cache.slots)
+    assert all(entry.source is KVSource.COMPUTED for entry in world.cache.device_pool)

@@ -5,15 +5,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nestpipe.serve.http.binary import MEDIA_TYPE, BinaryError, cut, pack, split
+from nestpipe.serve.http.bodies import MEDIA_TYPE, BinaryError, cut, pack, split
 from nestpipe.serve.http.client import ranking_body, signal_body
 from nestpipe.serve.http.errors import HttpError
-from nestpipe.serve.http.requests import Reader
+from nestpipe.serve.http.requests import RequestReader
 from nestpipe.serve.settings import HttpSettings, ServeSettings
 from nestpipe.serve.types import History, RankRequest, Signal
 
 HEADERS = {"content-type": MEDIA_TYPE}
-READER = Reader(ServeSettings(most_events=1000, most_candidates=100), HttpSettings())
+READER = RequestReader(ServeSettings(most_events=1000, most_candidates=100), HttpSettings())
 
 
 def history(count: int, times: bool = False, start: int = 0) -> History:

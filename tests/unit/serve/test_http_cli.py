@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from nestpipe.cli.app import main
-from nestpipe.serve.process.server import open_port
+from nestpipe.serve.process.server import bind_port
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_a_checkpoint_that_is_not_there(capsys: pytest.CaptureFixture[str], tmp_
 
 
 def test_a_port_in_use(capsys: pytest.CaptureFixture[str], checkpoint: Path):
-    with open_port("127.0.0.1", 0) as taken:
+    with bind_port("127.0.0.1", 0) as taken:
         taken.listen()
         port = taken.getsockname()[1]
         assert f"127.0.0.1:{port}" in refused(capsys, checkpoint, "--port", port)

@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from nestpipe.errors import DataError
-from nestpipe.serve.http.histories import Histories, read_histories
+from nestpipe.serve.http.requests import HistoryStore, read_histories
 
 COLUMNS: dict[str, Any] = {
     "user": ["a", "b", "c"],
@@ -32,7 +32,7 @@ def npz(folder: Path, **changed: Any) -> Path:
     return folder / "h.npz"
 
 
-def check(found: Histories, times: bool = True) -> None:
+def check(found: HistoryStore, times: bool = True) -> None:
     history = found.of("a")
     assert history is not None
     assert history.items_N.tolist() == [1, 2, 3]

@@ -13,13 +13,13 @@ import pytest
 
 from nestpipe.errors import CheckpointError, DataError, RunError, ShedError
 from nestpipe.serve.engine.state import ClosingError
-from nestpipe.serve.http.app import Served
-from nestpipe.serve.http.binary import MEDIA_TYPE
+from nestpipe.serve.http.app import ServedApp
+from nestpipe.serve.http.bodies import MEDIA_TYPE
 from nestpipe.serve.http.client import ranking_body, read_answer, read_stats, signal_body
-from nestpipe.serve.http.histories import Histories
 from nestpipe.serve.http.instance_app import instance_app
+from nestpipe.serve.http.requests import HistoryStore
 from nestpipe.serve.settings import HttpSettings, ServeSettings
-from nestpipe.serve.types import Answer, History, Outcome, Path, RankRequest, Signal
+from nestpipe.serve.types import AdmissionOutcome, Answer, History, Path, RankRequest, Signal
 
 SETTINGS = ServeSettings(most_events=50, most_candidates=10)
 TOKEN = "0123456789abcdef"
@@ -38,11 +38,11 @@ class Fake:
         self.held: list[Future[Answer]] = []
         self.drained = 0
 
-    def prefetch(self, signal: Signal) -> Outcome:
+    def prefetch(self, signal: Signal) -> AdmissionOutcome:
         self.signals.append(signal)
         if self.fault:
             raise self.fault
-        return Outcome.ADMITTED
+        return AdmissionOutcome.ADMITTED
 
     def rank(self, request: RankRequest) -> Future[Answer]:
         self.requests.append(request)
@@ -84,14 +84,14 @@ class Reloads:
         return self.version
 
 
-def histories() -> Histories:
+def histories() -> HistoryStore:
     ids = np.array([1, 2, 3, 4], dtype=np.int64)
-    return Histories(["known", "new"], np.array([4, 0], np.int64), ids, None, 50)
+    return HistoryStore(["known", "new"], np.array([4, 0], np.int64), ids, None, 50)
 
 
 def build(
     service: Fake | None = None, http: HttpSettings | None = None, **options: Any
-) -> tuple[Served, Fake, Reloads]:
+) -> tuple[ServedApp, Fake, Reloads]:
     service, reload = service or Fake(), Reloads()
     served = instance_app(
         service,
@@ -104,7 +104,7 @@ def build(
     return served, service, reload
 
 
-def ask(served: Served, method: str, path: str, **options: Any) -> httpx.Response:
+def ask(served: ServedApp, method: str, path: str, **options: Any) -> httpx.Response:
     async def once() -> httpx.Response:
         transport = httpx.ASGITransport(served.app)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:

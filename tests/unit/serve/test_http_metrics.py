@@ -11,12 +11,12 @@ from nestpipe.errors import RunError, ShedError
 from nestpipe.models import HstuConfig
 from nestpipe.serve.engine.instance import Instance
 from nestpipe.serve.http.client import read_stats
-from nestpipe.serve.http.limits import Gate
+from nestpipe.serve.http.limits import RequestLimits
 from nestpipe.serve.http.metrics import COUNTERS, GAUGES, Metrics, described
 from nestpipe.serve.model.ranker import HstuRankModel
 from nestpipe.serve.routing.router import Router, RouterSettings
 from nestpipe.serve.settings import HttpSettings, ServeSettings
-from nestpipe.serve.types import Answer, History, Outcome, RankRequest, RealClock, Signal
+from nestpipe.serve.types import AdmissionOutcome, Answer, History, RankRequest, RealClock, Signal
 
 SMALL = HstuConfig(blocks=1, heads=1, dim=4, attention_dim=4, value_dim=4, max_len=16)
 IDS = np.arange(1, 4)
@@ -30,7 +30,7 @@ class Failing:
     def __init__(self, fault: Exception) -> None:
         self.fault = fault
 
-    def prefetch(self, signal: Signal) -> Outcome:
+    def prefetch(self, signal: Signal) -> AdmissionOutcome:
         raise self.fault
 
     def rank(self, request: RankRequest) -> Future[Answer]:
@@ -63,7 +63,7 @@ def router_stats() -> dict[str, float]:
 
 
 def test_every_number_of_instance_router_and_http_service_has_a_type_and_a_help():
-    gate = Gate(HttpSettings())
+    gate = RequestLimits(HttpSettings())
     stats = {**instance_stats(), **router_stats(), **gate.stats(), **gate.stats("router_")}
     assert [name for name in stats if described(name).kind == "unknown"] == []
     assert not COUNTERS.keys() & GAUGES.keys()

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from nestpipe.serve.http.app import Served
+from nestpipe.serve.http.app import ServedApp
 from nestpipe.serve.http.instance_app import instance_app
-from nestpipe.serve.process.server import new_server, open_port
+from nestpipe.serve.process.server import bind_port, new_server
 from nestpipe.serve.settings import HttpSettings, ServeSettings
-from nestpipe.serve.types import Answer, Outcome, Path, RankRequest, Signal
+from nestpipe.serve.types import AdmissionOutcome, Answer, Path, RankRequest, Signal
 from support.examples import num_examples
 
 schemathesis = pytest.importorskip("schemathesis", reason="needs the dev extra")
@@ -26,8 +26,8 @@ OPERATIONS += ["GET /v1/health", "GET /metrics"]
 
 
 class Fake:
-    def prefetch(self, signal: Signal) -> Outcome:
-        return Outcome.NOT_AT_RISK
+    def prefetch(self, signal: Signal) -> AdmissionOutcome:
+        return AdmissionOutcome.NOT_AT_RISK
 
     def rank(self, request: RankRequest) -> Future[Answer]:
         future: Future[Answer] = Future()
@@ -42,7 +42,7 @@ class Fake:
         return True
 
 
-def app(http: HttpSettings) -> Served:
+def app(http: HttpSettings) -> ServedApp:
     small = ServeSettings(most_events=20, most_candidates=20)
     return instance_app(Fake(), small, http, version=lambda: "v", reload=lambda _: "v")
 
@@ -50,7 +50,7 @@ def app(http: HttpSettings) -> Served:
 @pytest.fixture(scope="module")
 def api() -> Iterator[Any]:
     http = HttpSettings()
-    listener = open_port("127.0.0.1", 0)
+    listener = bind_port("127.0.0.1", 0)
     listener.listen()
     server = new_server(app(http), http)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])))

@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 
 from nestpipe.errors import CheckpointError, ConfigError, DataError, RunError, ShedError
-from nestpipe.serve.http.app import Served
+from nestpipe.serve.http.app import ServedApp
 from nestpipe.serve.http.client import Client
 from nestpipe.serve.http.instance_app import instance_app
 from nestpipe.serve.http.router_app import router_app
-from nestpipe.serve.process.server import Server, new_server, open_port
-from nestpipe.serve.routing.hash_ring import Ring
+from nestpipe.serve.process.server import Server, bind_port, new_server
+from nestpipe.serve.routing.membership import Ring
 from nestpipe.serve.settings import HttpSettings, ServeSettings
-from nestpipe.serve.types import Answer, History, Outcome, Path, RankRequest, Signal
+from nestpipe.serve.types import AdmissionOutcome, Answer, History, Path, RankRequest, Signal
 
 SETTINGS = ServeSettings(most_events=5000, most_candidates=1000)
 TOKEN = "0123456789abcdef"
@@ -41,11 +41,11 @@ class Fake:
         self.held: list[tuple[RankRequest, Future[Answer]]] = []
         self.came = threading.Event()
 
-    def prefetch(self, signal: Signal) -> Outcome:
+    def prefetch(self, signal: Signal) -> AdmissionOutcome:
         self.signals.append(signal.user)
         if self.fault:
             raise self.fault
-        return Outcome.ADMITTED
+        return AdmissionOutcome.ADMITTED
 
     def rank(self, request: RankRequest) -> Future[Answer]:
         self.users.append(request.user)
@@ -80,7 +80,7 @@ class Running:
 
     url: str
     server: Server
-    served: Served
+    served: ServedApp
     loop: asyncio.AbstractEventLoop
     thread: threading.Thread
 
@@ -93,8 +93,8 @@ class Running:
 
 
 @contextmanager
-def running(served: Served, http: HttpSettings, port: int = 0) -> Iterator[Running]:
-    listener = open_port("127.0.0.1", port)
+def running(served: ServedApp, http: HttpSettings, port: int = 0) -> Iterator[Running]:
+    listener = bind_port("127.0.0.1", port)
     server = new_server(served, http)
     loop: asyncio.AbstractEventLoop | None = None
     up = threading.Event()
@@ -123,7 +123,7 @@ def running(served: Served, http: HttpSettings, port: int = 0) -> Iterator[Runni
         thread.join()
 
 
-def an_instance(fake: Fake, http: HttpSettings, token: str | None = None) -> Served:
+def an_instance(fake: Fake, http: HttpSettings, token: str | None = None) -> ServedApp:
     def reload(checkpoint: str | None) -> str:
         if checkpoint == "broken":
             raise CheckpointError("'broken' is not a checkpoint; name another")
@@ -153,7 +153,7 @@ def signal(user: str = "u") -> Signal:
 def test_the_client_gives_what_the_service_computed():
     fake = Fake()
     with one(fake) as at, Client(at.url) as client:
-        assert client.prefetch(signal("a b")) is Outcome.ADMITTED
+        assert client.prefetch(signal("a b")) is AdmissionOutcome.ADMITTED
         request = ranking("a b")
         answer = client.rank(request).result()
         assert np.array_equal(answer.scores_C, fake.answer(request).scores_C)
@@ -194,15 +194,15 @@ def test_a_client_needs_the_token():
         with Client(at.url) as client, pytest.raises(DataError, match="token"):
             client.prefetch(signal())
         with Client(at.url, TOKEN) as client:
-            assert client.prefetch(signal()) is Outcome.ADMITTED
+            assert client.prefetch(signal()) is AdmissionOutcome.ADMITTED
 
 
 def test_a_port_that_is_taken_is_named():
-    taken = open_port("127.0.0.1", 0)
+    taken = bind_port("127.0.0.1", 0)
     taken.listen()
     port = taken.getsockname()[1]
     with taken, pytest.raises(ConfigError, match=f"127.0.0.1:{port}.*--port"):
-        open_port("127.0.0.1", port)
+        bind_port("127.0.0.1", port)
 
 
 def test_answers_are_not_held_back_for_an_acknowledgement():
@@ -388,7 +388,7 @@ def test_both_legs_of_a_user_meet_at_the_instance_that_the_ring_names(two: Any):
     ring, users = Ring(fakes), [f"user {number}" for number in range(20)]
     with Client(router.url) as client:
         for user in users:
-            assert client.prefetch(signal(user)) is Outcome.ADMITTED
+            assert client.prefetch(signal(user)) is AdmissionOutcome.ADMITTED
             assert client.rank(ranking(user)).result().version == ring.owner(user)
     for name, fake in fakes.items():
         expected = [user for user in users if ring.owner(user) == name]
@@ -439,7 +439,7 @@ def test_a_ranking_whose_instance_is_gone_is_answered_by_the_other(two: Any):
     with Client(router.url) as client:
         for _ in range(5):
             assert client.rank(ranking(user)).result().version == "instance-1"
-        assert client.prefetch(signal(user)) is Outcome.ADMITTED
+        assert client.prefetch(signal(user)) is AdmissionOutcome.ADMITTED
         assert client.health()["ready"]
         # It comes back at its place, and gets its users back.
         http = HttpSettings()
@@ -483,7 +483,7 @@ def test_with_no_instance_left_a_ranking_is_shed_and_health_says_so(two: Any):
     with Client(router.url) as client:
         with pytest.raises(ShedError, match="none of 2 instances answered"):
             client.rank(ranking()).result()
-        assert client.prefetch(signal()) is Outcome.FAILED
+        assert client.prefetch(signal()) is AdmissionOutcome.FAILED
         until(lambda: not client.health()["ready"])
 
 

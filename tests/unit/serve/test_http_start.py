@@ -11,7 +11,7 @@ from nestpipe.serve.engine.calibration import Run
 from nestpipe.serve.engine.cost_model import Costs
 from nestpipe.serve.engine.instance import Instance
 from nestpipe.serve.model.ranker import HstuRankModel
-from nestpipe.serve.process.worker import Calibration
+from nestpipe.serve.engine.calibration import Calibration
 from nestpipe.serve.settings import ServeSettings
 from nestpipe.serve.types import History, RankModel, RankRequest
 
@@ -27,7 +27,7 @@ def make_model(blocks: int) -> HstuRankModel:
 def test_a_checkpoint_that_takes_over_brings_its_own_costs():
     model, ended = make_model(1), threading.Event()
     measured = Calibration(model, SETTINGS, model.kv_bytes)
-    before = measured.trigger.costs
+    before = measured.admission.costs
     assert before.inline_ms(256, 8) > 0
 
     def again(model: RankModel, run: Run) -> None:
@@ -36,12 +36,12 @@ def test_a_checkpoint_that_takes_over_brings_its_own_costs():
 
     events = np.arange(100)
     request = RankRequest("ann", History(events), History(events[:3]), np.arange(8))
-    with Instance(model, SETTINGS, measured.trigger, recalibrate=again) as instance:
+    with Instance(model, SETTINGS, measured.admission, recalibrate=again) as instance:
         instance.swap_model(make_model(2))
         futures = [instance.rank(request) for _ in range(5)]
         assert {future.result(PATIENCE_S).version for future in futures} == {instance.version}
         assert ended.wait(PATIENCE_S)
-    after = measured.trigger.costs
+    after = measured.admission.costs
     assert isinstance(after, Costs)
     assert after is not before
     assert after.fits != before.fits

@@ -9,7 +9,7 @@ import uvicorn
 from starlette.responses import Response
 from uvicorn.server import ServerState
 
-from nestpipe.serve.process.server import PatientProtocol, WholeAnswers
+from nestpipe.serve.process.server import AtomicWrites, PatientProtocol
 
 
 class Wire(asyncio.Transport):
@@ -42,7 +42,7 @@ async def turns(count: int = 10) -> None:
 
 def test_what_is_written_in_one_turn_goes_out_together_and_before_the_end():
     async def talk(wire: Wire) -> None:
-        whole = WholeAnswers(wire, asyncio.get_running_loop())
+        whole = AtomicWrites(wire, asyncio.get_running_loop())
         whole.write(b"head")
         whole.write(b"body")
         assert wire.sent == []

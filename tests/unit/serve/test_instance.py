@@ -14,18 +14,18 @@ import pytest
 import torch
 
 from nestpipe.errors import DataError, RunError, ShedError
-from nestpipe.serve.engine.admission import Load
+from nestpipe.serve.engine.admission import EngineLoad
 from nestpipe.serve.engine.calibration import Probes
 from nestpipe.serve.engine.cost_model import Work
 from nestpipe.serve.engine.instance import Instance
 from nestpipe.serve.engine.state import ClosingError
-from nestpipe.serve.kv_cache.reload import Reload
+from nestpipe.serve.kv_cache.host_tier import Reload
 from nestpipe.serve.settings import ServeSettings
 from nestpipe.serve.types import (
     KV,
+    AdmissionOutcome,
     Answer,
     History,
-    Outcome,
     Path,
     PrefixItem,
     RankItem,
@@ -112,8 +112,8 @@ class Layered(Model):
         return reload
 
     def _kv(self, history: History, past: KV | None) -> KV:
-        if past is not None and past.arrival is not None:
-            past.arrival.wait_for(0)
+        if past is not None and past.layer_events is not None:
+            past.layer_events.wait_for(0)
         return super()._kv(history, past)
 
 
@@ -173,16 +173,16 @@ class Costs:
         return 1.0
 
 
-class Trigger:
+class AdmissionControl:
     """Says what it is told to, and keeps what it hears."""
 
-    def __init__(self, outcome: Outcome | Exception = Outcome.ADMITTED):
+    def __init__(self, outcome: AdmissionOutcome | Exception = AdmissionOutcome.ADMITTED):
         self.outcome = outcome
         self.costs = Costs()
-        self.asked: list[tuple[int, int, Load]] = []
+        self.asked: list[tuple[int, int, EngineLoad]] = []
         self.heard: list[tuple[Work, int, int]] = []
 
-    def decide(self, length: int, candidates: int, load: Load) -> Outcome:
+    def decide(self, length: int, candidates: int, load: EngineLoad) -> AdmissionOutcome:
         self.asked.append((length, candidates, load))
         if isinstance(self.outcome, Exception):
             raise self.outcome
@@ -198,7 +198,7 @@ SETTINGS = ServeSettings(chunk=4, cut_length=8, batch=8, target_ms=100.0, margin
 @contextmanager
 def served(
     model: Model | None = None,
-    asking: Trigger | None = None,
+    asking: AdmissionControl | None = None,
     clock: Time | None = None,
     **changes: float | bool,
 ) -> Iterator[Instance]:
@@ -209,7 +209,7 @@ def served(
 
 def until(instance: Instance, **numbers: float) -> dict[str, float]:
     """Wait until the instance counts so many of each; what it says of itself then."""
-    change = instance._desk.change
+    change = instance._state.change
 
     def there() -> bool:
         stats = instance.stats()
@@ -255,7 +255,7 @@ def checked(asked: RankRequest, got: Answer) -> Answer:
 def test_a_signal_makes_its_ranking_a_hit():
     stops = Stops()
     with served(Model(during=stops)) as instance:
-        assert instance.prefetch(Signal("ann", LONG)) is Outcome.ADMITTED
+        assert instance.prefetch(Signal("ann", LONG)) is AdmissionOutcome.ADMITTED
         until(instance, entries_ready=1)
         got = answer(instance, request())
     assert got.path is Path.HBM_HIT
@@ -306,13 +306,13 @@ def test_a_signal_brings_a_prefix_back_before_the_ranking():
         instance.prefetch(Signal("ann", LONG))
         answer(instance, request())
         until(instance, copies=1, device_bytes=0)
-        assert instance.prefetch(Signal("ann", LONG)) is Outcome.ALREADY_CACHED
+        assert instance.prefetch(Signal("ann", LONG)) is AdmissionOutcome.ALREADY_CACHED
         until(instance, reloads=1, entries_ready=1)
         assert answer(instance, request()).path is Path.HBM_HIT
 
 
 def test_what_does_not_fit_the_target_is_cut():
-    with served(asking=Trigger(), target_ms=12.0) as instance:
+    with served(asking=AdmissionControl(), target_ms=12.0) as instance:
         got = answer(instance, request())
         assert (got.path, got.length_used) == (Path.MISS_CUT, 8)
         assert answer(instance, request(long=history(1, 2))).path is Path.MISS_FULL
@@ -325,7 +325,7 @@ def test_nothing_is_cut_where_nothing_is_predicted():
 
 def test_a_ranking_does_not_wait_for_what_comes_too_late():
     stops = Stops("prefix")
-    with served(Model(during=stops), Trigger(), target_ms=9.5) as instance:
+    with served(Model(during=stops), AdmissionControl(), target_ms=9.5) as instance:
         instance.prefetch(Signal("ann", LONG))
         stops.reached("prefix")
         future = instance.rank(request())
@@ -358,9 +358,9 @@ class SlowReloads(Costs):
 
 @pytest.mark.parametrize("passed_ms", [0, 95, 200])
 def test_a_reload_that_has_begun_is_awaited_for_what_is_left_of_it(passed_ms: int):
-    stops, clock, trigger = Stops("to_device"), Time(), Trigger()
-    trigger.costs = SlowReloads()
-    with served(Model(during=stops), trigger, clock, target_ms=50.0) as instance:
+    stops, clock, admission = Stops("to_device"), Time(), AdmissionControl()
+    admission.costs = SlowReloads()
+    with served(Model(during=stops), admission, clock, target_ms=50.0) as instance:
         instance.prefetch(Signal("ann", LONG))
         answer(instance, request())
         until(instance, copies=1, device_bytes=0)
@@ -378,7 +378,7 @@ def test_a_reload_that_has_begun_is_awaited_for_what_is_left_of_it(passed_ms: in
 
 def test_a_user_without_a_long_history_is_ranked():
     with served() as instance:
-        assert instance.prefetch(Signal("ann", history())) is Outcome.NOT_AT_RISK
+        assert instance.prefetch(Signal("ann", history())) is AdmissionOutcome.NOT_AT_RISK
         assert answer(instance, request(long=history())).path is Path.MISS_FULL
 
 
@@ -484,7 +484,11 @@ def test_one_prefix_that_fails_does_not_take_those_beside_it_along():
 def test_no_more_than_fits_is_promised():
     with served(device_mb=25 * BYTES / 2**20) as instance:
         outcomes = [instance.prefetch(Signal(user, LONG)) for user in "abc"]
-        assert outcomes == [Outcome.ADMITTED, Outcome.ADMITTED, Outcome.REJECTED_FOOTPRINT]
+        assert outcomes == [
+            AdmissionOutcome.ADMITTED,
+            AdmissionOutcome.ADMITTED,
+            AdmissionOutcome.REJECTED_FOOTPRINT,
+        ]
         assert until(instance, entries_ready=2)["device_bytes"] == 20 * BYTES
 
 
@@ -512,14 +516,14 @@ def test_without_host_memory_a_prefix_goes_when_it_was_used():
 
 def test_without_relay_signals_are_ignored_and_rankings_keep_their_prefix():
     with served(relay=False) as instance:
-        assert instance.prefetch(Signal("ann", LONG)) is Outcome.NOT_AT_RISK
+        assert instance.prefetch(Signal("ann", LONG)) is AdmissionOutcome.NOT_AT_RISK
         assert answer(instance, request()).path is Path.MISS_FULL
         until(instance, copies=1)
         assert answer(instance, request()).path is Path.DRAM_HIT
 
 
 def test_without_relay_a_prefix_is_kept_that_its_ranking_could_not_wait_for():
-    with served(asking=Trigger(), relay=False, target_ms=9.5) as instance:
+    with served(asking=AdmissionControl(), relay=False, target_ms=9.5) as instance:
         assert answer(instance, request()).path is Path.MISS_CUT
         until(instance, copies=1)
         assert answer(instance, request()).path is Path.DRAM_HIT
@@ -536,19 +540,21 @@ def test_without_single_flight_two_signals_compute_the_same_twice():
     stops = Stops("prefix")
     with served(Model(during=stops), single_flight=False) as instance:
         outcomes = [instance.prefetch(Signal("ann", LONG)) for _ in range(2)]
-        assert outcomes == [Outcome.ADMITTED] * 2
+        assert outcomes == [AdmissionOutcome.ADMITTED] * 2
         stops.open("prefix")
         until(instance, fills=2)
         answer(instance, request())
 
 
-# The trigger
+# The admission
 
 
-@pytest.mark.parametrize("outcome", [o for o in Outcome if o is not Outcome.ADMITTED])
-def test_what_the_trigger_refuses_is_not_prepared(outcome: Outcome):
-    trigger = Trigger(outcome)
-    with served(asking=trigger) as instance:
+@pytest.mark.parametrize(
+    "outcome", [o for o in AdmissionOutcome if o is not AdmissionOutcome.ADMITTED]
+)
+def test_what_the_trigger_refuses_is_not_prepared(outcome: AdmissionOutcome):
+    admission = AdmissionControl(outcome)
+    with served(asking=admission) as instance:
         assert instance.prefetch(Signal("ann", LONG)) is outcome
         stats = instance.stats()
         assert (stats[f"outcome_{outcome}"], stats["device_bytes"]) == (1, 0)
@@ -556,14 +562,14 @@ def test_what_the_trigger_refuses_is_not_prepared(outcome: Outcome):
 
 
 def test_a_fault_of_the_trigger_means_inline():
-    with served(asking=Trigger(ZeroDivisionError("oh"))) as instance:
-        assert instance.prefetch(Signal("ann", LONG)) is Outcome.FAILED
+    with served(asking=AdmissionControl(ZeroDivisionError("oh"))) as instance:
+        assert instance.prefetch(Signal("ann", LONG)) is AdmissionOutcome.FAILED
         assert answer(instance, request()).path is Path.MISS_FULL
 
 
 def test_the_trigger_learns_what_the_instance_is_busy_with():
-    stops, trigger = Stops("prefix"), Trigger()
-    with served(Model(during=stops), trigger) as instance:
+    stops, admission = Stops("prefix"), AdmissionControl()
+    with served(Model(during=stops), admission) as instance:
         answer(instance, request("bob", candidates=7))
         instance.prefetch(Signal("ann", LONG))
         stops.reached("prefix")
@@ -571,19 +577,19 @@ def test_the_trigger_learns_what_the_instance_is_busy_with():
         stops.open("prefix")
         until(instance, entries_ready=2)
         # As long as a ranking would be: three events have come after the long history of late.
-        assert trigger.asked[0] == (10 + 3, 7, Load())
-        assert trigger.asked[1] == (2 + 3, 7, Load(10 * BYTES, 0.0, 10.0))
+        assert admission.asked[0] == (10 + 3, 7, EngineLoad())
+        assert admission.asked[1] == (2 + 3, 7, EngineLoad(10 * BYTES, 0.0, 10.0))
         answer(instance, request())
         until(instance, open_rankings=0)
     heard = {(Work.INLINE, 13, 7), (Work.PREFIX, 10, 0), (Work.PREFIX, 2, 0), (Work.CACHED, 10, 5)}
-    assert heard <= set(trigger.heard)
+    assert heard <= set(admission.heard)
 
 
 def test_switched_off_the_trigger_is_not_asked():
-    trigger = Trigger(Outcome.NOT_AT_RISK)
-    with served(asking=trigger, trigger=False) as instance:
-        assert instance.prefetch(Signal("ann", LONG)) is Outcome.ADMITTED
-    assert trigger.asked == []
+    admission = AdmissionControl(AdmissionOutcome.NOT_AT_RISK)
+    with served(asking=admission, admission=False) as instance:
+        assert instance.prefetch(Signal("ann", LONG)) is AdmissionOutcome.ADMITTED
+    assert admission.asked == []
 
 
 # Faults
@@ -757,8 +763,8 @@ def test_closing_refuses_what_has_not_begun():
         second = instance.rank(request())
         closing = threading.Thread(target=instance.close)
         closing.start()
-        with instance._desk.change:
-            assert instance._desk.change.wait_for(lambda: instance._desk.closed, PATIENCE_S)
+        with instance._state.change:
+            assert instance._state.change.wait_for(lambda: instance._state.closed, PATIENCE_S)
         stops.open("rank")
         closing.join(PATIENCE_S)
         assert first.result(PATIENCE_S).path is Path.MISS_FULL
@@ -850,8 +856,8 @@ def test_closing_ends_a_measurement():
         measured(instance, stops, Model(2, stops))
         closing = threading.Thread(target=instance.close)
         closing.start()
-        with instance._desk.change:
-            assert instance._desk.change.wait_for(lambda: instance._desk.closed, PATIENCE_S)
+        with instance._state.change:
+            assert instance._state.change.wait_for(lambda: instance._state.closed, PATIENCE_S)
         stops.open("rank")
         closing.join(PATIENCE_S)
         assert not closing.is_alive()

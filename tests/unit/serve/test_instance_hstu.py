@@ -9,7 +9,15 @@ from nestpipe.models import HstuConfig
 from nestpipe.serve.engine.instance import Instance
 from nestpipe.serve.model.ranker import HstuRankModel
 from nestpipe.serve.settings import ServeSettings
-from nestpipe.serve.types import Answer, History, Outcome, Path, RankItem, RankRequest, Signal
+from nestpipe.serve.types import (
+    AdmissionOutcome,
+    Answer,
+    History,
+    Path,
+    RankItem,
+    RankRequest,
+    Signal,
+)
 
 PATIENCE_S = 60.0
 CONFIG = HstuConfig(dim=16, blocks=2, heads=2, attention_dim=8, value_dim=8, time_buckets=8)
@@ -47,7 +55,9 @@ def test_every_way_gives_the_scores_of_the_full_pass(model: HstuRankModel):
     seen: set[Path] = set()
     with Instance(model, SETTINGS) as instance:
         for user in users[:4]:
-            assert instance.prefetch(Signal(str(user), asked(user).long)) is Outcome.ADMITTED
+            assert (
+                instance.prefetch(Signal(str(user), asked(user).long)) is AdmissionOutcome.ADMITTED
+            )
         answers = [*rank_all(instance, users), *rank_all(instance, users)]
         for user, answer in zip([*users, *users], answers, strict=True):
             expected_C = full(model, asked(user))
@@ -63,9 +73,9 @@ def test_every_way_gives_the_scores_of_the_full_pass(model: HstuRankModel):
 def test_memory_is_counted_to_the_byte(model: HstuRankModel):
     with Instance(model, SETTINGS) as instance:
         instance.prefetch(Signal("0", asked(0).long))
-        change = instance._desk.change
+        change = instance._state.change
         with change:
             assert change.wait_for(lambda: instance.stats()["entries_ready"], PATIENCE_S)
-            (entry,) = instance._desk.cache.slots
+            (entry,) = instance._state.cache.device_pool
             assert entry.kv is not None
             assert instance.stats()["device_bytes"] == entry.kv.num_bytes == model.kv_bytes(20)

@@ -25,7 +25,7 @@ from nestpipe.serve.engine.calibration import lengths_up_to
 from nestpipe.serve.engine.cost_model import Costs, Fit, Work
 from nestpipe.serve.model.ranker import HstuRankModel
 from nestpipe.serve.settings import ServeSettings
-from nestpipe.serve.types import KV, Answer, Outcome, Path, RealClock
+from nestpipe.serve.types import KV, AdmissionOutcome, Answer, Path, RealClock
 
 BASE = ServeSettings(target_ms=60_000, cut_length=24, device_mb=8, host_mb=8, life_s=30)
 WORKLOAD = WorkloadSettings(length=48, short=8, candidates=4, items=50, seconds=1)
@@ -35,7 +35,7 @@ def test_arms_differ_where_they_should():
     of = {letter: arm.settings(BASE) for letter, arm in ARMS.items()}
     assert [letter for letter in of if not of[letter].relay] == ["A", "B", "I"]
     assert [letter for letter in of if of[letter].host_mb > 0] == ["D", "G", "H", "I"]
-    assert [letter for letter in of if not of[letter].trigger] == ["E"]
+    assert [letter for letter in of if not of[letter].admission] == ["E"]
     assert [letter for letter in of if not of[letter].single_flight] == ["H"]
     assert of["B"].cut_length == BASE.most_events
     assert [letter for letter in ARMS if ARMS[letter].cap(BASE)] == ["A"]
@@ -114,12 +114,15 @@ def test_inline_capped_uses_the_cap():
 def test_inline_full_is_never_cut():
     records = serve("B", made(3)).records
     assert [record.length_used for record in records] == [48] * 3
-    assert {record.outcome for record in records} == {Outcome.NOT_AT_RISK}
+    assert {record.outcome for record in records} == {AdmissionOutcome.NOT_AT_RISK}
 
 
 def test_relay_prepares_every_visit():
     done = serve("C", made(3))
-    assert {record.outcome for record in done.records} <= {Outcome.ADMITTED, Outcome.ALREADY_CACHED}
+    assert {record.outcome for record in done.records} <= {
+        AdmissionOutcome.ADMITTED,
+        AdmissionOutcome.ALREADY_CACHED,
+    }
     assert {answer(record).path for record in done.records} <= {Path.HBM_HIT, Path.LATE_HIT}
     assert all(record.full for record in done.records)
     assert done.counted.get("reloads", 0) == 0
@@ -139,7 +142,7 @@ def test_every_arm_answers_every_request_with_the_same_scores():
 
 def test_host_memory_without_relay_keeps_what_rankings_made():
     done = serve("I", made(2))
-    assert {record.outcome for record in done.records} == {Outcome.NOT_AT_RISK}
+    assert {record.outcome for record in done.records} == {AdmissionOutcome.NOT_AT_RISK}
     assert done.counted["fills"] >= 1
 
 

@@ -13,7 +13,7 @@ from nestpipe.loadtest.report import Latency, Report, percentile, report
 from nestpipe.loadtest.settings import WorkloadSettings
 from nestpipe.loadtest.virtual import FormulaService, VirtualTime
 from nestpipe.loadtest.workload import Visit, legs, visits
-from nestpipe.serve.types import Answer, Outcome, Path, RealClock
+from nestpipe.serve.types import AdmissionOutcome, Answer, Path, RealClock
 
 SETTINGS = WorkloadSettings(rate=50, seconds=4, length=128, short=16, delay_jitter=0, new_events=0)
 
@@ -151,7 +151,7 @@ def test_what_is_never_answered_is_counted():
 def test_a_prefix_that_its_ranking_did_not_use_is_wasted():
     class Forgetful(FormulaService):
         def prefetch(self, signal):
-            return Outcome.ADMITTED
+            return AdmissionOutcome.ADMITTED
 
     told = run(Forgetful(time=VirtualTime(), full_ms=lambda length: 1), regular(10, 0.02))
     assert told.wasted == 10
@@ -204,7 +204,7 @@ def test_real_time_and_threads_for_signals():
             RealPace(RealClock()),
             send=by_threads(service, pool),
         )
-    assert [record.outcome for record in driven.records] == [Outcome.ADMITTED] * 5
+    assert [record.outcome for record in driven.records] == [AdmissionOutcome.ADMITTED] * 5
     assert all(record.full for record in driven.records)
     assert all((record.latency_ms or 0) > 0 for record in driven.records)
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nestpipe.loadtest.log import Asked, reuse, share_by_replay
-from nestpipe.serve.kv_cache.host_tier import Expander
+from nestpipe.serve.kv_cache.host_tier import HostTier
 from nestpipe.serve.types import KV, PrefixKey
 
 
@@ -68,7 +68,7 @@ def test_one_pass_equals_keeping_the_store(draws, num_bytes, ttl_s):
 @given(requests, st.integers(16, 80), st.sampled_from([1.25, 4.25, 10.25]))
 def test_the_store_is_the_expander_of_the_service(draws, num_bytes, ttl_s):
     log = made(draws)
-    store = Expander(num_bytes, ttl_s)
+    store = HostTier(num_bytes, ttl_s)
     served = 0
     for one in log:
         key = PrefixKey(one.key[0], "v", one.key[1], "", "float32")

@@ -15,19 +15,19 @@ import torch
 from nestpipe.errors import RunError
 from nestpipe.models import HstuConfig
 from nestpipe.models.hstu import HstuBlock
-from nestpipe.serve.engine.admission import Load
+from nestpipe.serve.engine.admission import EngineLoad
 from nestpipe.serve.engine.cost_model import Work
 from nestpipe.serve.engine.instance import Instance
-from nestpipe.serve.engine.scheduler import Decides
-from nestpipe.serve.kv_cache.reload import Reload
+from nestpipe.serve.engine.scheduler import AdmissionPolicy
+from nestpipe.serve.kv_cache.host_tier import Reload
 from nestpipe.serve.model.ranker import HstuRankModel
 from nestpipe.serve.settings import ServeSettings
 from nestpipe.serve.types import (
     KV,
+    AdmissionOutcome,
     Answer,
-    Arrival,
     History,
-    Outcome,
+    LayerEvents,
     Path,
     PrefixItem,
     RankItem,
@@ -72,7 +72,7 @@ class Log:
         self.held: set[int] = set()
         self.broken: set[int] = set()
         self.change = threading.Condition()
-        copy, forward, wait_for = Reload.copy, HstuBlock.forward, Arrival.wait_for
+        copy, forward, wait_for = Reload.copy, HstuBlock.forward, LayerEvents.wait_for
 
         def held_copy(reload: Reload, layer: int) -> None:
             with self.change:
@@ -86,11 +86,11 @@ class Log:
             self.say("computed")
             return forward(block, *given)
 
-        def said_wait_for(arrival: Arrival, layer: int) -> None:
+        def said_wait_for(layer_events: LayerEvents, layer: int) -> None:
             self.say(f"wants {layer}")
-            wait_for(arrival, layer)
+            wait_for(layer_events, layer)
 
-        monkeypatch.setattr(Arrival, "wait_for", said_wait_for)
+        monkeypatch.setattr(LayerEvents, "wait_for", said_wait_for)
         monkeypatch.setattr(Reload, "copy", held_copy)
         monkeypatch.setattr(HstuBlock, "forward", said_forward)
 
@@ -125,7 +125,7 @@ def test_by_layers_comes_back_what_comes_back_as_a_whole(dtype: str, time_bucket
     host = host_of(model)
     reload, whole = model.begin_reload(host), model.to_device(host)
     complete = reload.run()
-    assert complete.arrival is None
+    assert complete.layer_events is None
     for found in (reload.kv, complete):
         assert torch.equal(found.keys_LNHA, whole.keys_LNHA)
         assert torch.equal(found.values_LNHV, whole.values_LNHV)
@@ -169,7 +169,7 @@ def test_the_test_above_would_see_a_layer_that_is_read_early():
     model = make_model()
     reload = model.begin_reload(host_of(model))
     fill(reload.kv, float("nan"))
-    assert np.isnan(scores(model, replace(reload.kv, arrival=None))).all()
+    assert np.isnan(scores(model, replace(reload.kv, layer_events=None))).all()
 
 
 def test_in_a_batch_every_prefix_is_waited_for(log: Log):
@@ -214,7 +214,7 @@ def test_the_device_waits_for_the_event_of_the_layer_that_is_read(monkeypatch: p
             waited.append(event)
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
-    arrival, events = Arrival(CPU), [object() for _ in range(3)]
+    arrival, events = LayerEvents(CPU), [object() for _ in range(3)]
     for event in events:
         arrival.add(event)  # pyright: ignore[reportArgumentType]
     for layer in (0, 2, 1):
@@ -227,11 +227,11 @@ def test_the_device_waits_for_the_event_of_the_layer_that_is_read(monkeypatch: p
 
 @contextmanager
 def returning(
-    model: HstuRankModel, trigger: Decides | None = None, **changes: float | bool
+    model: HstuRankModel, admission: AdmissionPolicy | None = None, **changes: float | bool
 ) -> Iterator[Instance]:
     """An instance with the prefixes of users 0 and 1 in host memory, and nothing on the device."""
     settings = replace(SETTINGS, **changes)  # pyright: ignore[reportArgumentType]
-    with Instance(model, settings, trigger, StillClock()) as instance:
+    with Instance(model, settings, admission, StillClock()) as instance:
         for user in range(2):
             instance.prefetch(Signal(str(user), asked(user).long))
             instance.rank(asked(user)).result(PATIENCE_S)
@@ -240,7 +240,7 @@ def returning(
 
 
 def until(instance: Instance, **numbers: float) -> dict[str, float]:
-    change = instance._desk.change
+    change = instance._state.change
     there = lambda: numbers.items() <= instance.stats().items()  # noqa: E731
     with change:
         for _ in range(1000):
@@ -255,7 +255,7 @@ class StillClock:
 
 
 class Times:
-    """Costs as they are given, and a trigger that admits everybody; reloads go by their bytes."""
+    """Costs as they are given, and a admission that admits everybody; reloads go by their bytes."""
 
     def __init__(self, cached_ms: float, reload_ms: float, num_bytes: int) -> None:
         self.costs = self
@@ -274,8 +274,8 @@ class Times:
     def reload_ms(self, num_bytes: int) -> float:
         return self._reload_ms_per_byte * num_bytes
 
-    def decide(self, length: int, candidates: int, load: Load) -> Outcome:
-        return Outcome.ADMITTED
+    def decide(self, length: int, candidates: int, load: EngineLoad) -> AdmissionOutcome:
+        return AdmissionOutcome.ADMITTED
 
     def observe(self, work: Work, ms: float, size: int, candidates: int = 0) -> None:
         pass

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from nestpipe.errors import ConfigError, DataError, RunError, ShedError
-from nestpipe.serve.routing.hash_ring import Ring
+from nestpipe.serve.routing.membership import Ring
 from nestpipe.serve.routing.router import Router, RouterSettings
-from nestpipe.serve.types import Answer, History, Outcome, Path, RankRequest, Signal
+from nestpipe.serve.types import AdmissionOutcome, Answer, History, Path, RankRequest, Signal
 
 NAMES = ["a:1", "b:1", "c:1"]
 USERS = [f"user {number}" for number in range(60)]
@@ -51,11 +51,11 @@ class FakeInstance:
     held: list[Future[Answer]] = field(default_factory=list)
     drained: float | None = None
 
-    def prefetch(self, signal: Signal) -> Outcome:
+    def prefetch(self, signal: Signal) -> AdmissionOutcome:
         if self.mood in (Mood.RAISES, Mood.FAILS):
             raise ConnectionError(f"{self.name} is dead")
         self.signals.append(signal.user)
-        return Outcome.ADMITTED
+        return AdmissionOutcome.ADMITTED
 
     def rank(self, request: RankRequest) -> Future[Answer]:
         self.requests.append(request)
@@ -121,7 +121,7 @@ class World:
 def test_both_legs_of_every_user_go_to_the_owner():
     world = World()
     for user in USERS:
-        assert world.router.prefetch(signal(user)) is Outcome.ADMITTED
+        assert world.router.prefetch(signal(user)) is AdmissionOutcome.ADMITTED
         assert world.instances[world.rank(user)].signals[-1] == user
         assert world.rank(user) == Ring(NAMES).owner(user)
 
@@ -150,7 +150,7 @@ def test_when_all_fail_the_caller_hears_why():
 
 def test_without_members_the_caller_hears_that():
     world = World([])
-    assert world.router.prefetch(signal("u")) is Outcome.FAILED
+    assert world.router.prefetch(signal("u")) is AdmissionOutcome.FAILED
     with pytest.raises(RunError, match="no instance to send a ranking to"):
         world.rank("u")
 
@@ -198,7 +198,7 @@ def test_a_signal_to_an_instance_that_fails_is_lost():
     world = World()
     first, second, _ = world.order("u")
     first.mood = Mood.RAISES
-    assert world.router.prefetch(signal("u")) is Outcome.FAILED
+    assert world.router.prefetch(signal("u")) is AdmissionOutcome.FAILED
     assert not second.signals
     assert world.router.stats()["router_lost_signals"] == 1
 
@@ -210,7 +210,7 @@ def test_once_it_is_known_to_be_dead_both_legs_meet_at_the_next():
     for _ in range(2):
         world.rank("u")
     asked = len(first.requests)
-    assert world.router.prefetch(signal("u")) is Outcome.ADMITTED
+    assert world.router.prefetch(signal("u")) is AdmissionOutcome.ADMITTED
     assert second.signals == ["u"]
     assert world.rank("u") == second.name
     assert len(first.requests) == asked
@@ -394,7 +394,7 @@ def test_draining_waits_for_rankings_under_way_and_sheds_new_ones():
     assert not world.router.drain(0.0)
     with pytest.raises(ShedError, match="closing"):
         world.rank("v")
-    assert world.router.prefetch(signal("v")) is Outcome.FAILED
+    assert world.router.prefetch(signal("v")) is AdmissionOutcome.FAILED
     first.mood = Mood.WELL
     ending = threading.Timer(0.01, lambda: first.held[0].set_result(first.answer()))
     ending.start()

@@ -11,9 +11,9 @@ from functools import cache
 import numpy as np
 import pytest
 
-from nestpipe.serve.routing.hash_ring import Ring
+from nestpipe.serve.routing.membership import Ring
 from nestpipe.serve.routing.router import Router, RouterSettings
-from nestpipe.serve.types import Answer, History, Outcome, Path, RankRequest, Signal
+from nestpipe.serve.types import AdmissionOutcome, Answer, History, Path, RankRequest, Signal
 
 LIFE_S = 0.5
 TICK_S = 1 / 64
@@ -53,11 +53,11 @@ class Mortal:
     signals: list[str] = field(default_factory=list)
     asked: list[str] = field(default_factory=list)
 
-    def prefetch(self, signal: Signal) -> Outcome:
+    def prefetch(self, signal: Signal) -> AdmissionOutcome:
         if not self.alive:
             raise ConnectionError(self.name)
         self.signals.append(signal.user)
-        return Outcome.ADMITTED
+        return AdmissionOutcome.ADMITTED
 
     def rank(self, request: RankRequest) -> Future[Answer]:
         self.asked.append(request.user)
@@ -152,7 +152,7 @@ class Story:
         heard = {name: len(one.signals) for name, one in self.everybody.items()}
         outcome = self.router.prefetch(Signal(user, EMPTY))
         got = {name for name, one in self.everybody.items() if len(one.signals) > heard[name]}
-        assert (outcome is Outcome.ADMITTED) == bool(got)
+        assert (outcome is AdmissionOutcome.ADMITTED) == bool(got)
         self.legs[user] = Leg(now, got, self.troubles, self.changes, all_well, owner_well)
 
     def rank(self) -> None:

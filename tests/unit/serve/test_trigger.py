@@ -1,4 +1,4 @@
-"""The trigger prepares what would miss the target, within memory and time; costs are learned."""
+"""The admission prepares what would miss the target, within memory and time; costs are learned."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nestpipe.errors import ConfigError, ParseError
-from nestpipe.serve.engine.admission import Load, TokenBucket, Trigger, seconds_apart
+from nestpipe.serve.engine.admission import AdmissionControl, EngineLoad, TokenBucket, seconds_apart
 from nestpipe.serve.engine.calibration import calibrate, high
 from nestpipe.serve.engine.cost_model import ENOUGH, KEEP_S, Costs, Fit, Work, fit, p99
 from nestpipe.serve.settings import ServeSettings
-from nestpipe.serve.types import KV, Outcome
+from nestpipe.serve.types import KV, AdmissionOutcome
 
 MB = 2**20
 
@@ -33,22 +33,29 @@ COSTS = Costs({Work.INLINE: Fit(n=0.01, nn=1e-5), Work.PREFIX: Fit(n=0.01)})
 """Inline: 20 ms at 1000 events, 60 ms at 2000; prefix: 10 and 20 ms."""
 
 
-def trigger(clock: HandClock | None = None, kv_bytes=lambda n: n * 1000, **settings) -> Trigger:
-    return Trigger(ServeSettings(**settings), COSTS, kv_bytes, clock or HandClock())
+def admission(
+    clock: HandClock | None = None, kv_bytes=lambda n: n * 1000, **settings
+) -> AdmissionControl:
+    return AdmissionControl(ServeSettings(**settings), COSTS, kv_bytes, clock or HandClock())
 
 
-# The trigger
+# The admission
 
 
 def test_only_rankings_that_might_miss_the_target_are_prepared():
     # 40 ms are allowed: 50 less a fifth
-    assert trigger().decide(1000, 100, Load()) is Outcome.NOT_AT_RISK
-    assert trigger().decide(2000, 100, Load()) is Outcome.ADMITTED
+    assert admission().decide(1000, 100, EngineLoad()) is AdmissionOutcome.NOT_AT_RISK
+    assert admission().decide(2000, 100, EngineLoad()) is AdmissionOutcome.ADMITTED
 
 
 def test_a_queue_before_the_ranking_puts_it_at_risk():
-    assert trigger().decide(1000, 100, Load(rank_queue_ms=20.0)) is Outcome.NOT_AT_RISK
-    assert trigger().decide(1000, 100, Load(rank_queue_ms=20.1)) is Outcome.ADMITTED
+    assert (
+        admission().decide(1000, 100, EngineLoad(rank_queue_ms=20.0))
+        is AdmissionOutcome.NOT_AT_RISK
+    )
+    assert (
+        admission().decide(1000, 100, EngineLoad(rank_queue_ms=20.1)) is AdmissionOutcome.ADMITTED
+    )
 
 
 def test_what_would_only_just_be_in_time_is_prepared():
@@ -56,14 +63,23 @@ def test_what_would_only_just_be_in_time_is_prepared():
     length, settings = 1614, ServeSettings()
     inline_ms = COSTS.inline_ms(length, 100)
     assert 1 - settings.risk < inline_ms / settings.target_ms < 1 - settings.margin
-    assert trigger().decide(length, 100, Load()) is Outcome.ADMITTED
-    assert trigger(risk=settings.margin).decide(length, 100, Load()) is Outcome.NOT_AT_RISK
+    assert admission().decide(length, 100, EngineLoad()) is AdmissionOutcome.ADMITTED
+    assert (
+        admission(risk=settings.margin).decide(length, 100, EngineLoad())
+        is AdmissionOutcome.NOT_AT_RISK
+    )
 
 
 def test_the_risk_is_what_the_trigger_asks_for():
     # Inline: 60 ms of 100
-    assert trigger(target_ms=100, risk=0.4).decide(2000, 100, Load()) is Outcome.NOT_AT_RISK
-    assert trigger(target_ms=100, risk=0.401).decide(2000, 100, Load()) is Outcome.ADMITTED
+    assert (
+        admission(target_ms=100, risk=0.4).decide(2000, 100, EngineLoad())
+        is AdmissionOutcome.NOT_AT_RISK
+    )
+    assert (
+        admission(target_ms=100, risk=0.401).decide(2000, 100, EngineLoad())
+        is AdmissionOutcome.ADMITTED
+    )
 
 
 @pytest.mark.parametrize(
@@ -85,31 +101,37 @@ def test_a_prefix_that_cannot_be_ready_in_time_is_not_begun(cached_ms: float, qu
     """It takes 20 ms, and has the window, 100 ms, and what its ranking can wait: 45 ms less its own
     time."""
     costs = Costs({**COSTS.fits, Work.CACHED: Fit(base=cached_ms)})
-    ready = Trigger(ServeSettings(), costs, lambda n: n * 1000, HandClock())
-    assert ready.decide(2000, 100, Load(prefix_queue_ms=queue_ms)) is Outcome.ADMITTED
-    late = Load(prefix_queue_ms=queue_ms + 0.1)
-    assert ready.decide(2000, 100, late) is Outcome.REJECTED_WINDOW
+    ready = AdmissionControl(ServeSettings(), costs, lambda n: n * 1000, HandClock())
+    assert (
+        ready.decide(2000, 100, EngineLoad(prefix_queue_ms=queue_ms)) is AdmissionOutcome.ADMITTED
+    )
+    late = EngineLoad(prefix_queue_ms=queue_ms + 0.1)
+    assert ready.decide(2000, 100, late) is AdmissionOutcome.REJECTED_WINDOW
 
 
 def test_memory_is_a_hard_bound_to_the_byte():
-    def decide(live: int) -> Outcome:
-        ready = trigger(kv_bytes=lambda n: MB, device_mb=3.0)
-        return ready.decide(2000, 100, Load(live_bytes=live))
+    def decide(live: int) -> AdmissionOutcome:
+        ready = admission(kv_bytes=lambda n: MB, device_mb=3.0)
+        return ready.decide(2000, 100, EngineLoad(live_bytes=live))
 
-    assert decide(2 * MB) is Outcome.ADMITTED
-    assert decide(2 * MB + 1) is Outcome.REJECTED_FOOTPRINT
+    assert decide(2 * MB) is AdmissionOutcome.ADMITTED
+    assert decide(2 * MB + 1) is AdmissionOutcome.REJECTED_FOOTPRINT
 
 
 def test_what_is_there_already_is_not_begun_again():
-    assert trigger().decide(2000, 100, Load(already=True)) is Outcome.ALREADY_CACHED
+    assert (
+        admission().decide(2000, 100, EngineLoad(already=True)) is AdmissionOutcome.ALREADY_CACHED
+    )
 
 
 def test_without_the_trigger_only_memory_holds_back():
-    everyone = trigger(trigger=False, kv_bytes=lambda n: MB, device_mb=3.0)
-    busy = Load(prefix_queue_ms=1e9)
-    assert [everyone.decide(10, 1, busy) for _ in range(100)] == [Outcome.ADMITTED] * 100
-    assert everyone.decide(10, 1, Load(live_bytes=3 * MB)) is Outcome.REJECTED_FOOTPRINT
-    assert everyone.decide(10, 1, Load(already=True)) is Outcome.ALREADY_CACHED
+    everyone = admission(admission=False, kv_bytes=lambda n: MB, device_mb=3.0)
+    busy = EngineLoad(prefix_queue_ms=1e9)
+    assert [everyone.decide(10, 1, busy) for _ in range(100)] == [AdmissionOutcome.ADMITTED] * 100
+    assert (
+        everyone.decide(10, 1, EngineLoad(live_bytes=3 * MB)) is AdmissionOutcome.REJECTED_FOOTPRINT
+    )
+    assert everyone.decide(10, 1, EngineLoad(already=True)) is AdmissionOutcome.ALREADY_CACHED
 
 
 @pytest.mark.parametrize(
@@ -122,13 +144,13 @@ def test_the_rate_is_that_of_little_s_law_or_of_the_device_s_share(
 ):
     """A prefix of 2000 events takes 20 ms; 100 signals a second for a minute."""
     clock = HandClock()
-    busy = trigger(clock, lambda n: bytes_each, device_mb=128.0, life_s=0.5, prefix_share=share)
+    busy = admission(clock, lambda n: bytes_each, device_mb=128.0, life_s=0.5, prefix_share=share)
     for _ in range(6000):
-        busy.decide(2000, 100, Load())
+        busy.decide(2000, 100, EngineLoad())
         clock.time += 0.01
     counts = busy.counts()
-    assert counts[Outcome.ADMITTED] == pytest.approx(60 * rate, rel=0.02)
-    assert counts[Outcome.ADMITTED] + counts[Outcome.REJECTED_LOAD] == 6000
+    assert counts[AdmissionOutcome.ADMITTED] == pytest.approx(60 * rate, rel=0.02)
+    assert counts[AdmissionOutcome.ADMITTED] + counts[AdmissionOutcome.REJECTED_LOAD] == 6000
 
 
 def test_the_rate_of_one_length_is_the_smaller_of_both_bounds():
@@ -140,35 +162,38 @@ def test_the_rate_of_one_length_is_the_smaller_of_both_bounds():
 
 
 def test_no_share_of_the_device_admits_nobody():
-    assert trigger(prefix_share=0.0).decide(2000, 100, Load()) is Outcome.REJECTED_LOAD
+    assert (
+        admission(prefix_share=0.0).decide(2000, 100, EngineLoad())
+        is AdmissionOutcome.REJECTED_LOAD
+    )
 
 
 def test_a_fault_is_an_outcome():
     def broken(length: int) -> int:
         raise OSError("no such length")
 
-    failing = trigger(kv_bytes=broken)
-    assert failing.decide(2000, 100, Load()) is Outcome.FAILED
-    assert failing.counts()[Outcome.FAILED] == 1
+    failing = admission(kv_bytes=broken)
+    assert failing.decide(2000, 100, EngineLoad()) is AdmissionOutcome.FAILED
+    assert failing.counts()[AdmissionOutcome.FAILED] == 1
 
 
 def test_every_outcome_is_counted():
-    counting = trigger(device_mb=3.0, kv_bytes=lambda n: MB, prefix_share=1.0)
+    counting = admission(device_mb=3.0, kv_bytes=lambda n: MB, prefix_share=1.0)
     loads = [
-        (1000, Load()),
-        (2000, Load()),
-        (2000, Load(already=True)),
-        (2000, Load(live_bytes=3 * MB)),
-        (2000, Load(prefix_queue_ms=199.0)),
+        (1000, EngineLoad()),
+        (2000, EngineLoad()),
+        (2000, EngineLoad(already=True)),
+        (2000, EngineLoad(live_bytes=3 * MB)),
+        (2000, EngineLoad(prefix_queue_ms=199.0)),
     ]
     for length, load in loads:
         counting.decide(length, 100, load)
     assert {outcome for outcome, count in counting.counts().items() if count == 1} == {
-        Outcome.NOT_AT_RISK,
-        Outcome.ADMITTED,
-        Outcome.ALREADY_CACHED,
-        Outcome.REJECTED_FOOTPRINT,
-        Outcome.REJECTED_WINDOW,
+        AdmissionOutcome.NOT_AT_RISK,
+        AdmissionOutcome.ADMITTED,
+        AdmissionOutcome.ALREADY_CACHED,
+        AdmissionOutcome.REJECTED_FOOTPRINT,
+        AdmissionOutcome.REJECTED_WINDOW,
     }
     assert sum(counting.counts().values()) == len(loads)
 
@@ -191,19 +216,19 @@ def test_a_bucket_never_gives_more_than_time_and_burst_and_one(
 
 def test_live_times_change_decisions_within_a_second_and_wear_off():
     clock = HandClock()
-    learning = Trigger(
+    learning = AdmissionControl(
         ServeSettings(),
         Costs({Work.INLINE: Fit(n=0.01), Work.PREFIX: Fit(n=0.001)}),
         lambda n: 1000,
         clock,
     )
-    assert learning.decide(2000, 100, Load()) is Outcome.NOT_AT_RISK  # 20 ms
+    assert learning.decide(2000, 100, EngineLoad()) is AdmissionOutcome.NOT_AT_RISK  # 20 ms
     for _ in range(ENOUGH):
         learning.observe(Work.INLINE, 60.0, 2000, 100)
     clock.time += 1.0
-    assert learning.decide(2000, 100, Load()) is Outcome.ADMITTED
+    assert learning.decide(2000, 100, EngineLoad()) is AdmissionOutcome.ADMITTED
     clock.time += KEEP_S + 1
-    assert learning.decide(2000, 100, Load()) is Outcome.NOT_AT_RISK
+    assert learning.decide(2000, 100, EngineLoad()) is AdmissionOutcome.NOT_AT_RISK
 
 
 # The costs
@@ -397,11 +422,11 @@ def test_a_high_reading_counts_but_not_one_that_stands_alone():
 
 
 def test_other_costs_take_over():
-    deciding = trigger()
-    before = deciding.decide(600, 10, Load())
+    deciding = admission()
+    before = deciding.decide(600, 10, EngineLoad())
     deciding.renew(Costs({Work.INLINE: Fit(base=1000.0)}))
-    assert before is Outcome.NOT_AT_RISK
-    assert deciding.decide(600, 10, Load()) is Outcome.ADMITTED
+    assert before is AdmissionOutcome.NOT_AT_RISK
+    assert deciding.decide(600, 10, EngineLoad()) is AdmissionOutcome.ADMITTED
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ from world_turns import Turns
 
 from nestpipe.serve.routing.router import Router, RouterSettings
 from nestpipe.serve.settings import ServeSettings
-from nestpipe.serve.types import Answer, Outcome, RankRequest, Signal
+from nestpipe.serve.types import AdmissionOutcome, Answer, RankRequest, Signal
 
 STEPS = 130
 LIFE_S = 0.5
@@ -66,7 +66,7 @@ class World:
         self.chance = Random(seed)
         self.turns = Turns(self.chance, interrupt=self.chance.choice([0.0, 0.2, 0.5]))
         self.ms_per_event: float | None = self.chance.choice([None, None, None, 1.5, 3.0])
-        """That predictions say; None: there are none, and no trigger."""
+        """That predictions say; None: there are none, and no admission."""
         self.unrest = self.chance.choice([0.2, 1.0, 2.0])
         """How often members come and go."""
         self.settings = replace(
@@ -349,7 +349,7 @@ class World:
 
     def _close(self, member: Member) -> None:
         done = member.instance.drain(self.chance.choice([0.0, 1.0, 1.0]))
-        if done and member.well and member.desk.waiting.open:
+        if done and member.well and member.state.rank_queue.open:
             self.blame(f"{member} says that it is drained, and is not")
         member.instance.close()
         if member in self.members:
@@ -401,8 +401,8 @@ class World:
         if not self.members:
             return False
         member, share = self.chance.choice(self.members), self.chance.choice([0.0, 0.5, 1.0])
-        slots, host = member.desk.cache.slots, member.desk.cache.expander
-        slots.bound = max(slots.num_bytes, int(share * DEVICE_BYTES))
+        device_pool, host = member.state.cache.device_pool, member.state.cache.host_tier
+        device_pool.bound = max(device_pool.num_bytes, int(share * DEVICE_BYTES))
         if host is not None:
             host.bound = max(host.num_bytes, int(share * HOST_BYTES))
         self.tell(f"{member} has {share} of its memory")
@@ -440,8 +440,8 @@ class World:
     def _remember(self, member: Member) -> None:
         """What it has done goes into the numbers of this world."""
         self.seen.update({name: int(value) for name, value in member.stats().items()})
-        if member.trigger is not None and member.trigger.counts()[Outcome.FAILED]:
-            self.blame(f"the trigger of {member} failed")
+        if member.admission is not None and member.admission.counts()[AdmissionOutcome.FAILED]:
+            self.blame(f"the admission of {member} failed")
 
 
 @contextmanager

@@ -59,16 +59,22 @@ def _check_refusal(asked: Asked, error: BaseException) -> None:
 
 
 def check_member(member: Member, now: float) -> None:
-    desk, slots, host = member.desk, member.desk.cache.slots, member.desk.cache.expander
-    assert desk.broken is None, f"a thread of {member} died: {desk.broken!r}"
-    assert not desk.predictions.faults, f"predictions of {member} failed"
-    entries = list(slots)
-    assert slots.num_bytes == sum(entry.num_bytes for entry in entries), f"{member} counts wrongly"
-    assert slots.num_bytes <= slots.bound, f"{member} exceeds its device memory"
+    state, device_pool, host = (
+        member.state,
+        member.state.cache.device_pool,
+        member.state.cache.host_tier,
+    )
+    assert state.broken is None, f"a thread of {member} died: {state.broken!r}"
+    assert not state.predictions.faults, f"predictions of {member} failed"
+    entries = list(device_pool)
+    assert device_pool.num_bytes == sum(entry.num_bytes for entry in entries), (
+        f"{member} counts wrongly"
+    )
+    assert device_pool.num_bytes <= device_pool.bound, f"{member} exceeds its device memory"
     for entry in entries:
         held = 0 if entry.kv is None else entry.kv.num_bytes
         assert held <= entry.num_bytes, f"{entry.key} takes more than was set aside"
-        whole = entry.kv is not None and entry.kv.arrival is None
+        whole = entry.kv is not None and entry.kv.layer_events is None
         if entry.listed and entry.complete and not entry.arriving:
             assert whole, f"{member} keeps {entry.key}, which came only in part"
     listed = [entry.key for entry in entries if entry.listed]
@@ -84,26 +90,26 @@ def check_member(member: Member, now: float) -> None:
 
 def check_rest(member: Member) -> None:
     """Its threads wait, nobody will call them, no time is to come: then nothing is to be done."""
-    waiting, cache = member.desk.waiting, member.desk.cache
+    waiting, cache = member.state.rank_queue, member.state.cache
     assert not len(waiting), f"{member} sleeps, and rankings stand in line"
     assert not len(cache.fills), f"{member} sleeps, and a prefix is not computed"
     assert not len(cache.loads), f"{member} sleeps, and a prefix is not reloaded"
     assert not cache.loading, f"{member} has lost a reload"
-    assert not cache.slots.num_idle, f"{member} sleeps, and a prefix is not copied"
-    kept = [] if cache.expander is None else list(cache.expander._kept)
-    versions = {key.version for key in [*kept, *(entry.key for entry in cache.slots)]}
+    assert not cache.device_pool.num_idle, f"{member} sleeps, and a prefix is not copied"
+    kept = [] if cache.host_tier is None else list(cache.host_tier._kept)
+    versions = {key.version for key in [*kept, *(entry.key for entry in cache.device_pool)]}
     assert versions <= {member.instance.version}, f"{member} keeps prefixes of {versions}"
 
 
 def check_empty(member: Member) -> None:
     """All windows are over."""
-    slots = member.desk.cache.slots
-    assert not list(slots), f"{member} keeps device memory for nobody"
-    assert slots.num_bytes == 0, f"{member} has lost device memory"
+    device_pool = member.state.cache.device_pool
+    assert not list(device_pool), f"{member} keeps device memory for nobody"
+    assert device_pool.num_bytes == 0, f"{member} has lost device memory"
 
 
 def check_host_empty(member: Member) -> None:
     """Nobody has come for a long time."""
-    host = member.desk.cache.expander
+    host = member.state.cache.host_tier
     assert not host, f"{member} keeps host memory for ever"
     assert host is None or host.num_bytes == 0, f"{member} has lost host memory"

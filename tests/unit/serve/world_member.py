@@ -16,16 +16,16 @@ from world_turns import Change, Thread, Turns
 
 from nestpipe.errors import RunError, ShedError
 from nestpipe.serve.engine import instance as instance_module
-from nestpipe.serve.engine import state as desk_module
-from nestpipe.serve.engine.admission import Trigger
+from nestpipe.serve.engine import state as state_module
+from nestpipe.serve.engine.admission import AdmissionControl
 from nestpipe.serve.engine.cost_model import Costs, Fit, Work
-from nestpipe.serve.engine.instance import Instance, make_desk
-from nestpipe.serve.engine.state import Desk
+from nestpipe.serve.engine.instance import Instance, new_state
+from nestpipe.serve.engine.state import EngineState
 from nestpipe.serve.kv_cache.acquire import Miss, Purpose, Step
 from nestpipe.serve.kv_cache.device_pool import Entry, Need
-from nestpipe.serve.routing import hash_ring as ring_module
+from nestpipe.serve.routing import membership as ring_module
 from nestpipe.serve.settings import ServeSettings
-from nestpipe.serve.types import KV, Answer, Outcome, PrefixKey, RankRequest, Signal
+from nestpipe.serve.types import KV, AdmissionOutcome, Answer, PrefixKey, RankRequest, Signal
 
 T = TypeVar("T")
 
@@ -57,21 +57,21 @@ class Around(Protocol):
 def taking_turns(world: Around) -> Iterator[None]:
     """Inside, instances are made with threads and locks that take turns."""
 
-    def desk_of(*parts: object) -> Desk:
-        desk = make_desk(*parts)  # pyright: ignore[reportArgumentType]
-        desk.change = Change(world.turns)  # pyright: ignore[reportAttributeAccessIssue]
-        return desk
+    def state_of(*parts: object) -> EngineState:
+        state = new_state(*parts)  # pyright: ignore[reportArgumentType]
+        state.change = Change(world.turns)  # pyright: ignore[reportAttributeAccessIssue]
+        return state
 
-    def warn(desk: Desk, what: str, error: Exception) -> None:
-        desk.count("faults")
+    def warn(state: EngineState, what: str, error: Exception) -> None:
+        state.count("faults")
         if not isinstance(error, FaultError):
             world.blame(f"{what}: {error!r}")
 
     threads = SimpleNamespace(Thread=partial(Thread, world.turns))
     with (
-        patch.object(instance_module, "make_desk", desk_of),
-        patch.object(desk_module, "threading", threads),
-        patch.object(Desk, "warn", warn),
+        patch.object(instance_module, "new_state", state_of),
+        patch.object(state_module, "threading", threads),
+        patch.object(EngineState, "warn", warn),
         patch.object(ring_module, "place", quick_place),
     ):
         yield
@@ -93,7 +93,7 @@ class Promises:
     """What the cache of an instance has promised, noted at its door."""
 
     def __init__(self, member: Member) -> None:
-        cache = member.desk.cache
+        cache = member.state.cache
         self._life_s = cache.life_s
         self._of: dict[PrefixKey, Promise] = {}
         acquire, failed, discard, retire = cache.acquire, cache.failed, cache.discard, cache.retire
@@ -142,12 +142,12 @@ class Member:
         self.broken = False
         self.swapping: int | None = None
         """Version of the model that it is being given."""
-        self.trigger: Trigger | None = None
+        self.admission: AdmissionControl | None = None
         if world.ms_per_event is not None:
             priced, model = costs(world.ms_per_event), self.model(version)
-            self.trigger = Trigger(world.settings, priced, model.kv_bytes, world.turns)
-        self.instance = Instance(self.model(version), world.settings, self.trigger, world.turns)
-        self.desk = self.instance._desk
+            self.admission = AdmissionControl(world.settings, priced, model.kv_bytes, world.turns)
+        self.instance = Instance(self.model(version), world.settings, self.admission, world.turns)
+        self.state = self.instance._state
         self.promises = Promises(self)
         self._on_the_way: dict[Future[Answer], None] = {}
         for thread in self.instance._threads:
@@ -167,7 +167,7 @@ class Member:
     @contextmanager
     def _around(self, call: str, reads: Sequence[KV | None]) -> Iterator[None]:
         """A call of the model takes time, in which anything may happen but to what it reads."""
-        if self.desk.change.held:  # pyright: ignore[reportAttributeAccessIssue]
+        if self.state.change.held:  # pyright: ignore[reportAttributeAccessIssue]
             self.world.blame(f"{self}.{call} is called with the lock held")
         pasts = [kv for kv in reads if kv is not None]
         self.world.tell(f"{self}.{call} of {len(reads)}, {len(pasts)} with a prefix")
@@ -179,12 +179,12 @@ class Member:
 
     def _find(self, call: str, pasts: list[KV]) -> None:
         """What is read must still be counted as memory that is used."""
-        cache = self.desk.cache
+        cache = self.state.cache
         if call == "to_device":
-            assert cache.expander is not None
-            held = [kept.kv for kept in cache.expander._kept.values() if kept.kv]
+            assert cache.host_tier is not None
+            held = [kept.kv for kept in cache.host_tier._kept.values() if kept.kv]
         else:
-            held = [entry.kv for entry in cache.slots if entry.kv]
+            held = [entry.kv for entry in cache.device_pool if entry.kv]
         if self.well and not all(
             any(kv.keys_LNHA is one.keys_LNHA for one in held) for kv in pasts
         ):
@@ -192,7 +192,7 @@ class Member:
 
     # As its router sees it
 
-    def prefetch(self, signal: Signal) -> Outcome:
+    def prefetch(self, signal: Signal) -> AdmissionOutcome:
         self._reach()
         outcome = self._call(lambda: self.instance.prefetch(signal))
         self.world.tell(f"{self} has the signal of {signal.user}: {outcome}")
@@ -259,8 +259,8 @@ class Member:
     def die(self) -> Callable[[], None]:
         """At once; returns what others then hear, one after the other."""
         self.alive = False
-        self.desk.closed = True
-        self.desk.change.call_all()  # pyright: ignore[reportAttributeAccessIssue]
+        self.state.closed = True
+        self.state.change.call_all()  # pyright: ignore[reportAttributeAccessIssue]
 
         def cut() -> None:
             while self._on_the_way:

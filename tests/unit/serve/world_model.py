@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from world_turns import Change, Turns
 
-from nestpipe.serve.kv_cache.reload import Reload
+from nestpipe.serve.kv_cache.host_tier import Reload
 from nestpipe.serve.types import KV, History, Ids, PrefixItem, RankItem, Scores
 
 LAYERS = 2
@@ -97,8 +97,8 @@ class Model:
         state, version, past = 7, int(self.version), item.past
         for layer in range(LAYERS):
             if past is not None:
-                if past.arrival is not None:
-                    past.arrival.wait_for(layer)
+                if past.layer_events is not None:
+                    past.layer_events.wait_for(layer)
                 keys, values = _numbers(past.keys_LNHA[layer]), _numbers(past.values_LNHV[layer])
                 for key, made_by in zip(keys, values, strict=True):
                     state = _hash(state, key, made_by)

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 import pytest
 from world_turns import Change
 
-from nestpipe.serve.engine.state import Desk
+from nestpipe.serve.engine.state import EngineState
 from nestpipe.serve.kv_cache.cache import Cache
-from nestpipe.serve.kv_cache.device_pool import Entry, Need, Slots, Source
-from nestpipe.serve.kv_cache.host_tier import Expander, Kept
-from nestpipe.serve.routing.router import _Ranking
+from nestpipe.serve.kv_cache.device_pool import DevicePool, Entry, KVSource, Need
+from nestpipe.serve.kv_cache.host_tier import HostEntry, HostTier
+from nestpipe.serve.routing.router import _RoutedRanking
 from nestpipe.serve.types import History, PrefixKey
 
 Mutant = Callable[[pytest.MonkeyPatch], None]
@@ -43,19 +43,19 @@ def _instead(owner: type, name: str, act: object) -> Mutant:
     return lambda patch: patch.setattr(owner, name, act)
 
 
-def _reserve_without_bound(slots: Slots, need: Need, source: Source) -> Entry:
+def _reserve_without_bound(device_pool: DevicePool, need: Need, source: KVSource) -> Entry:
     entry = Entry(need, source)
-    slots._entries.setdefault(need.key, []).append(entry)
-    slots.num_bytes += need.num_bytes
+    device_pool._entries.setdefault(need.key, []).append(entry)
+    device_pool.num_bytes += need.num_bytes
     return entry
 
 
 def _use_uncounted(cache: Cache, entry: Entry) -> None:
-    cache.slots.busy(entry)
+    cache.device_pool.busy(entry)
     entry.used = True
 
 
-def _fail_at_once(ranking: _Ranking, member: str, fault: BaseException) -> None:
+def _fail_at_once(ranking: _RoutedRanking, member: str, fault: BaseException) -> None:
     ranking._fail(fault)
 
 
@@ -84,7 +84,7 @@ MUTANTS: dict[str, tuple[Mutant, str]] = {
         "makes a prefix twice",
     ),
     "an end of promises": (
-        _instead(Slots, "promise", lambda *_: None),
+        _instead(DevicePool, "promise", lambda *_: None),
         "keeps device memory for nobody",
     ),
     "a window before the end": (
@@ -100,23 +100,23 @@ MUTANTS: dict[str, tuple[Mutant, str]] = {
         "is freed while it is needed|reads a prefix that has been freed|device memory for nobody",
     ),
     "pins in host memory": (
-        _instead(Kept, "pinned", property(lambda kept: False)),
+        _instead(HostEntry, "pinned", property(lambda kept: False)),
         "to_device reads a prefix that has been freed|KeyError",
     ),
     "the bound of device memory": (
-        _instead(Slots, "reserve", _reserve_without_bound),
+        _instead(DevicePool, "reserve", _reserve_without_bound),
         "exceeds its device memory",
     ),
     "the bound of host memory": (
-        _instead(Expander, "_make_room", lambda *_: True),
+        _instead(HostTier, "_make_room", lambda *_: True),
         "exceeds its host memory",
     ),
     "host memory that is given back": (
-        _instead(Expander, "_drop", lambda host, key: host._kept.pop(key)),
+        _instead(HostTier, "_drop", lambda host, key: host._kept.pop(key)),
         "counts wrongly",
     ),
     "the next one in line": (
-        _instead(_Ranking, "_failed", _fail_at_once),
+        _instead(_RoutedRanking, "_failed", _fail_at_once),
         "does not answer|died|could have answered",
     ),
     "calls that wake": (
@@ -124,7 +124,7 @@ MUTANTS: dict[str, tuple[Mutant, str]] = {
         "sleeps",
     ),
     "answers for those without": (
-        _instead(Desk, "do_without", lambda *_: None),
+        _instead(EngineState, "run_inline", lambda *_: None),
         "never answered|not in list",
     ),
 }

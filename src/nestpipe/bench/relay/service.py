@@ -23,7 +23,7 @@ from nestpipe.loadtest.target import RandomModel
 from nestpipe.serve.http.client import Client
 from nestpipe.serve.http.metrics import totals
 from nestpipe.serve.model.ranker import HstuRankModel
-from nestpipe.serve.types import Answer, Outcome, RankRequest, Signal
+from nestpipe.serve.types import AdmissionOutcome, Answer, RankRequest, Signal
 
 START_S = 600.0
 """How long a service may take to be ready."""
@@ -130,7 +130,7 @@ class Behind:
         self.instances = instances
         self._front = front
 
-    def prefetch(self, signal: Signal) -> Outcome:
+    def prefetch(self, signal: Signal) -> AdmissionOutcome:
         return self._front.prefetch(signal)
 
     def rank(self, request: RankRequest) -> Future[Answer]:

@@ -1,7 +1,7 @@
-"""Which signals are acted on: those whose ranking might else miss the target, and no more.
+"""Admission control: act on a signal only where its ranking might miss the target.
 
-All of it rests on predictions (`Costs`) and on what the instance says of itself (`Load`); nothing
-of the history but its length is needed.
+The paper calls this the trigger. It needs predictions (`Costs`), what the engine is busy with
+(`EngineLoad`), and the length of the history.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from nestpipe.serve.engine.cost_model import Costs, Work
 from nestpipe.serve.settings import ServeSettings
-from nestpipe.serve.types import Clock, Outcome
+from nestpipe.serve.types import AdmissionOutcome, Clock
 
 _log = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ REFRESH_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class EngineLoad:
     """What an instance is busy with when a signal comes."""
 
     live_bytes: int = 0
@@ -100,8 +100,8 @@ class TokenBucket:
         return True
 
 
-class Trigger:
-    """Decides about signals and counts what it decided; may be called from any thread."""
+class AdmissionControl:
+    """AdmissionPolicy about signals and counts what it decided; may be called from any thread."""
 
     def __init__(
         self, settings: ServeSettings, costs: Costs, kv_bytes: Callable[[int], int], clock: Clock
@@ -112,39 +112,39 @@ class Trigger:
         self._clock = clock
         self._bucket = TokenBucket(settings.window_ms / 1e3, clock.now())
         self._refreshed = clock.now()
-        self._counts = dict.fromkeys(Outcome, 0)
+        self._counts = dict.fromkeys(AdmissionOutcome, 0)
         self._lock = threading.Lock()
 
-    def decide(self, length: int, candidates: int, load: Load) -> Outcome:
+    def decide(self, length: int, candidates: int, load: EngineLoad) -> AdmissionOutcome:
         """Whether to prepare the prefix; a fault in here is an outcome too, never an error."""
         try:
             outcome = self._decide(length, candidates, load)
         except Exception:  # noqa: BLE001  without a decision the ranking runs inline
-            _log.warning("the trigger failed; the ranking runs inline", exc_info=True)
-            outcome = Outcome.FAILED
+            _log.warning("the admission failed; the ranking runs inline", exc_info=True)
+            outcome = AdmissionOutcome.FAILED
         with self._lock:
             self._counts[outcome] += 1
         return outcome
 
-    def _decide(self, length: int, candidates: int, load: Load) -> Outcome:
+    def _decide(self, length: int, candidates: int, load: EngineLoad) -> AdmissionOutcome:
         now, settings, costs = self._clock.now(), self.settings, self.costs
         self._refresh(now)
         num_bytes = self._kv_bytes(length)
         if load.already:
-            return Outcome.ALREADY_CACHED
-        if settings.trigger:
+            return AdmissionOutcome.ALREADY_CACHED
+        if settings.admission:
             if not at_risk(length, candidates, load.rank_queue_ms, costs, settings):
-                return Outcome.NOT_AT_RISK
+                return AdmissionOutcome.NOT_AT_RISK
             if not fits_window(length, candidates, load.prefix_queue_ms, costs, settings):
-                return Outcome.REJECTED_WINDOW
+                return AdmissionOutcome.REJECTED_WINDOW
         if not fits_memory(num_bytes, load.live_bytes, settings):
-            return Outcome.REJECTED_FOOTPRINT
-        if settings.trigger:
+            return AdmissionOutcome.REJECTED_FOOTPRINT
+        if settings.admission:
             seconds = seconds_apart(length, num_bytes, costs, settings)
             with self._lock:
                 if not self._bucket.spend(seconds, now):
-                    return Outcome.REJECTED_LOAD
-        return Outcome.ADMITTED
+                    return AdmissionOutcome.REJECTED_LOAD
+        return AdmissionOutcome.ADMITTED
 
     def observe(self, work: Work, ms: float, size: int, candidates: int = 0) -> None:
         """Tell what a piece of work took, so that predictions follow."""
@@ -161,7 +161,7 @@ class Trigger:
             self._refreshed = now
         self.costs.refresh(now)
 
-    def counts(self) -> dict[Outcome, int]:
+    def counts(self) -> dict[AdmissionOutcome, int]:
         """How often each outcome was given so far."""
         with self._lock:
             return dict(self._counts)

@@ -15,14 +15,17 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
+from time import perf_counter
 
 import numpy as np
 
 from nestpipe.config import positive
+from nestpipe.serve.engine.admission import AdmissionControl
 from nestpipe.serve.engine.cost_model import Costs, Sample, Work, fit
 from nestpipe.serve.engine.scheduler import chunk_of, wait_for_device
 from nestpipe.serve.model.ranker import HstuRankModel
-from nestpipe.serve.types import KV, Clock, History, Ids, PrefixItem, RankItem, RankModel
+from nestpipe.serve.settings import ServeSettings
+from nestpipe.serve.types import KV, Clock, History, Ids, PrefixItem, RankItem, RankModel, RealClock
 
 HIGH = 0.8
 """Part of the readings that may be below the one that counts: of five, the fourth."""
@@ -75,14 +78,14 @@ def calibrate(
             positive(f"{name} of the calibration", value)
     samples: dict[Work, list[Sample]] = {work: [] for work in Work}
     for length in lengths:
-        bench = Bench(model, clock, run, short, chunk or length, longest_inline or length)
+        bench = Calibrator(model, clock, run, short, chunk or length, longest_inline or length)
         for (work, size, count), ms in bench.times(length, candidates, repeats).items():
             samples[work].append((size, count, ms))
     return Costs({work: fit(samples[work]) for work in Work})
 
 
 @dataclass(frozen=True, slots=True)
-class Bench:
+class Calibrator:
     """What is timed, and how."""
 
     model: RankModel
@@ -267,3 +270,59 @@ def recalibrated(recalibrate: Recalibrate, model: RankModel, run: Run) -> None:
         _log.info("costs of %s are not measured: it serves no longer", model.version)
     except Exception:  # noqa: BLE001  predictions are then those of the model before
         _log.warning("costs of %s could not be measured", model.version, exc_info=True)
+
+
+SHORTEST = 64
+SEEN = 4.0
+"""Times are measured up to lengths that take so many times the target; then they are fitted."""
+
+
+class Calibration:
+    """A admission that knows what the model's work takes here, also after another took over."""
+
+    def __init__(
+        self, model: RankModel, settings: ServeSettings, kv_bytes: Callable[[int], int]
+    ) -> None:
+        self._settings = settings
+        self._clock = RealClock()
+        candidates = min(256, settings.most_candidates)
+        # Two numbers, so that what a candidate costs can be told from what a ranking costs.
+        self._counts = sorted({max(1, candidates // 4), candidates})
+        longest = _longest_timed(model, candidates, settings)
+        self._lengths = lengths_up_to(longest)
+        costs = calibrate(model, self._lengths, self._counts, self._clock, chunk=settings.chunk)
+        self.admission = AdmissionControl(settings, costs, kv_bytes, self._clock)
+
+    def again(self, model: RankModel, run: Run) -> None:
+        """The same for a model that takes over: every reading is short, and made by `run`."""
+        chunk = self._settings.chunk
+        costs = calibrate(
+            model,
+            self._lengths,
+            self._counts,
+            self._clock,
+            chunk=chunk,
+            longest_inline=chunk,
+            run=run,
+        )
+        self.admission.renew(costs)
+
+
+def _longest_timed(model: RankModel, candidates: int, settings: ServeSettings) -> int:
+    """The first length, doubling, that clearly misses the target; not longer than accepted."""
+    length = min(SHORTEST, settings.most_events)
+    while length < settings.most_events:
+        if _inline_ms(model, length, candidates) > SEEN * settings.target_ms:
+            break
+        length = min(2 * length, settings.most_events)
+    return length
+
+
+def _inline_ms(model: RankModel, length: int, candidates: int) -> float:
+    events_N = np.arange(length, dtype=np.int64)
+    ids_C = np.arange(candidates, dtype=np.int64)
+    item = RankItem(History(events_N, events_N), ids_C, time=length)
+    model.rank([item])
+    start = perf_counter()
+    model.rank([item])
+    return (perf_counter() - start) * 1e3

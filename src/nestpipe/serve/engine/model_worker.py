@@ -11,27 +11,27 @@ from functools import partial
 from nestpipe.errors import RunError
 from nestpipe.serve.engine.cost_model import Work
 from nestpipe.serve.engine.scheduler import (
-    Planned,
-    Ranking,
+    PendingRanking,
+    PlannedRanking,
     checked_scores,
     chunk_of,
-    for_people,
+    error_for_caller,
     plan,
     plan_one,
     wait_for_device,
 )
-from nestpipe.serve.engine.state import Desk, Task
+from nestpipe.serve.engine.state import EngineState, Task
 from nestpipe.serve.kv_cache.device_pool import Entry
 from nestpipe.serve.types import KV, Answer, PrefixItem, Scores
 
-Result = tuple[Planned, Scores | Exception]
+Result = tuple[PlannedRanking, Scores | Exception]
 
 
-class Compute:
+class ModelWorker:
     """What that thread does next; every call of `prefix` and `rank` is made here."""
 
-    def __init__(self, desk: Desk) -> None:
-        self.desk = desk
+    def __init__(self, state: EngineState) -> None:
+        self.state = state
         self._ranked_last = False
 
     def next_task(self) -> Task | None:
@@ -39,35 +39,35 @@ class Compute:
 
         A chunk that a ranking waits for takes turns with the rankings in line.
         """
-        desk, now = self.desk, self.desk.now()
-        if desk.cache.expire(now):
-            desk.change.notify_all()  # there may be something to copy
+        state, now = self.state, self.state.now()
+        if state.cache.expire(now):
+            state.change.notify_all()  # there may be something to copy
         self._give_up(now)
-        if probe := desk.probes.take(idle=False):
+        if probe := state.probes.take(idle=False):
             return probe
-        turn_of_chunk = self._ranked_last and desk.cache.fills.awaited
+        turn_of_chunk = self._ranked_last and state.cache.fills.awaited
         self._ranked_last = False
-        if turn_of_chunk or not len(desk.waiting):
-            settings = desk.settings
-            if entries := desk.cache.next_fills(settings.chunk, settings.batch):
+        if turn_of_chunk or not len(state.rank_queue):
+            settings = state.settings
+            if entries := state.cache.next_fills(settings.chunk, settings.batch):
                 return partial(self.fill, entries)
-        if len(desk.waiting):
+        if len(state.rank_queue):
             self._ranked_last = True
-            return partial(self.rank, desk.waiting.take(desk.settings.batch))
-        return desk.probes.take(idle=True)
+            return partial(self.rank, state.rank_queue.take(state.settings.batch))
+        return state.probes.take(idle=True)
 
     def _give_up(self, now: float) -> None:
-        for ranking in self.desk.waiting.overdue(now):
+        for ranking in self.state.rank_queue.overdue(now):
             assert ranking.entry is not None, "it waits for nothing"
-            self.desk.cache.leave(ranking.entry, ranking)
-            self.desk.do_without([ranking], now)
+            self.state.cache.leave(ranking.entry, ranking)
+            self.state.run_inline([ranking], now)
 
     # Prefixes
 
     def fill(self, entries: Sequence[Entry]) -> None:
         """One more chunk of a prefix, or the rest of several: no more events than a chunk has."""
-        desk, start = self.desk, self.desk.now()
-        counts = [min(entry.num_missing, desk.settings.chunk) for entry in entries]
+        state, start = self.state, self.state.now()
+        counts = [min(entry.num_missing, state.settings.chunk) for entry in entries]
         try:
             found = self._next_chunks(entries)
         except Exception as error:  # noqa: BLE001  the ranking will say it, if it is the request
@@ -75,21 +75,21 @@ class Compute:
                 for entry in entries:
                     self.fill([entry])
                 return
-            desk.warn("a prefix could not be computed", error)
+            state.warn("a prefix could not be computed", error)
             found = [None]
-        with desk.change:
-            now = desk.now()
+        with state.change:
+            now = state.now()
             for entry, kv, count in zip(entries, found, counts, strict=True):
                 entry.spent_s += (now - start) * count / sum(counts)
                 self._filled(entry, kv, now)
-            desk.change.notify_all()
+            state.change.notify_all()
         for entry, kv in zip(entries, found, strict=True):
             if kv is not None and len(kv) == entry.key.length:
-                desk.predictions.observe_one(Work.PREFIX, entry.spent_s * 1e3, len(kv))
+                state.predictions.observe_one(Work.PREFIX, entry.spent_s * 1e3, len(kv))
 
     def _next_chunks(self, entries: Sequence[Entry]) -> list[KV | None]:
         """None for one that cannot be kept: those who wait for it are answered without."""
-        chunk = self.desk.settings.chunk
+        chunk = self.state.settings.chunk
         items = [PrefixItem(chunk_of(e.need.history, e.num_events, chunk), e.kv) for e in entries]
         found = entries[0].need.model.prefix(items)
         wait_for_device(found[0])
@@ -97,88 +97,88 @@ class Compute:
 
     def _filled(self, entry: Entry, kv: KV | None, now: float) -> None:
         """With the lock held."""
-        desk = self.desk
+        state = self.state
         if kv is None:
-            desk.do_without(desk.cache.failed(entry), now)
+            state.run_inline(state.cache.failed(entry), now)
         else:
-            desk.have_prefix(desk.cache.filled(entry, kv, now), now)
+            state.prefix_ready(state.cache.filled(entry, kv, now), now)
 
     # Rankings
 
-    def rank(self, batch: Sequence[Ranking]) -> None:
+    def rank(self, batch: Sequence[PendingRanking]) -> None:
         """Answer them, those of them that nobody waits for any more excepted."""
-        desk, start = self.desk, self.desk.now()
+        state, start = self.state, self.state.now()
         live = [ranking for ranking in batch if ranking.future.set_running_or_notify_cancel()]
-        planned = plan(live, start, desk.settings, desk.predictions)
-        with desk.change:
-            desk.running_ms = sum(p.predicted_ms for p in planned)
+        planned = plan(live, start, state.settings, state.predictions)
+        with state.change:
+            state.running_ms = sum(p.predicted_ms for p in planned)
         results = self._scores(planned) if planned else []
-        with desk.change:
+        with state.change:
             self._leave(batch, results)
         for p, found in results:
             self._answer(p, found, start)
-        with desk.change:
-            desk.waiting.answered(batch)
-            desk.change.notify_all()
+        with state.change:
+            state.rank_queue.answered(batch)
+            state.change.notify_all()
 
-    def _scores(self, planned: list[Planned]) -> list[Result]:
+    def _scores(self, planned: list[PlannedRanking]) -> list[Result]:
         """Scores of all; where the model fails, of each alone, at last without a prefix."""
-        start = self.desk.now()
+        start = self.state.now()
         try:
             found = self._ask_model(planned)
         except Exception as error:  # noqa: BLE001  every ranking of the batch gets another try
             return self._one_by_one(planned, error)
         if any(p.early for p in planned):  # part of the time is that of the copies
-            self.desk.count("early_batches")
+            self.state.count("early_batches")
         else:
-            self.desk.predictions.observe(planned, (self.desk.now() - start) * 1e3)
+            self.state.predictions.observe(planned, (self.state.now() - start) * 1e3)
         return list(zip(planned, found, strict=True))
 
-    def _ask_model(self, planned: list[Planned]) -> list[Scores]:
+    def _ask_model(self, planned: list[PlannedRanking]) -> list[Scores]:
         found = planned[0].ranking.model.rank([p.item for p in planned])
         if len(found) != len(planned):
             raise RunError(f"the model answered {len(found)} of {len(planned)} rankings")
         return [checked_scores(s, p.ranking) for s, p in zip(found, planned, strict=True)]
 
-    def _one_by_one(self, planned: list[Planned], error: Exception) -> list[Result]:
+    def _one_by_one(self, planned: list[PlannedRanking], error: Exception) -> list[Result]:
         if len(planned) > 1:
-            self.desk.count("failed_batches")
+            self.state.count("failed_batches")
             return [result for p in planned for result in self._scores([p])]
         ranking = planned[0].ranking
         if ranking.entry is None:
             return [(planned[0], error)]
-        with self.desk.change:
-            self.desk.cache.discard(ranking.entry)
-            self.desk.cache.released(ranking.entry)
+        with self.state.change:
+            self.state.cache.discard(ranking.entry)
+            self.state.cache.released(ranking.entry)
             ranking.entry = None
-        settings, costs = self.desk.settings, self.desk.predictions
-        return self._scores([plan_one(ranking, self.desk.now(), settings, costs)])
+        settings, costs = self.state.settings, self.state.predictions
+        return self._scores([plan_one(ranking, self.state.now(), settings, costs)])
 
-    def _leave(self, batch: Sequence[Ranking], results: list[Result]) -> None:
+    def _leave(self, batch: Sequence[PendingRanking], results: list[Result]) -> None:
         """Give back what they read, and count; with the lock held."""
-        desk = self.desk
+        state = self.state
         for ranking in batch:
             if ranking.entry is not None:
-                desk.cache.released(ranking.entry)
+                state.cache.released(ranking.entry)
                 ranking.entry = None
         for p, found in results:
             name = "failed_rankings" if isinstance(found, Exception) else f"path_{p.path}"
-            desk.counts[name] += 1
-        desk.running_ms = 0.0
-        desk.counts["cancelled"] += len(batch) - len(results)
-        desk.counts["batches"] += bool(results)
-        desk.counts["batched_rankings"] += len(results)
-        desk.counts["largest_batch"] = max(desk.counts["largest_batch"], len(results))
+            state.counts[name] += 1
+        state.running_ms = 0.0
+        state.counts["cancelled"] += len(batch) - len(results)
+        state.counts["batches"] += bool(results)
+        state.counts["batched_rankings"] += len(results)
+        state.counts["largest_batch"] = max(state.counts["largest_batch"], len(results))
 
-    def _answer(self, planned: Planned, found: Scores | Exception, start: float) -> None:
+    def _answer(self, planned: PlannedRanking, found: Scores | Exception, start: float) -> None:
         ranking = planned.ranking
         if isinstance(found, Exception):
-            ranking.future.set_exception(for_people(found, ranking))
+            ranking.future.set_exception(error_for_caller(found, ranking))
             return
         stages_ms = {
             "prefix": (ranking.queued - ranking.arrived) * 1e3,
             "queue": (start - ranking.queued) * 1e3,
-            "compute": (self.desk.now() - start) * 1e3,
+            "compute": (self.state.now() - start) * 1e3,
         }
         version = ranking.model.version
         ranking.future.set_result(Answer(found, planned.path, planned.length, version, stages_ms))

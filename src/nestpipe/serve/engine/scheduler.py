@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import heapq
 import logging
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Protocol
 
 import torch
 
 from nestpipe.errors import DataError, NestpipeError, RunError
-from nestpipe.serve.engine.admission import Load
+from nestpipe.serve.engine.admission import EngineLoad
 from nestpipe.serve.engine.cost_model import Work
-from nestpipe.serve.kv_cache.device_pool import Entry, Source
+from nestpipe.serve.kv_cache.device_pool import Entry, KVSource
 from nestpipe.serve.settings import ServeSettings
 from nestpipe.serve.types import (
     KV,
+    AdmissionOutcome,
     Answer,
     History,
-    Outcome,
     Path,
     RankItem,
     RankModel,
@@ -39,17 +42,17 @@ class Predicts(Protocol):
     def reload_ms(self, num_bytes: int) -> float: ...
 
 
-class Decides(Protocol):
-    """Which signals are acted on; `Trigger` is one."""
+class AdmissionPolicy(Protocol):
+    """Which signals are acted on; `AdmissionControl` is one."""
 
     @property
     def costs(self) -> Predicts: ...
-    def decide(self, length: int, candidates: int, load: Load) -> Outcome: ...
+    def decide(self, length: int, candidates: int, load: EngineLoad) -> AdmissionOutcome: ...
     def observe(self, work: Work, ms: float, size: int, candidates: int = 0) -> None: ...
 
 
 @dataclass(eq=False, slots=True)
-class Ranking:
+class PendingRanking:
     """One ranking from its arrival to its answer."""
 
     request: RankRequest
@@ -90,10 +93,10 @@ class Ranking:
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class PlannedRanking:
     """A ranking as the model will get it."""
 
-    ranking: Ranking
+    ranking: PendingRanking
     item: RankItem
     path: Path
     length: int
@@ -102,7 +105,7 @@ class Planned:
     @property
     def early(self) -> bool:
         """Whether it begins before all layers of its prefix are there."""
-        return self.item.past is not None and self.item.past.arrival is not None
+        return self.item.past is not None and self.item.past.layer_events is not None
 
     @property
     def work(self) -> tuple[Work, int, int]:
@@ -116,8 +119,8 @@ class Planned:
 class Predictions:
     """What costs say, or nothing where there are none or they fail: then all is taken to fit."""
 
-    def __init__(self, trigger: Decides | None, settings: ServeSettings) -> None:
-        self.trigger = trigger
+    def __init__(self, admission: AdmissionPolicy | None, settings: ServeSettings) -> None:
+        self.admission = admission
         self.settings = settings
         self.faults = 0
 
@@ -127,14 +130,14 @@ class Predictions:
     def cached_ms(self, length: int, candidates: int) -> float:
         return self._ask(lambda costs: costs.cached_ms(length, candidates))
 
-    def cut_ms(self, ranking: Ranking) -> float:
+    def cut_ms(self, ranking: PendingRanking) -> float:
         """Of the shortest answer that there can be."""
         length = min(ranking.length, self.settings.cut_length)
         return self.inline_ms(length, ranking.num_candidates)
 
     def rest_ms(self, entry: Entry) -> float:
         """Of what an entry still lacks."""
-        if entry.source is Source.HOST:
+        if entry.source is KVSource.HOST:
             return self._ask(lambda costs: costs.reload_ms(entry.num_bytes))
         done, all_of_it = entry.num_events, entry.key.length
         return self._ask(lambda costs: costs.prefix_ms(all_of_it) - costs.prefix_ms(done))
@@ -143,7 +146,7 @@ class Predictions:
         """Until the first layer of a reload is there."""
         return self._ask(lambda costs: costs.reload_ms(-(-entry.num_bytes // layers)))
 
-    def observe(self, planned: list[Planned], ms: float) -> None:
+    def observe(self, planned: list[PlannedRanking], ms: float) -> None:
         """Share the time of a batch among its rankings, as was predicted."""
         total_ms = sum(p.predicted_ms for p in planned)
         for p in planned:
@@ -152,17 +155,17 @@ class Predictions:
             self.observe_one(work, ms * part, size, candidates)
 
     def observe_one(self, work: Work, ms: float, size: int, candidates: int = 0) -> None:
-        if self.trigger is not None:
+        if self.admission is not None:
             try:
-                self.trigger.observe(work, ms, size, candidates)
+                self.admission.observe(work, ms, size, candidates)
             except Exception:  # noqa: BLE001  a fault here must not cost an answer
                 self._note_fault()
 
     def _ask(self, question: Callable[[Predicts], float]) -> float:
-        if self.trigger is None:
+        if self.admission is None:
             return 0.0
         try:
-            return max(0.0, question(self.trigger.costs))
+            return max(0.0, question(self.admission.costs))
         except Exception:  # noqa: BLE001  a fault here must not cost an answer
             self._note_fault()
             return 0.0
@@ -173,10 +176,10 @@ class Predictions:
 
 
 def plan(
-    rankings: Iterable[Ranking], now: float, settings: ServeSettings, costs: Predictions
-) -> list[Planned]:
+    rankings: Iterable[PendingRanking], now: float, settings: ServeSettings, costs: Predictions
+) -> list[PlannedRanking]:
     """What to compute for each, together: from its prefix, whole, or cut where time is short."""
-    planned: list[Planned] = []
+    planned: list[PlannedRanking] = []
     before_ms = 0.0
     for ranking in rankings:
         made = plan_one(ranking, now + before_ms / 1e3, settings, costs)
@@ -186,8 +189,8 @@ def plan(
 
 
 def plan_one(
-    ranking: Ranking, start: float, settings: ServeSettings, costs: Predictions
-) -> Planned:
+    ranking: PendingRanking, start: float, settings: ServeSettings, costs: Predictions
+) -> PlannedRanking:
     """What to compute for a ranking whose turn comes at `start`."""
     request, candidates = ranking.request, ranking.num_candidates
     if ranking.entry is not None:
@@ -195,7 +198,7 @@ def plan_one(
         assert past is not None, "a prefix is read before it is there"
         item = RankItem(request.short, request.candidates_C, past, request.time)
         ms = costs.cached_ms(len(past), candidates)
-        return Planned(ranking, item, ranking.path, ranking.length, ms)
+        return PlannedRanking(ranking, item, ranking.path, ranking.length, ms)
     ms = costs.inline_ms(ranking.length, candidates)
     history, path = ranking.whole, Path.MISS_FULL
     left_ms = max(0.0, (ranking.deadline - start) * 1e3)
@@ -203,7 +206,7 @@ def plan_one(
         history, path = history.last(settings.cut_length), Path.MISS_CUT
         ms = costs.cut_ms(ranking)
     item = RankItem(history, request.candidates_C, None, request.time)
-    return Planned(ranking, item, path, len(history), ms)
+    return PlannedRanking(ranking, item, path, len(history), ms)
 
 
 def check_history(history: History, settings: ServeSettings) -> None:
@@ -245,7 +248,7 @@ def chunk_of(history: History, start: int, count: int) -> History:
     return History(history.items_N[part], None if times_N is None else times_N[part])
 
 
-def for_people(error: Exception, ranking: Ranking) -> Exception:
+def error_for_caller(error: Exception, ranking: PendingRanking) -> Exception:
     """The error that the caller of a ranking gets to see."""
     if isinstance(error, NestpipeError):
         return error
@@ -263,7 +266,7 @@ def wait_for_device(kv: KV) -> None:
         torch.cuda.current_stream(kv.keys_LNHA.device).synchronize()
 
 
-def checked_scores(scores_C: Scores, ranking: Ranking) -> Scores:
+def checked_scores(scores_C: Scores, ranking: PendingRanking) -> Scores:
     """The scores, if there is one for each candidate."""
     if scores_C.shape != (ranking.num_candidates,):
         raise RunError(
@@ -271,3 +274,73 @@ def checked_scores(scores_C: Scores, ranking: Ranking) -> Scores:
             "candidates; use another checkpoint"
         )
     return scores_C
+
+
+class RankQueue:
+    """Plain state, without threads: the caller holds a lock and says what time it is."""
+
+    def __init__(self) -> None:
+        self.open: dict[PendingRanking, None] = {}
+        """Accepted and not answered, in order of arrival."""
+        self.num_running = 0
+        self._line: deque[PendingRanking] = deque()
+        self._give_up: list[tuple[float, int, PendingRanking]] = []
+        self._serial = count()
+
+    def __len__(self) -> int:
+        """Rankings that wait in line."""
+        return len(self._line)
+
+    def __iter__(self) -> Iterator[PendingRanking]:
+        return iter(self._line)
+
+    @property
+    def num_waiting(self) -> int:
+        """Rankings that are not being computed."""
+        return len(self.open) - self.num_running
+
+    def enqueue(self, ranking: PendingRanking, now: float) -> None:
+        ranking.waiting, ranking.queued = False, now
+        self._line.append(ranking)
+
+    def enqueue_first(self, rankings: Iterable[PendingRanking], now: float) -> None:
+        """Into the front of the line: they have waited elsewhere."""
+        for ranking in reversed(list(rankings)):
+            ranking.waiting, ranking.queued = False, now
+            self._line.appendleft(ranking)
+
+    def wait_until(self, ranking: PendingRanking, until: float) -> None:
+        """It waits for its prefix, but not longer than that."""
+        ranking.waiting = True
+        heapq.heappush(self._give_up, (until, next(self._serial), ranking))
+
+    def next_give_up(self) -> float | None:
+        """When the next of them may have waited long enough."""
+        while self._give_up and not self._give_up[0][2].waiting:
+            heapq.heappop(self._give_up)
+        return self._give_up[0][0] if self._give_up else None
+
+    def overdue(self, now: float) -> list[PendingRanking]:
+        """Those that have waited long enough."""
+        found: list[PendingRanking] = []
+        while (until := self.next_give_up()) is not None and until <= now:
+            found.append(heapq.heappop(self._give_up)[2])
+        return found
+
+    def take(self, most: int) -> list[PendingRanking]:
+        """The first in line, and those after it that the same model can compute with it."""
+        batch: list[PendingRanking] = []
+        others: list[PendingRanking] = []
+        while self._line and len(batch) < most:
+            ranking = self._line.popleft()
+            same = not batch or ranking.model is batch[0].model
+            (batch if same else others).append(ranking)
+        self._line.extendleft(reversed(others))
+        self.num_running = len(batch)
+        return batch
+
+    def answered(self, rankings: Iterable[PendingRanking]) -> None:
+        """The batch is done with."""
+        self.num_running = 0
+        for ranking in rankings:
+            self.open.pop(ranking, None)

@@ -12,14 +12,12 @@ from functools import partial
 
 from nestpipe.errors import RunError, ShedError
 from nestpipe.serve.engine.calibration import Probes
-from nestpipe.serve.engine.rank_queue import Waiting
-from nestpipe.serve.engine.scheduler import Predictions, Ranking
+from nestpipe.serve.engine.scheduler import PendingRanking, Predictions, RankQueue
 from nestpipe.serve.kv_cache.cache import Cache
-from nestpipe.serve.kv_cache.device_pool import Entry, Source, State
-from nestpipe.serve.kv_cache.host_tier import Expander
-from nestpipe.serve.kv_cache.reload import ReloadsByLayer
+from nestpipe.serve.kv_cache.device_pool import Entry, EntryState, KVSource
+from nestpipe.serve.kv_cache.host_tier import HostTier, ReloadsByLayer
 from nestpipe.serve.settings import ServeSettings
-from nestpipe.serve.types import Clock, Outcome, Path
+from nestpipe.serve.types import AdmissionOutcome, Clock, Path
 
 _log = logging.getLogger(__name__)
 
@@ -27,7 +25,7 @@ Task = Callable[[], None]
 
 COUNTED = (
     *(f"path_{path}" for path in Path),
-    *(f"outcome_{outcome}" for outcome in Outcome),
+    *(f"outcome_{outcome}" for outcome in AdmissionOutcome),
     *("fills", "failed_fills", "abandoned_fills", "wasted_prefixes", "discarded"),
     *("reloads", "failed_reloads", "copies", "failed_copies"),
     *("batches", "batched_rankings", "largest_batch", "failed_batches", "failed_rankings"),
@@ -37,7 +35,7 @@ COUNTED = (
 
 
 @dataclass(eq=False, slots=True)
-class Desk:
+class EngineState:
     """Read and change it only with `change` held; tell the others by `change.notify_all()`."""
 
     settings: ServeSettings
@@ -45,7 +43,7 @@ class Desk:
     cache: Cache
     predictions: Predictions
     probes: Probes
-    waiting: Waiting = field(default_factory=Waiting)
+    rank_queue: RankQueue = field(default_factory=RankQueue)
     counts: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(COUNTED, 0)))
     change: threading.Condition = field(default_factory=threading.Condition)
     running_ms: float = 0.0
@@ -59,12 +57,12 @@ class Desk:
 
     def rank_queue_ms(self) -> float:
         """Predicted time until all rankings in line are answered."""
-        return self.running_ms + sum(ranking.predicted_ms for ranking in self.waiting)
+        return self.running_ms + sum(ranking.predicted_ms for ranking in self.rank_queue)
 
-    def eta_s(self, entry: Entry, ranking: Ranking) -> float:
+    def eta_s(self, entry: Entry, ranking: PendingRanking) -> float:
         """Predicted seconds until a ranking can go on as if its prefix were there."""
         rest_ms, cache = self.predictions.rest_ms, self.cache
-        if entry.source is Source.HOST:
+        if entry.source is KVSource.HOST:
             reload_ms = self._reload_ms(entry, ranking.predicted_ms)
             return max(0.0, self._begins_ms(entry) + reload_ms) / 1e3
         before = sum(rest_ms(e) for e in cache.fills if e.waiters and e is not entry)
@@ -84,30 +82,30 @@ class Desk:
         """
         all_ms = self.predictions.rest_ms(entry)
         by_layer = self.settings.reload_by_layer and isinstance(entry.need.model, ReloadsByLayer)
-        if not by_layer or self.cache.expander is None:
+        if not by_layer or self.cache.host_tier is None:
             return all_ms
-        first_ms = self.predictions.layer_ms(entry, self.cache.expander.num_layers(entry.key))
+        first_ms = self.predictions.layer_ms(entry, self.cache.host_tier.num_layers(entry.key))
         return max(first_ms, all_ms - cached_ms)
 
-    def have_prefix(self, rankings: Iterable[Ranking], now: float) -> None:
+    def prefix_ready(self, rankings: Iterable[PendingRanking], now: float) -> None:
         """What they waited for is there."""
-        self.waiting.go_first(rankings, now)
+        self.rank_queue.enqueue_first(rankings, now)
 
-    def do_without(self, rankings: Iterable[Ranking], now: float) -> None:
+    def run_inline(self, rankings: Iterable[PendingRanking], now: float) -> None:
         """What they waited for does not come."""
         rankings = list(rankings)
         for ranking in rankings:
             self._inline(ranking)
-        self.waiting.go_first(rankings, now)
+        self.rank_queue.enqueue_first(rankings, now)
 
-    def leave_in_line(self, entry: Entry) -> None:
+    def drop_prefix(self, entry: Entry) -> None:
         """What they were to read came only in part: those in line keep their place without it."""
-        for ranking in self.waiting:
+        for ranking in self.rank_queue:
             if ranking.entry is entry:
                 self.cache.released(entry)
                 self._inline(ranking)
 
-    def _inline(self, ranking: Ranking) -> None:
+    def _inline(self, ranking: PendingRanking) -> None:
         ranking.entry, ranking.path = None, Path.MISS_FULL
         ranking.predicted_ms = self.predictions.inline_ms(ranking.length, ranking.num_candidates)
 
@@ -120,10 +118,10 @@ class Desk:
         with self.change:
             self.counts[name] += 1
 
-    def fail_open(self, error: BaseException) -> int:
+    def fail_pending(self, error: BaseException) -> int:
         """Let nobody wait for an answer that will not come; how many did."""
         with self.change:
-            left, self.waiting = list(self.waiting.open), Waiting()
+            left, self.rank_queue = list(self.rank_queue.open), RankQueue()
             self.probes.cancel()
             self.change.notify_all()
         num_told = 0
@@ -137,27 +135,27 @@ class Desk:
 
     def stats(self) -> dict[str, float]:
         """Counters and gauges by name."""
-        cache, slots = self.cache, self.cache.slots
-        host = cache.expander if cache.expander is not None else Expander(0, 0.0)
-        states = Counter(entry.state for entry in slots)
+        cache, device_pool = self.cache, self.cache.device_pool
+        host = cache.host_tier if cache.host_tier is not None else HostTier(0, 0.0)
+        states = Counter(entry.state for entry in device_pool)
         counts = self.counts + cache.counts
         gauges = {
             **{name: counts[name] for name in (*COUNTED, *counts)},
             "faults": self.counts["faults"] + self.predictions.faults,
-            **{f"entries_{state}": states[state] for state in State},
-            "device_bytes": slots.num_bytes,
-            "device_bytes_bound": slots.bound,
-            "device_evicted": slots.evicted,
+            **{f"entries_{state}": states[state] for state in EntryState},
+            "device_bytes": device_pool.num_bytes,
+            "device_bytes_bound": device_pool.bound,
+            "device_evicted": device_pool.evicted,
             "host_bytes": host.num_bytes,
             "host_bytes_bound": host.bound,
             "host_entries": len(host),
             "host_evicted": host.evicted,
             "host_expired": host.expired,
-            "open_rankings": len(self.waiting.open),
-            "queue_rankings": len(self.waiting),
+            "open_rankings": len(self.rank_queue.open),
+            "queue_rankings": len(self.rank_queue),
             "queue_fills": len(cache.fills),
             "queue_reloads": len(cache.loads) + cache.loading,
-            "queue_copies": slots.num_idle,
+            "queue_copies": device_pool.num_idle,
             "broken": self.broken is not None,
         }
         return {name: float(value) for name, value in gauges.items()}
@@ -169,23 +167,23 @@ def has_failed(error: BaseException) -> RunError:
 
 
 def start(
-    name: str, desk: Desk, next_task: Callable[[], Task | None], minds_the_clock: bool
+    name: str, state: EngineState, next_task: Callable[[], Task | None], minds_the_clock: bool
 ) -> threading.Thread:
-    """A thread that does what `next_task` gives it, until the desk is closed.
+    """A thread that does what `next_task` gives it, until the state is closed.
 
     `next_task` is called with the lock held, after every change, and for one thread also when
     somebody's time is up; what it returns is run without the lock.
     """
-    timeout = partial(_seconds_to_next, desk) if minds_the_clock else lambda: None
+    timeout = partial(_seconds_to_next, state) if minds_the_clock else lambda: None
 
     def until_closed() -> None:
         try:
-            while (task := _wait(desk, next_task, timeout)) is not None:
+            while (task := _wait(state, next_task, timeout)) is not None:
                 task()
         except BaseException as error:  # noqa: BLE001  callers hear of it
             _log.critical("thread %s of an instance died", name, exc_info=error)
-            desk.broken, desk.draining, desk.closed = error, True, True
-            desk.fail_open(has_failed(error))
+            state.broken, state.draining, state.closed = error, True, True
+            state.fail_pending(has_failed(error))
 
     thread = threading.Thread(target=until_closed, name=f"nestpipe-{name}", daemon=True)
     thread.start()
@@ -193,22 +191,22 @@ def start(
 
 
 def _wait(
-    desk: Desk, next_task: Callable[[], Task | None], timeout: Callable[[], float | None]
+    state: EngineState, next_task: Callable[[], Task | None], timeout: Callable[[], float | None]
 ) -> Task | None:
-    with desk.change:
-        while not desk.closed:
+    with state.change:
+        while not state.closed:
             task = next_task()
             if task is not None:
                 return task
-            desk.change.wait(timeout())
+            state.change.wait(timeout())
     return None
 
 
-def _seconds_to_next(desk: Desk) -> float | None:
+def _seconds_to_next(state: EngineState) -> float | None:
     """Until a promise or somebody's patience ends."""
-    ends = [desk.cache.slots.next_end(), desk.waiting.next_give_up()]
+    ends = [state.cache.device_pool.next_end(), state.rank_queue.next_give_up()]
     known = [end for end in ends if end is not None]
-    return max(0.0, min(known) - desk.now()) if known else None
+    return max(0.0, min(known) - state.now()) if known else None
 
 
 # What an instance that ends says to those who ask it.

@@ -10,9 +10,9 @@ import torch
 
 from nestpipe.errors import RunError
 from nestpipe.serve.engine.cost_model import Work
-from nestpipe.serve.engine.state import Desk, Task
+from nestpipe.serve.engine.state import EngineState, Task
 from nestpipe.serve.kv_cache.device_pool import Entry
-from nestpipe.serve.kv_cache.reload import ReloadsByLayer
+from nestpipe.serve.kv_cache.host_tier import ReloadsByLayer
 from nestpipe.serve.types import KV
 
 
@@ -30,11 +30,11 @@ class CopyStream:
         return torch.cuda.stream(self._stream)
 
 
-class Copies:
+class Transfer:
     """What those threads do next: a reload that somebody waits for, else a copy out."""
 
-    def __init__(self, desk: Desk, threads: int) -> None:
-        self.desk = desk
+    def __init__(self, state: EngineState, threads: int) -> None:
+        self.state = state
         self._most_out = max(1, threads - 1)
         """Copies out at once: a reload shall find a thread."""
         self._num_out = 0
@@ -43,7 +43,7 @@ class Copies:
 
     def next_task(self, stream: CopyStream) -> Task | None:
         """With the lock held."""
-        cache, now = self.desk.cache, self.desk.now()
+        cache, now = self.state.cache, self.state.now()
         if load := cache.next_load(now):
             return partial(self.load, *load, stream)
         if self._num_out < self._most_out and (copy := cache.next_copy(now)):
@@ -53,31 +53,31 @@ class Copies:
 
     def load(self, entry: Entry, host: KV, stream: CopyStream) -> None:
         """Bring a prefix back; where that fails, those who wait for it are answered without."""
-        desk, start = self.desk, self.desk.now()
+        state, start = self.state, self.state.now()
         with stream(self._device):
             kv = self._try(lambda: self._bring(entry, host), "a prefix did not come back")
-        with desk.change:
-            now = desk.now()
+        with state.change:
+            now = state.now()
             if kv is None:
-                desk.do_without(desk.cache.failed(entry), now)
-                desk.leave_in_line(entry)
+                state.run_inline(state.cache.failed(entry), now)
+                state.drop_prefix(entry)
             else:
-                desk.have_prefix(desk.cache.loaded(entry, kv, now), now)
-            desk.change.notify_all()
+                state.prefix_ready(state.cache.loaded(entry, kv, now), now)
+            state.change.notify_all()
         if kv is not None:
-            desk.predictions.observe_one(Work.RELOAD, (now - start) * 1e3, entry.num_bytes)
+            state.predictions.observe_one(Work.RELOAD, (now - start) * 1e3, entry.num_bytes)
 
     def _bring(self, entry: Entry, host: KV) -> KV:
         """All of it, complete; by layers, rankings read it from the moment that it has begun."""
         model = entry.need.model
-        if not (self.desk.settings.reload_by_layer and isinstance(model, ReloadsByLayer)):
+        if not (self.state.settings.reload_by_layer and isinstance(model, ReloadsByLayer)):
             return _checked(model.to_device(host), entry)
         reload = model.begin_reload(host)
-        begun, desk = _checked(reload.kv, entry), self.desk
-        with desk.change:
-            now = desk.now()
-            desk.have_prefix(desk.cache.begun(entry, begun, now), now)
-            desk.change.notify_all()
+        begun, state = _checked(reload.kv, entry), self.state
+        with state.change:
+            now = state.now()
+            state.prefix_ready(state.cache.begun(entry, begun, now), now)
+            state.change.notify_all()
         return reload.run()
 
     def copy_out(self, entry: Entry, kv: KV, stream: CopyStream) -> None:
@@ -85,16 +85,16 @@ class Copies:
         self._device = kv.keys_LNHA.device
         with stream(self._device):
             host = self._try(lambda: entry.need.model.to_host(kv), "a prefix could not be kept")
-        with self.desk.change:
+        with self.state.change:
             self._num_out -= 1
-            self.desk.cache.copied(entry, host, self.desk.now())
-            self.desk.change.notify_all()
+            self.state.cache.copied(entry, host, self.state.now())
+            self.state.change.notify_all()
 
     def _try(self, copy: Callable[[], KV], what: str) -> KV | None:
         try:
             return copy()
         except Exception as error:  # noqa: BLE001  nobody depends on a copy
-            self.desk.warn(what, error)
+            self.state.warn(what, error)
             return None
 
 

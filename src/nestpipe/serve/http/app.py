@@ -13,11 +13,10 @@ from starlette.types import ASGIApp
 
 from nestpipe import __version__
 from nestpipe.errors import NestpipeError
-from nestpipe.serve.http.binary import MEDIA_TYPE
+from nestpipe.serve.http.bodies import MEDIA_TYPE, ErrorAnswer, HealthAnswer
 from nestpipe.serve.http.errors import HttpError, of_fault
-from nestpipe.serve.http.limits import Gate, Guard
+from nestpipe.serve.http.limits import LimitsMiddleware, RequestLimits
 from nestpipe.serve.http.metrics import CONTENT_TYPE, Metrics
-from nestpipe.serve.http.schemas import ErrorAnswer, HealthAnswer
 
 SAYS = {
     400: "The body cannot be parsed",
@@ -38,13 +37,13 @@ Asked = Callable[[], Awaitable[dict[str, float]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedApp:
     """An app with all that stands around it."""
 
     app: ASGIApp
     """What the server calls: the guard."""
     inner: FastAPI
-    gate: Gate
+    gate: RequestLimits
     metrics: Metrics
     drain: Callable[[float], Coroutine[Any, Any, bool]]
     """Finish what was accepted."""
@@ -79,7 +78,7 @@ async def _none() -> dict[str, float]:
 
 
 def guarded(
-    app: FastAPI, gate: Gate, token: str | None, metrics: Metrics, asked: Asked = _none
+    app: FastAPI, gate: RequestLimits, token: str | None, metrics: Metrics, asked: Asked = _none
 ) -> ASGIApp:
     """The app behind its limits, with /metrics; `asked` gives numbers that take a while."""
 
@@ -88,7 +87,7 @@ def guarded(
         """Counters, gauges and histograms in Prometheus' text format."""
         return Response(metrics.text(await asked()), media_type=CONTENT_TYPE)
 
-    return Guard(app, gate, token, metrics.observe_http)
+    return LimitsMiddleware(app, gate, token, metrics.observe_http)
 
 
 def answer_error(error: HttpError, headers: Any = None) -> Response:

@@ -19,7 +19,16 @@ from nestpipe.serve.http.metrics import totals
 from nestpipe.serve.http.requests import WAITED_HEADER
 from nestpipe.serve.routing.router import Router, RouterSettings
 from nestpipe.serve.settings import HttpSettings
-from nestpipe.serve.types import Answer, History, Ids, Outcome, Path, RankRequest, RealClock, Signal
+from nestpipe.serve.types import (
+    AdmissionOutcome,
+    Answer,
+    History,
+    Ids,
+    Path,
+    RankRequest,
+    RealClock,
+    Signal,
+)
 
 SIGNALS_AT_ONCE = 64
 """Signals that wait for an instance at the same time; more wait for their turn."""
@@ -27,7 +36,7 @@ PROBE_S = 1.0
 """An instance that takes longer to say how it is, is not well."""
 
 
-class Instances:
+class BackendPool:
     """Several instances as one, by the rules of `Router`; lives on an event loop."""
 
     def __init__(
@@ -78,7 +87,7 @@ class Instances:
         """What they serve; more than one version while a reload is under way."""
         return ", ".join(sorted({version for version in self._versions.values() if version}))
 
-    async def prefetch(self, user: str, call: Call) -> Outcome:
+    async def prefetch(self, user: str, call: Call) -> AdmissionOutcome:
         """A signal that nobody took is no error: its ranking runs inline."""
         loop, signal = asyncio.get_running_loop(), UnreadSignal(user, call=call)
         return await loop.run_in_executor(self._signals, self.router.prefetch, signal)
@@ -192,12 +201,12 @@ class HttpBackend:
         self._http = http
         self._loop = loop
 
-    def prefetch(self, signal: Signal) -> Outcome:
+    def prefetch(self, signal: Signal) -> AdmissionOutcome:
         """Waits for the answer: not to be called on the loop's thread."""
         assert isinstance(signal, UnreadSignal), "the router passes bodies on"
         assert signal.call is not None
         sent = asyncio.run_coroutine_threadsafe(self._judged(signal.call), self._loop)
-        return Outcome(json.loads(sent.result().body)["outcome"])
+        return AdmissionOutcome(json.loads(sent.result().body)["outcome"])
 
     def rank(self, request: RankRequest) -> Future[Answer]:
         assert isinstance(request, UnreadRanking), "the router passes bodies on"

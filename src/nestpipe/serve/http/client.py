@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nestpipe.errors import CheckpointError, DataError, NestpipeError, RunError, ShedError
-from nestpipe.serve.http.binary import MEDIA_TYPE, cut, pack, split
-from nestpipe.serve.types import Answer, History, Outcome, Path, RankRequest, Signal
+from nestpipe.serve.http.bodies import MEDIA_TYPE, cut, pack, split
+from nestpipe.serve.types import AdmissionOutcome, Answer, History, Path, RankRequest, Signal
 
 CONNECT_S = 1.0
 PREFIX = "nestpipe_"
@@ -55,10 +55,10 @@ class Client:
         self._open: set[Future[Answer]] = set()
         self._lock = threading.Lock()
 
-    def prefetch(self, signal: Signal) -> Outcome:
+    def prefetch(self, signal: Signal) -> AdmissionOutcome:
         """What the service decided; waits for its answer."""
         reply = self._post("/v1/prefetch", signal.user, signal_body(signal))
-        return Outcome(json.loads(_good(reply).body)["outcome"])
+        return AdmissionOutcome(json.loads(_good(reply).body)["outcome"])
 
     def rank(self, request: RankRequest) -> Future[Answer]:
         """Scores, or the error that the service answered with."""

@@ -10,21 +10,21 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 
 from nestpipe.errors import NestpipeError
-from nestpipe.serve.http.app import Served, answer_health, errors, guarded, new_app, takes
-from nestpipe.serve.http.binary import MEDIA_TYPE, pack
-from nestpipe.serve.http.errors import HttpError, of_fault
-from nestpipe.serve.http.histories import Histories
-from nestpipe.serve.http.limits import Gate
-from nestpipe.serve.http.metrics import Metrics
-from nestpipe.serve.http.requests import JSON, Reader, media_type, validated
-from nestpipe.serve.http.schemas import (
+from nestpipe.serve.http.app import ServedApp, answer_health, errors, guarded, new_app, takes
+from nestpipe.serve.http.bodies import (
+    MEDIA_TYPE,
     HealthAnswer,
     PrefetchAnswer,
     RankAnswer,
     ReloadAnswer,
     ReloadBody,
+    pack,
     request_schemas,
 )
+from nestpipe.serve.http.errors import HttpError, of_fault
+from nestpipe.serve.http.limits import RequestLimits
+from nestpipe.serve.http.metrics import Metrics
+from nestpipe.serve.http.requests import JSON, HistoryStore, RequestReader, media_type, validated
 from nestpipe.serve.settings import MOST_DEADLINE_S, HttpSettings, ServeSettings
 from nestpipe.serve.types import Answer, RankRequest, RankService
 
@@ -48,13 +48,13 @@ def instance_app(
     well: Callable[[], bool] = lambda: True,
     reload: Reload,
     token: str | None = None,
-    histories: Histories | None = None,
-) -> Served:
+    histories: HistoryStore | None = None,
+) -> ServedApp:
     """The routes of one instance behind its guard."""
     schemas = request_schemas(settings, http, histories is not None)
-    app, gate = new_app("NestPipe instance", schemas), Gate(http)
+    app, gate = new_app("NestPipe instance", schemas), RequestLimits(http)
     metrics = Metrics(service.stats, gate.stats)
-    _add_legs(app, service, Reader(settings, http, histories), metrics)
+    _add_legs(app, service, RequestReader(settings, http, histories), metrics)
     reloading = _add_reload(app, reload)
 
     @app.get(
@@ -71,10 +71,10 @@ def instance_app(
         empty = await gate.emptied(timeout_s)
         return await asyncio.to_thread(service.drain, timeout_s) and empty
 
-    return Served(guarded(app, gate, token, metrics), app, gate, metrics, drain, reloading)
+    return ServedApp(guarded(app, gate, token, metrics), app, gate, metrics, drain, reloading)
 
 
-def _add_legs(app: FastAPI, service: RankService, reader: Reader, metrics: Metrics) -> None:
+def _add_legs(app: FastAPI, service: RankService, reader: RequestReader, metrics: Metrics) -> None:
     @app.post(
         "/v1/prefetch",
         response_model=PrefetchAnswer,

@@ -28,7 +28,7 @@ LINGER_S = 0.25
 COUNTED = ("http_shed_requests", "http_shed_bodies", "http_too_large", "http_slow")
 
 
-class Gate:
+class RequestLimits:
     """How much is in hand, and whether more is let in. Used by the event loop's thread only."""
 
     def __init__(self, settings: HttpSettings) -> None:
@@ -89,10 +89,12 @@ Observe = Callable[[str, int, float], None]
 """Hears the path, the status and the seconds of every answer."""
 
 
-class Guard:
+class LimitsMiddleware:
     """An ASGI app around another."""
 
-    def __init__(self, app: ASGIApp, gate: Gate, token: str | None, observe: Observe) -> None:
+    def __init__(
+        self, app: ASGIApp, gate: RequestLimits, token: str | None, observe: Observe
+    ) -> None:
         self._app = app
         self._gate = gate
         self._token = token
@@ -132,7 +134,7 @@ class Guard:
 
     async def _with_body(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._gate.enter()
-        body = _Body(self._gate)
+        body = _BodyReader(self._gate)
         try:
             if not await body.read(scope, receive):
                 return
@@ -142,10 +144,10 @@ class Guard:
             self._gate.leave(body.held)
 
 
-class _Body:
+class _BodyReader:
     """One body on its way in, and what the gate holds for it."""
 
-    def __init__(self, gate: Gate) -> None:
+    def __init__(self, gate: RequestLimits) -> None:
         self._gate = gate
         self.data = bytearray()
         self.held = 0
@@ -181,7 +183,7 @@ class _Body:
 class _Answer:
     """Sends an answer, and says when it was complete."""
 
-    def __init__(self, scope: Scope, send: Send, gate: Gate, observe: Observe) -> None:
+    def __init__(self, scope: Scope, send: Send, gate: RequestLimits, observe: Observe) -> None:
         self._scope, self._send, self._gate, self._observe = scope, send, gate, observe
         self._start = time.monotonic()
         self.status = 0

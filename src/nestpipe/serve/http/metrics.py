@@ -17,8 +17,8 @@ from prometheus_client.core import (
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.registry import Collector
 
-from nestpipe.serve.kv_cache.device_pool import State
-from nestpipe.serve.types import Outcome, Path
+from nestpipe.serve.kv_cache.device_pool import EntryState
+from nestpipe.serve.types import AdmissionOutcome, Path
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
@@ -98,7 +98,7 @@ Kind = Literal["counter", "gauge", "unknown"]
 
 COUNTERS = {
     **{f"path_{path}": f"Rankings answered by way of {path}" for path in Path},
-    **{f"outcome_{outcome}": f"Signals that were {outcome}" for outcome in Outcome},
+    **{f"outcome_{outcome}": f"Signals that were {outcome}" for outcome in AdmissionOutcome},
     "fills": "Prefixes that were computed",
     "failed_fills": "Prefixes whose computation failed",
     "abandoned_fills": "Prefixes that nobody wanted any more before they were complete",
@@ -132,7 +132,7 @@ COUNTERS = {
     "router_errors": "Rankings that failed everywhere, or were bad",
 }
 GAUGES = {
-    **{f"entries_{state}": f"Prefixes in device memory that are {state}" for state in State},
+    **{f"entries_{state}": f"Prefixes in device memory that are {state}" for state in EntryState},
     "device_bytes": "Device memory that prefixes hold or are promised",
     "device_bytes_bound": "Most device memory for prefixes",
     "host_bytes": "Host memory that prefixes hold",
@@ -155,21 +155,21 @@ GAUGES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Description:
+class MetricInfo:
     """The type and the help of a metric."""
 
     kind: Kind
     help: str
 
 
-def described(name: str) -> Description:
+def described(name: str) -> MetricInfo:
     """What a number of `RankService.stats` is; the HTTP service of a router has the same names."""
     for known in (name, name.removeprefix("router_")):
         if known in COUNTERS:
-            return Description("counter", COUNTERS[known])
+            return MetricInfo("counter", COUNTERS[known])
         if known in GAUGES:
-            return Description("gauge", GAUGES[known])
-    return Description("unknown", name.replace("_", " "))
+            return MetricInfo("gauge", GAUGES[known])
+    return MetricInfo("unknown", name.replace("_", " "))
 
 
 # The numbers of several instances as those of one service.

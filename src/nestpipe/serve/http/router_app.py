@@ -12,23 +12,25 @@ from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, ConfigDict
 
 from nestpipe.errors import RunError
-from nestpipe.serve.http.app import Served, answer_health, errors, guarded, new_app, takes
-from nestpipe.serve.http.backend_pool import RETURNED, Call, Instances, RefusedError
-from nestpipe.serve.http.binary import MEDIA_TYPE, BinaryError, split
-from nestpipe.serve.http.client import Reply
-from nestpipe.serve.http.errors import HttpError, shed
-from nestpipe.serve.http.instance_app import BINARY_ANSWER
-from nestpipe.serve.http.limits import Gate
-from nestpipe.serve.http.metrics import Metrics
-from nestpipe.serve.http.requests import JSON, USER_HEADER, media_type, validated
-from nestpipe.serve.http.schemas import (
+from nestpipe.serve.http.app import ServedApp, answer_health, errors, guarded, new_app, takes
+from nestpipe.serve.http.backend_pool import RETURNED, BackendPool, Call, RefusedError
+from nestpipe.serve.http.bodies import (
+    MEDIA_TYPE,
+    BinaryError,
     HealthAnswer,
     PrefetchAnswer,
     RankAnswer,
     ReloadAnswer,
     User,
     request_schemas,
+    split,
 )
+from nestpipe.serve.http.client import Reply
+from nestpipe.serve.http.errors import HttpError, shed
+from nestpipe.serve.http.instance_app import BINARY_ANSWER
+from nestpipe.serve.http.limits import RequestLimits
+from nestpipe.serve.http.metrics import Metrics
+from nestpipe.serve.http.requests import JSON, USER_HEADER, media_type, validated
 from nestpipe.serve.settings import HttpSettings, ServeSettings
 
 T = TypeVar("T")
@@ -47,12 +49,12 @@ def router_app(
     http: HttpSettings,
     token: str | None = None,
     histories: bool = False,
-) -> Served:
+) -> ServedApp:
     """The routes of the router behind its guard; `urls` are the instances' by their names.
 
     `histories`: the instances have some themselves.
     """
-    instances = Instances(urls, settings.life_s, http, token)
+    instances = BackendPool(urls, settings.life_s, http, token)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -60,7 +62,7 @@ def router_app(
             yield
 
     schemas = request_schemas(settings, http, histories)
-    app, gate = new_app("NestPipe router", schemas, lifespan), Gate(http)
+    app, gate = new_app("NestPipe router", schemas, lifespan), RequestLimits(http)
     metrics = Metrics(lambda: instances.router.stats(), lambda: gate.stats("router_"))
     _add_legs(app, instances)
     _add_reload(app, instances)
@@ -82,10 +84,10 @@ def router_app(
         return "a router has no checkpoint; reload the instances"
 
     around = guarded(app, gate, token, metrics, instances.totals)
-    return Served(around, app, gate, metrics, drain, reload)
+    return ServedApp(around, app, gate, metrics, drain, reload)
 
 
-def _add_legs(app: FastAPI, instances: Instances) -> None:
+def _add_legs(app: FastAPI, instances: BackendPool) -> None:
     @app.post(
         "/v1/prefetch",
         response_model=PrefetchAnswer,
@@ -139,7 +141,7 @@ def answer_reply(reply: Reply) -> Response:
     return Response(reply.body, reply.status, headers)
 
 
-def _add_reload(app: FastAPI, instances: Instances) -> None:
+def _add_reload(app: FastAPI, instances: BackendPool) -> None:
     @app.post(
         "/v1/reload",
         response_model=ReloadAnswer,

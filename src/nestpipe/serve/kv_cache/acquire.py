@@ -71,7 +71,7 @@ Step = Promised | Use | Wait | Load | Fill | Miss
 # The order in which prefixes are computed or reloaded.
 
 
-class Line:
+class FillQueue:
     """Entries that wait for work: those that a ranking waits for first, then by age."""
 
     def __init__(self) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from nestpipe.serve.kv_cache.acquire import (
     Fill,
-    Line,
+    FillQueue,
     Load,
     Miss,
     Promised,
@@ -22,8 +22,8 @@ from nestpipe.serve.kv_cache.acquire import (
     Use,
     Wait,
 )
-from nestpipe.serve.kv_cache.device_pool import Entry, Need, Slots, Source, State
-from nestpipe.serve.kv_cache.host_tier import Expander
+from nestpipe.serve.kv_cache.device_pool import DevicePool, Entry, EntryState, KVSource, Need
+from nestpipe.serve.kv_cache.host_tier import HostTier
 from nestpipe.serve.types import KV
 
 
@@ -33,28 +33,28 @@ def at_once(entry: Entry, ticket: Any) -> float:
 
 
 class Cache:
-    """Slots and expander joined; a key is filled or reloaded once at a time."""
+    """DevicePool and host_tier joined; a key is filled or reloaded once at a time."""
 
     def __init__(
         self,
-        slots: Slots,
-        expander: Expander | None = None,
+        device_pool: DevicePool,
+        host_tier: HostTier | None = None,
         *,
         life_s: float,
         reloads: int,
         single_flight: bool = True,
         eta_s: Callable[[Entry, Any], float] = at_once,
     ) -> None:
-        self.slots = slots
-        self.expander = expander
+        self.device_pool = device_pool
+        self.host_tier = host_tier
         self.life_s = life_s
         self.reloads = reloads
         self.single_flight = single_flight
         self.eta_s = eta_s
         self.loading = 0
-        self.fills = Line()
+        self.fills = FillQueue()
         """Entries to be computed, the one in the making included."""
-        self.loads = Line()
+        self.loads = FillQueue()
         """Entries to be reloaded, those under way not included."""
         self.counts: Counter[str] = Counter()
         self._retired: set[str] = set()
@@ -63,10 +63,10 @@ class Cache:
 
     def has(self, need: Need, now: float) -> bool:
         """Whether a signal for it would find it, or find it on its way."""
-        entry = self.slots.find(need.key)
+        entry = self.device_pool.find(need.key)
         if entry and (entry.complete or self.single_flight):
             return True
-        return self.expander is not None and self.expander.holds(need.key, now)
+        return self.host_tier is not None and self.host_tier.holds(need.key, now)
 
     def acquire(
         self,
@@ -80,7 +80,7 @@ class Cache:
 
         `deadline` is when a ranking must have the prefix for waiting to be of use.
         """
-        entry = self.slots.find(need.key)
+        entry = self.device_pool.find(need.key)
         if entry and not entry.complete and not self.single_flight:
             entry = None
         if entry is None:
@@ -103,15 +103,15 @@ class Cache:
         self, need: Need, purpose: Purpose, now: float, deadline: float, ticket: Any
     ) -> Step:
         """Nothing in device memory: reload, compute, or miss."""
-        kept = self.expander is not None and self.expander.holds(need.key, now)
+        kept = self.host_tier is not None and self.host_tier.holds(need.key, now)
         if not kept and purpose is Purpose.RANK:
             return Miss.NOWHERE
-        source = Source.HOST if kept else Source.COMPUTED
+        source = KVSource.HOST if kept else KVSource.COMPUTED
         eta_s = 0.0 if purpose is Purpose.SIGNAL else self.eta_s(Entry(need, source), ticket)
         late = now + eta_s > deadline
         if late and kept:
             return Miss.TOO_LATE
-        entry = self.slots.reserve(need, source)
+        entry = self.device_pool.reserve(need, source)
         if entry is None:
             return Miss.NO_ROOM
         entry.lasting = purpose is Purpose.RANK_AND_KEEP and not kept
@@ -119,8 +119,8 @@ class Cache:
             self.fills.push(entry)
             return Miss.TOO_LATE
         if kept:
-            assert self.expander is not None, "there is no host memory"
-            self.expander.pin(need.key, now)
+            assert self.host_tier is not None, "there is no host memory"
+            self.host_tier.pin(need.key, now)
         if purpose is Purpose.SIGNAL:
             self._promise(entry, now)
         else:
@@ -141,7 +141,7 @@ class Cache:
     def discard(self, entry: Entry) -> None:
         """It is of no use to anybody: let it go once the rankings that read it have."""
         self.counts["discarded"] += 1
-        self.slots.unlist(entry)
+        self.device_pool.unlist(entry)
         self._want_no_more(entry)
 
     # Working
@@ -150,7 +150,7 @@ class Cache:
         """What to compute a chunk of."""
         while entry := self.fills.first():
             if entry.wanted:
-                entry.state = State.FILLING
+                entry.state = EntryState.FILLING
                 return entry
             self.counts["abandoned_fills"] += 1
             self._forget(entry)
@@ -171,7 +171,7 @@ class Cache:
             alike = entry.need.model is first.need.model
             if left < 0 or not alike or bool(entry.waiters) != bool(first.waiters):
                 break
-            entry.state = State.FILLING
+            entry.state = EntryState.FILLING
             chosen.append(entry)
         return chosen
 
@@ -189,11 +189,11 @@ class Cache:
         """What to copy to device memory; None also while enough is under way."""
         while self.loading < self.reloads and (entry := self.loads.first()):
             if entry.wanted:
-                assert self.expander is not None, "there is no host memory"
+                assert self.host_tier is not None, "there is no host memory"
                 self.loads.remove(entry)
                 self.loading += 1
-                entry.state, entry.loading_since = State.FILLING, now
-                return entry, self.expander.read(entry.key)
+                entry.state, entry.loading_since = EntryState.FILLING, now
+                return entry, self.host_tier.read(entry.key)
             self._forget(entry)
         return None
 
@@ -230,9 +230,9 @@ class Cache:
         """
         if entry.arriving:
             return self._failed_half_way(entry)
-        self.counts[f"failed_{'reloads' if entry.source is Source.HOST else 'fills'}"] += 1
+        self.counts[f"failed_{'reloads' if entry.source is KVSource.HOST else 'fills'}"] += 1
         tickets, entry.waiters, entry.promises, entry.lasting = entry.waiters, [], 0, False
-        if entry.source is Source.HOST:
+        if entry.source is KVSource.HOST:
             self.loading -= 1
         self._forget(entry)
         return tickets
@@ -242,33 +242,33 @@ class Cache:
         self.loading -= 1
         self._unpin(entry)
         entry.arriving = False
-        self.slots.unlist(entry)
+        self.device_pool.unlist(entry)
         self._want_no_more(entry)
         return []
 
     def next_copy(self, now: float) -> tuple[Entry, KV] | None:
         """What to copy to host memory."""
-        while self.expander is not None and (entry := self.slots.oldest_idle()):
+        while self.host_tier is not None and (entry := self.device_pool.oldest_idle()):
             assert entry.kv is not None
-            if self.expander.begin(entry.key, entry.num_bytes, now):
-                self.slots.busy(entry)
+            if self.host_tier.begin(entry.key, entry.num_bytes, now):
+                self.device_pool.busy(entry)
                 entry.copying = True
                 return entry, entry.kv
-            self.slots.free(entry)
+            self.device_pool.free(entry)
         return None
 
     def copied(self, entry: Entry, kv: KV | None, now: float) -> None:
         """The copy is complete, or, without `kv`, came to nothing."""
-        assert self.expander is not None, "there is no host memory"
+        assert self.host_tier is not None, "there is no host memory"
         entry.copying = False
         if kv is None or entry.key.version in self._retired:
             self.counts["failed_copies"] += kv is None
-            self.expander.cancel(entry.key)
-            if entry.state is State.DONE:
-                return self.slots.free(entry)
+            self.host_tier.cancel(entry.key)
+            if entry.state is EntryState.DONE:
+                return self.device_pool.free(entry)
         else:
             self.counts["copies"] += 1
-            self.expander.finish(entry.key, kv, now)
+            self.host_tier.finish(entry.key, kv, now)
         self._settle(entry)
 
     # Time and versions
@@ -276,27 +276,27 @@ class Cache:
     def expire(self, now: float) -> bool:
         """Give up promises whose ranking did not come; whether there were any."""
         some = False
-        for entry in self.slots.ended(now):
+        for entry in self.device_pool.ended(now):
             some = True
             entry.promises = 0
-            if entry.state is State.RESERVED:
-                computed = entry.source is Source.COMPUTED
+            if entry.state is EntryState.RESERVED:
+                computed = entry.source is KVSource.COMPUTED
                 self.counts["abandoned_fills"] += computed and not entry.lasting
             elif not entry.used:
                 self.counts["wasted_prefixes"] += 1
-                self.slots.unlist(entry)
+                self.device_pool.unlist(entry)
             self._settle(entry)
-        if self.expander is not None:
-            self.expander.expire(now)
+        if self.host_tier is not None:
+            self.host_tier.expire(now)
         return some
 
     def retire(self, version: str) -> None:
         """A model that nobody will ask for again: let its prefixes go as they fall free."""
         self._retired.add(version)
-        for entry in [e for e in self.slots if e.key.version == version]:
+        for entry in [e for e in self.device_pool if e.key.version == version]:
             self._want_no_more(entry)
-        if self.expander is not None:
-            self.expander.drop_where(lambda key: key.version == version)
+        if self.host_tier is not None:
+            self.host_tier.drop_where(lambda key: key.version == version)
 
     def revive(self, version: str) -> None:
         """A model that is asked for (again)."""
@@ -304,28 +304,28 @@ class Cache:
 
     # The life of an entry
 
-    def _line(self, entry: Entry) -> Line:
-        return self.loads if entry.source is Source.HOST else self.fills
+    def _line(self, entry: Entry) -> FillQueue:
+        return self.loads if entry.source is KVSource.HOST else self.fills
 
     def _promise(self, entry: Entry, now: float) -> None:
         entry.promises += 1
-        self.slots.promise(entry, now + self.life_s)
-        if entry.state is State.DONE:
-            self.slots.busy(entry)
-            entry.state = State.READY
+        self.device_pool.promise(entry, now + self.life_s)
+        if entry.state is EntryState.DONE:
+            self.device_pool.busy(entry)
+            entry.state = EntryState.READY
 
     def _use(self, entry: Entry) -> None:
-        self.slots.busy(entry)
-        entry.state = State.IN_USE
+        self.device_pool.busy(entry)
+        entry.state = EntryState.IN_USE
         entry.users += 1
         entry.used = True
 
     def _ready(self, entry: Entry, now: float) -> list[Any]:
-        entry.state, entry.lasting = State.READY, False
+        entry.state, entry.lasting = EntryState.READY, False
         tickets, entry.waiters = entry.waiters, []
         for _ in tickets:
             self._use(entry)
-        self.slots.promise(entry, now + self.life_s)
+        self.device_pool.promise(entry, now + self.life_s)
         self._settle(entry)
         return tickets
 
@@ -339,37 +339,37 @@ class Cache:
         if entry.users or entry.waiters:
             return
         if entry.promises:
-            if entry.state is State.IN_USE:
-                entry.state = State.READY
-            self.slots.promise(entry, entry.keep_until)
-        elif entry.state is State.RESERVED and not entry.lasting:
+            if entry.state is EntryState.IN_USE:
+                entry.state = EntryState.READY
+            self.device_pool.promise(entry, entry.keep_until)
+        elif entry.state is EntryState.RESERVED and not entry.lasting:
             self._forget(entry)
         elif entry.complete:
             self._done(entry)
 
     def _done(self, entry: Entry) -> None:
-        entry.state = State.DONE
+        entry.state = EntryState.DONE
         if entry.copying or entry.arriving:
             return  # whoever copies it says when that has ended
         if self._worth_copying(entry):
-            self.slots.idle(entry)
+            self.device_pool.idle(entry)
         else:
-            self.slots.free(entry)
+            self.device_pool.free(entry)
 
     def _worth_copying(self, entry: Entry) -> bool:
-        if self.expander is None or not entry.listed or entry.key.version in self._retired:
+        if self.host_tier is None or not entry.listed or entry.key.version in self._retired:
             return False
-        return entry.key not in self.expander
+        return entry.key not in self.host_tier
 
     def _forget(self, entry: Entry) -> None:
         """Free an entry that never became complete."""
         self._line(entry).remove(entry)
-        if entry.source is Source.HOST:
+        if entry.source is KVSource.HOST:
             self._unpin(entry)
-        self.slots.free(entry)
+        self.device_pool.free(entry)
 
     def _unpin(self, entry: Entry) -> None:
-        assert self.expander is not None, "there is no host memory"
-        self.expander.unpin(entry.key)
+        assert self.host_tier is not None, "there is no host memory"
+        self.host_tier.unpin(entry.key)
         if entry.key.version in self._retired:
-            self.expander.discard(entry.key)
+            self.host_tier.discard(entry.key)

@@ -15,7 +15,7 @@ from typing import Any
 from nestpipe.serve.types import KV, History, PrefixKey, RankModel
 
 
-class State(StrEnum):
+class EntryState(StrEnum):
     """Where an entry is in its life; before RESERVED and after DONE it does not exist."""
 
     RESERVED = "reserved"
@@ -28,7 +28,7 @@ class State(StrEnum):
     """Promised to nobody: it may be copied to host memory, and makes room where room is needed."""
 
 
-class Source(StrEnum):
+class KVSource(StrEnum):
     """Where the contents of an entry come from."""
 
     COMPUTED = "computed"
@@ -55,8 +55,8 @@ class Entry:
     """One prefix in device memory, or the memory set aside for it."""
 
     need: Need
-    source: Source
-    state: State = State.RESERVED
+    source: KVSource
+    state: EntryState = EntryState.RESERVED
     kv: KV | None = None
     """The first events only, while it is filled in chunks."""
     promises: int = 0
@@ -107,14 +107,14 @@ class Entry:
     @property
     def complete(self) -> bool:
         """Whether a ranking may read it; it waits for a layer that is still arriving."""
-        return self.state in (State.READY, State.IN_USE, State.DONE)
+        return self.state in (EntryState.READY, EntryState.IN_USE, EntryState.DONE)
 
     def accepts(self, kv: KV) -> bool:
         """Whether this can be more of it, or all of it, in the memory that was set aside."""
         return self.num_events < len(kv) <= self.key.length and kv.num_bytes <= self.num_bytes
 
 
-class Slots:
+class DevicePool:
     """Device memory for prefixes: a hard bound in bytes, and nothing promised is ever evicted."""
 
     def __init__(self, bound: int) -> None:
@@ -143,7 +143,7 @@ class Slots:
         """Whether so much memory is free, or can be by evicting what is done."""
         return self.promised_bytes + num_bytes <= self.bound
 
-    def reserve(self, need: Need, source: Source) -> Entry | None:
+    def reserve(self, need: Need, source: KVSource) -> Entry | None:
         """Memory for a prefix, or None where there is none but what is promised."""
         if not self.fits(need.num_bytes):
             return None
@@ -185,7 +185,7 @@ class Slots:
 
     def idle(self, entry: Entry) -> None:
         """It is done: room for others, until somebody comes for it or copies it."""
-        entry.state = State.DONE
+        entry.state = EntryState.DONE
         if not entry.copying and entry not in self._idle:
             self._idle[entry] = None
             self._idle_bytes += entry.num_bytes
@@ -219,5 +219,9 @@ class Slots:
         while self._ends and self._ends[0][0] <= now:
             entry = heapq.heappop(self._ends)[2]
             over = entry.keep_until <= now and entry.listed
-            if over and entry.state in (State.RESERVED, State.READY) and not entry.waiters:
+            if (
+                over
+                and entry.state in (EntryState.RESERVED, EntryState.READY)
+                and not entry.waiters
+            ):
                 yield entry

@@ -6,14 +6,18 @@ Plain state, without threads: the caller holds a lock and says what time it is.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
+from typing import Protocol, runtime_checkable
 
-from nestpipe.serve.types import KV, PrefixKey
+import torch
+from torch import Tensor
+
+from nestpipe.serve.types import KV, LayerEvents, PrefixKey
 
 
 @dataclass(eq=False, slots=True)
-class Kept:
+class HostEntry:
     """One prefix in host memory; without contents while it is copied there."""
 
     num_bytes: int
@@ -27,7 +31,7 @@ class Kept:
         return self.kv is None or self.reloads > 0
 
 
-class Expander:
+class HostTier:
     """A store bounded in bytes; room for a copy is made before the copy is."""
 
     def __init__(self, bound: int, ttl_s: float) -> None:
@@ -36,7 +40,7 @@ class Expander:
         self.num_bytes = 0
         self.evicted = 0
         self.expired = 0
-        self._kept: dict[PrefixKey, Kept] = {}
+        self._kept: dict[PrefixKey, HostEntry] = {}
         """Least recently used first."""
 
     def __len__(self) -> int:
@@ -59,7 +63,7 @@ class Expander:
         """Make room for a copy; False where it is here already, or there is no room."""
         if key in self._kept or not self._make_room(num_bytes, now):
             return False
-        self._kept[key] = Kept(num_bytes, now + self.ttl_s)
+        self._kept[key] = HostEntry(num_bytes, now + self.ttl_s)
         self.num_bytes += num_bytes
         return True
 
@@ -120,7 +124,7 @@ class Expander:
                 self.expired += 1
                 self._drop(key)
 
-    def _old(self, now: float) -> Iterator[tuple[PrefixKey, Kept]]:
+    def _old(self, now: float) -> Iterator[tuple[PrefixKey, HostEntry]]:
         return takewhile(lambda pair: pair[1].expires <= now, self._kept.items())
 
     def _make_room(self, num_bytes: int, now: float) -> bool:
@@ -142,3 +146,75 @@ class Expander:
 
     def _drop(self, key: PrefixKey) -> None:
         self.num_bytes -= self._kept.pop(key).num_bytes
+
+
+class Reload:
+    """Made and run by one thread, on its present stream.
+
+    `kv` may be given to `rank` as soon as it is made: its arrival says when each layer is there.
+    """
+
+    @torch.inference_mode()
+    def __init__(self, host: KV, device: torch.device) -> None:
+        """Sets device memory aside; brings the times at once, which `rank` reads before any layer.
+
+        The memory belongs to the present stream, and the allocator gives it out again on that
+        stream only: also where this fails half way, copies that are still under way end before
+        others begin. Whoever reads it on another stream must have ended before it is freed.
+        """
+        self._host = host
+        self._device = device
+        self._arrival = LayerEvents(device)
+        self.kv = KV(
+            torch.empty_like(host.keys_LNHA, device=device),
+            torch.empty_like(host.values_LNHV, device=device),
+            None if host.times_N is None else self._whole(host.times_N),
+            self._arrival,
+        )
+
+    @torch.inference_mode()
+    def run(self) -> KV:
+        """Bring all layers; the prefix without an arrival, complete when this returns."""
+        try:
+            for layer in range(len(self._host.keys_LNHA)):
+                self.copy(layer)
+                self._arrival.add(self._event())
+            self._synchronize()
+        except BaseException:
+            self._arrival.fail()
+            raise
+        return replace(self.kv, layer_events=None)
+
+    def copy(self, layer: int) -> None:
+        """Ask for one layer; from pinned memory this does not wait for the device."""
+        for host, here in (
+            (self._host.keys_LNHA, self.kv.keys_LNHA),
+            (self._host.values_LNHV, self.kv.values_LNHV),
+        ):
+            here[layer].copy_(host[layer], non_blocking=True)
+
+    def _whole(self, times_N: Tensor) -> Tensor:
+        copied_N = torch.empty_like(times_N, device=self._device).copy_(times_N, non_blocking=True)
+        self._synchronize()
+        return copied_N
+
+    def _event(self) -> torch.cuda.Event | None:
+        """Comes when all that was asked of this thread's stream so far is done."""
+        if self._device.type != "cuda":
+            return None
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
+
+@runtime_checkable
+class ReloadsByLayer(Protocol):
+    """A model whose prefixes can come back one layer after the other; others do by `to_device`."""
+
+    def begin_reload(self, host: KV) -> Reload:
+        """The copy that is to be run; `rank` may use its `kv` meanwhile."""
+        ...

@@ -18,8 +18,8 @@ from nestpipe.jagged import Jagged
 from nestpipe.models import HstuConfig, HstuRanker
 from nestpipe.models.hstu import Prefix, PrefixParts
 from nestpipe.serve.kv_cache.host_arena import HostArena
-from nestpipe.serve.kv_cache.reload import Reload
-from nestpipe.serve.model.weights import ItemRows, Weights, read_weights, refuse_broken
+from nestpipe.serve.kv_cache.host_tier import Reload
+from nestpipe.serve.model.weights import ItemRows, Weights, read_weights, reject_non_finite
 from nestpipe.serve.types import KV, History, Ids, PrefixItem, RankItem, Scores
 
 # Shapes: B users, T events of all users together, K items, D width, L layers, N events of a user
@@ -51,7 +51,7 @@ class HstuRankModel:
     ) -> HstuRankModel:
         """The ranker of a checkpoint that `nestpipe train` wrote, or of the latest in a folder."""
         weights = read_weights(Path(path))
-        refuse_broken(weights, repr(str(path)))
+        reject_non_finite(weights, repr(str(path)))
         ranker = HstuRanker(weights.config)
         try:
             ranker.load_state_dict(dict(weights.dense))
@@ -77,7 +77,7 @@ class HstuRankModel:
         order_K = np.argsort(items_K, kind="stable")
         rows_KD = rows_KD.detach().cpu().float()[torch.from_numpy(order_K)]
         weights = Weights(ranker.config, dense, items_K[order_K].astype(np.int64), rows_KD)
-        refuse_broken(weights, "the model")
+        reject_non_finite(weights, "the model")
         return cls._placed(deepcopy(ranker), weights, f"model-{_digest(weights)}", device, dtype)
 
     @classmethod
@@ -316,7 +316,7 @@ def past_of(pasts: Sequence[KV | None]) -> PrefixParts | None:
     all_B = [past or nothing for past in pasts]
     times = [past.times_N for past in all_B if past.times_N is not None]
     assert len(times) in (0, len(all_B)), "some prefixes were made without times"
-    arrivals = [past.arrival for past in kept if past.arrival is not None]
+    arrivals = [past.layer_events for past in kept if past.layer_events is not None]
 
     def wait_for(layer: int) -> None:
         for arrival in arrivals:

@@ -57,7 +57,7 @@ def read_weights(path: Path) -> Weights:
     return Weights(config, dense, items_K, rows_KD, first, int(about["step"]))
 
 
-def refuse_broken(weights: Weights, where: str) -> None:
+def reject_non_finite(weights: Weights, where: str) -> None:
     """Numbers that are none would make scores that are none, for everybody who meets them."""
     for name, tensor in {**weights.dense, f"the rows of {TABLE}": weights.rows_KD}.items():
         if not bool(torch.isfinite(tensor).all()):

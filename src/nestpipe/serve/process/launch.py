@@ -17,7 +17,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, Literal
 
 from nestpipe.errors import ConfigError
-from nestpipe.serve.process.server import open_port
+from nestpipe.serve.process.server import bind_port
 from nestpipe.serve.process.worker import Role, command_of, environment_of
 
 RouterKind = Literal["builtin", "nginx", "none"]
@@ -48,7 +48,7 @@ class Part:
 
 
 @dataclass(slots=True)
-class _Running:
+class _PartProcess:
     process: subprocess.Popen[bytes]
     since: float
     ready: bool = False
@@ -63,7 +63,7 @@ class Launcher:
         self._environment = environment
         self._say = say
         self._drain_s = drain_s
-        self._running: dict[Part, _Running] = {}
+        self._running: dict[Part, _PartProcess] = {}
         self._pauses: dict[Part, float] = {}
         self._due: dict[Part, float] = {}
         self._news: SimpleQueue[tuple[str, Any]] = SimpleQueue()
@@ -117,7 +117,7 @@ class Launcher:
         well = [self._ended_well(part, one, end) for part, one in running]
         return all(well)
 
-    def _ended_well(self, part: Part, running: _Running, end: float) -> bool:
+    def _ended_well(self, part: Part, running: _PartProcess, end: float) -> bool:
         try:
             status = running.process.wait(max(0.0, end - time.monotonic()))
         except subprocess.TimeoutExpired:
@@ -136,16 +136,16 @@ class Launcher:
             env=dict(self._environment),
             start_new_session=True,  # Ctrl-C is for us alone: we stop the parts in order
         )
-        running = _Running(process, time.monotonic())
+        running = _PartProcess(process, time.monotonic())
         self._running[part] = running
         for act in (self._await_end, self._await_ready):
             threading.Thread(target=act, args=(part, running), daemon=True).start()
 
-    def _await_end(self, part: Part, running: _Running) -> None:
+    def _await_end(self, part: Part, running: _PartProcess) -> None:
         status = running.process.wait()
         self._news.put(("died", (part, status)))
 
-    def _await_ready(self, part: Part, running: _Running) -> None:
+    def _await_ready(self, part: Part, running: _PartProcess) -> None:
         while not self._stopping.wait(LOOK_S) and running.process.poll() is None:
             if is_ready(part):
                 running.ready = True
@@ -298,7 +298,7 @@ def free_ports(host: str, first: int, count: int, not_these: Sequence[int] = ())
     try:
         while len(ports) < count:
             wanted = first + len(ports) if first else 0
-            listeners.append(open_port(host, wanted))
+            listeners.append(bind_port(host, wanted))
             port = listeners[-1].getsockname()[1]
             if port not in not_these:
                 ports.append(port)

@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from nestpipe.errors import ConfigError
-from nestpipe.serve.http.app import Served, answer_error
+from nestpipe.serve.http.app import ServedApp, answer_error
 from nestpipe.serve.http.errors import shed
 from nestpipe.serve.settings import HttpSettings
 
@@ -29,7 +29,7 @@ LONGEST_HEADERS = 65536
 class Server(uvicorn.Server):
     """SIGTERM and SIGINT drain, SIGHUP reads the checkpoint again; a drained end is status 0."""
 
-    def __init__(self, config: uvicorn.Config, served: Served, drain_s: float) -> None:
+    def __init__(self, config: uvicorn.Config, served: ServedApp, drain_s: float) -> None:
         super().__init__(config)
         self._served = served
         self._drain_s = drain_s
@@ -86,7 +86,7 @@ class PatientProtocol(H11Protocol):
     _impatience: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport) -> None:
-        whole: Any = WholeAnswers(transport, self.loop)
+        whole: Any = AtomicWrites(transport, self.loop)
         super().connection_made(whole)
         if len(self.connections) > self.most_connections:
             self.app = too_many
@@ -124,8 +124,8 @@ async def too_many(scope: Scope, receive: Receive, send: Send) -> None:
     await answer_error(error, {"connection": "close"})(scope, receive, send)
 
 
-def new_server(served: Served, http: HttpSettings) -> Server:
-    """A server that has not begun; `serve` or `run` it with the socket of `open_port`."""
+def new_server(served: ServedApp, http: HttpSettings) -> Server:
+    """A server that has not begun; `serve` or `run` it with the socket of `bind_port`."""
     limits = {"header_timeout_s": http.header_timeout_s, "most_connections": http.connections}
     protocol = type("Protocol", (PatientProtocol,), limits)
     config = uvicorn.Config(
@@ -144,7 +144,7 @@ def new_server(served: Served, http: HttpSettings) -> Server:
     return Server(config, served, http.drain_s)
 
 
-def run(served: Served, listener: socket.socket, http: HttpSettings) -> None:
+def run(served: ServedApp, listener: socket.socket, http: HttpSettings) -> None:
     """Serve until told to stop."""
     new_server(served, http).run(sockets=[listener])
 
@@ -152,7 +152,7 @@ def run(served: Served, listener: socket.socket, http: HttpSettings) -> None:
 # A port to listen on.
 
 
-def open_port(host: str, port: int) -> socket.socket:
+def bind_port(host: str, port: int) -> socket.socket:
     """A socket that is bound and can listen, or a sentence that names the port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # Named, or asyncio leaves TCP_NODELAY off and every answer waits 40 ms for an acknowledgement.
@@ -173,7 +173,7 @@ def open_port(host: str, port: int) -> socket.socket:
 # Answers that leave in one piece, so that a process which dies has sent all of one or nothing.
 
 
-class WholeAnswers:
+class AtomicWrites:
     """A transport that hands on together what is written in one turn of the event loop.
 
     uvicorn writes the head of an answer, then its body. Killed between the two, an instance would

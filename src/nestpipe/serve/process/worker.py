@@ -13,23 +13,17 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from time import perf_counter
 from typing import Any, Literal
-
-import numpy as np
 
 from nestpipe.config import build
 from nestpipe.errors import NestpipeError, RunError
-from nestpipe.serve.engine.admission import Trigger
-from nestpipe.serve.engine.calibration import Run, calibrate, lengths_up_to
 from nestpipe.serve.http.limits import read_token, require_token
 from nestpipe.serve.model.ranker import HstuRankModel
 from nestpipe.serve.settings import HttpSettings, ServeSettings
-from nestpipe.serve.types import History, RankItem, RankModel, RealClock
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,22 +66,22 @@ def main(text: str) -> int:
 
 def _serve_router(role: Role, token: str | None) -> None:
     from nestpipe.serve.http.router_app import router_app
-    from nestpipe.serve.process.server import open_port, run
+    from nestpipe.serve.process.server import bind_port, run
 
-    listener = open_port(role.host, role.port)
+    listener = bind_port(role.host, role.port)
     urls = {f"instance-{number}": url for number, url in enumerate(role.instances)}
     has_histories = role.histories is not None
     served = router_app(urls, role.settings, role.http, token, has_histories)
-    spare_what_is_there()
+    freeze_gc()
     run(served, listener, role.http)
 
 
 def _serve_instance(role: Role, token: str | None) -> None:
-    from nestpipe.serve.http.histories import read_histories
     from nestpipe.serve.http.instance_app import instance_app
-    from nestpipe.serve.process.server import open_port, run
+    from nestpipe.serve.http.requests import read_histories
+    from nestpipe.serve.process.server import bind_port, run
 
-    listener = open_port(role.host, role.port)
+    listener = bind_port(role.host, role.port)
     histories = None
     if role.histories is not None:
         histories = read_histories(Path(role.histories), role.settings.most_events)
@@ -102,7 +96,7 @@ def _serve_instance(role: Role, token: str | None) -> None:
         token=token,
         histories=histories,
     )
-    spare_what_is_there()
+    freeze_gc()
     run(served, listener, role.http)
     engine.close()
 
@@ -111,19 +105,18 @@ class _Engine:
     """The instance of this process, and how it gets another model."""
 
     def __init__(self, role: Role) -> None:
-        from nestpipe.serve.engine.calibration import warm_up
+        from nestpipe.serve.engine.calibration import Calibration, warm_up
         from nestpipe.serve.engine.instance import Instance
-        from nestpipe.serve.process.worker import Calibration, load_model
 
         self._role = role
-        self._load = lambda path: load_model(path, role.device, role.dtype)
+        self._load = lambda path: HstuRankModel.from_checkpoint(path, role.device, role.dtype)
         self._model = self._load(role.checkpoint)
         warm_up(self._model)
-        trigger, again = None, None
+        admission, again = None, None
         if role.settings.relay:  # else signals do nothing
             measured = Calibration(self._model, role.settings, lambda n: self._model.kv_bytes(n))
-            trigger, again = measured.trigger, measured.again
-        self.instance = Instance(self._model, role.settings, trigger, recalibrate=again)
+            admission, again = measured.admission, measured.again
+        self.instance = Instance(self._model, role.settings, admission, recalibrate=again)
 
     def reload(self, checkpoint: str | None) -> str:
         """Load beside the old model, then swap; a fault leaves the old one."""
@@ -177,78 +170,7 @@ def environment_of(token: str | None, processes: int) -> Mapping[str, str]:
     return found
 
 
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
-
-
-# What an instance needs before it can answer: a model, and what the model's work costs.
-
-
-SHORTEST = 64
-SEEN = 4.0
-"""Times are measured up to lengths that take so many times the target; then they are fitted."""
-
-
-def load_model(checkpoint: str, device: str, dtype: str) -> HstuRankModel:
-    """The ranker of a checkpoint, or of the latest in a folder."""
-    return HstuRankModel.from_checkpoint(checkpoint, device, dtype)
-
-
-class Calibration:
-    """A trigger that knows what the model's work takes here, also after another took over."""
-
-    def __init__(
-        self, model: RankModel, settings: ServeSettings, kv_bytes: Callable[[int], int]
-    ) -> None:
-        self._settings = settings
-        self._clock = RealClock()
-        candidates = min(256, settings.most_candidates)
-        # Two numbers, so that what a candidate costs can be told from what a ranking costs.
-        self._counts = sorted({max(1, candidates // 4), candidates})
-        longest = _longest_timed(model, candidates, settings)
-        self._lengths = lengths_up_to(longest)
-        costs = calibrate(model, self._lengths, self._counts, self._clock, chunk=settings.chunk)
-        self.trigger = Trigger(settings, costs, kv_bytes, self._clock)
-
-    def again(self, model: RankModel, run: Run) -> None:
-        """The same for a model that takes over: every reading is short, and made by `run`."""
-        chunk = self._settings.chunk
-        costs = calibrate(
-            model,
-            self._lengths,
-            self._counts,
-            self._clock,
-            chunk=chunk,
-            longest_inline=chunk,
-            run=run,
-        )
-        self.trigger.renew(costs)
-
-
-def _longest_timed(model: RankModel, candidates: int, settings: ServeSettings) -> int:
-    """The first length, doubling, that clearly misses the target; not longer than accepted."""
-    length = min(SHORTEST, settings.most_events)
-    while length < settings.most_events:
-        if _inline_ms(model, length, candidates) > SEEN * settings.target_ms:
-            break
-        length = min(2 * length, settings.most_events)
-    return length
-
-
-def _inline_ms(model: RankModel, length: int, candidates: int) -> float:
-    events_N = np.arange(length, dtype=np.int64)
-    ids_C = np.arange(candidates, dtype=np.int64)
-    item = RankItem(History(events_N, events_N), ids_C, time=length)
-    model.rank([item])
-    start = perf_counter()
-    model.rank([item])
-    return (perf_counter() - start) * 1e3
-
-
-# Garbage collection while requests come: not of what was there before.
-
-
-def spare_what_is_there() -> None:
+def freeze_gc() -> None:
     """Keep all that is there by now out of later collections of garbage.
 
     Modules are 200,000 objects; to go through them takes 100 ms, in the middle of some request.
@@ -258,10 +180,14 @@ def spare_what_is_there() -> None:
 
 
 @contextmanager
-def spared() -> Generator[None]:
+def gc_frozen() -> Generator[None]:
     """The same for a while."""
-    spare_what_is_there()
+    freeze_gc()
     try:
         yield
     finally:
         gc.unfreeze()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -17,9 +17,8 @@ from typing import Literal
 
 from nestpipe.config import positive
 from nestpipe.errors import ConfigError, NestpipeError, RunError, ShedError
-from nestpipe.serve.routing.hash_ring import Membership
-from nestpipe.serve.routing.health import Health
-from nestpipe.serve.types import Answer, Clock, Outcome, RankRequest, RankService, Signal
+from nestpipe.serve.routing.membership import Health, Membership
+from nestpipe.serve.types import AdmissionOutcome, Answer, Clock, RankRequest, RankService, Signal
 
 LEAST_DEADLINE_S = 0.001
 """A ranking that is tried again with no time left is still asked for: late is better than never."""
@@ -69,23 +68,25 @@ class Router:
         self._changed = threading.Condition()
         """Guards all of the above that changes."""
 
-    def prefetch(self, signal: Signal) -> Outcome:
+    def prefetch(self, signal: Signal) -> AdmissionOutcome:
         """To wherever the ranking will go; lost where that fails."""
         self._count("signals")
         if self._draining:
-            return Outcome.FAILED
+            return AdmissionOutcome.FAILED
         now = self._clock.now()
         places = self._meeting_places(self._orders(signal.user, now), self._usable_at(now))
         outcomes = [self._prefetch_at(place, signal) for place in dict.fromkeys(places)]
-        return next((one for one in outcomes if one is not Outcome.FAILED), Outcome.FAILED)
+        return next(
+            (one for one in outcomes if one is not AdmissionOutcome.FAILED), AdmissionOutcome.FAILED
+        )
 
-    def _prefetch_at(self, member: str, signal: Signal) -> Outcome:
+    def _prefetch_at(self, member: str, signal: Signal) -> AdmissionOutcome:
         try:
             outcome = self._backend(member).prefetch(signal)
         except Exception as fault:  # noqa: BLE001  the ranking will do without
             self._judge(member, fault)
             self._count("lost_signals")
-            return Outcome.FAILED
+            return AdmissionOutcome.FAILED
         self._health.answered(member)
         return outcome
 
@@ -101,7 +102,7 @@ class Router:
         if draining:
             answer.set_exception(ShedError("the service is closing; ask again in a second"))
         else:
-            _Ranking(self, request, answer, line).try_next()
+            _RoutedRanking(self, request, answer, line).try_next()
         return answer
 
     def add(self, member: str, backend: RankService) -> None:
@@ -247,7 +248,7 @@ def _is_verdict(fault: BaseException) -> bool:
     return refused or isinstance(fault, ShedError)
 
 
-class _Ranking:
+class _RoutedRanking:
     """One ranking on its way along the line."""
 
     def __init__(

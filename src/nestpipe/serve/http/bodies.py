@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.json_schema import models_json_schema
 
 from nestpipe.serve.settings import MOST_DEADLINE_S, HttpSettings, ServeSettings
-from nestpipe.serve.types import Outcome, Path
+from nestpipe.serve.types import AdmissionOutcome, Path
 
 LARGEST = 2**63 - 1
 
@@ -21,11 +25,11 @@ Deadline = Annotated[
 ]
 
 
-class _Body(BaseModel):
+class _StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class HistoryBody(_Body):
+class HistoryBody(_StrictModel):
     """Events of a user, oldest first."""
 
     items: Wholes
@@ -33,7 +37,7 @@ class HistoryBody(_Body):
     """As many as items; needed where the model reads times."""
 
 
-class PrefetchBody(_Body):
+class PrefetchBody(_StrictModel):
     """A user whose ranking is about to come."""
 
     user: User
@@ -41,7 +45,7 @@ class PrefetchBody(_Body):
     """May be left out where the service has a file of histories."""
 
 
-class RankBody(_Body):
+class RankBody(_StrictModel):
     """Candidates to score."""
 
     user: User
@@ -56,21 +60,21 @@ class RankBody(_Body):
     """After so long an answer is worth nothing: 504."""
 
 
-class HistoryCounts(_Body):
+class HistoryCounts(_StrictModel):
     """A history in the header of a binary body."""
 
     items: Count
     times: Count | None = None
 
 
-class PrefetchHeader(_Body):
+class PrefetchHeader(_StrictModel):
     """A signal in the header of a binary body."""
 
     user: User
     history: HistoryCounts | None = None
 
 
-class RankHeader(_Body):
+class RankHeader(_StrictModel):
     """A ranking in the header of a binary body."""
 
     user: User
@@ -81,7 +85,7 @@ class RankHeader(_Body):
     deadline_ms: Deadline | None = None
 
 
-class ReloadBody(_Body):
+class ReloadBody(_StrictModel):
     """Another checkpoint to serve."""
 
     checkpoint: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
@@ -89,9 +93,9 @@ class ReloadBody(_Body):
 
 
 class PrefetchAnswer(BaseModel):
-    """What the trigger decided."""
+    """What the admission decided."""
 
-    outcome: Outcome
+    outcome: AdmissionOutcome
 
 
 class RankAnswer(BaseModel):
@@ -149,3 +153,51 @@ def request_schemas(settings: ServeSettings, http: HttpSettings, histories: bool
             schemas[body]["required"].append(name)
             schemas[body]["properties"][name] = {"$ref": "#/components/schemas/HistoryBody"}
     return schemas
+
+
+MEDIA_TYPE = "application/x-nestpipe"
+ALIGNMENT = 8
+LONGEST_HEADER = 65536
+LENGTH_BYTES = 4
+
+
+class BinaryError(Exception):
+    """A body that is not what it should be; one sentence says why."""
+
+
+def pack(header: Mapping[str, Any], arrays: Sequence[NDArray[Any]]) -> bytes:
+    """A body of these; arrays begin where a reader can use them without a copy."""
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(LENGTH_BYTES + len(text)) % ALIGNMENT)
+    parts = [np.ascontiguousarray(array, array.dtype.newbyteorder("<")) for array in arrays]
+    length = len(text).to_bytes(LENGTH_BYTES, "little")
+    return b"".join([length, text, *(part.tobytes() for part in parts)])
+
+
+def split(body: bytes | bytearray) -> tuple[bytes, memoryview]:
+    """The header, not yet parsed, and what follows it."""
+    if len(body) < LENGTH_BYTES:
+        raise BinaryError(f"the body has {len(body)} bytes; begin with 4 for the header's length")
+    length = int.from_bytes(body[:LENGTH_BYTES], "little")
+    if length > min(LONGEST_HEADER, len(body) - LENGTH_BYTES):
+        raise BinaryError(
+            f"the header has {length} bytes by its length; the body is {len(body)} and a header "
+            f"{LONGEST_HEADER} at most"
+        )
+    end = LENGTH_BYTES + length
+    return bytes(body[LENGTH_BYTES:end]), memoryview(body)[end:]
+
+
+def cut(
+    data: memoryview, counts: Sequence[int], dtype: type[np.generic] = np.int64
+) -> list[NDArray[Any]]:
+    """Arrays of so many values each; together they must be all of the data."""
+    stored = np.dtype(dtype).newbyteorder("<")
+    needed = sum(counts) * stored.itemsize
+    if needed != len(data):
+        raise BinaryError(
+            f"the header announces {needed} bytes of arrays and {len(data)} follow; make them agree"
+        )
+    values = np.frombuffer(data, stored).astype(dtype, copy=False)
+    values = np.require(values, requirements=["ALIGNED", "WRITEABLE"])
+    return np.split(values, np.cumsum(counts)[:-1]) if counts else []
