@@ -18,6 +18,11 @@ FIELDS: dict[str, dict[str, str]] = {
         "cut": "micro_batching",
         "early": "speculative_rows",
     },
+    "ServeSettings": {
+        "trigger": "admission",
+        "most_events": "max_events",
+        "most_candidates": "max_candidates",
+    },
 }
 """Fields of config classes, by class: keys of its TOML section, and arguments in Python."""
 FLAGS: dict[str, str] = {
@@ -28,9 +33,14 @@ FLAGS: dict[str, str] = {
 """Flags of the command line."""
 NAMES: dict[str, str] = {
     "nestpipe.train.Outcome": "nestpipe.train.TrainResult",
+    "nestpipe.serve.types.Outcome": "nestpipe.serve.types.AdmissionOutcome",
 }
 """Public Python names, with the modules that they are imported from."""
-METRICS: dict[str, str] = {}
+METRICS: dict[str, str] = {
+    "copies": "offloads",
+    "failed_copies": "failed_offloads",
+    "queue_copies": "queue_offloads",
+}
 """Metrics that a service exports; each old one is exported beside the new one."""
 WORDS: dict[str, str] = {}
 """Words of a schedule file: facts of its header and kinds of ops."""

@@ -18,7 +18,7 @@ from nestpipe.serve.model.ranker import HstuRankModel
 from nestpipe.serve.settings import ServeSettings
 from nestpipe.serve.types import RealClock
 
-SERVE = ServeSettings(target_ms=500.0, admission=False, most_events=256, device_mb=16, host_mb=16)
+SERVE = ServeSettings(target_ms=500.0, admission=False, max_events=256, device_mb=16, host_mb=16)
 WORKLOAD = WorkloadSettings(
     rate=30, seconds=0.5, length=128, items=50, candidates=8, retrieval_ms=40, preprocess_ms=20
 )

@@ -36,7 +36,7 @@ from nestpipe.serve.types import History, RankItem, RankRequest, Signal
 
 CONFIG = HstuConfig(blocks=2, heads=2, dim=8, attention_dim=4, value_dim=4, max_len=64)
 ITEMS = 50
-SMALL = ["--set", "most_events=256", "--set", "most_candidates=64", "--set", "device_mb=16"]
+SMALL = ["--set", "max_events=256", "--set", "max_candidates=64", "--set", "device_mb=16"]
 TOKEN = "0123456789abcdef"
 
 
@@ -319,7 +319,7 @@ def listens(host: str, port: int) -> bool:
 
 def test_a_flood_is_answered_or_shed_and_memory_keeps_its_bound():
     settings = ServeSettings(
-        queue=4, batch=2, device_mb=0.1, host_mb=0.1, most_events=256, most_candidates=64,
+        queue=4, batch=2, device_mb=0.1, host_mb=0.1, max_events=256, max_candidates=64,
         admission=False,
     )  # fmt: skip
     model = HstuRankModel.random(CONFIG, ITEMS, device="cpu")

@@ -275,7 +275,7 @@ def _device_mb(requests: Sequence[_Request], question: Question) -> float:
 def _cut_length(requests: Sequence[_Request], question: Question) -> int:
     """The longest history that ranks inline within the target, with the usual candidates."""
     candidates = int(percentile([one.logged.candidates for one in requests], 0.5))
-    low, high = 1, question.settings.most_events
+    low, high = 1, question.settings.max_events
     while low < high:
         middle = (low + high + 1) // 2
         if question.costs.inline_ms(middle, candidates) <= question.allowed_ms:

@@ -32,7 +32,7 @@ class Arm:
         """The settings of the instances in this arm."""
         changes = dict(self.changes)
         if self.uncut:
-            changes["cut_length"] = base.most_events
+            changes["cut_length"] = base.max_events
         if changes.get("host_mb") is None and base.host_mb == 0:
             raise ConfigError(
                 f"arm {self.letter} ({self.name}) needs host memory and serve.host_mb is 0; "

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nestpipe.config import fraction, not_negative, positive
+from nestpipe.deprecated import renamed_fields
 from nestpipe.errors import ConfigError
 
 
+@renamed_fields
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServeSettings:
     """One instance: its target, its memory, and what it may spend on prefixes."""
@@ -44,9 +46,9 @@ class ServeSettings:
     """Rankings that are computed together, at most."""
     cut_length: int = 512
     """Events that an inline ranking keeps where the full length would miss the target."""
-    most_events: int = 65536
+    max_events: int = 65536
     """Longest history that is accepted."""
-    most_candidates: int = 4096
+    max_candidates: int = 4096
     """Most candidates that are accepted."""
     queue: int = 1024
     """Rankings that may wait; more are shed."""
@@ -60,7 +62,7 @@ class ServeSettings:
     def __post_init__(self) -> None:
         for name in ("target_ms", "window_ms", "life_s", "device_mb", "host_ttl_s", "reloads"):
             positive(name, getattr(self, name))
-        for name in ("chunk", "batch", "cut_length", "most_events", "most_candidates", "queue"):
+        for name in ("chunk", "batch", "cut_length", "max_events", "max_candidates", "queue"):
             positive(name, getattr(self, name))
         not_negative("host_mb", self.host_mb)
         fraction("margin", self.margin)

@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from nestpipe.deprecated import old_names
 from nestpipe.errors import RunError
 
 # `LayerEvents`: which layers of a prefix have come, between the thread that copies and who reads.
@@ -280,3 +281,6 @@ class RankService(Protocol):
     def drain(self, timeout_s: float) -> bool:
         """Take no new work, finish what is there; whether all of it was finished."""
         ...
+
+
+__getattr__ = old_names(__name__)

@@ -64,7 +64,7 @@ def test_what_is_chosen_makes_settings():
     workload, serve = settings.workload, settings.serve
     assert workload.retrieval_ms + workload.preprocess_ms == 300
     assert serve.window_ms > 300
-    assert serve.most_events >= workload.most_length > workload.length == 1856
+    assert serve.max_events >= workload.most_length > workload.length == 1856
 
 
 def test_every_arm_comes_first_in_turn():

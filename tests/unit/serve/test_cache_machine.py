@@ -326,7 +326,7 @@ def test_any_order_of_events_keeps_every_promise(single_flight: bool, host: bool
     reached |= {"rank Fill", "leave Ranking", "swap Model", "wasted_prefixes", "abandoned_fills"}
     reached |= {"several at once"}
     if host:
-        reached |= {"signal Load", "rank Load", "reloads", "failed_reloads", "failed_copies"}
+        reached |= {"signal Load", "rank Load", "reloads", "failed_reloads", "failed_offloads"}
         reached |= {"device evictions", "host evictions", "came by layers", "failed half way"}
     if single_flight:
         reached |= {"rank Wait", "rank too_late"}

@@ -13,7 +13,7 @@ from nestpipe.serve.settings import HttpSettings, ServeSettings
 from nestpipe.serve.types import History, RankRequest, Signal
 
 HEADERS = {"content-type": MEDIA_TYPE}
-READER = RequestReader(ServeSettings(most_events=1000, most_candidates=100), HttpSettings())
+READER = RequestReader(ServeSettings(max_events=1000, max_candidates=100), HttpSettings())
 
 
 def history(count: int, times: bool = False, start: int = 0) -> History:

@@ -21,7 +21,7 @@ from nestpipe.serve.http.requests import HistoryStore
 from nestpipe.serve.settings import HttpSettings, ServeSettings
 from nestpipe.serve.types import AdmissionOutcome, Answer, History, Path, RankRequest, Signal
 
-SETTINGS = ServeSettings(most_events=50, most_candidates=10)
+SETTINGS = ServeSettings(max_events=50, max_candidates=10)
 TOKEN = "0123456789abcdef"
 GOOD: dict[str, Any] = {"user": "u", "long": {"items": [1, 2, 3]}, "candidates": [7, 8]}
 

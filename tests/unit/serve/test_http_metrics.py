@@ -12,7 +12,7 @@ from nestpipe.models import HstuConfig
 from nestpipe.serve.engine.instance import Instance
 from nestpipe.serve.http.client import read_stats
 from nestpipe.serve.http.limits import RequestLimits
-from nestpipe.serve.http.metrics import COUNTERS, GAUGES, Metrics, described
+from nestpipe.serve.http.metrics import COUNTERS, GAUGES, Metrics, described, totals
 from nestpipe.serve.model.ranker import HstuRankModel
 from nestpipe.serve.routing.router import Router, RouterSettings
 from nestpipe.serve.settings import HttpSettings, ServeSettings
@@ -90,3 +90,21 @@ def test_a_number_that_nobody_described_is_shown_without_a_type():
     page = Metrics(lambda: {"made_up_total": 2.0}).text({"queue_rankings": 1.0}).decode()
     assert "# TYPE nestpipe_made_up_total untyped" in page
     assert read_stats(page) == {"made_up_total": 2.0, "queue_rankings": 1.0}
+
+
+def sample_values(page: bytes) -> dict[str, float]:
+    families = text_string_to_metric_families(page.decode())
+    return {sample.name: sample.value for family in families for sample in family.samples}
+
+
+def test_a_renamed_metric_keeps_its_old_name_for_one_release():
+    found = sample_values(Metrics(lambda: {"offloads": 3.0, "queue_offloads": 2.0}).text({}))
+    assert found["nestpipe_offloads_total"] == found["nestpipe_copies_total"] == 3.0
+    assert found["nestpipe_queue_offloads"] == found["nestpipe_queue_copies"] == 2.0
+
+
+def test_a_router_exports_the_old_name_of_its_instances_metric_once():
+    of_an_instance = read_stats(Metrics(lambda: {"offloads": 3.0}).text({}).decode())
+    page = Metrics().text(totals([of_an_instance, of_an_instance]))
+    assert page.count(b"\nnestpipe_copies_total ") == 1
+    assert sample_values(page)["nestpipe_copies_total"] == 6.0

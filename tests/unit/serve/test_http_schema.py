@@ -43,7 +43,7 @@ class Fake:
 
 
 def app(http: HttpSettings) -> ServedApp:
-    small = ServeSettings(most_events=20, most_candidates=20)
+    small = ServeSettings(max_events=20, max_candidates=20)
     return instance_app(Fake(), small, http, version=lambda: "v", reload=lambda _: "v")
 
 

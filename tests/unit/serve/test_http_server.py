@@ -24,7 +24,7 @@ from nestpipe.serve.routing.membership import Ring
 from nestpipe.serve.settings import HttpSettings, ServeSettings
 from nestpipe.serve.types import AdmissionOutcome, Answer, History, Path, RankRequest, Signal
 
-SETTINGS = ServeSettings(most_events=5000, most_candidates=1000)
+SETTINGS = ServeSettings(max_events=5000, max_candidates=1000)
 TOKEN = "0123456789abcdef"
 NO_EVENTS = History(np.zeros(0, np.int64))
 

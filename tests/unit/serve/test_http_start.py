@@ -7,16 +7,15 @@ import threading
 import numpy as np
 
 from nestpipe.models import HstuConfig
-from nestpipe.serve.engine.calibration import Run
+from nestpipe.serve.engine.calibration import Calibration, Run
 from nestpipe.serve.engine.cost_model import Costs
 from nestpipe.serve.engine.instance import Instance
 from nestpipe.serve.model.ranker import HstuRankModel
-from nestpipe.serve.engine.calibration import Calibration
 from nestpipe.serve.settings import ServeSettings
 from nestpipe.serve.types import History, RankModel, RankRequest
 
 PATIENCE_S = 60.0
-SETTINGS = ServeSettings(target_ms=0.2, chunk=32, most_events=256, most_candidates=8)
+SETTINGS = ServeSettings(target_ms=0.2, chunk=32, max_events=256, max_candidates=8)
 
 
 def make_model(blocks: int) -> HstuRankModel:

@@ -298,7 +298,7 @@ def test_a_user_who_returns_is_served_from_host_memory():
         answer(instance, request())
         until(instance, copies=1, device_bytes=0, host_bytes=10 * BYTES)
         assert answer(instance, request()).path is Path.DRAM_HIT
-        assert until(instance, device_bytes=0)["copies"] == 1, "it was still in host memory"
+        assert until(instance, device_bytes=0)["offloads"] == 1, "it was still in host memory"
 
 
 def test_a_signal_brings_a_prefix_back_before_the_ranking():
@@ -507,7 +507,7 @@ def test_without_host_memory_a_prefix_goes_when_it_was_used():
         instance.prefetch(Signal("ann", LONG))
         until(instance, entries_ready=1)
         answer(instance, request())
-        assert until(instance, device_bytes=0)["copies"] == 0
+        assert until(instance, device_bytes=0)["offloads"] == 0
         assert answer(instance, request()).path is Path.MISS_FULL
 
 
@@ -661,7 +661,7 @@ def test_a_prefix_that_the_model_chokes_on_is_thrown_away():
         until(instance, entries_ready=1)
         assert answer(instance, request()).path is Path.MISS_FULL
         stats = until(instance, device_bytes=0)
-        assert (stats["discarded"], stats["copies"]) == (1, 0)
+        assert (stats["discarded"], stats["offloads"]) == (1, 0)
 
 
 @pytest.mark.parametrize(
@@ -679,14 +679,14 @@ def test_a_prefix_that_the_model_chokes_on_is_thrown_away():
     ],
 )
 def test_a_bad_request_is_refused_with_a_sentence(asked: RankRequest, sentence: str):
-    with served(most_events=30, most_candidates=20) as instance:
+    with served(max_events=30, max_candidates=20) as instance:
         with pytest.raises(DataError, match=sentence):
             instance.rank(asked).result(PATIENCE_S)
         assert answer(instance, request()).path is Path.MISS_FULL
 
 
 def test_a_bad_signal_is_refused_with_a_sentence():
-    with served(most_events=5) as instance, pytest.raises(DataError, match="has 10 events"):
+    with served(max_events=5) as instance, pytest.raises(DataError, match="has 10 events"):
         instance.prefetch(Signal("ann", LONG))
 
 
@@ -790,7 +790,7 @@ def test_another_model_takes_over_and_what_was_begun_ends_on_the_old_one():
         checked(request(), old)
         checked(request(), new)
         stats = until(instance, open_rankings=0, device_bytes=0)
-        assert (stats["copies"], stats["fills"], instance.version) == (0, 1, "2")
+        assert (stats["offloads"], stats["fills"], instance.version) == (0, 1, "2")
 
 
 # What another model costs

@@ -37,7 +37,7 @@ def test_arms_differ_where_they_should():
     assert [letter for letter in of if of[letter].host_mb > 0] == ["D", "G", "H", "I"]
     assert [letter for letter in of if not of[letter].admission] == ["E"]
     assert [letter for letter in of if not of[letter].single_flight] == ["H"]
-    assert of["B"].cut_length == BASE.most_events
+    assert of["B"].cut_length == BASE.max_events
     assert [letter for letter in ARMS if ARMS[letter].cap(BASE)] == ["A"]
     assert [letter for letter in ARMS if ARMS[letter].scattered] == ["F"]
     assert of["D"] == BASE

@@ -327,7 +327,7 @@ def test_a_ranking_begins_while_its_prefix_comes_back(log: Log):
         (answer,) = results(future)
         stats = until(instance, reloads=1, device_bytes=0, queue_reloads=0)
     assert answer.path is whole.path is Path.DRAM_HIT
-    assert (stats["early_batches"], stats["copies"], stats["faults"]) == (1, 2, 0)
+    assert (stats["early_batches"], stats["offloads"], stats["faults"]) == (1, 2, 0)
     np.testing.assert_array_equal(answer.scores_C, whole.scores_C)
 
 
@@ -356,7 +356,7 @@ def test_nothing_goes_from_host_memory_while_it_is_read(log: Log):
         instance.prefetch(Signal("2", asked(2).long))
         results(instance.rank(asked(2)))  # then there is no room for it in host memory
         stats = until(instance, device_bytes=both)
-        assert (stats["host_entries"], stats["host_evicted"], stats["copies"]) == (2, 0, 2)
+        assert (stats["host_entries"], stats["host_evicted"], stats["offloads"]) == (2, 0, 2)
         log.let_go(1)
         until(instance, reloads=2)
         answers = results(*(instance.rank(asked(user)) for user in range(2)))

@@ -19,8 +19,8 @@ REACHED = {
     *("signal admitted", "signal already_cached", "signal not_at_risk", "signal failed"),
     *("signal rejected_footprint", "signal rejected_load", "signal rejected_window"),
     *("dies", "restart", "join", "leave", "has closed", "broken", "swap"),
-    *("reloads", "copies", "early_batches", "wasted_prefixes", "abandoned_fills", "discarded"),
-    *("failed_fills", "failed_reloads", "failed_copies", "failed_batches"),
+    *("reloads", "offloads", "early_batches", "wasted_prefixes", "abandoned_fills", "discarded"),
+    *("failed_fills", "failed_reloads", "failed_offloads", "failed_batches"),
     *("host_evicted", "host_expired"),
 }
 """What every block of worlds has to come across, or it shows too little."""

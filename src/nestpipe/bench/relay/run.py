@@ -115,8 +115,8 @@ def sections(sizes: Sizes, seconds: float, candidates: int) -> dict[str, dict[st
         "prefix_share": 1.0,
         "chunk": CHUNK,
         "cut_length": sizes.cap,
-        "most_events": sizes.length + GROWTH,
-        "most_candidates": 2 * candidates,
+        "max_events": sizes.length + GROWTH,
+        "max_candidates": 2 * candidates,
     }
     return {"workload": workload, "serve": serve}
 

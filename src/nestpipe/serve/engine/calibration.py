@@ -285,7 +285,7 @@ class Calibration:
     ) -> None:
         self._settings = settings
         self._clock = RealClock()
-        candidates = min(256, settings.most_candidates)
+        candidates = min(256, settings.max_candidates)
         # Two numbers, so that what a candidate costs can be told from what a ranking costs.
         self._counts = sorted({max(1, candidates // 4), candidates})
         longest = _longest_timed(model, candidates, settings)
@@ -310,11 +310,11 @@ class Calibration:
 
 def _longest_timed(model: RankModel, candidates: int, settings: ServeSettings) -> int:
     """The first length, doubling, that clearly misses the target; not longer than accepted."""
-    length = min(SHORTEST, settings.most_events)
-    while length < settings.most_events:
+    length = min(SHORTEST, settings.max_events)
+    while length < settings.max_events:
         if _inline_ms(model, length, candidates) > SEEN * settings.target_ms:
             break
-        length = min(2 * length, settings.most_events)
+        length = min(2 * length, settings.max_events)
     return length
 
 

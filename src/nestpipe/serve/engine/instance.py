@@ -122,7 +122,7 @@ class Instance:
             return AdmissionOutcome.ADMITTED
         state = self._state
         with state.change:
-            candidates = max(self._recent_candidates, default=self.settings.most_candidates)
+            candidates = max(self._recent_candidates, default=self.settings.max_candidates)
             length = need.key.length + max(self._recent_short, default=0)
             rank_ms = state.rank_queue_ms()
             prefix_ms = sum(state.predictions.rest_ms(entry) for entry in state.cache.fills)

@@ -211,9 +211,9 @@ def plan_one(
 
 def check_history(history: History, settings: ServeSettings) -> None:
     """Refuse what cannot be a history."""
-    if len(history) > settings.most_events:
+    if len(history) > settings.max_events:
         raise DataError(
-            f"a history has {len(history)} events and at most {settings.most_events} are accepted; "
+            f"a history has {len(history)} events and at most {settings.max_events} are accepted; "
             "send the newest"
         )
     if history.times_N is not None and len(history.times_N) != len(history):
@@ -228,14 +228,14 @@ def check_request(request: RankRequest, settings: ServeSettings) -> None:
     check_history(request.long, settings)
     check_history(request.short, settings)
     total, candidates = len(request.long) + len(request.short), len(request.candidates_C)
-    if total > settings.most_events:
+    if total > settings.max_events:
         raise DataError(
-            f"a ranking has {total} events and at most {settings.most_events} are accepted; "
+            f"a ranking has {total} events and at most {settings.max_events} are accepted; "
             "send the newest"
         )
-    if not 0 < candidates <= settings.most_candidates:
+    if not 0 < candidates <= settings.max_candidates:
         raise DataError(
-            f"a ranking has {candidates} candidates; give 1 to {settings.most_candidates}"
+            f"a ranking has {candidates} candidates; give 1 to {settings.max_candidates}"
         )
     if request.deadline_s is not None and not request.deadline_s > 0:
         raise DataError(f"a deadline is {request.deadline_s} s; give a number above 0, or none")

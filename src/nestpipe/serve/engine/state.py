@@ -27,7 +27,7 @@ COUNTED = (
     *(f"path_{path}" for path in Path),
     *(f"outcome_{outcome}" for outcome in AdmissionOutcome),
     *("fills", "failed_fills", "abandoned_fills", "wasted_prefixes", "discarded"),
-    *("reloads", "failed_reloads", "copies", "failed_copies"),
+    *("reloads", "failed_reloads", "offloads", "failed_offloads"),
     *("batches", "batched_rankings", "largest_batch", "failed_batches", "failed_rankings"),
     *("early_batches", "cancelled", "shed", "refused_closing", "faults"),
 )
@@ -155,7 +155,7 @@ class EngineState:
             "queue_rankings": len(self.rank_queue),
             "queue_fills": len(cache.fills),
             "queue_reloads": len(cache.loads) + cache.loading,
-            "queue_copies": device_pool.num_idle,
+            "queue_offloads": device_pool.num_idle,
             "broken": self.broken is not None,
         }
         return {name: float(value) for name, value in gauges.items()}

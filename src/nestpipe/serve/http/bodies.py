@@ -144,8 +144,8 @@ def request_schemas(settings: ServeSettings, http: HttpSettings, histories: bool
     schemas: dict[str, Any] = found["$defs"]
     items = schemas["HistoryBody"]["properties"]["items"]
     candidates = schemas["RankBody"]["properties"]["candidates"]
-    items["maxItems"] = settings.most_events
-    candidates |= {"minItems": 1, "maxItems": settings.most_candidates}
+    items["maxItems"] = settings.max_events
+    candidates |= {"minItems": 1, "maxItems": settings.max_candidates}
     if not http.negative_ids:
         items["items"]["minimum"] = candidates["items"]["minimum"] = 0
     if not histories:

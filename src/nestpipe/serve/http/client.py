@@ -16,6 +16,7 @@ import httpx
 import numpy as np
 from numpy.typing import NDArray
 
+from nestpipe.deprecated import METRICS
 from nestpipe.errors import CheckpointError, DataError, NestpipeError, RunError, ShedError
 from nestpipe.serve.http.bodies import MEDIA_TYPE, cut, pack, split
 from nestpipe.serve.types import AdmissionOutcome, Answer, History, Path, RankRequest, Signal
@@ -167,7 +168,10 @@ def read_answer(body: bytes) -> Answer:
 
 
 def read_stats(text: str) -> dict[str, float]:
-    """The numbers without labels of a page in Prometheus' format, counters without `_total`."""
+    """The numbers without labels of a page in Prometheus' format, counters without `_total`.
+
+    A metric that was renamed comes under its new name only.
+    """
     found: dict[str, float] = {}
     counters = set[str]()
     for line in text.splitlines():
@@ -178,7 +182,7 @@ def read_stats(text: str) -> dict[str, float]:
             own = name.removesuffix("_total") if name in counters else name
             with contextlib.suppress(ValueError):
                 found[own.removeprefix(PREFIX)] = float(value)
-    return found
+    return {name: value for name, value in found.items() if name not in METRICS}
 
 
 def fault_of(reply: Reply) -> NestpipeError | TimeoutError:

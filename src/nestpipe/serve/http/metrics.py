@@ -17,6 +17,7 @@ from prometheus_client.core import (
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.registry import Collector
 
+from nestpipe.deprecated import old_metrics
 from nestpipe.serve.kv_cache.device_pool import EntryState
 from nestpipe.serve.types import AdmissionOutcome, Path
 
@@ -81,6 +82,9 @@ class _Stats(Collector):
             for name, value in source().items():
                 about = described(name)
                 yield FAMILIES[about.kind](metric_name(name), about.help, value=value)
+                for old in old_metrics(name):
+                    text = f"Old name of {metric_name(name)}, for one release"
+                    yield FAMILIES[about.kind](metric_name(old), text, value=value)
 
     def describe(self) -> Iterable[Metric]:
         return ()  # asked for when registered, where a service may not answer yet
@@ -106,8 +110,8 @@ COUNTERS = {
     "discarded": "Prefixes thrown away because the model failed on them",
     "reloads": "Prefixes that came back from host memory",
     "failed_reloads": "Reloads that failed",
-    "copies": "Prefixes copied to host memory",
-    "failed_copies": "Copies to host memory that failed",
+    "offloads": "Prefixes copied to host memory",
+    "failed_offloads": "Copies to host memory that failed",
     "batches": "Batches of rankings that were computed",
     "batched_rankings": "Rankings in those batches",
     "failed_batches": "Batches on which the model failed, so that each ranking was tried alone",
@@ -142,7 +146,7 @@ GAUGES = {
     "queue_rankings": "Rankings in line",
     "queue_fills": "Prefixes to be computed",
     "queue_reloads": "Prefixes to be reloaded, or on their way",
-    "queue_copies": "Prefixes to be copied to host memory",
+    "queue_offloads": "Prefixes to be copied to host memory",
     "largest_batch": "Most rankings that were computed together so far",
     "broken": "1 where the thread that computes has failed",
     "http_requests": "Requests in hand",

@@ -93,7 +93,7 @@ class RequestReader:
         return found
 
     def _checked(self, history: History, beside: int = 0) -> History:
-        most = self.settings.most_events
+        most = self.settings.max_events
         if len(history) + beside > most:
             raise HttpError(
                 413, f"{len(history) + beside} events are too many; give the newest {most}"
@@ -104,7 +104,7 @@ class RequestReader:
     def _check_candidates(self, candidates_C: Ids) -> None:
         if len(candidates_C) == 0:
             raise HttpError(422, "candidates is empty; give at least one")
-        most = self.settings.most_candidates
+        most = self.settings.max_candidates
         if len(candidates_C) > most:
             raise HttpError(
                 413, f"{len(candidates_C)} candidates are too many; give {most} at most"
@@ -218,7 +218,7 @@ class HistoryStore:
         if len(items_T) and int(lengths_U.max()) > longest:
             user = users[int(lengths_U.argmax())]
             raise DataError(
-                f"user {user!r} has {lengths_U.max()} events and most_events is {longest}; "
+                f"user {user!r} has {lengths_U.max()} events and max_events is {longest}; "
                 "keep the newest ones or raise it"
             )
         self._ends_U = np.cumsum(lengths_U)

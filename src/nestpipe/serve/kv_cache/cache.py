@@ -262,12 +262,12 @@ class Cache:
         assert self.host_tier is not None, "there is no host memory"
         entry.copying = False
         if kv is None or entry.key.version in self._retired:
-            self.counts["failed_copies"] += kv is None
+            self.counts["failed_offloads"] += kv is None
             self.host_tier.cancel(entry.key)
             if entry.state is EntryState.DONE:
                 return self.device_pool.free(entry)
         else:
-            self.counts["copies"] += 1
+            self.counts["offloads"] += 1
             self.host_tier.finish(entry.key, kv, now)
         self._settle(entry)
 

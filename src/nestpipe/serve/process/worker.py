@@ -84,7 +84,7 @@ def _serve_instance(role: Role, token: str | None) -> None:
     listener = bind_port(role.host, role.port)
     histories = None
     if role.histories is not None:
-        histories = read_histories(Path(role.histories), role.settings.most_events)
+        histories = read_histories(Path(role.histories), role.settings.max_events)
     engine = _Engine(role)
     served = instance_app(
         engine.instance,
