@@ -34,6 +34,9 @@ FLAGS: dict[str, str] = {
 NAMES: dict[str, str] = {
     "nestpipe.train.Outcome": "nestpipe.train.TrainResult",
     "nestpipe.serve.types.Outcome": "nestpipe.serve.types.AdmissionOutcome",
+    "nestpipe.runtime.End": "nestpipe.runtime.StopSignal",
+    "nestpipe.schedule.with_keys_apart": "nestpipe.schedule.with_separate_key_group",
+    "nestpipe.schedule.with_sums_apart": "nestpipe.schedule.with_separate_dense_group",
 }
 """Public Python names, with the modules that they are imported from."""
 METRICS: dict[str, str] = {
@@ -42,7 +45,13 @@ METRICS: dict[str, str] = {
     "queue_copies": "queue_offloads",
 }
 """Metrics that a service exports; each old one is exported beside the new one."""
-WORDS: dict[str, str] = {}
+WORDS: dict[str, str] = {
+    "marks": "stale_mask",
+    "fresh": "patch",
+    "mirror": "replica_sync",
+    "keys_apart": "separate_key_group",
+    "sums_apart": "separate_dense_group",
+}
 """Words of a schedule file: facts of its header and kinds of ops."""
 
 T = TypeVar("T")

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from nestpipe.runtime import CudaLanes, CudaSpans, End, ThreadLanes, Work, lanes_for, run
+from nestpipe.runtime import CudaLanes, CudaSpans, StopSignal, ThreadLanes, Work, lanes_for, run
 from nestpipe.runtime.cuda import HOST_CLOCK, HOST_LANES, StreamPlace
-from nestpipe.schedule import Kind, Lane, Op, PlanOptions, Retrieval, plan, with_keys_apart
+from nestpipe.schedule import Kind, Lane, Op, PlanOptions, Retrieval, plan, with_separate_key_group
 from nestpipe.trace import Trace
 
 BATCHES = 8
@@ -64,7 +64,7 @@ def test_the_device_does_every_op_after_what_it_waits_for(chosen):
     lanes = CudaLanes(torch.device("cuda"))
     for seed in range(3):
         flags = Flags(chosen.schedule(BATCHES), seed)
-        trace = run(chosen, flags.work(), lanes, batches=End(BATCHES), spans=CudaSpans())
+        trace = run(chosen, flags.work(), lanes, batches=StopSignal(BATCHES), spans=CudaSpans())
         assert int(flags.missed.sum()) == 0
         assert bool(flags.set.all())
         assert_spans_keep_the_order(trace, flags.schedule)
@@ -101,7 +101,7 @@ def test_without_the_waits_of_streams_ops_miss_each_other():
         flags = Flags(chosen.schedule(BATCHES), 1, {Op(Kind.COPY, 0): LONG_CYCLES})
         torch.cuda.synchronize()
         lanes = ThreadLanes(lambda lane: place(streams[lane]))
-        run(chosen, flags.work(), lanes, batches=End(BATCHES))
+        run(chosen, flags.work(), lanes, batches=StopSignal(BATCHES))
         torch.cuda.synchronize()
         return int(flags.missed.sum())
 
@@ -129,7 +129,7 @@ def test_backward_stays_on_the_stream_of_the_compute_lane():
         Watched.apply(leaf).sum().backward()  # type: ignore[union-attr]
 
     work = {**dict.fromkeys(Kind, lambda op: None), Kind.DENSE: dense}
-    run(plan("nested"), work, CudaLanes(torch.device("cuda")), batches=End(2))
+    run(plan("nested"), work, CudaLanes(torch.device("cuda")), batches=StopSignal(2))
     assert streams["forward"] == streams["backward"] != torch.cuda.default_stream().cuda_stream
     assert leaf.grad is not None
     assert torch.equal(leaf.grad, torch.full((3,), 2.0, device="cuda"))
@@ -137,12 +137,19 @@ def test_backward_stays_on_the_stream_of_the_compute_lane():
 
 def test_all_streams_but_that_of_compute_have_high_priority():
     priorities: dict[Lane, int] = {}
-    every_lane = with_keys_apart(plan("nested", PlanOptions(retrieval=Retrieval.NEW, buffers=3)))
+    every_lane = with_separate_key_group(
+        plan("nested", PlanOptions(retrieval=Retrieval.NEW, buffers=3))
+    )
 
     def note(op: Op) -> None:
         priorities[every_lane.shape.lane(op.kind)] = torch.cuda.current_stream().priority
 
-    run(every_lane, dict.fromkeys(Kind, note), CudaLanes(torch.device("cuda")), batches=End(1))
+    run(
+        every_lane,
+        dict.fromkeys(Kind, note),
+        CudaLanes(torch.device("cuda")),
+        batches=StopSignal(1),
+    )
     low, _ = torch.cuda.Stream.priority_range()  # pyright: ignore[reportCallIssue]  it is static
     assert {lane for lane, priority in priorities.items() if priority < low} == {
         *set(Lane) - {Lane.COMPUTE}
@@ -160,7 +167,7 @@ def test_host_time_and_device_time_share_their_beginning():
 
     lanes = CudaLanes(torch.device("cuda"))
     timed = CudaSpans()
-    trace = run(chosen, dict.fromkeys(Kind, act), lanes, batches=End(4), spans=timed)
+    trace = run(chosen, dict.fromkeys(Kind, act), lanes, batches=StopSignal(4), spans=timed)
     spans = {span.name: span for span in trace.spans}
     slack = 0.2 + timed.clocks_differ_ms
     for before, after in chosen.schedule(4).edges:
@@ -174,14 +181,14 @@ def test_host_time_and_device_time_share_their_beginning():
 
 @pytest.mark.parametrize("retrieval", Retrieval)
 def test_in_serial_nothing_overlaps_although_the_host_could_run_ahead(retrieval):
-    chosen = with_keys_apart(plan("serial", PlanOptions(micros=2, retrieval=retrieval)))
+    chosen = with_separate_key_group(plan("serial", PlanOptions(micros=2, retrieval=retrieval)))
     timed = CudaSpans()
 
     def act(op: Op) -> None:
         torch.cuda._sleep(MOST_CYCLES)
 
     lanes = lanes_for(chosen.shape, torch.device("cuda"))
-    trace = run(chosen, dict.fromkeys(Kind, act), lanes, batches=End(4), spans=timed)
+    trace = run(chosen, dict.fromkeys(Kind, act), lanes, batches=StopSignal(4), spans=timed)
     spans = {span.name: span for span in trace.spans}
     slack = 0.2 + timed.clocks_differ_ms
     for before, after in chosen.schedule(4).edges:

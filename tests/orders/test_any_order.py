@@ -18,8 +18,8 @@ from nestpipe.schedule import (
     plan,
     to_text,
     with_early_rows,
-    with_keys_apart,
-    with_sums_apart,
+    with_separate_dense_group,
+    with_separate_key_group,
 )
 from support.toy_schedule import Interpreter, Outcome, ToyData
 
@@ -86,7 +86,7 @@ def test_keys_in_a_network_of_their_own_change_nothing(
     name: str, retrieval: Retrieval, micros: int
 ) -> None:
     options = PlanOptions(micros=micros, retrieval=retrieval)
-    assert_no_difference(with_keys_apart(plan(name, options)), micros)
+    assert_no_difference(with_separate_key_group(plan(name, options)), micros)
 
 
 @every_exact_plan
@@ -95,7 +95,9 @@ def test_dense_sums_in_a_network_of_their_own_change_nothing(
     name: str, retrieval: Retrieval, micros: int
 ) -> None:
     options = PlanOptions(micros=micros, retrieval=retrieval)
-    assert_no_difference(with_sums_apart(with_keys_apart(plan(name, options))), micros)
+    assert_no_difference(
+        with_separate_dense_group(with_separate_key_group(plan(name, options))), micros
+    )
 
 
 @pytest.mark.parametrize("name", ["dual_buffer", "nested"])
@@ -108,7 +110,7 @@ def test_rows_that_are_sent_early_change_nothing(
     exchange = Exchange.WINDOW if micros == 4 else Exchange.MICRO
     options = PlanOptions(micros=micros, retrieval=retrieval, stages=stages, exchange=exchange)
     early = with_early_rows(plan(name, options))
-    apart_too = with_sums_apart(with_keys_apart(early)) if apart else early
+    apart_too = with_separate_dense_group(with_separate_key_group(early)) if apart else early
     assert_no_difference(apart_too, micros, exchange)
 
 
@@ -131,7 +133,7 @@ def test_a_third_buffer_changes_nothing(
             buffers=3,
         ),
     )
-    apart_too = with_sums_apart(with_keys_apart(made)) if apart else made
+    apart_too = with_separate_dense_group(with_separate_key_group(made)) if apart else made
     assert_no_difference(apart_too, micros, exchange)
 
 
@@ -203,7 +205,9 @@ def test_any_legal_order_matches_serial_on_groups_that_sum_gradients(
 ) -> None:
     exact = {"micros": 2, "mirror_every": 1, "merge": Merge.EXACT}
     made = plan(name, PlanOptions(retrieval=retrieval, **exact))
-    schedule = (with_sums_apart(with_keys_apart(made)) if apart else made).schedule(BATCHES)
+    schedule = (
+        with_separate_dense_group(with_separate_key_group(made)) if apart else made
+    ).schedule(BATCHES)
     check(schedule)
     assert from_text(to_text(schedule)) == schedule
     serial = interpreter("serial", PlanOptions(**exact))

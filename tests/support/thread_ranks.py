@@ -35,7 +35,7 @@ class _ThreadCommunicator:
         self.rank = meeting.members.index(world_rank)
         self.size = len(meeting.members)
         self.op_label = op_label or OpLabel()
-        self.hosts_apart = False
+        self.separate_groups = False
         self._meeting = meeting
         self._world_rank = world_rank
         self._sent = 0
@@ -75,7 +75,7 @@ class _ThreadCommunicator:
             total += other
         tensor.detach().copy_(total)
 
-    def sum_apart(self, tensor: Tensor) -> None:
+    def all_reduce_dense(self, tensor: Tensor) -> None:
         """Threads have one network."""
         self.all_reduce(tensor)
 

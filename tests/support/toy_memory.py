@@ -221,7 +221,7 @@ def _update(world: World, rank: Rank, t: int) -> None:
         rows[key] = ((weight * 3 - gradient * state) % PRIME, state)
     rank.row_sum = {}
     rank.updates += 1
-    if not world.shape.sums_apart:
+    if not world.shape.separate_dense_group:
         _apply_dense(rank)
 
 
@@ -322,7 +322,7 @@ def _reduce(world: World, members: list[Rank], t: int) -> None:
         total = (total * 19 + rank.dense_sum) % PRIME
     for rank in members:
         rank.dense_sum = total
-        if world.shape.sums_apart:
+        if world.shape.separate_dense_group:
             _apply_dense(rank)
 
 
@@ -364,10 +364,10 @@ LOCAL_WORK: dict[Kind, Callable[[World, Rank, int], None]] = {
 COLLECTIVE_WORK: dict[Kind, Callable[[World, list[Rank], int], None]] = {
     K.COUNTS: _counts,
     K.KEYS: _keys,
-    K.MARKS: _marks,
-    K.FRESH: _fresh,
+    K.STALE_MASK: _marks,
+    K.PATCH: _fresh,
     K.REDUCE: _reduce,
-    K.MIRROR: _mirror,
+    K.REPLICA_SYNC: _mirror,
 }
 MICRO_COLLECTIVE_WORK: dict[Kind, Callable[[World, list[Rank], int, int], None]] = {
     K.ROWS: _rows,
@@ -395,4 +395,4 @@ def members_of(world: World, rank: Rank, op: Op) -> tuple[int, ...]:
     """The ranks that must meet in a collective that this rank has reached."""
     if op.kind is K.REDUCE:
         return tuple(range(len(world.ranks)))
-    return rank.replicas if op.kind is K.MIRROR else rank.group
+    return rank.replicas if op.kind is K.REPLICA_SYNC else rank.group

@@ -16,7 +16,7 @@ class Communicator(Protocol):
 
     Tensors may be on the device or in host memory, whatever connects the devices.
 
-    They are called from one thread at a time; with `hosts_apart`, one for each network; a
+    They are called from one thread at a time; with `separate_groups`, one for each network; a
     `subgroup` has networks of its own. When a peer is lost, or does not come within the timeout, a
     collective raises `RunError` with the name that `op_label` gave it. No collective may follow,
     in subgroups neither.
@@ -40,10 +40,10 @@ class Communicator(Protocol):
         ...
 
     @property
-    def hosts_apart(self) -> bool:
+    def separate_groups(self) -> bool:
         """Whether tensors in host memory have a network of their own, and may have a thread.
 
-        Then `sum_apart` has one too, except in a subgroup.
+        Then `all_reduce_dense` has one too, except in a subgroup.
         """
         ...
 
@@ -65,8 +65,8 @@ class Communicator(Protocol):
         """Sum over all ranks, in place, the same bits on every rank."""
         ...
 
-    def sum_apart(self, tensor: Tensor) -> None:
-        """`all_reduce` that runs beside all others, where `hosts_apart` says so.
+    def all_reduce_dense(self, tensor: Tensor) -> None:
+        """`all_reduce` that runs beside all others, where `separate_groups` says so.
 
         In a subgroup it is `all_reduce` and no more.
         """
@@ -107,7 +107,7 @@ class LocalCommunicator:
     rank = 0
     size = 1
     bytes_sent = 0
-    hosts_apart = True
+    separate_groups = True
 
     def __init__(self, op_label: OpLabel | None = None) -> None:
         """As a part of a larger group it shares that group's `op_label`."""
@@ -130,7 +130,7 @@ class LocalCommunicator:
     def all_reduce(self, tensor: Tensor) -> None:
         """The sum over one rank: nothing changes."""
 
-    def sum_apart(self, tensor: Tensor) -> None:
+    def all_reduce_dense(self, tensor: Tensor) -> None:
         """The same."""
 
     def all_gather_values(self, value: object) -> list[object]:

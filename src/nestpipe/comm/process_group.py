@@ -135,7 +135,7 @@ class DistributedCommunicator:
         self.rank = list(members).index(whereabouts.rank)
         self.size = len(members)
         self.device = device
-        self.hosts_apart = device.type == "cuda"
+        self.separate_groups = device.type == "cuda"
         self.op_label = whereabouts.op_label
         self._members = members
         self._timeout_s = timeout_s
@@ -174,8 +174,8 @@ class DistributedCommunicator:
     def all_reduce(self, tensor: Tensor) -> None:
         self._sum(tensor, self._network(tensor))
 
-    def sum_apart(self, tensor: Tensor) -> None:
-        self._sum(tensor, "sums" if self.hosts_apart else "devices")
+    def all_reduce_dense(self, tensor: Tensor) -> None:
+        self._sum(tensor, "sums" if self.separate_groups else "devices")
 
     def _sum(self, tensor: Tensor, network: str) -> None:
         assert tensor.is_contiguous(), "sums work in place on contiguous memory"
@@ -218,7 +218,7 @@ class DistributedCommunicator:
     def _groups_of(self, part: Sequence[int]) -> _Groups:
         """New networks of a part; its sums share that of the devices, for NCCL's are not cheap."""
         hosts = _group(part, "gloo", self._timeout_s)
-        devices = _group(part, "nccl", self._timeout_s) if self.hosts_apart else hosts
+        devices = _group(part, "nccl", self._timeout_s) if self.separate_groups else hosts
         return {"devices": devices, "hosts": hosts, "sums": devices}
 
     def close(self) -> None:
@@ -234,7 +234,7 @@ class DistributedCommunicator:
             part._groups = {}
 
     def _network(self, tensor: Tensor) -> str:
-        return "hosts" if self.hosts_apart and tensor.device.type == "cpu" else "devices"
+        return "hosts" if self.separate_groups and tensor.device.type == "cpu" else "devices"
 
     def _gather(self, part: Tensor) -> list[Tensor]:
         """The parts of all ranks, of equal size, on the host."""

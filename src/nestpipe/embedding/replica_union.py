@@ -67,7 +67,7 @@ class Replicas:
             ):
                 noted.append(keys)
         self._batches += 1
-        if not self._shape.has_mirror(batch):
+        if not self._shape.merges_replicas(batch):
             return None
         exact = self._shape.merge is Merge.EXACT
         merged = self.take()

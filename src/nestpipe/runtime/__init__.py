@@ -1,7 +1,8 @@
 """The executor: runs the ops of a plan on lanes and records what ran when."""
 
+from nestpipe.deprecated import old_names
 from nestpipe.runtime.cuda import CudaLanes, CudaSpans, lanes_for, spans_for
-from nestpipe.runtime.executor import Batches, End, inject_delays, name_collectives, run
+from nestpipe.runtime.executor import Batches, StopSignal, inject_delays, name_collectives, run
 from nestpipe.runtime.lanes import Act, Event, InlineLanes, LaneQueue, Lanes, Work
 from nestpipe.runtime.spans import HostSpans, Spans
 from nestpipe.runtime.thread_lanes import ThreadLanes
@@ -11,13 +12,13 @@ __all__ = [
     "Batches",
     "CudaLanes",
     "CudaSpans",
-    "End",
     "Event",
     "HostSpans",
     "InlineLanes",
     "LaneQueue",
     "Lanes",
     "Spans",
+    "StopSignal",
     "ThreadLanes",
     "Work",
     "inject_delays",
@@ -26,3 +27,5 @@ __all__ = [
     "run",
     "spans_for",
 ]
+
+__getattr__ = old_names(__name__)

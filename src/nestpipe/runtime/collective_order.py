@@ -37,4 +37,4 @@ class CollectiveOrder:
 
     def _starts_sums(self, op: Op) -> bool:
         last = op.kind is Kind.DENSE and op.micro == self._shape.micros - 1
-        return last and self._shape.sums_apart
+        return last and self._shape.separate_dense_group

@@ -88,7 +88,7 @@ def _facts(shape: Shape) -> dict[str, Fact]:
 # The end of the data: known to a run before it starts, or found while it runs.
 
 
-class End:
+class StopSignal:
     """How many batches there are, once that is known; hand it to `run` as `batches`.
 
     `counts t` calls `found_at(t)` when no rank has a sample in batch t. Every rank learns it from

@@ -1,5 +1,6 @@
 """A schedule is data: ops, lanes and edges; plans that make them; a checker that proves them."""
 
+from nestpipe.deprecated import old_names
 from nestpipe.schedule.check import (
     HappensBefore,
     Violation,
@@ -16,8 +17,8 @@ from nestpipe.schedule.plans import (
     plan,
     usable,
     with_early_rows,
-    with_keys_apart,
-    with_sums_apart,
+    with_separate_dense_group,
+    with_separate_key_group,
     with_third_buffer,
 )
 from nestpipe.schedule.schedule import Exchange, Merge, Retrieval, Schedule, Shape, Step
@@ -50,7 +51,9 @@ __all__ = [
     "usable",
     "violations",
     "with_early_rows",
-    "with_keys_apart",
-    "with_sums_apart",
+    "with_separate_dense_group",
+    "with_separate_key_group",
     "with_third_buffer",
 ]
+
+__getattr__ = old_names(__name__)

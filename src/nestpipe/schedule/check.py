@@ -23,7 +23,7 @@ from nestpipe.schedule.effects import (
     effects,
     reference_position,
 )
-from nestpipe.schedule.op import EARLY_KINDS, MICRO_KINDS, Kind, Op
+from nestpipe.schedule.op import MICRO_KINDS, SPECULATIVE_KINDS, Kind, Op
 from nestpipe.schedule.schedule import Retrieval, Schedule, Shape
 from nestpipe.schedule.text import nominal_trace
 from nestpipe.trace import Trace, grid
@@ -333,9 +333,9 @@ def ops_of_batch(batch: int, shape: Shape) -> Iterator[Op]:
     for kind in Kind:
         if kind in (K.SYNC, K.SWAP) and kind is not shape.handover:
             continue
-        if kind is K.MIRROR and not shape.has_mirror(batch):
+        if kind is K.REPLICA_SYNC and not shape.merges_replicas(batch):
             continue
-        if kind in EARLY_KINDS and not shape.early:
+        if kind in SPECULATIVE_KINDS and not shape.early:
             continue
         if kind in MICRO_KINDS:
             yield from (Op(kind, batch, micro) for micro in range(shape.micros))

@@ -89,7 +89,7 @@ def _rows(op: Op, shape: Shape) -> Iterator[Op]:
 
 
 def _fresh(op: Op, shape: Shape) -> Iterator[Op]:
-    yield Op(K.MARKS, op.batch)
+    yield Op(K.STALE_MASK, op.batch)
     yield Op(K.ROWS, op.batch, 0)
     if op.batch > 0:
         yield Op(shape.handover, op.batch)
@@ -99,8 +99,8 @@ def _dense(op: Op, shape: Shape) -> Iterator[Op]:
     assert op.micro is not None
     for micro in _shared(op, shape):
         early = shape.early and micro == 0
-        yield Op(K.FRESH, op.batch) if early else Op(K.ROWS, op.batch, micro)
-    if op.micro == 0 and shape.sums_apart:
+        yield Op(K.PATCH, op.batch) if early else Op(K.ROWS, op.batch, micro)
+    if op.micro == 0 and shape.separate_dense_group:
         yield Op(K.REDUCE, op.batch - 1)
     if op.micro > 0:
         # Dense gradients, and in a window row gradients, are summed in the order of micro-batches.
@@ -130,10 +130,10 @@ def _update(op: Op, shape: Shape) -> Iterator[Op]:
         yield Op(K.GRADS, op.batch, micro)
     if shape.early:
         yield Op(shape.handover, op.batch)
-    if not shape.sums_apart:
+    if not shape.separate_dense_group:
         yield Op(K.REDUCE, op.batch)
-    if shape.sums_gradients_in_mirror(op.batch):
-        yield Op(K.MIRROR, op.batch)
+    if shape.sums_replica_gradients(op.batch):
+        yield Op(K.REPLICA_SYNC, op.batch)
 
 
 def _mirror(op: Op, shape: Shape) -> Iterator[Op]:
@@ -166,16 +166,16 @@ _WAITS_OF: dict[Kind, Callable[[Op, Shape], Iterator[Op]]] = {
     K.COUNTS: _counts,
     K.KEYS: _keys,
     K.UNION: _union,
-    K.MARKS: _marks,
+    K.STALE_MASK: _marks,
     K.RETRIEVE: _retrieve,
     K.SYNC: _handover,
     K.SWAP: _handover,
-    K.FRESH: _fresh,
+    K.PATCH: _fresh,
     K.ROWS: _rows,
     K.DENSE: _dense,
     K.GRADS: _grads,
     K.REDUCE: _reduce,
     K.UPDATE: _update,
-    K.MIRROR: _mirror,
+    K.REPLICA_SYNC: _mirror,
     K.WRITEBACK: _writeback,
 }

@@ -32,7 +32,7 @@ CONTENT_OF = {
     "sizes": "key counts",
     "asked": "requested keys",
     "owned": "keys of the working set",
-    "marks": "marks of rows that come again",
+    "stale_mask": "marks of rows that come again",
     "buffer": "rows in the device buffer",
     "active": "marks of the active buffer",
     "received": "received rows",
@@ -94,7 +94,7 @@ def effects(op: Op, shape: Shape) -> Effects:
             return Effects(reads=reads, writes=(buffer, *active))
         case K.SWAP:
             return Effects(writes=active)
-        case K.MARKS | K.FRESH:
+        case K.STALE_MASK | K.PATCH:
             return _early_effects(op, shape)
         case K.ROWS:
             return Effects(reads=(wanted, asked, buffer, *active), writes=(received,))
@@ -105,16 +105,16 @@ def effects(op: Op, shape: Shape) -> Effects:
         case K.GRADS:
             return Effects(reads=(sent, asked, row_sum), writes=(row_sum,))
         case K.REDUCE:
-            applied = (weights,) if shape.sums_apart else ()
+            applied = (weights,) if shape.separate_dense_group else ()
             return Effects(reads=(dense_sum,), writes=(*applied, dense_sum))
-        case K.UPDATE if shape.sums_apart:
+        case K.UPDATE if shape.separate_dense_group:
             return Effects(reads=(owned, buffer, row_sum, *active), writes=(buffer, row_sum))
         case K.UPDATE:
             reads = (owned, buffer, row_sum, dense_sum, *active)
             return Effects(reads=reads, writes=(buffer, weights, row_sum, dense_sum))
-        case K.MIRROR if shape.merge is Merge.EXACT:
+        case K.REPLICA_SYNC if shape.merge is Merge.EXACT:
             return Effects(reads=(owned, row_sum), writes=(row_sum,))
-        case K.MIRROR:
+        case K.REPLICA_SYNC:
             return Effects(reads=(owned, buffer), writes=(buffer,))
         case K.WRITEBACK:
             leaving = (owned_next,) if shape.retrieval is Retrieval.NEW else ()
@@ -158,9 +158,9 @@ def _early_effects(op: Op, shape: Shape) -> Effects:
     """The same for rows that are sent before their refresh, and what follows from it."""
     t = op.batch
     slot = t % shape.slots
-    asked, marks = ("asked", slot), ("marks", slot)
+    asked, marks = ("asked", slot), ("stale_mask", slot)
     buffer, received = ("buffer", t % shape.buffers), ("received", shape.place(t, 0))
-    if op.kind is K.MARKS:
+    if op.kind is K.STALE_MASK:
         return Effects(reads=(asked, ("owned", slot)), writes=(marks,))
     if op.kind is K.ROWS:
         return Effects(reads=(("wanted", slot), asked, buffer), writes=(received,))
@@ -180,6 +180,6 @@ def reference_position(op: Op, shape: Shape) -> tuple[float, ...]:
     if shape.is_early(op):
         return (op.batch, _STAGE[K.RETRIEVE] + 0.5)
     stage = _STAGE[op.kind]
-    if op.kind is K.MIRROR and shape.merge is Merge.EXACT:
+    if op.kind is K.REPLICA_SYNC and shape.merge is Merge.EXACT:
         stage = _STAGE[K.UPDATE] - 0.5
     return (op.batch, stage, op.micro or 0, _PLACE[op.kind])

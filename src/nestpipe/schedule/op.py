@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from enum import StrEnum
 
+from nestpipe.deprecated import current_word
 from nestpipe.errors import ParseError
 
 
@@ -39,7 +40,7 @@ class Kind(StrEnum):
     """All2All of the keys."""
     UNION = "union"
     """The owner's working set of the batch, and what it shares with the batch before."""
-    MARKS = "marks"
+    STALE_MASK = "stale_mask"
     """All2All of which rows of the first micro-batch the batch before has too; only where rows are
     sent early."""
     RETRIEVE = "retrieve"
@@ -48,7 +49,7 @@ class Kind(StrEnum):
     """Shared rows, state too, from the active to the idle buffer; then the buffers swap."""
     SWAP = "swap"
     """The buffers swap and nothing is refreshed: only a stale plan has it."""
-    FRESH = "fresh"
+    PATCH = "patch"
     """Those rows of the first micro-batch again, after their refresh; only where rows are sent
     early."""
     ROWS = "rows"
@@ -61,24 +62,36 @@ class Kind(StrEnum):
     """Dense gradients summed over all workers; those that are summed apart are applied too."""
     UPDATE = "update"
     """One optimizer application per row and, unless summed apart, per dense parameter."""
-    MIRROR = "mirror"
+    REPLICA_SYNC = "replica_sync"
     """Replicas of a row in other groups of workers are merged: rows after `update`, or gradients
     before it (2D parallelism)."""
     WRITEBACK = "writeback"
     """Updated rows that leave device memory go to host memory."""
 
 
-ROUTING_COLLECTIVES = frozenset({Kind.COUNTS, Kind.KEYS, Kind.MARKS})
+ROUTING_COLLECTIVES = frozenset({Kind.COUNTS, Kind.KEYS, Kind.STALE_MASK})
 """Collectives that only hosts need to take part in: their data is in host memory."""
-COLLECTIVES = ROUTING_COLLECTIVES | {Kind.FRESH, Kind.ROWS, Kind.GRADS, Kind.REDUCE, Kind.MIRROR}
+COLLECTIVES = ROUTING_COLLECTIVES | {
+    Kind.PATCH,
+    Kind.ROWS,
+    Kind.GRADS,
+    Kind.REDUCE,
+    Kind.REPLICA_SYNC,
+}
 """Kinds that every rank of a group takes part in, on whatever lane a plan puts them."""
-EARLY_KINDS = frozenset({Kind.MARKS, Kind.FRESH})
+SPECULATIVE_KINDS = frozenset({Kind.STALE_MASK, Kind.PATCH})
 """Kinds that there are only where rows of the first micro-batch are sent early."""
 MICRO_KINDS = frozenset({Kind.ROWS, Kind.DENSE, Kind.GRADS})
 """Kinds that come once per micro-batch; every other comes once per batch."""
 
-_KIND_OF_WORD = {kind.value: kind for kind in Kind}
-_OP_TEXT = re.compile(r"([a-z]+) (\d{1,18})(?:\.(\d{1,18}))?")
+_WORDS = frozenset(kind.value for kind in Kind)
+_OP_TEXT = re.compile(r"([a-z_]+) (\d{1,18})(?:\.(\d{1,18}))?")
+
+
+def parse_kind(word: str) -> Kind | None:
+    """The kind of that word; one of an earlier release works too, with a warning."""
+    word = current_word(word)
+    return Kind(word) if word in _WORDS else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +119,7 @@ class Op:
                 f"{text.strip()!r} is not an op; write it like `update 3` or `rows 3.0`"
             )
         word, batch, micro = match.groups()
-        kind = _KIND_OF_WORD.get(word)
+        kind = parse_kind(word)
         if kind is None:
             known = ", ".join(Kind)
             raise ParseError(

@@ -63,7 +63,7 @@ class Plan:
                 end = batches()
                 if not _exists(op, end):
                     continue
-                if op.kind is K.MIRROR and not self.shape.has_mirror(op.batch):
+                if op.kind is K.REPLICA_SYNC and not self.shape.merges_replicas(op.batch):
                     continue
                 after = [b for b in waits(op, self.shape) if _exists(b, end)]
                 if (network := self.shape.network(op.kind)) is not None:
@@ -83,24 +83,24 @@ class Plan:
         return Schedule(self.shape, batches, tuple(self.stream(lambda: batches)))
 
 
-def with_keys_apart(plan: Plan) -> Plan:
+def with_separate_key_group(plan: Plan) -> Plan:
     """The same plan with counts and keys in a network of their own, which hold up nothing else."""
-    return replace(plan, shape=replace(plan.shape, keys_apart=True))
+    return replace(plan, shape=replace(plan.shape, separate_key_group=True))
 
 
-def with_sums_apart(plan: Plan) -> Plan:
+def with_separate_dense_group(plan: Plan) -> Plan:
     """The same plan with dense gradients in a network of their own.
 
     Rows need not wait for them: `reduce` comes after `update`, and where the next batch has been
     looked up already, after its `sync` too.
     """
-    shape = replace(plan.shape, sums_apart=True)
+    shape = replace(plan.shape, separate_dense_group=True)
     rest = [slot for slot in plan.tick if slot.kind is not K.REDUCE]
     kinds = [slot.kind for slot in rest]
     if kinds[0] is shape.handover:
         tick = [rest[0], Slot(K.REDUCE, -1), *rest[1:]]
     else:
-        end = max(kinds.index(K.UPDATE), kinds.index(K.MIRROR)) + 1
+        end = max(kinds.index(K.UPDATE), kinds.index(K.REPLICA_SYNC)) + 1
         tick = [*rest[:end], Slot(K.REDUCE, 0), *rest[end:]]
     return Plan(shape, tuple(tick))
 
@@ -123,14 +123,14 @@ def with_early_rows(plan: Plan) -> Plan:
             "use one group, or turn early off"
         )
     first = plan.tick.index(Slot(K.ROWS, 0, 0))
-    tick = [*plan.tick[:first], Slot(K.FRESH, 0), *plan.tick[first + 1 :]]
+    tick = [*plan.tick[:first], Slot(K.PATCH, 0), *plan.tick[first + 1 :]]
     # Behind that `dense`, which starts the sums of dense gradients and must not wait for them.
     last = max(tick.index(Slot(K.DENSE, 0, shape.micros - 1)), tick.index(Slot(K.RETRIEVE, 1)))
     tick.insert(last + 1, Slot(K.ROWS, 1, 0))
     # As soon as the next batch's rows are known, but behind the keys of the batch after it: they
     # must not wait for that union, or every union waits for the exchanges after the last one.
     known = Slot(K.KEYS, 2) if Slot(K.KEYS, 2) in tick else Slot(K.UNION, 1)
-    tick.insert(tick.index(known) + 1, Slot(K.MARKS, 1))
+    tick.insert(tick.index(known) + 1, Slot(K.STALE_MASK, 1))
     return Plan(shape, tuple(tick))
 
 

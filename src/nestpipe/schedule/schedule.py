@@ -43,17 +43,17 @@ _USUAL_LANE = {
     Kind.COUNTS: Lane.NET,
     Kind.KEYS: Lane.NET,
     Kind.UNION: Lane.ROUTE,
-    Kind.MARKS: Lane.NET,
+    Kind.STALE_MASK: Lane.NET,
     Kind.RETRIEVE: Lane.HOST,
     Kind.SYNC: Lane.COMPUTE,
     Kind.SWAP: Lane.COMPUTE,
-    Kind.FRESH: Lane.NET,
+    Kind.PATCH: Lane.NET,
     Kind.ROWS: Lane.NET,
     Kind.DENSE: Lane.COMPUTE,
     Kind.GRADS: Lane.NET,
     Kind.REDUCE: Lane.NET,
     Kind.UPDATE: Lane.COMPUTE,
-    Kind.MIRROR: Lane.NET,
+    Kind.REPLICA_SYNC: Lane.NET,
     Kind.WRITEBACK: Lane.HOST,
 }
 """Where a kind of op runs unless the shape says otherwise; `Shape.lane` is the answer."""
@@ -94,10 +94,10 @@ class Shape:
     """Whether rows of a later batch are read while this one computes."""
     stale: bool = False
     """Whether batches may train on rows that miss the update of the batch before."""
-    keys_apart: bool = False
+    separate_key_group: bool = False
     """Whether counts and keys travel in a network of their own, that of the hosts. They then have a
     lane of their own too, and `dedup` leaves that of routing for that of the copies."""
-    sums_apart: bool = False
+    separate_dense_group: bool = False
     """Whether dense gradients are summed in a network of their own, begun by the last `dense` and
     ended by `reduce`, which then applies them; `update` is left with the rows."""
 
@@ -107,11 +107,11 @@ class Shape:
 
     def lane(self, kind: Kind) -> Lane:
         """Where an op runs, the one answer to that question."""
-        if self.keys_apart and kind in ROUTING_COLLECTIVES:
+        if self.separate_key_group and kind in ROUTING_COLLECTIVES:
             return Lane.KEYS
-        if self.keys_apart and kind is Kind.DEDUP:
+        if self.separate_key_group and kind is Kind.DEDUP:
             return Lane.COPY
-        if self.sums_apart and kind is Kind.REDUCE:
+        if self.separate_dense_group and kind is Kind.REDUCE:
             return Lane.COMPUTE
         if self.takes_over and kind is Kind.WRITEBACK:
             return Lane.WRITE
@@ -121,9 +121,9 @@ class Shape:
         """The network of a collective; in each of them all collectives have one order."""
         if kind not in COLLECTIVES:
             return None
-        if self.keys_apart and kind in ROUTING_COLLECTIVES:
+        if self.separate_key_group and kind in ROUTING_COLLECTIVES:
             return "hosts"
-        return "sums" if self.sums_apart and kind is Kind.REDUCE else "devices"
+        return "sums" if self.separate_dense_group and kind is Kind.REDUCE else "devices"
 
     def retire(self, batch: int) -> Op:
         """The op after which a batch counts as done.
@@ -166,17 +166,17 @@ class Shape:
             return Kind.SWAP
         return Kind.SYNC if self.buffers > 1 else Kind.RETRIEVE
 
-    def has_mirror(self, batch: int) -> bool:
+    def merges_replicas(self, batch: int) -> bool:
         return self.mirror_every > 0 and (batch + 1) % self.mirror_every == 0
 
     def last_write(self, batch: int) -> Op:
         """The op that leaves the batch's rows in their final state."""
-        merged = self.merge is Merge.AVERAGED and self.has_mirror(batch)
-        return Op(Kind.MIRROR if merged else Kind.UPDATE, batch)
+        merged = self.merge is Merge.AVERAGED and self.merges_replicas(batch)
+        return Op(Kind.REPLICA_SYNC if merged else Kind.UPDATE, batch)
 
-    def sums_gradients_in_mirror(self, batch: int) -> bool:
+    def sums_replica_gradients(self, batch: int) -> bool:
         """Whether the batch's gradients are summed over replicas before they are applied."""
-        return self.merge is Merge.EXACT and self.has_mirror(batch)
+        return self.merge is Merge.EXACT and self.merges_replicas(batch)
 
 
 @dataclass(frozen=True, slots=True)

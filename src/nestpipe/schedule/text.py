@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
+from nestpipe.deprecated import WORDS, current_word
 from nestpipe.errors import ParseError
 from nestpipe.schedule.op import Kind, Lane, Op
 from nestpipe.schedule.schedule import Exchange, Merge, Retrieval, Schedule, Shape, Step
@@ -37,8 +38,8 @@ _EXAMPLE_OF = {
     "window_overlaps": "no",
     "retrieves_ahead": "no",
     "stale": "no",
-    "keys_apart": "no",
-    "sums_apart": "no",
+    "separate_key_group": "no",
+    "separate_dense_group": "no",
     "early": "no",
 }
 """Every fact at the head of a schedule, with a value it may have."""
@@ -48,11 +49,14 @@ _USUAL = {
     "overlaps": "yes",
     "window_overlaps": "no",
     "retrieves_ahead": "no",
-    "keys_apart": "no",
-    "sums_apart": "no",
+    "separate_key_group": "no",
+    "separate_dense_group": "no",
     "early": "no",
 }
 """Facts that are only told where they are otherwise."""
+
+
+OLD_FACTS = frozenset(old for old, new in WORDS.items() if new in _EXAMPLE_OF)
 
 
 def to_text(schedule: Schedule) -> str:
@@ -74,8 +78,8 @@ def to_text(schedule: Schedule) -> str:
         "window_overlaps": "yes" if shape.window_overlaps else "no",
         "retrieves_ahead": "yes" if shape.retrieves_ahead else "no",
         "stale": "yes" if shape.stale else "no",
-        "keys_apart": "yes" if shape.keys_apart else "no",
-        "sums_apart": "yes" if shape.sums_apart else "no",
+        "separate_key_group": "yes" if shape.separate_key_group else "no",
+        "separate_dense_group": "yes" if shape.separate_dense_group else "no",
         "early": "yes" if shape.early else "no",
     }
     head = [f"{name} {value}" for name, value in facts.items() if _USUAL.get(name) != value]
@@ -89,6 +93,7 @@ def from_text(text: str) -> Schedule:
     lines = _meaningful_lines(text)
     for number, line in lines:
         word, _, rest = line.partition(" ")
+        word = current_word(word) if word in OLD_FACTS else word
         if word in _EXAMPLE_OF:
             if steps:
                 raise ParseError(f"line {number}: {line!r} is a fact; put it above the first op")
@@ -135,8 +140,8 @@ def _schedule(facts: dict[str, str], steps: list[Step]) -> Schedule:
         window_overlaps=_read(facts, "window_overlaps", _yes),
         retrieves_ahead=_read(facts, "retrieves_ahead", _yes),
         stale=_read(facts, "stale", _yes),
-        keys_apart=_read(facts, "keys_apart", _yes),
-        sums_apart=_read(facts, "sums_apart", _yes),
+        separate_key_group=_read(facts, "separate_key_group", _yes),
+        separate_dense_group=_read(facts, "separate_dense_group", _yes),
         early=_read(facts, "early", _yes),
     )
     batches = _read(facts, "batches", _at_least(1))

@@ -57,7 +57,7 @@ FLUSH = Slot(K.WRITEBACK, -1)
 
 def end_of(shape: Shape) -> list[Slot]:
     """What ends a window."""
-    reduce, update, mirror = Slot(K.REDUCE, 0), Slot(K.UPDATE, 0), Slot(K.MIRROR, 0)
+    reduce, update, mirror = Slot(K.REDUCE, 0), Slot(K.UPDATE, 0), Slot(K.REPLICA_SYNC, 0)
     if shape.merge is Merge.EXACT:
         return [mirror, reduce, update]
     return [reduce, update, mirror]

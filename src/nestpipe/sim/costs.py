@@ -97,12 +97,12 @@ def _network_costs(cluster: Cluster, shape: Shape, scale: Scale) -> dict[Kind, f
     return {
         K.COUNTS: all_to_all_ms(network, 0, scale) + setup,
         K.KEYS: all_to_all_ms(network, work.unique_keys * KEY_BYTES, scale),
-        K.MARKS: all_to_all_ms(network, work.unique_keys / shape.micros, scale),
-        K.FRESH: all_to_all_ms(network, exchanged * work.shared_share, scale),
+        K.STALE_MASK: all_to_all_ms(network, work.unique_keys / shape.micros, scale),
+        K.PATCH: all_to_all_ms(network, exchanged * work.shared_share, scale),
         K.ROWS: rows,
         K.GRADS: rows,
         K.REDUCE: _all_reduce_ms(network, work.dense_mb * 1e6, scale.workers, node),
-        K.MIRROR: _all_reduce_ms(network, merged, scale.groups, scale.replicas_in_node(node))
+        K.REPLICA_SYNC: _all_reduce_ms(network, merged, scale.groups, scale.replicas_in_node(node))
         + copies,
     }
 

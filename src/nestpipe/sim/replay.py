@@ -85,7 +85,7 @@ def _slowest(end_W: Times, kind: Kind, scale: Scale) -> Times:
     if kind is Kind.REDUCE:
         return np.full_like(end_W, end_W.max())
     end_GS = end_W.reshape(scale.groups, scale.shards)
-    across = 0 if kind is Kind.MIRROR else 1
+    across = 0 if kind is Kind.REPLICA_SYNC else 1
     return np.broadcast_to(end_GS.max(axis=across, keepdims=True), end_GS.shape).reshape(-1)
 
 

@@ -13,7 +13,7 @@ from nestpipe.sim.replay import replay
 from nestpipe.trace import IDLE, Span, Trace, exposure, lane_busy, steady_interval
 
 K = Kind
-EXCHANGE_KINDS = (K.FRESH, K.ROWS, K.GRADS, K.REDUCE, K.MIRROR)
+EXCHANGE_KINDS = (K.PATCH, K.ROWS, K.GRADS, K.REDUCE, K.REPLICA_SYNC)
 LOOKUP_KINDS = (
     K.PREFETCH,
     K.COPY,
@@ -21,7 +21,7 @@ LOOKUP_KINDS = (
     K.COUNTS,
     K.KEYS,
     K.UNION,
-    K.MARKS,
+    K.STALE_MASK,
     K.RETRIEVE,
     K.SYNC,
     K.SWAP,

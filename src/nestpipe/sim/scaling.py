@@ -103,7 +103,7 @@ class GroupRow:
 
     @property
     def exposed_merge_ms(self) -> float:
-        return self.figures.exposed_ms.get("mirror", 0.0)
+        return self.figures.exposed_ms.get("replica_sync", 0.0)
 
 
 @dataclass(frozen=True, slots=True)

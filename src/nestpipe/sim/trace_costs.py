@@ -16,7 +16,14 @@ from statistics import median
 import numpy as np
 
 from nestpipe.errors import ParseError
-from nestpipe.schedule.op import COLLECTIVES, EARLY_KINDS, MICRO_KINDS, Kind, Op
+from nestpipe.schedule.op import (
+    COLLECTIVES,
+    MICRO_KINDS,
+    SPECULATIVE_KINDS,
+    Kind,
+    Op,
+    parse_kind,
+)
 from nestpipe.schedule.plans import Plan
 from nestpipe.schedule.schedule import Retrieval
 from nestpipe.sim.cluster import Cluster
@@ -51,12 +58,12 @@ class SerialRuns:
         shape = plan.shape
 
         def cost_of(op: Op, rank: int) -> float:
-            if op.kind in EARLY_KINDS:
+            if op.kind in SPECULATIVE_KINDS:
                 return _early_cost(op, rank, whole, new)
             refreshes = shape.buffers > 1 and op.kind in REFRESH_KINDS
             return (new if shape.retrieval is Retrieval.NEW or refreshes else whole)(op, rank)
 
-        early = shape.sums_apart and shape.overlaps
+        early = shape.separate_dense_group and shape.overlaps
         costs = begun_early(cost_of, shape.micros, self._buckets) if early else cost_of
         return replay_shared(plan, costs, self.sharing, batches=batches)
 
@@ -69,7 +76,7 @@ def _early_cost(op: Op, rank: int, whole: CostOf, new: CostOf) -> float:
     """What no serial run does: marks are as short a message as counts, and of the rows of the first
     micro-batch those come again that the batch before has too, the part that `new` need not read.
     """
-    if op.kind is Kind.MARKS:
+    if op.kind is Kind.STALE_MASK:
         return whole(Op(Kind.COUNTS, op.batch), rank)
     retrieve = Op(Kind.RETRIEVE, op.batch)
     all_rows = whole(retrieve, rank)
@@ -293,13 +300,13 @@ def _over_micros(points: list[tuple[int, float]]) -> tuple[float, float]:
 
 
 def _kind(span: Span) -> Kind:
-    try:
-        return Kind(span.kind)
-    except ValueError:
+    kind = parse_kind(span.kind)
+    if kind is None:
         known = ", ".join(Kind)
         raise ParseError(
             f"the trace has an op of unknown kind {span.kind!r}; the kinds are {known}"
-        ) from None
+        )
+    return kind
 
 
 def _micros(trace: Trace) -> int:

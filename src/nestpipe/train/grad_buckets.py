@@ -102,7 +102,7 @@ class EarlySums:
     def _sum(self, tensor: Tensor) -> None:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            self._comm.sum_apart(tensor)
+            self._comm.all_reduce_dense(tensor)
 
     def finish(self) -> None:
         """Send what is left; then every parameter has its summed gradient, for this stream."""

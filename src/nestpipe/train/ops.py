@@ -19,7 +19,7 @@ from nestpipe.data.sampling.clustering import How, micro_batches
 from nestpipe.embedding.sharded import ShardedTables
 from nestpipe.errors import RunError
 from nestpipe.models.protocol import RecModel
-from nestpipe.runtime import End
+from nestpipe.runtime import StopSignal
 from nestpipe.schedule.op import Kind, Op
 from nestpipe.schedule.schedule import Merge
 from nestpipe.train.grad_buckets import EarlySums
@@ -93,7 +93,7 @@ class TrainingWork:
     first_step: int = 0
     """Batches that were trained before this run (a checkpoint's)."""
     on_step: Callable[[StepReport], None] = lambda report: None
-    end: End = field(default_factory=End)
+    end: StopSignal = field(default_factory=StopSignal)
     """Where the run ends: at a number of batches, or where no rank has samples left."""
     data_ended: bool = False
     """Whether it was the data that ended."""
@@ -116,17 +116,17 @@ class TrainingWork:
             K.COUNTS: self.counts,
             K.KEYS: lambda op: self.tables.keys(op.batch),
             K.UNION: lambda op: self.tables.union(op.batch),
-            K.MARKS: lambda op: self.tables.marks(op.batch),
+            K.STALE_MASK: lambda op: self.tables.marks(op.batch),
             K.RETRIEVE: self.retrieve,
             K.SYNC: self.sync,
             K.SWAP: lambda op: None,
-            K.FRESH: lambda op: self.tables.fresh(op.batch),
+            K.PATCH: lambda op: self.tables.fresh(op.batch),
             K.ROWS: lambda op: self.tables.rows(op.batch, op.micro or 0),
             K.DENSE: self.dense,
             K.GRADS: lambda op: self.tables.grads(op.batch, op.micro or 0),
             K.REDUCE: self.reduce,
             K.UPDATE: self.update,
-            K.MIRROR: lambda op: self.tables.mirror(op.batch),
+            K.REPLICA_SYNC: lambda op: self.tables.mirror(op.batch),
             K.WRITEBACK: self.writeback,
         }
 

@@ -21,8 +21,15 @@ from nestpipe.embedding.table_groups import group_tables
 from nestpipe.errors import ConfigError
 from nestpipe.kernels.rows.comm_dtype import COMM_DTYPES
 from nestpipe.models.protocol import RecModel
-from nestpipe.runtime import End, Lanes, Work, lanes_for, name_collectives, run, spans_for
-from nestpipe.schedule import Kind, Plan, Retrieval, check, with_keys_apart, with_sums_apart
+from nestpipe.runtime import Lanes, StopSignal, Work, lanes_for, name_collectives, run, spans_for
+from nestpipe.schedule import (
+    Kind,
+    Plan,
+    Retrieval,
+    check,
+    with_separate_dense_group,
+    with_separate_key_group,
+)
 from nestpipe.trace import Trace
 from nestpipe.train.checkpoint import RunState, load_checkpoint, save_checkpoint
 from nestpipe.train.config import DenseSettings, TrainSettings
@@ -91,15 +98,15 @@ class Trainer:
             EarlySums(
                 [p for p in self.model.parameters() if p.requires_grad], self.comm, self.device
             )
-            if self.plan.shape.sums_apart
+            if self.plan.shape.separate_dense_group
             else None
         )
         self.progress = Progress()
 
     def placed(self, plan: Plan) -> Plan:
         """The plan as it runs here: beside GPUs, keys and dense sums have networks of their own."""
-        apart = self.device.type == "cuda" and self.comm.hosts_apart
-        return with_sums_apart(with_keys_apart(plan)) if apart else plan
+        apart = self.device.type == "cuda" and self.comm.separate_groups
+        return with_separate_dense_group(with_separate_key_group(plan)) if apart else plan
 
     def make_tables(self, plan: Plan, *, training: bool = False) -> ShardedTables:
         """The tables as ops of that plan see them; who only looks makes no rows."""
@@ -164,7 +171,7 @@ class Trainer:
             cut=Cut(self.plan.shape.micros, pipeline.micro_batching, pipeline.first, pipeline.last),
             first_step=self.progress.step,
             on_step=self._counted(on_step, self.progress.step),
-            end=End(most),
+            end=StopSignal(most),
             early_sums=self._early_sums,
         )
         self._run(work)

@@ -31,8 +31,8 @@ def test_rows_are_sent_early_where_the_variant_says_so(early):
     rounds = Rounds(replace(TINY, early=True), LocalCommunicator())
     with closing(rounds.trainer):
         trace = rounds.run(Variant("nested", "whole", 2, early=early))
-    assert {"marks", "fresh"} & {span.kind for span in trace.spans} == (
-        {"marks", "fresh"} if early else set()
+    assert {"stale_mask", "patch"} & {span.kind for span in trace.spans} == (
+        {"stale_mask", "patch"} if early else set()
     )
 
 

@@ -183,7 +183,7 @@ def test_rows_that_are_sent_early_are_measured_against_the_same_serial():
     """Neighbouring batches share a fifth of their rows: `new` reads the other four."""
 
     def traces(variant: Variant) -> list[Trace]:
-        costs = {**COSTS, Kind.FRESH: 1.0}
+        costs = {**COSTS, Kind.PATCH: 1.0}
         if variant.retrieval == "new":
             costs[Kind.RETRIEVE] = 16.0
         made = variant.make_plan()

@@ -83,7 +83,7 @@ def test_each_exchange_and_sum_stays_among_its_own(groups: int, ranks: int, layo
                     assert exchange(comm, world.rank) == ranks_of
                     assert total(comm, 2.0**world.rank) == sum(2.0**rank for rank in ranks_of)
                     assert comm.all_gather_values(world.rank) == ranks_of
-                    comm.sum_apart(torch.zeros(1))
+                    comm.all_reduce_dense(torch.zeros(1))
                     comm.barrier()
         assert total(world, 1.0) == ranks
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nestpipe.runtime import Act, End, ThreadLanes, inject_delays, run
+from nestpipe.runtime import Act, StopSignal, ThreadLanes, inject_delays, run
 from nestpipe.runtime.collective_order import CollectiveOrder
 from nestpipe.schedule import (
     PLANS,
@@ -14,8 +14,8 @@ from nestpipe.schedule import (
     Retrieval,
     plan,
     with_early_rows,
-    with_keys_apart,
-    with_sums_apart,
+    with_separate_dense_group,
+    with_separate_key_group,
     with_third_buffer,
 )
 
@@ -31,7 +31,7 @@ EVERY = {
 
 
 def on_gpus(chosen: Plan) -> Plan:
-    return with_sums_apart(with_keys_apart(chosen))
+    return with_separate_dense_group(with_separate_key_group(chosen))
 
 
 def starts_collectives(chosen: Plan, op: Op) -> bool:
@@ -49,7 +49,7 @@ def started(chosen: Plan, seed: int) -> list[str]:
 
     acts: dict[Kind, Act] = dict.fromkeys(Kind, note)
     slow = inject_delays(acts, seed=seed, max_ms=2)
-    run(chosen, slow, ThreadLanes(), batches=End(5))
+    run(chosen, slow, ThreadLanes(), batches=StopSignal(5))
     return names
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from nestpipe.runtime import Act, End, ThreadLanes, Work, run
+from nestpipe.runtime import Act, StopSignal, ThreadLanes, Work, run
 from nestpipe.runtime.cuda import HOST_LANES, StreamPlace
 from nestpipe.schedule import Kind, Lane, Op, PlanOptions, plan
 
@@ -113,7 +113,7 @@ class FakeLanes:
 
 def test_the_device_does_every_op_after_what_it_waits_for():
     fake = FakeLanes()
-    run(NESTED, fake.work(), fake.lanes, batches=End(6))
+    run(NESTED, fake.work(), fake.lanes, batches=StopSignal(6))
     fake.device.work()
     schedule = NESTED.schedule(6)
     place = {op: n for n, op in enumerate(fake.device.done)}
@@ -132,7 +132,7 @@ def test_an_op_is_issued_before_the_device_has_done_what_it_waits_for():
         fake.launch(op)
 
     # One batch: nothing makes the host wait for the device between `retrieve` and the end.
-    run(plan("dual_buffer"), fake.work(dense=dense), fake.lanes, batches=End(1))
+    run(plan("dual_buffer"), fake.work(dense=dense), fake.lanes, batches=StopSignal(1))
     assert issued == [Op(Kind.DENSE, 0, 0)]
 
 
@@ -153,7 +153,7 @@ def test_work_on_host_memory_starts_when_the_device_has_done_what_it_waits_for()
 
     kinds = {op.kind for op in schedule.ops if lane(op.kind) in HOST_LANES}
     acts = {kind.value: host_act for kind in kinds}
-    run(NESTED, fake.work(**acts), fake.lanes, batches=End(5))
+    run(NESTED, fake.work(**acts), fake.lanes, batches=StopSignal(5))
     assert {op.kind for op in seen} == kinds
 
 
@@ -165,7 +165,7 @@ def test_the_issuing_loop_waits_for_the_device():
         updates = sum(done.kind is Kind.UPDATE for done in fake.device.done)
         ahead.append(op.batch - updates)
 
-    run(NESTED, fake.work(prefetch=prefetch), fake.lanes, batches=End(12))
+    run(NESTED, fake.work(prefetch=prefetch), fake.lanes, batches=StopSignal(12))
     assert max(ahead) <= NESTED.shape.lookahead
 
 

@@ -10,9 +10,9 @@ import pytest
 from nestpipe.comm import Communicator
 from nestpipe.runtime import (
     Act,
-    End,
     InlineLanes,
     Lanes,
+    StopSignal,
     ThreadLanes,
     Work,
     inject_delays,
@@ -46,13 +46,13 @@ class Toy:
 
     world: World
     data: Data
-    ends: list[End]
+    ends: list[StopSignal]
 
     @classmethod
     def new(cls, shape: Shape, data: Data) -> Toy:
         world = new_world(shape, data, 1, CARRIES)
         world.batches = ENDLESS
-        return cls(world, data, [End() for _ in data])
+        return cls(world, data, [StopSignal() for _ in data])
 
     def work(self, comm: Communicator) -> Work:
         """What each op does on one rank."""
@@ -174,7 +174,7 @@ def test_a_limit_on_the_batches_ends_a_run_before_its_data():
     for name in EXACT:
         chosen = plan(name, PlanOptions(micros=2))
         toy = Toy.new(chosen.shape, data)
-        toy.world.batches, toy.ends = 3, [End(3), End(3)]
+        toy.world.batches, toy.ends = 3, [StopSignal(3), StopSignal(3)]
 
         def be(comm: Communicator, toy: Toy = toy, chosen: Plan = chosen) -> None:
             run(chosen, toy.work(comm), ThreadLanes(), batches=toy.ends[comm.rank])

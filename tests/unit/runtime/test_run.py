@@ -10,11 +10,11 @@ import pytest
 from nestpipe.comm import LocalCommunicator
 from nestpipe.runtime import (
     Act,
-    End,
     Event,
     HostSpans,
     InlineLanes,
     Lanes,
+    StopSignal,
     ThreadLanes,
     Work,
     inject_delays,
@@ -31,7 +31,7 @@ from nestpipe.schedule import (
     PlanOptions,
     Retrieval,
     plan,
-    with_keys_apart,
+    with_separate_key_group,
 )
 from nestpipe.schedule.check import ops_of_batch
 from nestpipe.trace import Span
@@ -90,7 +90,7 @@ def test_where_nothing_overlaps_ops_of_the_host_wait_for_the_device():
 
     chosen = plan("serial", PlanOptions(micros=2, retrieval=Retrieval.NEW))
     on_host = frozenset({Lane.LOADER, Lane.HOST, Lane.ROUTE})
-    run(chosen, dict.fromkeys(Kind, act), InlineLanes(finish, on_host), batches=End(3))
+    run(chosen, dict.fromkeys(Kind, act), InlineLanes(finish, on_host), batches=StopSignal(3))
     finish()
     assert done == list(chosen.schedule(3).ops)
 
@@ -100,7 +100,7 @@ def test_where_nothing_overlaps_ops_of_the_host_wait_for_the_device():
 def test_every_op_runs_once_after_what_it_waits_for(chosen: Plan, lanes: Callable[[], Lanes]):
     schedule = chosen.schedule(7)
     work = inject_delays(idle(), seed=1, max_ms=0.5)
-    trace = run(chosen, work, lanes(), batches=End(7), spans=HostSpans(rank=3))
+    trace = run(chosen, work, lanes(), batches=StopSignal(7), spans=HostSpans(rank=3))
     spans = {span.name: span for span in trace.spans}
     assert len(trace.spans) == len(schedule)
     assert {str(op) for op in schedule.ops} == set(spans)
@@ -118,7 +118,7 @@ def test_every_op_runs_once_after_what_it_waits_for(chosen: Plan, lanes: Callabl
 def test_batches_in_flight_stay_within_the_look_ahead(chosen: Plan):
     watch = Watch()
     slow = inject_delays(idle(), seed=2, max_ms=0.5)
-    run(chosen, watch.over(slow), ThreadLanes(), batches=End(12))
+    run(chosen, watch.over(slow), ThreadLanes(), batches=StopSignal(12))
     shape, flying, most = chosen.shape, 0, 0
     for what, op in watch.events:
         flying += (what, op.kind) == ("start", Kind.PREFETCH)
@@ -160,7 +160,7 @@ def test_the_issuing_loop_waits_for_a_stuck_lane(chosen: Plan):
             stuck.wait()
 
     runner = threading.Thread(
-        target=run, args=(chosen, idle(dense=dense), lanes), kwargs={"batches": End(40)}
+        target=run, args=(chosen, idle(dense=dense), lanes), kwargs={"batches": StopSignal(40)}
     )
     runner.start()
     time.sleep(0.1)
@@ -195,7 +195,7 @@ def test_a_failure_names_the_lane_on_which_the_op_ran(lanes: Callable[[], Lanes]
     def fail(op: Op) -> None:
         raise ValueError("broken")
 
-    for chosen, lane in ((NESTED, "net"), (with_keys_apart(NESTED), "keys")):
+    for chosen, lane in ((NESTED, "net"), (with_separate_key_group(NESTED), "keys")):
         with pytest.raises(ValueError, match="broken") as failure:
             run(chosen, idle(keys=fail), lanes())
         assert failure.value.__notes__ == [f"in `keys 0` on lane {lane}"]
@@ -250,7 +250,7 @@ def test_only_the_last_batches_are_kept(lanes: Callable[[], Lanes]):
         NESTED,
         idle(),
         lanes(),
-        batches=End(50),
+        batches=StopSignal(50),
         spans=HostSpans(keep_batches=NESTED.shape.lookahead),
     )
     kept = range(50 - NESTED.shape.lookahead, 50)
@@ -259,7 +259,7 @@ def test_only_the_last_batches_are_kept(lanes: Callable[[], Lanes]):
 
 
 def test_facts_of_the_caller_join_those_of_the_plan():
-    trace = run(NESTED, idle(), InlineLanes(), batches=End(1), facts={"workers": 4})
+    trace = run(NESTED, idle(), InlineLanes(), batches=StopSignal(1), facts={"workers": 4})
     assert trace.facts == {"plan": "nested", "micros": 2, "retrieval": "whole", "workers": 4}
 
 
@@ -271,7 +271,7 @@ def test_collectives_are_named_after_their_ops():
         names.append(comm.op_label.what)
 
     work = name_collectives(idle(rows=note, dense=note), comm.op_label)
-    run(plan("serial"), work, InlineLanes(), batches=End(2))
+    run(plan("serial"), work, InlineLanes(), batches=StopSignal(2))
     assert names == ["rows 0.0", "", "rows 1.0", ""]
 
 
@@ -281,7 +281,12 @@ def test_a_delay_belongs_to_its_op_whatever_runs_it(monkeypatch: pytest.MonkeyPa
 
     def delays(lanes: Lanes, seed: int) -> list[float]:
         slept.clear()
-        run(plan("serial"), inject_delays(idle(), seed=seed, max_ms=40), lanes, batches=End(1))
+        run(
+            plan("serial"),
+            inject_delays(idle(), seed=seed, max_ms=40),
+            lanes,
+            batches=StopSignal(1),
+        )
         return sorted(slept)
 
     inline = delays(InlineLanes(), 5)

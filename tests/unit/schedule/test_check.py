@@ -362,7 +362,7 @@ def test_a_doubled_op_is_named() -> None:
     ]
 
 
-@pytest.mark.parametrize("op", ["update 3", "rows 0.2", "swap 0", "mirror 1"])
+@pytest.mark.parametrize("op", ["update 3", "rows 0.2", "swap 0", "replica_sync 1"])
 def test_an_op_without_a_place_is_named(op: str) -> None:
     steps = [*nested(), Step(Op.parse(op))]
     assert sentences(with_steps(nested(), steps)) == [

@@ -13,7 +13,7 @@ from nestpipe.schedule import (
     PlanOptions,
     Retrieval,
     plan,
-    with_keys_apart,
+    with_separate_key_group,
 )
 
 
@@ -43,7 +43,7 @@ def test_every_kind_has_a_lane_and_every_lane_has_work() -> None:
     apart = {Lane.KEYS, Lane.WRITE}
     assert {shape.lane(kind) for kind in Kind} == set(Lane) - apart
     third = plan("nested", PlanOptions(retrieval=Retrieval.NEW, buffers=3))
-    every = with_keys_apart(third).shape
+    every = with_separate_key_group(third).shape
     assert {every.lane(kind) for kind in Kind} == set(Lane)
 
 
@@ -51,12 +51,12 @@ def test_collectives_are_exactly_the_ops_on_the_network() -> None:
     assert {kind for kind in Kind if Op(kind, 0).collective} == {
         Kind.COUNTS,
         Kind.KEYS,
-        Kind.MARKS,
-        Kind.FRESH,
+        Kind.STALE_MASK,
+        Kind.PATCH,
         Kind.ROWS,
         Kind.GRADS,
         Kind.REDUCE,
-        Kind.MIRROR,
+        Kind.REPLICA_SYNC,
     }
 
 
@@ -96,3 +96,11 @@ def test_whatever_is_not_an_op_is_a_parse_error(text: str) -> None:
 def test_a_number_too_long_to_read_is_a_parse_error(text: str) -> None:
     with pytest.raises(ParseError):
         Op.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [("mirror", "replica_sync"), ("marks", "stale_mask"), ("fresh", "patch")]
+)
+def test_a_word_of_an_earlier_release_is_read_with_a_warning(old: str, new: str) -> None:
+    with pytest.warns(FutureWarning, match=f"'{old}' is now called '{new}'"):
+        assert Op.parse(f"{old} 3") == Op(Kind(new), 3)

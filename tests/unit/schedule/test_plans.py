@@ -23,8 +23,8 @@ from nestpipe.schedule import (
     to_text,
     violations,
     with_early_rows,
-    with_keys_apart,
-    with_sums_apart,
+    with_separate_dense_group,
+    with_separate_key_group,
     with_third_buffer,
 )
 
@@ -67,7 +67,7 @@ def test_a_plan_equals_its_golden_schedule(name: str, retrieval: Retrieval, gold
 
 def test_nested_with_a_mirror_equals_its_golden_schedule(golden: Golden) -> None:
     schedule = plan("nested", PlanOptions(micros=2, mirror_every=2)).schedule(3)
-    golden("nested_whole_mirror.txt", to_text(schedule))
+    golden("nested_whole_replica_sync.txt", to_text(schedule))
 
 
 def test_nested_with_a_shared_window_equals_its_golden_schedule(golden: Golden) -> None:
@@ -137,7 +137,7 @@ every_early_plan = pytest.mark.parametrize(("name", "retrieval", "micros"), EARL
 
 
 def on_a_gpu(plan: Plan) -> Plan:
-    return with_sums_apart(with_keys_apart(plan))
+    return with_separate_dense_group(with_separate_key_group(plan))
 
 
 @every_early_plan
@@ -151,13 +151,13 @@ def test_early_rows_are_issued_under_the_batch_before_and_fresh_ones_after_its_u
     place = {op: n for n, op in enumerate((on_a_gpu(made) if apart else made).schedule(6).ops)}
     for t in range(1, 6):
         order = [
-            Op(Kind.MARKS, t),
+            Op(Kind.STALE_MASK, t),
             Op(Kind.DENSE, t - 1, micros - 1),
             Op(Kind.ROWS, t, 0),
             Op(Kind.GRADS, t - 1, micros - 1),
             Op(Kind.UPDATE, t - 1),
             Op(Kind.SYNC, t),
-            Op(Kind.FRESH, t),
+            Op(Kind.PATCH, t),
             Op(Kind.DENSE, t, 0),
         ]
         assert sorted(order, key=lambda op: place[op]) == order
@@ -183,7 +183,7 @@ def test_without_its_new_ops_an_early_plan_issues_what_it_did(
 ) -> None:
     usual = plan(name, PlanOptions(micros=micros, retrieval=retrieval))
     early = with_early_rows(usual)
-    moved = (Kind.MARKS, Kind.FRESH)
+    moved = (Kind.STALE_MASK, Kind.PATCH)
 
     def others(made: Plan) -> list[Op]:
         first_rows = (Kind.ROWS, 0)

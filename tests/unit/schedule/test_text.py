@@ -16,6 +16,8 @@ from nestpipe.schedule import (
     from_text,
     plan,
     to_text,
+    with_separate_dense_group,
+    with_separate_key_group,
 )
 from support.examples import examples
 
@@ -216,3 +218,14 @@ def test_a_damaged_schedule_is_a_schedule_or_a_parse_error(data: st.DataObject) 
     else:
         assert from_text(to_text(schedule)) == schedule
     assert len(said.splitlines()) <= 1
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("keys_apart", "separate_key_group"), ("sums_apart", "separate_dense_group")],
+)
+def test_a_fact_of_an_earlier_release_is_read_with_a_warning(old: str, new: str) -> None:
+    made = with_separate_dense_group(with_separate_key_group(plan("nested"))).schedule(2)
+    text = to_text(made)
+    with pytest.warns(FutureWarning, match=f"'{old}' is now called '{new}'"):
+        assert from_text(text.replace(f"{new} yes", f"{old} yes")) == made

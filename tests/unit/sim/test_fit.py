@@ -26,7 +26,7 @@ def test_a_fit_to_serial_predicts_nested(tmp_path):
     cluster = paper_cluster()
     predicted = simulate(nested, cluster, SCALE, op_costs=fitted.at(nested, cluster, SCALE))
     true = simulate(nested, cluster, SCALE)
-    assert fitted.missing == (Kind.MARKS, Kind.SYNC, Kind.SWAP, Kind.FRESH, Kind.MIRROR)
+    assert fitted.missing == (Kind.STALE_MASK, Kind.SYNC, Kind.SWAP, Kind.PATCH, Kind.REPLICA_SYNC)
     # A serial run of the whole working set has no refresh, so its cost cannot be known.
     assert predicted.step_ms == pytest.approx(true.step_ms - true.exposed_ms["sync"], rel=1e-3)
 

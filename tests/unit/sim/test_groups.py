@@ -78,7 +78,7 @@ def test_replicas_in_one_node_merge_at_its_speed():
     without_network = replace(fast, network=replace(fast.network, gb_per_s=1e12))
     for groups, within in ((8, True), (16, False)):
         ms, copies_ms = (
-            costs(cluster, shape(), Scale(128, groups))[Kind.MIRROR]
+            costs(cluster, shape(), Scale(128, groups))[Kind.REPLICA_SYNC]
             for cluster in (fast, without_network)
         )
         assert (ms == pytest.approx(copies_ms)) is within
@@ -140,7 +140,7 @@ def test_a_slow_host_makes_one_group_best():
 def test_a_rare_merge_costs_its_share_of_every_step():
     cluster = paper_cluster()
     seen = choose_groups("nested", replace(NESTED, mirror_every=16), cluster, 1536, [8]).best
-    merge_ms = costs(cluster, shape(16), Scale(1536, 8))[Kind.MIRROR]
+    merge_ms = costs(cluster, shape(16), Scale(1536, 8))[Kind.REPLICA_SYNC]
     assert seen.exposed_merge_ms == pytest.approx(merge_ms / 16, rel=0.01)
 
 

@@ -15,10 +15,10 @@ from nestpipe.schedule import (
     Retrieval,
     plan,
     with_early_rows,
-    with_keys_apart,
-    with_sums_apart,
+    with_separate_dense_group,
+    with_separate_key_group,
 )
-from nestpipe.schedule.op import EARLY_KINDS
+from nestpipe.schedule.op import SPECULATIVE_KINDS
 from nestpipe.sim import Scale, figures, replay
 from nestpipe.sim.replay import Sharing, replay_shared
 from nestpipe.sim.trace_costs import BUCKETS, SerialCosts, SerialRuns, begun_early
@@ -28,7 +28,7 @@ OFF_NETWORK = frozenset(Lane) - {Lane.NET}
 NOTHING = Sharing((0, 1, 2, 3), frozenset())
 ALONE = Sharing((0, 1, 2, 3), OFF_NETWORK)
 PAIRS = Sharing((0, 1, 0, 1), OFF_NETWORK)
-USUAL = [kind for kind in Kind if kind not in EARLY_KINDS]
+USUAL = [kind for kind in Kind if kind not in SPECULATIVE_KINDS]
 COSTS = dict(zip(USUAL, (3.0, 1, 2, 0.5, 1.5, 2, 6, 1, 0.1, 4, 9, 5, 3, 2, 1, 7), strict=True))
 
 
@@ -38,7 +38,7 @@ def as_planned(chosen: Plan) -> Plan:
 
 def apart(chosen: Plan) -> Plan:
     """As on a GPU: keys on the lane of routing, dense sums on that of compute."""
-    return with_sums_apart(with_keys_apart(chosen))
+    return with_separate_dense_group(with_separate_key_group(chosen))
 
 
 def constant(op: Op, rank: int) -> float:
@@ -149,7 +149,7 @@ def test_serial_predicts_a_plan_whose_dense_sums_begin_early(name: str):
 @pytest.mark.parametrize("placed", [as_planned, apart])
 def test_early_rows_are_replayed_alike(name, placed):
     chosen = placed(with_early_rows(plan(name, PlanOptions(micros=3))))
-    costs = {**COSTS, Kind.MARKS: 0.5, Kind.FRESH: 1.5}
+    costs = {**COSTS, Kind.STALE_MASK: 0.5, Kind.PATCH: 1.5}
     shared = replay_shared(chosen, lambda op, rank: costs[op.kind], NOTHING, batches=12)
     many = replay(chosen, costs, Scale(4), batches=12, record=range(4)).trace
     ends = {(span.name, span.rank): span.end for span in many.spans}
@@ -190,12 +190,14 @@ def test_rows_that_come_again_cost_their_part_of_the_first_ones(new_share, again
     spans = serial_runs(new_share).predict(early, batches=20).of_rank(0)
     took = {kind: {s.name: s.duration for s in spans if s.kind == kind} for kind in Kind}
     first_rows = COSTS[Kind.ROWS] / 2
-    assert set(took[Kind.FRESH]) == {f"fresh {t}" for t in range(20)}
+    assert set(took[Kind.PATCH]) == {f"patch {t}" for t in range(20)}
     for t in range(1, 20):
-        fresh = took[Kind.FRESH][f"fresh {t}"]
+        fresh = took[Kind.PATCH][f"patch {t}"]
         assert fresh == pytest.approx(again * first_rows, abs=1e-3)
         assert 0 <= fresh <= took[Kind.ROWS][f"rows {t}.0"] + 1e-9
-        assert took[Kind.MARKS][f"marks {t}"] == pytest.approx(COSTS[Kind.COUNTS], abs=1e-3)
+        assert took[Kind.STALE_MASK][f"stale_mask {t}"] == pytest.approx(
+            COSTS[Kind.COUNTS], abs=1e-3
+        )
 
 
 @pytest.mark.parametrize(("new_share", "again"), NEW_SHARES)

@@ -55,7 +55,7 @@ def test_one_group_may_send_rows_early():
         ParallelSettings(groups=1)
     )
     assert early.shape.early
-    assert {Kind.MARKS, Kind.FRESH} <= {slot.kind for slot in early.tick}
+    assert {Kind.STALE_MASK, Kind.PATCH} <= {slot.kind for slot in early.tick}
 
 
 @pytest.mark.parametrize("name", [name for name in PLANS if name != "nested"])

@@ -17,8 +17,8 @@ from nestpipe.schedule import (
     PlanOptions,
     Retrieval,
     plan,
-    with_keys_apart,
-    with_sums_apart,
+    with_separate_dense_group,
+    with_separate_key_group,
 )
 
 EXACT_PLANS = ("serial", "sparse_dist", "dual_buffer", "frozen_window", "nested")
@@ -277,7 +277,9 @@ class Variant:
             buffers=self.buffers,
         )
         made = plan(self.plan, options)
-        return with_sums_apart(with_keys_apart(made)) if device == "cuda" else made
+        return (
+            with_separate_dense_group(with_separate_key_group(made)) if device == "cuda" else made
+        )
 
 
 def case_of(name: str) -> PipelineCase:

@@ -19,9 +19,9 @@ MARK = "#d0021b"
 
 FAMILIES = {
     "compute": ("dense", "update"),
-    "exchange": ("rows", "fresh", "grads", "reduce", "mirror"),
+    "exchange": ("rows", "patch", "grads", "reduce", "replica_sync"),
     "memory": ("prefetch", "copy", "retrieve", "writeback"),
-    "routing": ("dedup", "counts", "keys", "union", "marks", "sync", "swap"),
+    "routing": ("dedup", "counts", "keys", "union", "stale_mask", "sync", "swap"),
 }
 """The families of kinds, by what they keep busy; any other kind belongs to `other`."""
 
