@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 import pytest
 import torch
@@ -322,3 +323,29 @@ def test_what_cannot_be_is_said_in_a_sentence(groups: int, layout: str, sentence
 def test_one_rank_has_one_group():
     with pytest.raises(ConfigError, match=r"^groups is 2 and there is 1 rank; use 1$"):
         make_mesh(LocalCommunicator(), 2)
+
+
+class UnequalNodes:
+    """A world whose nodes have different numbers of ranks: each rank tells that of its own."""
+
+    def __init__(self, world: Communicator, sizes: list[int]) -> None:
+        self._world, self._sizes = world, sizes
+
+    def all_gather_values(self, _: object) -> list[int]:
+        return [size for size in self._sizes for _ in range(size)]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._world, name)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "layout"), [([4, 4], "replicas"), ([2, 2, 4], "shards"), ([4, 2, 2], "shards")]
+)
+def test_the_smallest_node_decides_whether_replicas_fit(sizes: list[int], layout: str):
+    """Four replicas in a row cross the border of a node of two, though others have four."""
+
+    def one(world: Communicator) -> str:
+        unequal: Any = UnequalNodes(world, sizes)
+        return make_mesh(unequal, groups=4).layout
+
+    assert run_ranks(8, one) == [layout] * 8
