@@ -289,7 +289,7 @@ def _add_common(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add("--json", type=Path, metavar="FILE", help="write all figures, after each configuration")
     add("--add", type=Path, nargs="+", default=[], metavar="FILE", help="figures of earlier parts")
-    add("--forms", type=_words, default="new,whole", help="our forms of retrieval")
+    add("--forms", type=_words, default="new,whole", help="retrieval of our overlapping plans")
     add("--rounds", type=int, default=3, help="timed rounds of each variant, of both")
     add("--steps", type=int, default=12, help="steps on the clock in a round, of both")
     add("--rows", type=int, help="rows of the table; default: those of the case")

@@ -36,7 +36,7 @@ from nestpipe.bench.pipeline.launch import measure_rounds
 from nestpipe.bench.pipeline.report import steady
 from nestpipe.bench.torchrec_lab import PeerTask, read_readings
 from nestpipe.errors import ConfigError
-from nestpipe.schedule import Kind
+from nestpipe.schedule import Kind, Retrieval
 from nestpipe.trace import Trace
 
 CONFIGS = ("A", "B", "C", "D", "paper")
@@ -270,10 +270,13 @@ class TableRow:
 
 
 def table_variants(case: PipelineCase, forms: Sequence[str]) -> list[Variant]:
-    """The runs behind the plan table; `serial` has no use for micro-batches, so it has one."""
+    """The runs behind the plan table: overlapping plans in the given forms, baselines in both.
+
+    `serial` has no use for micro-batches, so it has one.
+    """
     plans = [plan for plan in EXACT_PLANS if plan != "serial"]
     return [
-        *lab_variants(case, ["serial"], forms, [1]),
+        *lab_variants(case, ["serial"], list(Retrieval), [1]),
         *lab_variants(case, plans, forms, [case.micros]),
     ]
 

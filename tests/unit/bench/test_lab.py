@@ -197,11 +197,12 @@ def test_the_plan_table_takes_the_fastest_form_by_the_median():
     assert said["A"]["range_ms"] == [16, 90]
 
 
-def test_the_plan_table_runs_both_baselines_without_micro_batches():
+def test_the_plan_table_runs_both_baselines_in_both_forms_without_micro_batches():
     names = [variant.name for variant in table_variants(lab_case("paper"), ["new"])]
     assert names == [
-        *("serial-strict-new-1", "serial-async-new-1", "sparse_dist-new-4", "dual_buffer-new-4"),
-        *("frozen_window-new-4", "nested-new-4-third"),
+        *("serial-strict-whole-1", "serial-strict-new-1"),
+        *("serial-async-whole-1", "serial-async-new-1"),
+        *("sparse_dist-new-4", "dual_buffer-new-4", "frozen_window-new-4", "nested-new-4-third"),
     ]
 
 
