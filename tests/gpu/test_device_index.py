@@ -193,7 +193,7 @@ def test_dedup_gives_the_lists_of_native_routing():
                 keys=keys,
                 lengths=[torch.ones_like(table) for table in keys],
                 pooled=[False] * len(keys),
-                homes=(-1,) * len(keys),
+                table_owners=(-1,) * len(keys),
                 row_bytes=512,
                 rank=rank,
                 ranks=3,

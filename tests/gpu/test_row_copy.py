@@ -9,8 +9,8 @@ from nestpipe.kernels.rows.native import copy_rows
 
 pytest.importorskip("triton", reason="triton comes with torch's builds for GPUs alone")
 
-from nestpipe.kernels.rows import row_copy_triton as reach
-from nestpipe.kernels.rows.row_copy_tma import aligned_rows, can_carry
+from nestpipe.kernels.rows import row_copy_triton
+from nestpipe.kernels.rows.row_copy_tma import aligned_rows, can_copy_in_bulk
 from nestpipe.kernels.rows.row_copy_triton import copy_rows_by_gpu
 
 
@@ -23,13 +23,13 @@ def make_store(dim: int, rows: int) -> NativeStore:
 
 @pytest.mark.parametrize("dim", [1, 8, 11, 128, 300, 1100])
 @pytest.mark.parametrize("some", [False, True])
-@pytest.mark.parametrize("carried", [False, True])
+@pytest.mark.parametrize("in_bulk", [False, True])
 def test_rows_come_and_go_as_the_host_would_copy_them(
-    monkeypatch: pytest.MonkeyPatch, dim: int, some: bool, carried: bool
+    monkeypatch: pytest.MonkeyPatch, dim: int, some: bool, in_bulk: bool
 ):
-    if not carried:
-        monkeypatch.setattr(reach, "can_carry", lambda _: False)
-    elif not can_carry(torch.zeros(1, 4, device="cuda")):
+    if not in_bulk:
+        monkeypatch.setattr(row_copy_triton, "can_copy_in_bulk", lambda _: False)
+    elif not can_copy_in_bulk(torch.zeros(1, 4, device="cuda")):
         pytest.skip("no bulk copies: they need compute capability 9.0 and nvcc")
     count = 40_000
     store = make_store(dim, count)
@@ -44,7 +44,7 @@ def test_rows_come_and_go_as_the_host_would_copy_them(
     addresses_K = places.addresses_K.cuda()
     there_n = None if positions_n is None else positions_n.cuda()
     rows_KW = aligned_rows(len(keys_K), dim + 1, torch.device("cuda")).zero_()
-    assert not carried or can_carry(rows_KW)
+    assert not in_bulk or can_copy_in_bulk(rows_KW)
     copy_rows_by_gpu(addresses_K, there_n, rows_KW, to_store=False)
     found = rows_KW.cpu() if positions_n is None else rows_KW.cpu()[positions_n]
     assert torch.equal(found, expected)

@@ -24,6 +24,7 @@ from pathlib import Path
 from nestpipe.errors import ConfigError
 
 SOURCES = Path(__file__).parent / "native"
+"""A folder for each subject; includes are written from here."""
 # No contraction and no fast math: numpy, which does one rounding per operation, must agree.
 FLAGS = (
     *("-std=c++17", "-O3", "-march=native", "-fno-fast-math", "-ffp-contract=off"),
@@ -90,8 +91,8 @@ def hash_of(words: Iterable[str], sources: Iterable[Path]) -> str:
 
 
 def source_files() -> list[Path]:
-    """Headers and sources, in a fixed order."""
-    return sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")])
+    """Headers and sources of all folders, in a fixed order."""
+    return sorted([*SOURCES.rglob("*.h"), *SOURCES.rglob("*.cpp")])
 
 
 def version_of(compiler: list[str]) -> str:
@@ -131,7 +132,7 @@ def _compile(compiler: list[str], target: Path) -> None:
     sources = [str(path) for path in source_files() if path.suffix == ".cpp"]
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         made = Path(folder) / target.name
-        command = [*compiler, *FLAGS, "-o", str(made), *sources]
+        command = [*compiler, *FLAGS, f"-I{SOURCES}", "-o", str(made), *sources]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         if result.returncode != 0:
             raise ConfigError(

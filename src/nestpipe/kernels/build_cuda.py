@@ -19,7 +19,10 @@ FLAGS = (
     # No contraction: torch, which does one rounding per operation, must agree.
     *("-fmad=false", "-shared", "-Xcompiler", "-fPIC,-fvisibility=hidden"),
 )
-HEADERS = (*sorted(SOURCES.glob("*.h")), Path(__file__).parent / "native" / "row_math.h")
+HEADERS = (
+    *sorted(SOURCES.glob("*.h")),
+    Path(__file__).parent / "native" / "rows" / "row_math.h",
+)
 USUAL = Path("/usr/local/cuda/bin/nvcc")
 
 

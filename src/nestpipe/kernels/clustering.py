@@ -17,7 +17,7 @@ MOST_TOKENS = (1 << 30) - 1
 
 
 class _Task(ctypes.Structure):
-    """`ClusterTask` of `native/cluster.h`."""
+    """`ClusterTask` of `native/clustering/cluster.h`."""
 
     _fields_ = (
         ("num_samples", c_int64),
@@ -66,7 +66,7 @@ def _check(task: ClusterTask) -> None:
     assert (task.tokens_B <= MOST_TOKENS).all(), f"a sample has at most {MOST_TOKENS} tokens"
 
 
-# The slow twin of `native/cluster.cpp`: the same choices, one after the other, in numpy.
+# The slow twin of `native/clustering/cluster.cpp`: the same choices, one after the other, in numpy.
 #
 # docs/clustering.md has the algorithm. What must agree to the bit: the start, the order of visits,
 # and which of several equally good swaps is taken (the one at the first place).

@@ -17,7 +17,7 @@ from nestpipe.kernels.build_cuda import CannotCompileError, build_cuda
 
 
 class Status(IntEnum):
-    """What a native call answers; `native/abi.h` says more."""
+    """What a native call answers; `native/common/abi.h` says more."""
 
     OK = 0
     TOO_MANY_ROWS = 1
@@ -69,7 +69,7 @@ _SIGNATURES = {
     "nestpipe_cluster": (c_int, [c_void_p, c_void_p]),
     "nestpipe_request": (c_int, [c_void_p, c_void_p]),
     "nestpipe_cut": (c_int, [c_void_p, c_void_p]),
-    "nestpipe_unite": (c_int, [c_void_p, c_void_p]),
+    "nestpipe_union": (c_int, [c_void_p, c_void_p]),
     "nestpipe_index_size": (c_int64, [c_int64, c_void_p]),
     "nestpipe_index": (None, [c_int64, *[c_void_p] * 3]),
     "nestpipe_neighbours": (c_int, [c_int64, *[c_void_p] * 5]),
@@ -78,7 +78,10 @@ _SIGNATURES = {
         c_int,
         [c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_int64],
     ),
-    "nestpipe_sum": (c_int, [c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int64]),
+    "nestpipe_segment_sum": (
+        c_int,
+        [c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int64],
+    ),
     "nestpipe_update": (
         c_int,
         [c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_float, c_int64],
@@ -117,9 +120,9 @@ def native_wanted() -> bool:
 FIRST_CAPABILITY = (9, 0)
 """Of GPUs with bulk copies."""
 _CUDA_SIGNATURES = {
-    "nestpipe_carry_begin": [],
-    "nestpipe_carry": [*[c_void_p] * 3, *[c_int64] * 3, *[c_int] * 2, c_void_p],
-    "nestpipe_sum_bags": [
+    "nestpipe_row_copy_begin": [],
+    "nestpipe_row_copy": [*[c_void_p] * 3, *[c_int64] * 3, *[c_int] * 2, c_void_p],
+    "nestpipe_segment_sum": [
         *[c_void_p, c_int64, c_void_p, c_int64],
         *[c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int, c_void_p],
     ],
@@ -150,7 +153,7 @@ def _begun(library: ctypes.CDLL, device: int) -> ctypes.CDLL:
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, c_int
     with torch.cuda.device(device):
-        status = library.nestpipe_carry_begin()
+        status = library.nestpipe_row_copy_begin()
     if status != 0:
         raise CannotCompileError(f"the driver refuses what nvcc made: CUDA's error {status}")
     return library

@@ -10,8 +10,8 @@
 #include <thread>
 #include <vector>
 
-#include "abi.h"
-#include "cluster.h"
+#include "common/abi.h"
+#include "clustering/cluster.h"
 
 namespace {
 

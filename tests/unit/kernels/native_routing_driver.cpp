@@ -9,13 +9,13 @@
 #include <thread>
 #include <vector>
 
-#include "bags.h"
-#include "routing.h"
-#include "update.h"
+#include "rows/segments.h"
+#include "routing/routing.h"
+#include "rows/update.h"
 
 namespace {
 
-using nestpipe::Bags;
+using nestpipe::Segments;
 using nestpipe::Rows;
 
 constexpr int64_t kTables = 3;
@@ -60,7 +60,7 @@ struct Requester {
     }
   }
 
-  void ask(int64_t rank, int64_t ranks, int64_t dim, const std::vector<int64_t>& homes) {
+  void ask(int64_t rank, int64_t ranks, int64_t dim, const std::vector<int64_t>& table_owners) {
     const auto terms = static_cast<int64_t>(keys.size());
     const auto outputs = static_cast<int64_t>(lengths.size());
     sent = sums = numbers<int64_t>(terms);
@@ -73,7 +73,7 @@ struct Requester {
                                   rank,              4 * dim,
                                   term_ends.data(),  output_ends.data(),
                                   keys.data(),       lengths.data(),
-                                  kPooled,           homes.data()};
+                                  kPooled,           table_owners.data()};
     routed = {sent.data(),         sums.data(),      key_counts.data(),
               row_counts.data(),   seen_rows.data(), seen_ends.data(),
               back_outputs.data(), back_ends.data(), straight.data(), 0, 0, 0};
@@ -87,8 +87,8 @@ struct Requester {
   };
   Start start_of(int64_t owner, int64_t rank, int64_t ranks) const {
     Start start;
-    for (int64_t seat = 0; seat < ranks; ++seat) {
-      const int64_t other = seat + 1 == ranks ? rank : seat + (seat >= rank);
+    for (int64_t peer = 0; peer < ranks; ++peer) {
+      const int64_t other = peer + 1 == ranks ? rank : peer + (peer >= rank);
       if (other == owner) break;
       add(start, other);
     }
@@ -108,10 +108,10 @@ class World {
   World(uint64_t seed, int64_t ranks, int64_t samples, int64_t dim, int64_t vocabulary)
       : ranks_(ranks), dim_(dim), requesters_(static_cast<size_t>(ranks)) {
     std::mt19937_64 random(seed);
-    const std::vector<int64_t> homes{-1, -1, static_cast<int64_t>(seed) % ranks};
+    const std::vector<int64_t> table_owners{-1, -1, static_cast<int64_t>(seed) % ranks};
     for (int64_t r = 0; r < ranks; ++r) {
       of(r).draw(random, r == 1 ? 0 : samples, vocabulary);  // one rank has no samples
-      of(r).ask(r, ranks, dim, homes);
+      of(r).ask(r, ranks, dim, table_owners);
       came_.push_back(numbers<float>(of(r).routed.num_rows * dim));
       gradients_.push_back(numbers<float>(of(r).routed.num_rows * dim));
     }
@@ -134,14 +134,14 @@ class World {
   };
 
   Requester& of(int64_t rank) { return requesters_[static_cast<size_t>(rank)]; }
-  int64_t rank_at(int64_t seat, int64_t self) const {
-    return seat + 1 == ranks_ ? self : seat + (seat >= self);
+  int64_t rank_at(int64_t peer, int64_t self) const {
+    return peer + 1 == ranks_ ? self : peer + (peer >= self);
   }
 
   void read_letters(Owner& owner, int64_t self) {
     owner.key_counts = owner.row_counts = numbers<int64_t>(ranks_ * kTables);
-    for (int64_t seat = 0; seat < ranks_; ++seat) {
-      const int64_t rank = rank_at(seat, self);
+    for (int64_t peer = 0; peer < ranks_; ++peer) {
+      const int64_t rank = rank_at(peer, self);
       const Requester& from = of(rank);
       const auto begin = from.start_of(self, rank, ranks_);
       auto end = begin;
@@ -177,10 +177,10 @@ class World {
                                 owner.row_counts.data(),
                                 owner.keys.data(),
                                 owner.lengths.data()};
-    nestpipe::United united{owner.unique.data(),     owner.table_counts.data(),
+    nestpipe::KeyUnion made{owner.unique.data(),     owner.table_counts.data(),
                             owner.serve_rows.data(), owner.serve_ends.data(),
                             owner.back_served.data(), owner.back_ends.data()};
-    require(nestpipe_unite(&asked, &united) == nestpipe::kOk, "a union failed");
+    require(nestpipe_union(&asked, &made) == nestpipe::kOk, "a union failed");
     int64_t next = 0;
     for (int64_t t = 0; t < kTables; ++t) {
       for (int64_t i = 0; i < owner.table_counts[static_cast<size_t>(t)]; ++i, ++next) {
@@ -197,7 +197,7 @@ class World {
   }
 
   // The unique keys shared with themselves are all of them; and where the batch before has none,
-  // all are taken from the one before it.
+  // all are carried from the one before it.
   void check_neighbours(const Owner& owner) {
     const int64_t* const counts = owner.table_counts.data();
     const std::vector<int64_t> nothing(kTables, 0);
@@ -212,20 +212,20 @@ class World {
     require(nestpipe_neighbours(kTables, owner.unique.data(), counts, &all, &none, &found) ==
                 nestpipe::kOk,
             "a comparison failed");
-    require(found.num_shared == owner.num_unique && found.num_taken == 0 && a == b,
+    require(found.num_shared == owner.num_unique && found.num_carried == 0 && a == b,
             "shared keys are missing");
     require(nestpipe_neighbours(kTables, owner.unique.data(), counts, &none, &all, &found) ==
                 nestpipe::kOk,
             "a comparison failed");
-    require(found.num_taken == owner.num_unique && found.num_shared == 0 && c == d,
+    require(found.num_carried == owner.num_unique && found.num_shared == 0 && c == d,
             "older keys are missing");
   }
 
   // Between the rows that an owner serves and those that each requester has.
   void hand_over(int64_t self, std::vector<float>& served, bool out) {
     size_t next = 0;
-    for (int64_t seat = 0; seat < ranks_; ++seat) {
-      const int64_t rank = rank_at(seat, self);
+    for (int64_t peer = 0; peer < ranks_; ++peer) {
+      const int64_t rank = rank_at(peer, self);
       const auto begin = of(rank).start_of(self, rank, ranks_);
       auto end = begin;
       of(rank).add(end, self);
@@ -289,21 +289,21 @@ class World {
                             (kind == nestpipe::kAdam ? 2 * dim_ - 1 : 0);
       std::vector<std::vector<float>> rows(static_cast<size_t>(owner.num_unique),
                                            numbers<float>(width, 1.0F));
-      std::vector<std::byte*> places;
-      for (auto& row : rows) places.push_back(reinterpret_cast<std::byte*>(row.data()));
+      std::vector<std::byte*> pointers;
+      for (auto& row : rows) pointers.push_back(reinterpret_cast<std::byte*>(row.data()));
       const nestpipe::Optimizer optimizer{kind, 0.1F, 1e-8F, 0.9F, 0.1F, 0.999F, 0.001F, 0.1F};
-      const Rows there{nullptr, 0, places.data()};
+      const Rows there{nullptr, 0, pointers.data()};
       require(nestpipe_update(&optimizer, &there, owner.num_unique, dim_, &part, 1, 1.0F,
                               kThreads) == nestpipe::kOk,
-              "an update in place failed");
+              "an update in pointer failed");
       for (const auto& row : rows) require(row[0] < 1.0F, "a row was not updated");
     }
   }
 
-  void sum(std::vector<float>& from, const Bags& bags, int64_t sums, std::vector<float>& to,
+  void sum(std::vector<float>& from, const Segments& segments, int64_t sums, std::vector<float>& to,
            int64_t add) {
     const Rows rows = rows_of(from, dim_), out = rows_of(to, dim_);
-    require(nestpipe_sum(&rows, &bags, sums, dim_, &out, add, kThreads) == nestpipe::kOk,
+    require(nestpipe_segment_sum(&rows, &segments, sums, dim_, &out, add, kThreads) == nestpipe::kOk,
             "a sum failed");
   }
 

@@ -10,7 +10,7 @@ import pytest
 
 from nestpipe.errors import ConfigError
 from nestpipe.kernels import build as building
-from nestpipe.kernels.build import SOURCES, build, build_key, cache_folder, find_compiler
+from nestpipe.kernels.build import build, build_key, cache_folder, find_compiler
 
 BUILD = """
 import os, sys
@@ -158,5 +158,5 @@ def test_the_command_builds_and_says_where():
 
 def test_the_arithmetic_of_first_rows_cannot_be_contracted():
     assert {"-ffp-contract=off", "-fno-fast-math"} <= set(building.FLAGS)
-    for source in SOURCES.iterdir():
+    for source in building.source_files():
         assert "std::fma" not in source.read_text()

@@ -287,7 +287,7 @@ def test_dedup_gives_the_lists_of_native_routing(ranks: int):
             keys=keys,
             lengths=[torch.ones_like(table) for table in keys],
             pooled=[False] * len(keys),
-            homes=homes,
+            table_owners=homes,
             row_bytes=512,
             rank=rank,
             ranks=ranks,

@@ -46,6 +46,6 @@ def test_random_work_from_threads_is_clean(tmp_path: Path, sanitizer: str):
     probe = compile_and_run(tmp_path, [empty], sanitizer)
     if probe.returncode:
         pytest.skip(f"no runtime for -fsanitize={sanitizer}: {probe.stderr.strip()[:200]}")
-    result = compile_and_run(tmp_path, [*DRIVERS, *sorted(SOURCES.glob("*.cpp"))], sanitizer)
+    result = compile_and_run(tmp_path, [*DRIVERS, *sorted(SOURCES.rglob("*.cpp"))], sanitizer)
     assert result.returncode == 0, result.stderr[-4000:]
     assert result.stdout == "done\n"

@@ -244,7 +244,7 @@ def unite(asked: Asked) -> United:
         *(keys_K.data_ptr(), table_counts.data_ptr(), serve_T.data_ptr(), serve_ends.data_ptr()),
         *(back_T.data_ptr(), back_ends.data_ptr()),
     )
-    _check(library().nestpipe_unite(ctypes.byref(given), ctypes.byref(made)))
+    _check(library().nestpipe_union(ctypes.byref(given), ctypes.byref(made)))
     counts: list[int] = table_counts.tolist()
     unique = sum(counts)
     ends = torch.split(serve_ends, [rows + 1 for rows in rows_M])

@@ -323,7 +323,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// First values: a function of (table seed, key, column) alone, bit for bit `native/init.h`, whose
+// First values: a function of (table seed, key, column) alone, bit for bit `native/store/first_values.h`, whose
 // functions are the host's: single float64 operations, each rounded on its own.
 constexpr uint64_t kStep = 0x9E3779B97F4A7C15ULL;
 

@@ -6,7 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "../native/row_math.h"
+#include "../native/rows/row_math.h"
 #include "device.h"
 #include "export.h"
 

@@ -5,7 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "../native/row_math.h"
+#include "../native/rows/row_math.h"
 #include "export.h"
 
 namespace {

@@ -72,7 +72,7 @@ class FoundSlots:
 
 @dataclass(frozen=True, slots=True)
 class FirstValues:
-    """What the first values of rows are made of; `native/init.h` says how."""
+    """What the first values of rows are made of; `native/store/first_values.h` says how."""
 
     seeds_C: Tensor
     """int64, the bits of the unsigned seed of each table."""

@@ -22,7 +22,7 @@ UNKNOWN_OPTIMIZER = -1
 
 
 class _Part(ctypes.Structure):
-    """Rows in one piece of memory; `cuda/sums.cu` says more."""
+    """Rows in one piece of memory; `cuda/segment_sum.cu` says more."""
 
     _fields_ = (
         *(("base", c_void_p), ("stride", c_int64)),
@@ -66,7 +66,7 @@ def sum_on_gpu(
     assert library is not None
     assert positions_S is None or positions_S.dtype == torch.int32
     with torch.cuda.device(device):
-        status = library.nestpipe_sum_bags(
+        status = library.nestpipe_segment_sum(
             (_Part * len(rows))(*(_part(part, came) for part in rows)),
             len(rows),
             (_Part * len(out))(*(_part(part, leaving) for part in out)),

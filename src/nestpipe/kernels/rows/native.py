@@ -18,7 +18,7 @@ from nestpipe.kernels.library import Status, library
 
 
 class _Rows(ctypes.Structure):
-    _fields_ = (("base", c_void_p), ("stride", c_int64), ("places", c_void_p))
+    _fields_ = (("base", c_void_p), ("stride", c_int64), ("pointers", c_void_p))
 
 
 class _Segments(ctypes.Structure):
@@ -88,7 +88,7 @@ def sum_segments(
     target, _ = _rows_of([out] if isinstance(out, Tensor) else out)
     terms, ends = _int32(terms_T), _int32(ends_S1)
     segments = _Segments(_pointer(terms), _pointer(ends))
-    status = library().nestpipe_sum(
+    status = library().nestpipe_segment_sum(
         ctypes.byref(source),
         ctypes.byref(segments),
         count,

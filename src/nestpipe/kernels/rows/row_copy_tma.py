@@ -1,6 +1,6 @@
-"""Rows carried by the GPU's engine for bulk copies, where the GPU has one and nvcc compiled it.
+"""Rows copied by the GPU's engine for bulk copies (TMA), where it has one and nvcc compiled it.
 
-`reach` does the same with ordinary loads and stores, on any GPU; it asks here first.
+`row_copy_triton` does the same with ordinary loads and stores, on any GPU; it asks here first.
 """
 
 # pyright: strict
@@ -38,7 +38,7 @@ def in_order_of_addresses(addresses_K: Tensor, positions_n: Tensor | None) -> Te
     return positions_n[addresses_K[positions_n].argsort()]
 
 
-def can_carry(rows_KW: Tensor) -> bool:
+def can_copy_in_bulk(rows_KW: Tensor) -> bool:
     """Whether rows of this buffer can travel so: see `aligned_rows`."""
     stride = rows_KW.stride(0) * 4
     whole = rows_KW.stride(1) == 1 and stride % WHOLE == 0 and rows_KW.data_ptr() % WHOLE == 0
@@ -46,7 +46,7 @@ def can_carry(rows_KW: Tensor) -> bool:
     return whole and fits and cuda_library(rows_KW.get_device()) is not None
 
 
-def carry_rows(
+def copy_rows_in_bulk(
     addresses_K: Tensor, positions_n: Tensor, rows_KW: Tensor, *, to_store: bool, alone: bool
 ) -> None:
     """What `copy_rows_by_gpu` does; up to 12 bytes after a row come along."""
@@ -54,7 +54,7 @@ def carry_rows(
     assert library is not None
     assert addresses_K.dtype == positions_n.dtype == torch.int64
     with torch.cuda.device(rows_KW.device):
-        status = library.nestpipe_carry(
+        status = library.nestpipe_row_copy(
             addresses_K.data_ptr(),
             positions_n.data_ptr(),
             rows_KW.data_ptr(),
@@ -66,7 +66,7 @@ def carry_rows(
             torch.cuda.current_stream(rows_KW.device).cuda_stream,
         )
     if status != 0:
-        raise RunError(f"the GPU cannot carry rows: CUDA's error {status}; set pin_rows = false")
+        raise RunError(f"the GPU cannot copy rows: CUDA's error {status}; set pin_rows = false")
 
 
 def _bytes_of(rows_KW: Tensor) -> int:

@@ -13,7 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nestpipe.kernels.rows.row_copy_tma import can_carry, carry_rows, in_order_of_addresses
+from nestpipe.kernels.rows.row_copy_tma import (
+    can_copy_in_bulk,
+    copy_rows_in_bulk,
+    in_order_of_addresses,
+)
 
 # Shapes: K rows of a buffer, n some of them, W numbers of a row
 
@@ -90,8 +94,8 @@ def copy_rows_by_gpu(
     if not (len(rows_KW) if positions_n is None else len(positions_n)):
         return
     positions_n = in_order_of_addresses(addresses_K, positions_n)
-    if can_carry(rows_KW):
-        carry_rows(addresses_K, positions_n, rows_KW, to_store=to_store, alone=alone)
+    if can_copy_in_bulk(rows_KW):
+        copy_rows_in_bulk(addresses_K, positions_n, rows_KW, to_store=to_store, alone=alone)
     else:
         _copy_rows(addresses_K, positions_n, rows_KW, to_store=to_store)
 

@@ -1,0 +1,82 @@
+// Sums of rows, term after term: the order is part of the result.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+#include "common/abi.h"
+
+namespace nestpipe {
+
+// Rows of floats: one after the other at a stride, or each at an address of its own.
+struct Rows {
+  std::byte* base;
+  int64_t stride;           // bytes
+  std::byte* const* pointers;  // null: base and stride count
+
+  float* row(int64_t i) const {
+    return reinterpret_cast<float*>(pointers ? pointers[i] : base + i * stride);
+  }
+};
+
+// Which rows each sum has: terms [ends[i], ends[i + 1]); without ends, sum i is row terms[i] alone;
+// without terms either, it is row i.
+struct Segments {
+  const int32_t* terms;
+  const int32_t* ends;
+
+  int64_t begin(int64_t sum) const { return ends ? ends[sum] : sum; }
+  int64_t end(int64_t sum) const { return ends ? ends[sum + 1] : sum + 1; }
+  int64_t term(int64_t i) const { return terms ? terms[i] : i; }
+};
+
+using Eight = float __attribute__((vector_size(32), aligned(4), may_alias));
+constexpr int64_t kAheadTerms = 12;
+
+inline void prefetch_row(const float* row, int64_t dim) {
+  for (int64_t i = 0; i < dim; i += 16) __builtin_prefetch(row + i);
+}
+
+// Eights that are summed in registers at once.
+constexpr int64_t kBlock = 8;
+
+template <int64_t kEights>
+inline void sum_block(const Rows& rows, const Segments& segments, int64_t begin, int64_t end, int64_t at,
+                      float* out) {
+  Eight sums[kEights] = {};
+  for (int64_t i = begin; i < end; ++i) {
+    const float* row = rows.row(segments.term(i)) + at;
+    for (int64_t e = 0; e < kEights; ++e) sums[e] += *reinterpret_cast<const Eight*>(row + 8 * e);
+  }
+  for (int64_t e = 0; e < kEights; ++e) *reinterpret_cast<Eight*>(out + at + 8 * e) = sums[e];
+}
+
+// out = the sum of a segment; zeros where it is empty. `last` bounds the terms that may be prefetched.
+inline void sum_segment(const Rows& rows, const Segments& segments, int64_t sum, int64_t last, int64_t dim,
+                    float* out) {
+  const int64_t begin = segments.begin(sum), end = segments.end(sum);
+  for (int64_t i = begin + kAheadTerms; i < std::min(end + kAheadTerms, last); ++i) {
+    prefetch_row(rows.row(segments.term(i)), dim);
+  }
+  if (segments.ends == nullptr) {  // a row as it is: added to zero it would lose the sign of a zero
+    std::copy_n(rows.row(segments.term(begin)), dim, out);
+    return;
+  }
+  int64_t at = 0;
+  for (; at + 8 * kBlock <= dim; at += 8 * kBlock) {
+    sum_block<kBlock>(rows, segments, begin, end, at, out);
+  }
+  for (; at + 8 <= dim; at += 8) sum_block<1>(rows, segments, begin, end, at, out);
+  for (; at < dim; ++at) {
+    float total = 0.0F;
+    for (int64_t i = begin; i < end; ++i) total += rows.row(segments.term(i))[at];
+    out[at] = total;
+  }
+}
+
+}  // namespace nestpipe
+
+// out[i] = sum i, or out[i] += sum i for all that have terms.
+NESTPIPE_API int nestpipe_segment_sum(const nestpipe::Rows* rows, const nestpipe::Segments* segments, int64_t sums,
+                              int64_t dim, const nestpipe::Rows* out, int64_t add, int64_t threads);
