@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from nestpipe.batch import Batch
     from nestpipe.comm import Communicator, LocalCommunicator, connect, launch
     from nestpipe.config import Table
-    from nestpipe.data import DataConfig, Source, SyntheticConfig, open_source
+    from nestpipe.data import DataConfig, ParquetConfig, Source, SyntheticConfig, open_source
     from nestpipe.jagged import Jagged
     from nestpipe.models import (
         Dlrm,
@@ -25,12 +25,14 @@ if TYPE_CHECKING:
     )
     from nestpipe.train import (
         DenseSettings,
+        ParallelSettings,
         PipelineSettings,
         RowSettings,
         Trainer,
         TrainSettings,
         evaluate,
     )
+    from nestpipe.train.verify.plans import verify
 
 __version__ = "0.1.0"
 
@@ -47,6 +49,8 @@ _MODULE_OF = {
     "Jagged": "jagged",
     "LocalCommunicator": "comm",
     "Loss": "models",
+    "ParallelSettings": "train",
+    "ParquetConfig": "data",
     "PipelineSettings": "train",
     "RecModel": "models",
     "RowSettings": "train",
@@ -60,6 +64,7 @@ _MODULE_OF = {
     "evaluate": "train",
     "launch": "comm",
     "open_source": "data",
+    "verify": "train.verify.plans",
 }
 
 __all__ = [
@@ -75,6 +80,8 @@ __all__ = [
     "Jagged",
     "LocalCommunicator",
     "Loss",
+    "ParallelSettings",
+    "ParquetConfig",
     "PipelineSettings",
     "RecModel",
     "RowSettings",
@@ -89,6 +96,7 @@ __all__ = [
     "evaluate",
     "launch",
     "open_source",
+    "verify",
 ]
 
 

@@ -1,7 +1,13 @@
 """Training, evaluation and checkpoints."""
 
 from nestpipe.deprecated import old_names
-from nestpipe.train.config import DenseSettings, PipelineSettings, RowSettings, TrainSettings
+from nestpipe.train.config import (
+    DenseSettings,
+    ParallelSettings,
+    PipelineSettings,
+    RowSettings,
+    TrainSettings,
+)
 from nestpipe.train.evaluate import evaluate
 from nestpipe.train.job import Job, JobConfig, make_job
 from nestpipe.train.loop import TrainResult, train_job
@@ -13,6 +19,7 @@ __all__ = [
     "DenseSettings",
     "Job",
     "JobConfig",
+    "ParallelSettings",
     "PipelineSettings",
     "RowSettings",
     "StepReport",
