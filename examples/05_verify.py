@@ -37,7 +37,9 @@ def start(pipeline: PipelineSettings) -> tuple[Trainer, Source]:
 
 for plan in ("nested", "stale_prefetch"):
     verdict = verify(start, PipelineSettings(plan=plan, micro_batches=2), steps=10)
-    print(f"{plan}: {'identical' if verdict.identical else 'different'} after {verdict.steps} steps")
+    print(
+        f"{plan}: {'identical' if verdict.identical else 'different'} after {verdict.steps} steps"
+    )
     print(f"  {verdict.rows_compared} rows compared, {verdict.rows_different} differ")
     if verdict.first_difference:
         print(f"  first: {verdict.first_difference}")

@@ -36,7 +36,7 @@ def train() -> None:
     """What each rank runs."""
     comm = connect("gloo")
     data = DataConfig(
-        synthetic=SyntheticConfig(samples=10_000, test_samples=2_000, num_tables=4, num_keys=2_000)
+        synthetic=SyntheticConfig(samples=6_000, test_samples=2_000, num_tables=4, num_keys=2_000)
     )
     for name, parallel in FORMS.items():
         torch.manual_seed(0)
