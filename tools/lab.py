@@ -40,7 +40,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 from nestpipe.errors import ConfigError, NestpipeError, RunError  # noqa: E402
 
 if TYPE_CHECKING:
-    from nestpipe.bench.lab import Comparison, Peer, Reading, TableRow
+    from nestpipe.bench.lab import Comparison, LabReading, Peer, TableRow
     from nestpipe.bench.pipeline.cases import PipelineCase, Variant
 
 
@@ -175,11 +175,11 @@ def _compare_one(
 ) -> Comparison:
     from nestpipe.bench.lab import Comparison, time_nestpipe, time_torchrec
 
-    theirs: list[Reading] = []
+    theirs: list[LabReading] = []
     if peer:
         say(f"{config}: TorchRec, {case.rounds} rounds with each share of its cache")
         theirs = time_torchrec(peer, case, case.rounds, options.steps)
-    ours: list[Reading] = []
+    ours: list[LabReading] = []
     if variants:
         say(f"{config}: NestPipe, {len(variants)} variants, {case.rounds} rounds and a warm-up")
         try:
@@ -213,7 +213,7 @@ def _details(result: Comparison) -> str:
     return "\n".join(lines)
 
 
-def _step(seen: Reading) -> str:
+def _step(seen: LabReading) -> str:
     low, high = seen.range_ms
     return f"{seen.step_ms:.1f} ({low:.1f}..{high:.1f})"
 

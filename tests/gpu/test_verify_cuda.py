@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nestpipe.bench.one_gpu import QUEUES, mps_daemon
+from nestpipe.bench.machines import QUEUES, mps_daemon
 from nestpipe.comm import LocalCommunicator
 from nestpipe.embedding.optimizers import OPTIMIZERS
 from nestpipe.runtime import Work, inject_delays

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from nestpipe.batch import Batch
-from nestpipe.bench.one_gpu import look_like_a_host
+from nestpipe.bench.machines import look_like_a_host
 from nestpipe.comm import Communicator, LocalCommunicator, connect
 from nestpipe.config import Table, build
 from nestpipe.jagged import Jagged

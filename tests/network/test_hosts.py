@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from nestpipe.bench.hosts import LINK, inside, launch_on_hosts, shaped_hosts
+from nestpipe.bench.machines import LINK, inside, launch_on_hosts, shaped_hosts
 
 PROGRAM = Path(__file__).with_name("host_program.py")
 HOLD = """
 import signal
-from nestpipe.bench.hosts import shaped_hosts
+from nestpipe.bench.machines import shaped_hosts
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 with shaped_hosts(2, "50mbit") as hosts:
     print(*[host.holder for host in hosts], flush=True)

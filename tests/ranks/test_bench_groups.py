@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from nestpipe.bench.groups.launch import GroupVariant, group_variants, timed_steps
+from nestpipe.bench.groups import GroupVariant, group_variants, timed_steps
 from nestpipe.cli.app import main
 from nestpipe.errors import ConfigError
 

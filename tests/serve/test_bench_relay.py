@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from nestpipe.bench.relay import answers as relay_kill
+from nestpipe.bench.relay import report as relay_kill
 from nestpipe.bench.relay import run as relay
-from nestpipe.bench.relay.answers import Reference
+from nestpipe.bench.relay.report import Reference
 from nestpipe.bench.relay.service import write_random
 from nestpipe.loadtest.settings import LoadSettings, WorkloadSettings
 from nestpipe.loadtest.target import RandomModel

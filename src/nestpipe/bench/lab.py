@@ -31,8 +31,7 @@ from nestpipe.bench.pipeline.cases import (
     serial_loops,
     variant_of,
 )
-from nestpipe.bench.pipeline.files import read_rounds
-from nestpipe.bench.pipeline.launch import measure_rounds
+from nestpipe.bench.pipeline.launch import measure_rounds, read_rounds
 from nestpipe.bench.pipeline.report import steady
 from nestpipe.bench.torchrec_lab import PeerTask, read_readings
 from nestpipe.errors import ConfigError
@@ -46,7 +45,7 @@ TORCHREC, NESTPIPE = "TorchRec", "NestPipe"
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class LabReading:
     """One way to run a configuration."""
 
     system: str
@@ -84,14 +83,14 @@ class Comparison:
 
     config: str
     case: PipelineCase
-    readings: tuple[Reading, ...]
+    readings: tuple[LabReading, ...]
 
-    def best(self, system: str) -> Reading | None:
+    def best(self, system: str) -> LabReading | None:
         """The fastest of a system; of ours only what overlaps, `serial` being no contender."""
         found = [r for r in self.readings if r.system == system and "serial" not in r.pipeline]
         return _fastest(found)
 
-    def serial(self, loop: SerialLoop) -> Reading | None:
+    def serial(self, loop: SerialLoop) -> LabReading | None:
         """The fastest run of a baseline."""
         return _fastest([r for r in self.readings if r.pipeline.startswith(f"serial {loop}")])
 
@@ -131,7 +130,7 @@ class Comparison:
     def from_json(cls, given: Mapping[str, Any]) -> Comparison:
         """Read what `as_json` wrote."""
         readings = tuple(
-            Reading(
+            LabReading(
                 seen["system"],
                 seen["pipeline"],
                 seen["step_ms"],
@@ -153,7 +152,7 @@ def joined_parts(parts: Sequence[Comparison]) -> list[Comparison]:
     return list(found.values())
 
 
-def _fastest(readings: Sequence[Reading]) -> Reading | None:
+def _fastest(readings: Sequence[LabReading]) -> LabReading | None:
     return min(readings, key=lambda reading: reading.step_ms, default=None)
 
 
@@ -184,7 +183,7 @@ def lab_variants(
     return [*serial_loops(case, serial), *(variant for variant in found if not variant.serial)]
 
 
-def time_nestpipe(case: PipelineCase, variants: Sequence[Variant]) -> list[Reading]:
+def time_nestpipe(case: PipelineCase, variants: Sequence[Variant]) -> list[LabReading]:
     """Every variant in turns; each reading is a round's, from update to update."""
     timed = case.steps - WARM_STEPS - LAST_STEPS
     with tempfile.TemporaryDirectory(prefix="nestpipe-lab-") as name:
@@ -193,14 +192,14 @@ def time_nestpipe(case: PipelineCase, variants: Sequence[Variant]) -> list[Readi
         return [_reading(v, read_rounds(folder, case, 0, v), timed) for v in variants]
 
 
-def _reading(variant: Variant, rounds: Sequence[Trace], timed: int) -> Reading:
+def _reading(variant: Variant, rounds: Sequence[Trace], timed: int) -> LabReading:
     steps_ms = tuple(timed_step(trace, WARM_STEPS, timed) for trace in rounds)
     seen, step_ms = steady(rounds), median(steps_ms)
     parts = {"compute": seen.compute, "lookup": seen.lookup, "exchange": seen.exchange}
     early = ", rows early" if variant.early else ""
     third = ", 3 buffers" if variant.buffers == 3 else ""
     plan = f"{variant.plan} {variant.loop}" if variant.serial else variant.plan
-    return Reading(
+    return LabReading(
         NESTPIPE,
         f"{plan} {variant.retrieval}, {variant.micros} micro-batches{early}{third}",
         step_ms,
@@ -218,7 +217,7 @@ def timed_step(trace: Trace, warm: int, timed: int) -> float:
     return (ends[warm + timed - 1] - ends[warm - 1]) / timed
 
 
-def time_torchrec(peer: Peer, case: PipelineCase, rounds: int, steps: int) -> list[Reading]:
+def time_torchrec(peer: Peer, case: PipelineCase, rounds: int, steps: int) -> list[LabReading]:
     """Every pipeline of TorchRec with every share of its cache; those that ran before a failure.
 
     The failure itself is on standard error, where the ranks write.
@@ -238,7 +237,7 @@ def time_torchrec(peer: Peer, case: PipelineCase, rounds: int, steps: int) -> li
                 ranks.terminate()  # its launcher then ends the ranks
         found = read_readings(folder)
     return [
-        Reading(
+        LabReading(
             TORCHREC,
             f"{seen.pipeline}, cache {100 * seen.share:g} %",
             median(seen.rounds_ms),
@@ -254,7 +253,7 @@ class TableRow:
     """One line of the plan table: a plan, or TorchRec, in its fastest form on each workload."""
 
     name: str
-    readings: Mapping[str, Reading]
+    readings: Mapping[str, LabReading]
     """By workload; without those that it did not run on."""
 
     def as_json(self) -> dict[str, object]:
@@ -290,7 +289,7 @@ def plan_table(results: Sequence[Comparison]) -> list[TableRow]:
     }
     rows: list[TableRow] = []
     for name, (system, start) in starts.items():
-        found: dict[str, Reading] = {}
+        found: dict[str, LabReading] = {}
         for result in results:
             ran = [
                 r for r in result.readings if r.system == system and r.pipeline.startswith(start)

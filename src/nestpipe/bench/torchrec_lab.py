@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from nestpipe.batch import Batch
-from nestpipe.bench.one_gpu import launch_on_one_gpu, look_like_a_host
+from nestpipe.bench.machines import launch_on_one_gpu, look_like_a_host
 from nestpipe.bench.pipeline.cases import WARM_STEPS, PipelineCase
 from nestpipe.bench.pipeline.model import Blocks, make_batches, make_model
 from nestpipe.comm import launch

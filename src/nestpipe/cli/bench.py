@@ -19,7 +19,7 @@ from nestpipe.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
     from nestpipe.bench.clustering import ClusteringReading
-    from nestpipe.bench.groups.launch import GroupReading
+    from nestpipe.bench.groups import GroupReading
 
 bench_app = typer.Typer(
     help="Measure the parts of nestpipe beside their alternatives.",
@@ -111,7 +111,7 @@ def bench_train(
     if json is not None:
         write_json(json, {"results": results} if len(results) > 1 else results[0])
     if json != STDOUT:
-        console().print(_train_table(results))
+        console().print(train_table(results))
 
 
 def _run(case: str, ranks: int, options: list[str]) -> dict[str, Any]:
@@ -122,7 +122,7 @@ def _run(case: str, ranks: int, options: list[str]) -> dict[str, Any]:
         command = [
             sys.executable,
             "-m",
-            "nestpipe.bench.train.rank",
+            "nestpipe.bench.train",
             case,
             *options,
             "--out",
@@ -136,19 +136,28 @@ def _run(case: str, ranks: int, options: list[str]) -> dict[str, Any]:
         return json_module.loads(out.read_text())
 
 
-def _train_table(results: list[dict[str, Any]]) -> Table:
-    table = Table(title="samples per second, all ranks")
-    for name in ("case", "NestPipe", "TorchRec", "ratio"):
+def train_table(results: list[dict[str, Any]]) -> Table:
+    """Speeds of both systems, with and without dedup of the peer's keys."""
+    table = Table(
+        title="samples per second, all ranks: median round (slowest..fastest)",
+        caption="dedup: TorchRec with torch.unique before the lookup; FBGEMM has none on a CPU.",
+    )
+    for name in ("case", "NestPipe", "TorchRec", "ratio", "with dedup", "ratio"):
         table.add_column(name, justify="left" if name == "case" else "right")
     for result in results:
-        theirs, ratio = result["torchrec_samples_per_s"], result["ratio"]
-        table.add_row(
-            result["config"],
-            f"{result['nestpipe_samples_per_s']:,.0f}",
-            "" if theirs is None else f"{theirs:,.0f}",
-            "" if ratio is None else f"{ratio:.2f}",
-        )
+        cells = [result["config"], _speed(result, "nestpipe")]
+        for name, key in (("torchrec", "ratio"), ("torchrec_dedup", "ratio_dedup")):
+            ratio = result[key]
+            cells += [_speed(result, name), "" if ratio is None else f"{ratio:.2f}x"]
+        table.add_row(*cells)
     return table
+
+
+def _speed(result: dict[str, Any], name: str) -> str:
+    if result[f"{name}_samples_per_s"] is None:
+        return ""
+    low, high = result[f"{name}_samples_per_s_range"]
+    return f"{result[f'{name}_samples_per_s']:,.0f} ({low:,.0f}..{high:,.0f})"
 
 
 # `nestpipe bench groups`: one dimension and groups of ranks on the same work.
@@ -173,7 +182,7 @@ def bench_groups(
 
     Example: nestpipe bench groups --hosts --intervals 1,4,16 --json out/groups.json
     """
-    from nestpipe.bench.groups.launch import group_variants, measure_groups
+    from nestpipe.bench.groups import group_variants, measure_groups
     from nestpipe.bench.pipeline.cases import PipelineCase, case_of
     from nestpipe.comm.mesh import check_groups
     from nestpipe.config import build, override

@@ -21,10 +21,8 @@ from nestpipe.errors import ConfigError
 from nestpipe.loadtest.settings import LoadSettings
 
 if TYPE_CHECKING:
-    from nestpipe.bench.relay.answers import Reference
-    from nestpipe.bench.relay.report import Reading
-    from nestpipe.bench.relay.run import RelayCase
-    from nestpipe.bench.relay.sizes import Asked, Sizes
+    from nestpipe.bench.relay.report import Reference, RelayReading
+    from nestpipe.bench.relay.run import Asked, RelayCase, Sizes
 
 NOT_SOUND = 1
 """Exit status where a request was lost or a score wrong."""
@@ -80,8 +78,7 @@ def bench_relay(
     build(LoadSettings, override({}, settings or []))  # a wrong name is told before the work
     require("torch", "safetensors", "fastapi", "httpx", "prometheus_client", "uvicorn")
     from nestpipe.bench.relay.report import is_sound
-    from nestpipe.bench.relay.run import find_nginx
-    from nestpipe.bench.relay.sizes import Asked
+    from nestpipe.bench.relay.run import Asked, find_nginx
 
     notes = [NO_NGINX] if nginx and find_nginx() is None else []
     fronts = ("builtin", "nginx") if nginx and not notes else ("builtin",)
@@ -110,8 +107,7 @@ class _Plan:
 
     def case(self, path: Path, reference: Reference) -> tuple[RelayCase, Sizes]:
         """Time the model, and choose what is left to choose."""
-        from nestpipe.bench.relay.run import INSTANCES, RelayCase, sections
-        from nestpipe.bench.relay.sizes import choose, measure
+        from nestpipe.bench.relay.run import INSTANCES, RelayCase, choose, measure, sections
         from nestpipe.loadtest.settings import WorkloadSettings
         from nestpipe.serve.types import RealClock
 
@@ -138,7 +134,7 @@ def _reference(checkpoint: Path | None, random: str | None) -> Generator[tuple[P
     """The checkpoint that is served, and the same model here, on one thread as in an instance."""
     import torch
 
-    from nestpipe.bench.relay.answers import Reference
+    from nestpipe.bench.relay.report import Reference
     from nestpipe.bench.relay.service import write_random
     from nestpipe.loadtest.target import random_model
     from nestpipe.serve.model.ranker import HstuRankModel
@@ -153,7 +149,7 @@ def _reference(checkpoint: Path | None, random: str | None) -> Generator[tuple[P
         torch.set_num_threads(before)
 
 
-def _compare(case: RelayCase, reference: Reference) -> list[Reading]:
+def _compare(case: RelayCase, reference: Reference) -> list[RelayReading]:
     from nestpipe.bench.relay.run import compare
     from nestpipe.serve.types import RealClock
 
@@ -163,7 +159,7 @@ def _compare(case: RelayCase, reference: Reference) -> list[Reading]:
 def _tell(
     case: RelayCase,
     sizes: Sizes,
-    readings: Sequence[Reading],
+    readings: Sequence[RelayReading],
     notes: Sequence[str],
     json: str | None,
 ) -> None:
@@ -197,7 +193,7 @@ def _sizes_line(case: RelayCase, sizes: Sizes) -> str:
     )
 
 
-def _times_table(case: RelayCase, readings: Sequence[Reading]) -> Table:
+def _times_table(case: RelayCase, readings: Sequence[RelayReading]) -> Table:
     workload, target = case.settings.workload, f"{case.settings.serve.target_ms:g} ms"
     table = _table(
         f"{workload.rate:g} requests/s, {workload.length:,} events, {workload.candidates} "
@@ -221,7 +217,7 @@ def _times_table(case: RelayCase, readings: Sequence[Reading]) -> Table:
     return table
 
 
-def _answers_table(readings: Sequence[Reading]) -> Table:
+def _answers_table(readings: Sequence[RelayReading]) -> Table:
     table = _table(
         "How requests were answered, and whether their scores are right",
         "hbm, late, dram: with a prefix that was ready, on its way, still in host memory;\n"

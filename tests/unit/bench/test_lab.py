@@ -16,7 +16,7 @@ from nestpipe.bench.lab import (
     NESTPIPE,
     TORCHREC,
     Comparison,
-    Reading,
+    LabReading,
     joined_parts,
     lab_case,
     lab_variants,
@@ -32,8 +32,8 @@ from nestpipe.errors import ConfigError
 from nestpipe.trace import Span, Trace
 
 
-def reading(system: str, pipeline: str, *ms: float) -> Reading:
-    return Reading(system, pipeline, median(ms), tuple(ms), {})
+def reading(system: str, pipeline: str, *ms: float) -> LabReading:
+    return LabReading(system, pipeline, median(ms), tuple(ms), {})
 
 
 LAB = [name for name in CASES if name.startswith("lab_")]

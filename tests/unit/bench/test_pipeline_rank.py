@@ -23,7 +23,7 @@ def test_rows_travel_as_the_case_says(wire, dtype):
     rounds = Rounds(replace(TINY, wire=wire), LocalCommunicator())
     with closing(rounds.trainer):
         rounds.run(Variant("nested", "whole", 2))
-        assert rounds.trainer.make_tables(rounds.trainer.plan).wire == dtype
+        assert rounds.trainer.make_tables(rounds.trainer.plan).comm_dtype == dtype
 
 
 @pytest.mark.parametrize("early", [True, False])

@@ -6,8 +6,14 @@ from statistics import median
 import pytest
 
 from nestpipe.bench.pipeline.cases import EXACT_PLANS, PipelineCase, Variant, case_of, variants_of
-from nestpipe.bench.pipeline.files import joined, read_rounds, read_task, trace_file, write_task
-from nestpipe.bench.pipeline.launch import sharing_of
+from nestpipe.bench.pipeline.launch import (
+    joined,
+    read_rounds,
+    read_task,
+    sharing_of,
+    trace_file,
+    write_task,
+)
 from nestpipe.bench.pipeline.report import (
     PointReport,
     VariantReport,

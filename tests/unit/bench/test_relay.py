@@ -10,11 +10,16 @@ import numpy as np
 import pytest
 
 from nestpipe.bench.relay import run as relay
-from nestpipe.bench.relay.answers import Compared, Kill, Reference
-from nestpipe.bench.relay.report import Reading, conclusion, is_sound
-from nestpipe.bench.relay.run import ARMS, sections, turned
+from nestpipe.bench.relay.report import (
+    Compared,
+    Kill,
+    Reference,
+    RelayReading,
+    conclusion,
+    is_sound,
+)
+from nestpipe.bench.relay.run import ARMS, Asked, choose, sections, turned
 from nestpipe.bench.relay.service import write_random
-from nestpipe.bench.relay.sizes import Asked, choose
 from nestpipe.cli.app import main
 from nestpipe.config import build
 from nestpipe.errors import ConfigError
@@ -111,16 +116,16 @@ def test_an_answer_is_right_for_the_events_that_it_rests_on_and_no_others(model:
     assert wrong(replace(answer, version="another")) == 1
 
 
-def reading(arm: str, ms: float, *, front="builtin", lost=0, wrong=0, kill=None) -> Reading:
+def reading(arm: str, ms: float, *, front="builtin", lost=0, wrong=0, kill=None) -> RelayReading:
     visit = Visit(0, 0.0, 0.2, 0, long=1936, short=64, candidates=8)
     answer = Answer(np.zeros(8, np.float32), Path.HBM_HIT, 2000, "v")
     records = [Record(visit, answer=answer, latency_ms=ms) for _ in range(10)]
     records += [Record(visit) for _ in range(lost)]
     told = report(arm, Run(records), target_ms=100.0, seconds=1.0, warmup_s=0.0)
-    return Reading(front, told, Compared(10, wrong), kill)
+    return RelayReading(front, told, Compared(10, wrong), kill)
 
 
-def four(**ms: float) -> list[Reading]:
+def four(**ms: float) -> list[RelayReading]:
     names = {"full": "inline full", "capped": "inline capped", "relay": "relay"}
     names["host"] = "relay + host"
     return [reading(names[name], value) for name, value in ms.items()]
@@ -203,11 +208,13 @@ TINY = ["--random", "layers=1,dim=8,heads=1,items=50,max_len=256", "--candidates
 TINY += ["--length", "128", "--target-ms", "100", "--rate", "5", "--seconds", "1", "--rounds", "2"]
 
 
-def run(monkeypatch: pytest.MonkeyPatch, readings: list[Reading], *more: str) -> int | str | None:
+def run(
+    monkeypatch: pytest.MonkeyPatch, readings: list[RelayReading], *more: str
+) -> int | str | None:
     """The command with a comparison that has ended already."""
     asked: list[relay.RelayCase] = []
 
-    def compare(case: relay.RelayCase, *_: object) -> list[Reading]:
+    def compare(case: relay.RelayCase, *_: object) -> list[RelayReading]:
         asked.append(case)
         return readings
 

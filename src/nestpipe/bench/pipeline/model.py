@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -147,3 +147,17 @@ def fill_store(trainer: Trainer, case: PipelineCase) -> int:
         keys_K = keys_K[owner_of(keys_K, 0, ranks, home) == rank]
         store.scatter(keys_K, [len(keys_K)], rows_KS[: len(keys_K)])
     return store.num_bytes()
+
+
+class Repeated:
+    """A source that yields given batches in turn, so many in all."""
+
+    def __init__(self, batches: Sequence[Batch], count: int) -> None:
+        self._batches = batches
+        self._count = count
+
+    def batches(self, **_: int) -> Iterator[Batch]:
+        return (self._batches[i % len(self._batches)] for i in range(self._count))
+
+    def empty(self) -> Batch:
+        return self._batches[0].empty()

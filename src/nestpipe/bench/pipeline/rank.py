@@ -17,12 +17,17 @@ from statistics import median
 
 import torch
 
-from nestpipe.bench.one_gpu import look_like_a_host
+from nestpipe.bench.machines import look_like_a_host
 from nestpipe.bench.pipeline.cases import CURVE, PipelineCase, SerialLoop, Variant
-from nestpipe.bench.pipeline.files import NET_CPU, read_task, trace_file, write_points
-from nestpipe.bench.pipeline.model import fill_store, make_batches, make_model, make_tables
-from nestpipe.bench.pipeline.report import step_times
-from nestpipe.bench.repeated import Repeated
+from nestpipe.bench.pipeline.launch import read_task, trace_file, write_points
+from nestpipe.bench.pipeline.model import (
+    Repeated,
+    fill_store,
+    make_batches,
+    make_model,
+    make_tables,
+)
+from nestpipe.bench.pipeline.report import NET_CPU, step_times
 from nestpipe.comm import Communicator, LocalCommunicator, connect
 from nestpipe.errors import NestpipeError
 from nestpipe.runtime import InlineLanes, Lanes, Spans, lanes_for

@@ -9,13 +9,14 @@ from itertools import pairwise
 from statistics import mean, median
 
 from nestpipe.bench.pipeline.cases import PipelineCase, SerialLoop, Variant
-from nestpipe.bench.pipeline.files import NET_CPU
 from nestpipe.schedule import COLLECTIVES, Kind
 from nestpipe.sim.replay import Sharing
 from nestpipe.sim.report import EXCHANGE_KINDS, LOOKUP_KINDS
 from nestpipe.sim.trace_costs import SerialRuns
 from nestpipe.trace import IDLE, LANES, Span, Trace, exposure, lane_busy
 
+NET_CPU = "net_cpu_ms"
+"""A fact of a trace: processor time of rank 0 in collectives, all batches together."""
 NET = "net"
 COMPUTE = "useful compute"
 FILL, DRAIN = 3, 1

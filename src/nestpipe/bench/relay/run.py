@@ -2,6 +2,7 @@
 
 Two instances of one thread each stand behind a router. For each front, the services of all arms
 run side by side and take turns: round by round, every arm meets the same requests, alone.
+Sizes are chosen first, from what the model's work takes here.
 """
 
 from __future__ import annotations
@@ -14,16 +15,133 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from nestpipe.bench.relay.answers import Compared, Kill, Reference, killed_under_load
-from nestpipe.bench.relay.report import Reading
+import numpy as np
+
+from nestpipe.bench.relay.report import Compared, Kill, Reference, RelayReading, killed_under_load
 from nestpipe.bench.relay.service import Behind, serving
-from nestpipe.bench.relay.sizes import CHUNK, Sizes
+from nestpipe.errors import ConfigError
 from nestpipe.loadtest.driver import Record, Run
 from nestpipe.loadtest.report import report
 from nestpipe.loadtest.run import drive_service
 from nestpipe.loadtest.settings import LoadSettings, WorkloadSettings
+from nestpipe.loadtest.target import measure_costs
 from nestpipe.loadtest.workload import Leg, legs, visits
-from nestpipe.serve.types import Clock, RankRequest, Signal
+from nestpipe.serve.engine.cost_model import Costs
+from nestpipe.serve.model.ranker import HstuRankModel
+from nestpipe.serve.types import Clock, History, RankItem, RankRequest, Signal
+
+# Shapes: N events, C candidates
+
+TARGET_MS = 100.0
+"""Where neither target nor length is given."""
+LEAST_TARGET_MS = 50.0
+"""Below this the delays of the driver and of HTTP are too great a part of what is measured."""
+INLINE_OVER_TARGET = 1.5
+"""What an inline ranking takes at the length that is chosen, in targets."""
+CLOSE = 0.9
+"""A length that makes this much of the usual target is paired with the usual target."""
+CAPPED_OVER_TARGET = 0.5
+"""What an inline ranking takes at the cap: with a queue it must still be in time."""
+USED = 0.06
+"""Part of the time for which an instance computes: so that two prefixes seldom meet in one."""
+CHUNK = 256
+"""Events of a prefix that an instance computes at a time."""
+SHORTEST, LONGEST, STEP = 256, 4096, 64
+"""Lengths to choose from."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """What the user fixed; None: to be chosen."""
+
+    length: int | None = None
+    target_ms: float | None = None
+    rate: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sizes:
+    """What is asked of the service, and what its work was predicted to take."""
+
+    length: int
+    cap: int
+    """Events that the capped arm sends."""
+    target_ms: float
+    rate: float
+    inline_ms: float
+    capped_ms: float
+    prefix_ms: float
+    cached_ms: float
+
+
+def measure(model: HstuRankModel, asked: Asked, candidates: int, short: int, clock: Clock) -> Costs:
+    """Time the model as an instance does when it starts, up to lengths that may be chosen."""
+    longest = asked.length
+    if longest is None:
+        enough_ms = INLINE_OVER_TARGET * (asked.target_ms or TARGET_MS)
+        longest = SHORTEST
+        while longest < LONGEST and _inline_ms(model, longest, candidates, clock) < enough_ms:
+            longest *= 2
+    return measure_costs(model, longest, candidates, clock, short, CHUNK)
+
+
+def choose(costs: Costs, asked: Asked, candidates: int, short: int, instances: int) -> Sizes:
+    """A length at which inline ranking takes longer than the target, and a low rate."""
+
+    def inline_ms(length: int) -> float:
+        return costs.inline_ms(length, candidates)
+
+    length, target_ms = asked.length, asked.target_ms
+    if length is None:
+        most_ms = INLINE_OVER_TARGET * (target_ms or TARGET_MS)
+        length = _longest(most_ms, inline_ms, SHORTEST, LONGEST)
+    if target_ms is None:
+        target_ms = round(inline_ms(length) / INLINE_OVER_TARGET, 1)
+        if asked.length is None and target_ms > CLOSE * TARGET_MS:
+            target_ms = TARGET_MS
+        _refuse_tight(target_ms, length, inline_ms(length))
+    cap = _longest(CAPPED_OVER_TARGET * target_ms, inline_ms, STEP, length - 1)
+    prefix_ms = costs.prefix_ms(length - short)
+    cached_ms = costs.cached_ms(length - short, candidates)
+    rate = asked.rate
+    if rate is None:
+        rate = round(USED * instances * 1e3 / max(prefix_ms + cached_ms, inline_ms(length)), 2)
+    return Sizes(
+        length=length,
+        cap=cap,
+        target_ms=target_ms,
+        rate=rate,
+        inline_ms=inline_ms(length),
+        capped_ms=inline_ms(cap),
+        prefix_ms=prefix_ms,
+        cached_ms=cached_ms,
+    )
+
+
+def _longest(most_ms: float, inline_ms: Callable[[int], float], least: int, most: int) -> int:
+    """The longest length, in steps, whose inline ranking takes at most so long."""
+    fitting = [n for n in range(least, most + 1, STEP) if inline_ms(n) <= most_ms]
+    return max(fitting, default=min(least, most))
+
+
+def _refuse_tight(target_ms: float, length: int, inline_ms: float) -> None:
+    if target_ms < LEAST_TARGET_MS:
+        raise ConfigError(
+            f"{length} events are ranked in {inline_ms:.0f} ms here, and a target that this misses "
+            f"would be below {LEAST_TARGET_MS:g} ms; give a longer --length, a larger --random, or "
+            "--target-ms itself"
+        )
+
+
+def _inline_ms(model: HstuRankModel, length: int, candidates: int, clock: Clock) -> float:
+    """Once for nothing, once by the clock."""
+    events_N, ids_C = np.arange(length), np.arange(candidates)
+    item = RankItem(History(events_N, events_N), ids_C, time=length)
+    model.full([item])
+    start = clock.now()
+    model.full([item])
+    return (clock.now() - start) * 1e3
+
 
 INSTANCES = 2
 APART = 3.0
@@ -126,9 +244,9 @@ def find_nginx() -> str | None:
     return shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
 
 
-def compare(case: RelayCase, reference: Reference, clock: Clock, bar: Bar) -> list[Reading]:
+def compare(case: RelayCase, reference: Reference, clock: Clock, bar: Bar) -> list[RelayReading]:
     """All arms behind every front, then an instance killed under load behind each."""
-    readings: list[Reading] = []
+    readings: list[RelayReading] = []
     for front in case.fronts:
         with ExitStack() as stack:
             services: dict[str, Behind] = {}
@@ -161,7 +279,7 @@ class _Bench:
     clock: Clock
     bar: Bar
 
-    def run(self) -> list[Reading]:
+    def run(self) -> list[RelayReading]:
         for arm in ARMS:
             self._warm(arm)
         done: dict[str, list[_Round]] = {arm.name: [] for arm in ARMS}
@@ -206,7 +324,7 @@ class _Bench:
                 advance()
         return total
 
-    def _killed(self) -> Reading:
+    def _killed(self) -> RelayReading:
         number, service = self.case.rounds, self.services[KILLED.service]
         sent = self._legs(KILLED, number)
         label = f"{self.front}, an instance is killed"
@@ -225,7 +343,7 @@ class _Bench:
 
     def _reading(
         self, arm: RelayArm, rounds: Sequence[_Round], kill: Kill | None = None
-    ) -> Reading:
+    ) -> RelayReading:
         workload = self.case.settings.workload
         records: list[Record] = [record for one in rounds for record in one.run.records]
         counted: Counter[str] = Counter()
@@ -239,7 +357,7 @@ class _Bench:
             warmup_s=workload.warmup_s,
         )
         compared = sum((one.compared for one in rounds), Compared())
-        return Reading(self.front, told, compared, kill, _faults(records))
+        return RelayReading(self.front, told, compared, kill, _faults(records))
 
 
 def _faults(records: Sequence[Record]) -> tuple[str, ...]:

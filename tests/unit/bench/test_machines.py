@@ -6,9 +6,8 @@ import stat
 
 import pytest
 
-from nestpipe.bench import hosts as hosts_module
-from nestpipe.bench.hosts import bits_per_s, shaped_hosts, why_not
-from nestpipe.bench.one_gpu import mps_daemon
+from nestpipe.bench import machines
+from nestpipe.bench.machines import bits_per_s, mps_daemon, shaped_hosts, why_not
 from nestpipe.errors import ConfigError
 
 
@@ -23,7 +22,7 @@ def test_a_missing_program_is_named_with_its_package(monkeypatch):
 
 def test_without_root_it_says_so(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}")
-    monkeypatch.setattr(hosts_module.os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(machines.os, "geteuid", lambda: 1000)
     reason = why_not()
     assert reason is not None
     assert "needs root" in reason

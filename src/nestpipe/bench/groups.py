@@ -1,6 +1,6 @@
-"""One rank of `nestpipe bench groups`.
+"""`nestpipe bench groups`: the same work in one dimension and in groups of ranks.
 
-Run as `python -m nestpipe.bench.groups.rank FOLDER` under torchrun; the folder holds what to do,
+A rank runs as `python -m nestpipe.bench.groups FOLDER` under torchrun. The folder holds what to do,
 and rank 0 leaves the readings there.
 """
 
@@ -9,20 +9,22 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 
 import torch
 
-from nestpipe.bench.groups.launch import LAST_STEPS, WARM_STEPS, GroupVariant
 from nestpipe.bench.pipeline.cases import PipelineCase
-from nestpipe.bench.pipeline.model import make_batches, make_model, make_tables
+from nestpipe.bench.pipeline.launch import launch_ranks
+from nestpipe.bench.pipeline.model import Repeated, make_batches, make_model, make_tables
 from nestpipe.bench.pipeline.rank import connect_ranks
-from nestpipe.bench.repeated import Repeated
 from nestpipe.comm import Communicator
-from nestpipe.errors import NestpipeError
+from nestpipe.errors import ConfigError, NestpipeError, RunError
 from nestpipe.train.config import (
     DenseSettings,
     ParallelSettings,
@@ -33,8 +35,82 @@ from nestpipe.train.config import (
 from nestpipe.train.ops import StepReport
 from nestpipe.train.trainer import Trainer
 
+WARM_STEPS, LAST_STEPS = 4, 4
+"""Steps before and after those on the clock."""
 
-class Timed:
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupVariant:
+    """How ranks are grouped, and how groups keep together."""
+
+    groups: int = 1
+    merge: str = "exact"
+    merge_every: int = 1
+
+    @property
+    def name(self) -> str:
+        if self.groups == 1:
+            return "one dimension"
+        every = f", every {self.merge_every}" if self.merge == "averaged" else ""
+        return f"{self.groups} groups, {self.merge}{every}"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupReading:
+    """What one variant took and sent."""
+
+    variant: GroupVariant
+    step_ms: float
+    """Median of the rounds' mean steps."""
+    rounds_ms: tuple[float, ...]
+    sent_mb: float
+    """Sent by a rank to others in a step, the mean of all ranks."""
+
+
+def group_variants(groups: int, intervals: Sequence[int]) -> list[GroupVariant]:
+    """One dimension, exact groups, and averaged ones with each interval."""
+    averaged = [
+        GroupVariant(groups=groups, merge="averaged", merge_every=every) for every in intervals
+    ]
+    return [GroupVariant(), GroupVariant(groups=groups), *averaged]
+
+
+def timed_steps(variants: Sequence[GroupVariant]) -> int:
+    """Steps on the clock: at least 16, and whole intervals of every variant."""
+    longest = max(variant.merge_every for variant in variants)
+    if any(longest % variant.merge_every for variant in variants):
+        raise ConfigError(
+            f"intervals are {', '.join(str(v.merge_every) for v in variants[2:])}; use such that "
+            "divide the longest, so that all are timed over whole intervals"
+        )
+    return longest * max(1, -(-16 // longest))
+
+
+def measure_groups(
+    case: PipelineCase, variants: Sequence[GroupVariant], *, hosts: bool
+) -> list[GroupReading]:
+    """Run all variants in turns, with the plan `nested`."""
+    timed = timed_steps(variants)
+    with tempfile.TemporaryDirectory(prefix="nestpipe-groups-") as name:
+        folder = Path(name)
+        task = {
+            "case": asdict(case),
+            "variants": [asdict(variant) for variant in variants],
+            "timed": timed,
+        }
+        (folder / "task.json").write_text(json.dumps(task))
+        command = [sys.executable, "-m", "nestpipe.bench.groups", str(folder)]
+        status = launch_ranks(case, command, hosts=hosts)
+        if status != 0:
+            raise RunError(f"the benchmark ended with status {status}; see above")
+        found = json.loads((folder / "readings.json").read_text())
+    return [
+        GroupReading(variant, median(of["ms"]), tuple(of["ms"]), median(of["mb"]))
+        for variant, of in zip(variants, found, strict=True)
+    ]
+
+
+class GroupTimer:
     """A trainer of one variant, and what its rounds came to."""
 
     def __init__(self, case: PipelineCase, variant: GroupVariant, comm: Communicator) -> None:
@@ -88,7 +164,7 @@ def measure(folder: Path, comm: Communicator) -> None:
     case = PipelineCase(**task["case"])
     variants = [GroupVariant(**given) for given in task["variants"]]
     source = Repeated(make_batches(case, comm.rank), WARM_STEPS + task["timed"] + LAST_STEPS)
-    every = [Timed(case, variant, comm) for variant in variants]
+    every = [GroupTimer(case, variant, comm) for variant in variants]
     for number in range(case.rounds + 1):
         for variant, timed in zip(variants, every, strict=True):
             timed.run(source, task["timed"])

@@ -1,1 +1,0 @@
-"""`nestpipe bench groups`: one dimension beside groups of ranks."""

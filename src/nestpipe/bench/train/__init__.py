@@ -1,1 +1,0 @@
-"""`nestpipe bench train`: the trainer beside TorchRec on CPU ranks."""
