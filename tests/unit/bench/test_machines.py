@@ -53,6 +53,8 @@ def test_mps_runs_only_inside_and_in_folders_of_its_own(tmp_path, monkeypatch):
     )
     control.chmod(control.stat().st_mode | stat.S_IEXEC)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    # The guard refuses programs of the machine; this one is written by the test.
+    monkeypatch.setenv("NESTPIPE_TEST_PROGRAMS", control.name)
     monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY", raising=False)
     with mps_daemon():
         folder = os.environ["CUDA_MPS_PIPE_DIRECTORY"]
