@@ -90,8 +90,8 @@ def compare(options: argparse.Namespace) -> None:
     from nestpipe.bench.lab import lab_variants
 
     def variants_of(case: PipelineCase) -> list[Variant]:
-        micros = options.micros or [case.micros]
-        return lab_variants(case, options.plans, options.forms, micros)
+        micro_batches = options.micro_batches or [case.micro_batches]
+        return lab_variants(case, options.plans, options.forms, micro_batches)
 
     _, failed = _run(options, options.configs, variants_of)
     _refuse(failed)
@@ -265,13 +265,18 @@ def parser() -> argparse.ArgumentParser:
     comparing = commands.add_parser(
         "compare",
         help="time TorchRec, then NestPipe, on the same work",
-        epilog="Example: tools/lab.py compare A --micros 4,8 --json out/lab.json",
+        epilog="Example: tools/lab.py compare A --micro-batches 4,8 --json out/lab.json",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = comparing.add_argument
     add("configs", nargs="+", metavar="A|B|C|D|paper", help="lab configurations")
     add("--plans", type=_words, default="nested", help="our plans; serial never counts as best")
-    add("--micros", type=_numbers, help="our micro-batches; default: those of the case")
+    add(
+        "--micro-batches",
+        "--micros",
+        type=_numbers,
+        help="our micro-batches; default: those of the case",
+    )
     _add_common(comparing)
     tabling = commands.add_parser(
         "table",

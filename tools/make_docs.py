@@ -107,13 +107,13 @@ def _field_docs(thing: type) -> dict[str, str]:
 
 def timeline() -> str:
     """The nested plan, as the README shows it."""
-    schedule = plan("nested", PlanOptions(micros=4)).schedule(4)
+    schedule = plan("nested", PlanOptions(micro_batches=4)).schedule(4)
     return svg(nominal_trace(schedule), title="nested: four batches of four micro-batches")
 
 
 def scaling() -> str:
     """The simulated scaling of the nested plan on the paper's cluster."""
-    nested = plan("nested", PlanOptions(micros=8))
+    nested = plan("nested", PlanOptions(micro_batches=8))
     scales = [Scale(workers) for workers in (128, 256, 512, 1024, 1536)]
     points = scaling_curve(nested, paper_cluster(), scales)
     return chart(points, "nested, 8 micro-batches, on the paper's cluster (simulated)")

@@ -18,6 +18,16 @@ FIELDS: dict[str, dict[str, str]] = {
         "cut": "micro_batching",
         "early": "speculative_rows",
     },
+    "PlanOptions": {
+        "micros": "micro_batches",
+        "mirror_every": "merge_every",
+        "early": "speculative_rows",
+    },
+    "PipelineCase": {
+        "micros": "micro_batches",
+        "wire": "comm_dtype",
+        "early": "speculative_rows",
+    },
     "ServeSettings": {
         "trigger": "admission",
         "most_events": "max_events",
@@ -46,13 +56,16 @@ METRICS: dict[str, str] = {
 }
 """Metrics that a service exports; each old one is exported beside the new one."""
 WORDS: dict[str, str] = {
+    "micros": "micro_batches",
+    "mirror_every": "merge_every",
+    "early": "speculative_rows",
     "marks": "stale_mask",
     "fresh": "patch",
     "mirror": "replica_sync",
     "keys_apart": "separate_key_group",
     "sums_apart": "separate_dense_group",
 }
-"""Words of a schedule file: facts of its header and kinds of ops."""
+"""Words of a schedule or trace file: facts about it and kinds of ops."""
 
 T = TypeVar("T")
 
@@ -131,7 +144,7 @@ def old_metrics(name: str) -> tuple[str, ...]:
 
 
 def current_word(word: str) -> str:
-    """A word of a schedule file, under its new name."""
+    """A word of a schedule or trace file, under its new name."""
     if word in WORDS:
         warn(repr(word), repr(WORDS[word]))
     return WORDS.get(word, word)

@@ -22,7 +22,7 @@ LONG_CYCLES = 600_000_000
 SLACK_MS = 0.01
 """Several times what the device's clock can tell apart."""
 PLANS = [
-    plan(name, PlanOptions(micros=3, retrieval=retrieval))
+    plan(name, PlanOptions(micro_batches=3, retrieval=retrieval))
     for name in ("dual_buffer", "frozen_window", "nested")
     for retrieval in Retrieval
 ]
@@ -181,7 +181,9 @@ def test_host_time_and_device_time_share_their_beginning():
 
 @pytest.mark.parametrize("retrieval", Retrieval)
 def test_in_serial_nothing_overlaps_although_the_host_could_run_ahead(retrieval):
-    chosen = with_separate_key_group(plan("serial", PlanOptions(micros=2, retrieval=retrieval)))
+    chosen = with_separate_key_group(
+        plan("serial", PlanOptions(micro_batches=2, retrieval=retrieval))
+    )
     timed = CudaSpans()
 
     def act(op: Op) -> None:

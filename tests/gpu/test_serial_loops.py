@@ -10,14 +10,22 @@ from nestpipe.bench.pipeline.rank import Rounds
 from nestpipe.comm import LocalCommunicator
 
 SMALL = replace(
-    CASES["paper"], ranks=1, batch=64, keys=32, rows=5_000, dim=16, width=32, micros=2, steps=12
+    CASES["paper"],
+    ranks=1,
+    batch=64,
+    keys=32,
+    rows=5_000,
+    dim=16,
+    width=32,
+    micro_batches=2,
+    steps=12,
 )
 
 
 def trained(loop: SerialLoop, retrieval: str) -> list[torch.Tensor]:
     rounds = Rounds(SMALL, LocalCommunicator())
     with closing(rounds.trainer) as trainer:
-        rounds.run(Variant("serial", retrieval, SMALL.micros, loop=loop))
+        rounds.run(Variant("serial", retrieval, SMALL.micro_batches, loop=loop))
         keys_K = torch.arange(SMALL.rows)
         (store,) = trainer.stores
         rows_KW = torch.empty(len(keys_K), store.layout.width)

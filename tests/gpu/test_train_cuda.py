@@ -48,11 +48,11 @@ def test_two_runs_on_a_gpu_are_identical(tmp_path, ranks):
         assert torch.equal(value, second[name]), name
 
 
-@pytest.mark.parametrize("micros", [1, 4])
-def test_only_new_rows_and_nested_order_change_no_bit_on_a_gpu(tmp_path, micros):
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_only_new_rows_and_nested_order_change_no_bit_on_a_gpu(tmp_path, micro_batches):
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
-    split = f"pipeline.micro_batches={micros}"
+    split = f"pipeline.micro_batches={micro_batches}"
     serial = train(tmp_path / "a", "cuda", 1, split)
     nested = train(
         tmp_path / "b", "cuda", 1, split, "pipeline.plan=nested", "pipeline.retrieval=new"

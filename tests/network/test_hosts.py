@@ -102,7 +102,16 @@ def test_nothing_is_left_however_it_ends(how: signal.Signals):
 
 def test_plans_are_compared_on_hosts(tmp_path):
     """The whole command, on work so small that only its end counts."""
-    sizes = ("batch=4", "keys=3", "rows=100", "dim=4", "width=4", "micros=2", "rounds=1", "steps=8")
+    sizes = (
+        "batch=4",
+        "keys=3",
+        "rows=100",
+        "dim=4",
+        "width=4",
+        "micro_batches=2",
+        "rounds=1",
+        "steps=8",
+    )
     command = [sys.executable, "-m", "nestpipe", "bench", "pipeline", "--hosts", "--ranks", "2"]
     command += [part for size in sizes for part in ("--set", size)]
     command += ["--plans", "nested", "--retrieval", "new", "--json", str(tmp_path / "out.json")]

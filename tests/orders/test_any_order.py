@@ -44,7 +44,7 @@ def interpreter(name: str, options: PlanOptions) -> Interpreter:
 
 
 @cache
-def random_data(micros: int, *, ranks: int = 3, groups: int = 1) -> MakeData:
+def random_data(micro_batches: int, *, ranks: int = 3, groups: int = 1) -> MakeData:
     """Fresh data for every seed; about a third of all keys are in each batch."""
 
     @cache
@@ -53,9 +53,9 @@ def random_data(micros: int, *, ranks: int = 3, groups: int = 1) -> MakeData:
             seed,
             ranks=ranks,
             batches=BATCHES,
-            micros=micros,
+            micro_batches=micro_batches,
             groups=groups,
-            vocabulary=4 + 8 * micros,
+            vocabulary=4 + 8 * micro_batches,
         )
 
     return data
@@ -81,100 +81,111 @@ def seeds_that_end_elsewhere(
 
 
 @every_exact_plan
-@pytest.mark.parametrize("micros", [1, 3])
+@pytest.mark.parametrize("micro_batches", [1, 3])
 def test_keys_in_a_network_of_their_own_change_nothing(
-    name: str, retrieval: Retrieval, micros: int
+    name: str, retrieval: Retrieval, micro_batches: int
 ) -> None:
-    options = PlanOptions(micros=micros, retrieval=retrieval)
-    assert_no_difference(with_separate_key_group(plan(name, options)), micros)
+    options = PlanOptions(micro_batches=micro_batches, retrieval=retrieval)
+    assert_no_difference(with_separate_key_group(plan(name, options)), micro_batches)
 
 
 @every_exact_plan
-@pytest.mark.parametrize("micros", [1, 3])
+@pytest.mark.parametrize("micro_batches", [1, 3])
 def test_dense_sums_in_a_network_of_their_own_change_nothing(
-    name: str, retrieval: Retrieval, micros: int
+    name: str, retrieval: Retrieval, micro_batches: int
 ) -> None:
-    options = PlanOptions(micros=micros, retrieval=retrieval)
+    options = PlanOptions(micro_batches=micro_batches, retrieval=retrieval)
     assert_no_difference(
-        with_separate_dense_group(with_separate_key_group(plan(name, options))), micros
+        with_separate_dense_group(with_separate_key_group(plan(name, options))), micro_batches
     )
 
 
 @pytest.mark.parametrize("name", ["dual_buffer", "nested"])
 @pytest.mark.parametrize("retrieval", Retrieval)
-@pytest.mark.parametrize(("micros", "stages"), [(1, 4), (3, 1), (4, 4), (7, 2)])
+@pytest.mark.parametrize(("micro_batches", "stages"), [(1, 4), (3, 1), (4, 4), (7, 2)])
 @pytest.mark.parametrize("apart", [False, True])
 def test_rows_that_are_sent_early_change_nothing(
-    name: str, retrieval: Retrieval, micros: int, stages: int, apart: bool
+    name: str, retrieval: Retrieval, micro_batches: int, stages: int, apart: bool
 ) -> None:
-    exchange = Exchange.WINDOW if micros == 4 else Exchange.MICRO
-    options = PlanOptions(micros=micros, retrieval=retrieval, stages=stages, exchange=exchange)
+    exchange = Exchange.WINDOW if micro_batches == 4 else Exchange.MICRO
+    options = PlanOptions(
+        micro_batches=micro_batches, retrieval=retrieval, stages=stages, exchange=exchange
+    )
     early = with_early_rows(plan(name, options))
     apart_too = with_separate_dense_group(with_separate_key_group(early)) if apart else early
-    assert_no_difference(apart_too, micros, exchange)
+    assert_no_difference(apart_too, micro_batches, exchange)
 
 
 @pytest.mark.parametrize("name", ["dual_buffer", "nested"])
-@pytest.mark.parametrize(("micros", "stages"), [(1, 4), (3, 1), (4, 4), (7, 2)])
+@pytest.mark.parametrize(("micro_batches", "stages"), [(1, 4), (3, 1), (4, 4), (7, 2)])
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("apart", [False, True])
 def test_a_third_buffer_changes_nothing(
-    name: str, micros: int, stages: int, early: bool, apart: bool
+    name: str, micro_batches: int, stages: int, early: bool, apart: bool
 ) -> None:
-    exchange = Exchange.WINDOW if micros == 4 else Exchange.MICRO
+    exchange = Exchange.WINDOW if micro_batches == 4 else Exchange.MICRO
     made = plan(
         name,
         PlanOptions(
-            micros=micros,
+            micro_batches=micro_batches,
             retrieval=Retrieval.NEW,
             stages=stages,
             exchange=exchange,
-            early=early,
+            speculative_rows=early,
             buffers=3,
         ),
     )
     apart_too = with_separate_dense_group(with_separate_key_group(made)) if apart else made
-    assert_no_difference(apart_too, micros, exchange)
+    assert_no_difference(apart_too, micro_batches, exchange)
 
 
 @pytest.mark.parametrize("name", ["dual_buffer", "nested"])
-@pytest.mark.parametrize("mirror_every", [1, 2, 3])
+@pytest.mark.parametrize("merge_every", [1, 2, 3])
 def test_a_third_buffer_changes_nothing_on_groups_with_replicas(
-    name: str, mirror_every: int
+    name: str, merge_every: int
 ) -> None:
-    options = PlanOptions(micros=2, retrieval=Retrieval.NEW, mirror_every=mirror_every, buffers=3)
-    serial = interpreter("serial", PlanOptions(micros=2, mirror_every=mirror_every))
+    options = PlanOptions(
+        micro_batches=2, retrieval=Retrieval.NEW, merge_every=merge_every, buffers=3
+    )
+    serial = interpreter("serial", PlanOptions(micro_batches=2, merge_every=merge_every))
     data = random_data(2, ranks=4, groups=2)
     assert seeds_that_end_elsewhere(interpreter(name, options), serial, data, 100) == {}
 
 
-def assert_no_difference(apart: Plan, micros: int, exchange: Exchange = Exchange.MICRO) -> None:
+def assert_no_difference(
+    apart: Plan, micro_batches: int, exchange: Exchange = Exchange.MICRO
+) -> None:
     schedule = apart.schedule(BATCHES)
     check(schedule)
     assert from_text(to_text(schedule)) == schedule
-    reference = interpreter("serial", PlanOptions(micros=micros, exchange=exchange))
-    data = random_data(micros)
+    reference = interpreter("serial", PlanOptions(micro_batches=micro_batches, exchange=exchange))
+    data = random_data(micro_batches)
     assert not seeds_that_end_elsewhere(Interpreter(schedule), reference, data, 60)
 
 
 @every_exact_plan
-@pytest.mark.parametrize("micros", [1, 2, 4, 8])
-def test_any_legal_order_matches_serial(name: str, retrieval: Retrieval, micros: int) -> None:
-    run = interpreter(name, PlanOptions(micros=micros, retrieval=retrieval))
-    serial = interpreter("serial", PlanOptions(micros=micros))
-    assert seeds_that_end_elsewhere(run, serial, random_data(micros), SEEDS) == {}
+@pytest.mark.parametrize("micro_batches", [1, 2, 4, 8])
+def test_any_legal_order_matches_serial(
+    name: str, retrieval: Retrieval, micro_batches: int
+) -> None:
+    run = interpreter(name, PlanOptions(micro_batches=micro_batches, retrieval=retrieval))
+    serial = interpreter("serial", PlanOptions(micro_batches=micro_batches))
+    assert seeds_that_end_elsewhere(run, serial, random_data(micro_batches), SEEDS) == {}
 
 
 @every_exact_plan
-@pytest.mark.parametrize("micros", [2, 4])
+@pytest.mark.parametrize("micro_batches", [2, 4])
 def test_any_legal_order_of_a_shared_window_matches_serial(
-    name: str, retrieval: Retrieval, micros: int
+    name: str, retrieval: Retrieval, micro_batches: int
 ) -> None:
     run = interpreter(
-        name, PlanOptions(micros=micros, retrieval=retrieval, exchange=Exchange.WINDOW)
+        name,
+        PlanOptions(micro_batches=micro_batches, retrieval=retrieval, exchange=Exchange.WINDOW),
     )
-    serial = interpreter("serial", PlanOptions(micros=micros, exchange=Exchange.WINDOW))
-    assert seeds_that_end_elsewhere(run, serial, random_data(micros), 100) == {}
+    serial = interpreter(
+        "serial", PlanOptions(micro_batches=micro_batches, exchange=Exchange.WINDOW)
+    )
+    assert seeds_that_end_elsewhere(run, serial, random_data(micro_batches), 100) == {}
 
 
 @every_exact_plan
@@ -182,18 +193,18 @@ def test_any_legal_order_of_a_shared_window_matches_serial(
 def test_any_legal_order_of_fewer_stages_matches_serial(
     name: str, retrieval: Retrieval, stages: int
 ) -> None:
-    run = interpreter(name, PlanOptions(micros=2, retrieval=retrieval, stages=stages))
-    serial = interpreter("serial", PlanOptions(micros=2))
+    run = interpreter(name, PlanOptions(micro_batches=2, retrieval=retrieval, stages=stages))
+    serial = interpreter("serial", PlanOptions(micro_batches=2))
     assert seeds_that_end_elsewhere(run, serial, random_data(2), 100) == {}
 
 
 @every_exact_plan
-@pytest.mark.parametrize("mirror_every", [1, 2, 3])
+@pytest.mark.parametrize("merge_every", [1, 2, 3])
 def test_any_legal_order_matches_serial_on_groups_with_replicas(
-    name: str, retrieval: Retrieval, mirror_every: int
+    name: str, retrieval: Retrieval, merge_every: int
 ) -> None:
-    options = PlanOptions(micros=2, retrieval=retrieval, mirror_every=mirror_every)
-    serial = interpreter("serial", PlanOptions(micros=2, mirror_every=mirror_every))
+    options = PlanOptions(micro_batches=2, retrieval=retrieval, merge_every=merge_every)
+    serial = interpreter("serial", PlanOptions(micro_batches=2, merge_every=merge_every))
     data = random_data(2, ranks=4, groups=2)
     assert seeds_that_end_elsewhere(interpreter(name, options), serial, data, 100) == {}
 
@@ -203,7 +214,7 @@ def test_any_legal_order_matches_serial_on_groups_with_replicas(
 def test_any_legal_order_matches_serial_on_groups_that_sum_gradients(
     name: str, retrieval: Retrieval, apart: bool
 ) -> None:
-    exact = {"micros": 2, "mirror_every": 1, "merge": Merge.EXACT}
+    exact = {"micro_batches": 2, "merge_every": 1, "merge": Merge.EXACT}
     made = plan(name, PlanOptions(retrieval=retrieval, **exact))
     schedule = (
         with_separate_dense_group(with_separate_key_group(made)) if apart else made
@@ -264,44 +275,44 @@ def sharing_all_keys(seed: int) -> ToyData:
 def test_any_legal_order_matches_serial_on_awkward_data(
     name: str, retrieval: Retrieval, data: MakeData
 ) -> None:
-    run = interpreter(name, PlanOptions(micros=2, retrieval=retrieval))
-    serial = interpreter("serial", PlanOptions(micros=2))
+    run = interpreter(name, PlanOptions(micro_batches=2, retrieval=retrieval))
+    serial = interpreter("serial", PlanOptions(micro_batches=2))
     assert seeds_that_end_elsewhere(run, serial, data, 100) == {}
 
 
 @every_exact_plan
 def test_ranks_without_any_data_still_end(name: str, retrieval: Retrieval) -> None:
-    run = interpreter(name, PlanOptions(micros=2, retrieval=retrieval))
-    serial = interpreter("serial", PlanOptions(micros=2))
+    run = interpreter(name, PlanOptions(micro_batches=2, retrieval=retrieval))
+    serial = interpreter("serial", PlanOptions(micro_batches=2))
     nothing = ToyData(((((), ()),) * BATCHES,) * 3)
     assert seeds_that_end_elsewhere(run, serial, lambda seed: nothing, 20) == {}
 
 
-@pytest.mark.parametrize("micros", [1, 2, 4, 8])
+@pytest.mark.parametrize("micro_batches", [1, 2, 4, 8])
 def test_any_legal_order_of_the_stale_plan_ends_where_its_own_issue_order_ends(
-    micros: int,
+    micro_batches: int,
 ) -> None:
-    stale = interpreter("stale_prefetch", PlanOptions(micros=micros))
-    assert seeds_that_end_elsewhere(stale, stale, random_data(micros), SEEDS) == {}
+    stale = interpreter("stale_prefetch", PlanOptions(micro_batches=micro_batches))
+    assert seeds_that_end_elsewhere(stale, stale, random_data(micro_batches), SEEDS) == {}
 
 
-@pytest.mark.parametrize("micros", [1, 2, 4, 8])
-def test_the_stale_plan_ends_elsewhere_than_serial(micros: int) -> None:
-    stale = interpreter("stale_prefetch", PlanOptions(micros=micros))
-    serial = interpreter("serial", PlanOptions(micros=micros))
-    elsewhere = seeds_that_end_elsewhere(stale, serial, random_data(micros), 100)
+@pytest.mark.parametrize("micro_batches", [1, 2, 4, 8])
+def test_the_stale_plan_ends_elsewhere_than_serial(micro_batches: int) -> None:
+    stale = interpreter("stale_prefetch", PlanOptions(micro_batches=micro_batches))
+    serial = interpreter("serial", PlanOptions(micro_batches=micro_batches))
+    elsewhere = seeds_that_end_elsewhere(stale, serial, random_data(micro_batches), 100)
     assert set(elsewhere.values()) == {"another table"}
     assert len(elsewhere) >= 99
 
 
 def test_the_stale_plan_is_exact_where_no_batch_shares_a_key() -> None:
-    stale = interpreter("stale_prefetch", PlanOptions(micros=2))
-    serial = interpreter("serial", PlanOptions(micros=2))
+    stale = interpreter("stale_prefetch", PlanOptions(micro_batches=2))
+    serial = interpreter("serial", PlanOptions(micro_batches=2))
     assert seeds_that_end_elsewhere(stale, serial, sharing_no_key, 50) == {}
 
 
 def test_random_orders_are_different_orders() -> None:
-    run = interpreter("nested", PlanOptions(micros=2))
+    run = interpreter("nested", PlanOptions(micro_batches=2))
     data = random_data(2)(0)
 
     def order(seed: int) -> tuple[tuple[int, int], ...]:
@@ -320,7 +331,7 @@ def test_random_orders_are_different_orders() -> None:
 
 
 def test_the_same_seed_gives_the_same_run() -> None:
-    run = interpreter("nested", PlanOptions(micros=2))
+    run = interpreter("nested", PlanOptions(micro_batches=2))
 
     def once() -> list[Outcome]:
         return [run.run_at_random(random_data(2)(seed), seed) for seed in range(4)]

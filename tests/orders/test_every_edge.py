@@ -53,12 +53,17 @@ class Case:
 
     def __str__(self) -> str:
         o = self.options
-        facts = [self.name, str(o.retrieval), f"micros {o.micros}", f"stages {o.stages}"]
+        facts = [
+            self.name,
+            str(o.retrieval),
+            f"micros {o.micro_batches}",
+            f"stages {o.stages}",
+        ]
         facts += ["window exchange"] if o.exchange is Exchange.WINDOW else []
         facts += ["early rows"] if self.early else []
         facts += ["three buffers"] if o.buffers == 3 else []
         facts += ["exact groups"] if o.merge is Merge.EXACT else []
-        return ", ".join([*facts, f"mirror every {o.mirror_every}"] if o.mirror_every else facts)
+        return ", ".join([*facts, f"mirror every {o.merge_every}"] if o.merge_every else facts)
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -73,15 +78,15 @@ class Case:
 @cache
 def data_of(case: Case, seed: int) -> ToyData:
     """About a third of all keys are in each batch, so neighbours share some and not all."""
-    groups = 2 if case.options.mirror_every else 1
-    micros = case.options.micros
+    groups = 2 if case.options.merge_every else 1
+    micro_batches = case.options.micro_batches
     return ToyData.random(
         seed,
         ranks=2 * groups,
         batches=BATCHES,
-        micros=micros,
+        micro_batches=micro_batches,
         groups=groups,
-        vocabulary=8 * micros,
+        vocabulary=8 * micro_batches,
     )
 
 
@@ -96,41 +101,56 @@ def cases() -> Iterator[Case]:
         for retrieval in Retrieval:
             if (name, retrieval) == ("stale_prefetch", Retrieval.NEW):
                 continue
-            for micros in (8, 4, 2, 1):
-                yield Case(name, PlanOptions(micros=micros, retrieval=retrieval))
-            yield Case(name, PlanOptions(micros=2, retrieval=retrieval, mirror_every=2))
-            exact = PlanOptions(micros=2, retrieval=retrieval, mirror_every=1, merge=Merge.EXACT)
+            for micro_batches in (8, 4, 2, 1):
+                yield Case(name, PlanOptions(micro_batches=micro_batches, retrieval=retrieval))
+            yield Case(name, PlanOptions(micro_batches=2, retrieval=retrieval, merge_every=2))
+            exact = PlanOptions(
+                micro_batches=2, retrieval=retrieval, merge_every=1, merge=Merge.EXACT
+            )
             yield Case(name, exact)
             if name not in ("serial", "frozen_window"):  # their lookup has one stage in any case
                 for stages in (1, 2, 3):
-                    yield Case(name, PlanOptions(micros=2, retrieval=retrieval, stages=stages))
+                    yield Case(
+                        name, PlanOptions(micro_batches=2, retrieval=retrieval, stages=stages)
+                    )
 
 
 CASES = list(cases())
 WINDOW_CASES = [
-    Case(name, PlanOptions(micros=micros, retrieval=retrieval, exchange=Exchange.WINDOW))
+    Case(
+        name,
+        PlanOptions(micro_batches=micro_batches, retrieval=retrieval, exchange=Exchange.WINDOW),
+    )
     for name in ("serial", "frozen_window", "nested")
     for retrieval in Retrieval
-    for micros in (2, 4)
+    for micro_batches in (2, 4)
 ]
 """Micro-batches that share rows."""
 
 
 EARLY_CASES = [
-    Case("nested", PlanOptions(micros=micros, retrieval=retrieval, stages=stages), early=True)
+    Case(
+        "nested",
+        PlanOptions(micro_batches=micro_batches, retrieval=retrieval, stages=stages),
+        early=True,
+    )
     for retrieval in Retrieval
-    for micros, stages in ((1, 4), (2, 4), (3, 4), (2, 1))
+    for micro_batches, stages in ((1, 4), (2, 4), (3, 4), (2, 1))
 ]
 """Rows of the first micro-batch are sent before they are refreshed."""
 THIRD_CASES = [
     Case(
         name,
         PlanOptions(
-            micros=micros, retrieval=Retrieval.NEW, stages=stages, mirror_every=every, buffers=3
+            micro_batches=micro_batches,
+            retrieval=Retrieval.NEW,
+            stages=stages,
+            merge_every=every,
+            buffers=3,
         ),
         early=early,
     )
-    for name, micros, stages, every, early in (
+    for name, micro_batches, stages, every, early in (
         ("nested", 1, 4, 0, False),
         ("nested", 2, 4, 0, False),
         ("nested", 2, 4, 0, True),
@@ -148,7 +168,7 @@ def in_pairs(cases: list[Case]) -> Iterator[Case]:
     """Without every other case of 4 and 8 micro-batches: a plan and a retrieval meet both still."""
     for case in cases:
         odd = (list(PLANS).index(case.name) + list(Retrieval).index(case.options.retrieval)) % 2
-        if case.name == "stale_prefetch" or case.options.micros != (4 if odd else 8):
+        if case.name == "stale_prefetch" or case.options.micro_batches != (4 if odd else 8):
             yield case
 
 
@@ -224,7 +244,7 @@ def report_of_implied_edges() -> str:
         implied = redundant_edges(schedule)
         counts = f"{len(schedule.edges)} edges, {len(schedule.edges) - len(implied)} necessary"
         lines += ["", f"{case}: {counts}, {len(implied)} implied"]
-        if case.options.micros == 2:  # more micro-batches repeat the edges of two
+        if case.options.micro_batches == 2:  # more micro-batches repeat the edges of two
             total = Counter(template(*edge) for edge in schedule.edges)
             found = Counter(template(*edge) for edge in schedule.edges if edge in implied)
             lines += [f"  {text}: {n} of {total[text]}" for text, n in found.items()]
@@ -234,7 +254,7 @@ def report_of_implied_edges() -> str:
 def by_plan_then_options(case: Case) -> tuple[int, ...]:
     options = case.options
     places = list(PLANS).index(case.name), list(Retrieval).index(options.retrieval)
-    return *places, options.mirror_every, -options.stages, options.micros
+    return *places, options.merge_every, -options.stages, options.micro_batches
 
 
 def template(before: Op, after: Op) -> str:
@@ -263,7 +283,7 @@ def test_dropping_every_implied_edge_changes_nothing(case: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", [c for c in (*CASES, *MORE_CASES) if c.options.micros == 2], ids=str
+    "case", [c for c in (*CASES, *MORE_CASES) if c.options.micro_batches == 2], ids=str
 )
 def test_what_the_checker_accepts_runs_as_before_and_what_it_refuses_does_not(case: Case) -> None:
     """Removes several edges at once: an implied edge can be the one that saves the day."""
@@ -299,7 +319,7 @@ def described(edges: list[tuple[Op, Op]]) -> str:
     return "; ".join(f"`{after}` no longer waits for `{before}`" for before, after in edges)
 
 
-SMALL = Case("nested", PlanOptions(micros=1))
+SMALL = Case("nested", PlanOptions(micro_batches=1))
 
 
 def test_a_checker_that_refuses_nothing_would_be_found_out() -> None:

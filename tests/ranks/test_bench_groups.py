@@ -10,7 +10,16 @@ from nestpipe.bench.groups import GroupVariant, group_variants, timed_steps
 from nestpipe.cli.app import main
 from nestpipe.errors import ConfigError
 
-TINY = ("ranks=2", "batch=4", "keys=3", "rows=100", "dim=4", "width=4", "micros=2", "rounds=1")
+TINY = (
+    "ranks=2",
+    "batch=4",
+    "keys=3",
+    "rows=100",
+    "dim=4",
+    "width=4",
+    "micro_batches=2",
+    "rounds=1",
+)
 SMALL = ["bench", "groups", *(part for size in TINY for part in ("--set", size))]
 
 

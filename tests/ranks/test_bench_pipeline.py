@@ -6,7 +6,16 @@ import pytest
 
 from nestpipe.cli.app import main
 
-TINY = ("batch=4", "keys=3", "rows=100", "dim=4", "width=4", "micros=2", "rounds=1", "steps=8")
+TINY = (
+    "batch=4",
+    "keys=3",
+    "rows=100",
+    "dim=4",
+    "width=4",
+    "micro_batches=2",
+    "rounds=1",
+    "steps=8",
+)
 SMALL = ["bench", "pipeline", "--ranks", "1", *(part for size in TINY for part in ("--set", size))]
 
 
@@ -22,7 +31,7 @@ def test_every_plan_is_measured_and_predicted(capfd, tmp_path):
     assert status == 0, said.err
     found = json.loads(said.out)
     assert found["case"]["name"] == "network"
-    seen = {(p["plan"], p["retrieval"], p["micros"]): p for p in found["plans"]}
+    seen = {(p["plan"], p["retrieval"], p["micro_batches"]): p for p in found["plans"]}
     assert len(seen) == 12
     for figures in seen.values():
         assert figures["step_ms"] > 0
@@ -35,7 +44,7 @@ def test_every_plan_is_measured_and_predicted(capfd, tmp_path):
 
 
 def test_a_table_is_printed_for_people(capfd):
-    early = ("--set", "early=true", "--set", "wire=bfloat16")
+    early = ("--set", "speculative_rows=true", "--set", "comm_dtype=bfloat16")
     status, said = run(capfd, *SMALL, "--plans", "nested", "--retrieval", "whole", *early)
     assert status == 0, said.err
     assert "network: 1 ranks of 4 samples (cpu)" in said.out

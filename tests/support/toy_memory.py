@@ -88,7 +88,9 @@ def new_world(
 ) -> World:
     """Ranks with empty memory; `data[rank][batch][micro]` are keys."""
     shards = len(data) // groups
-    anything = frozenset(k for batches in data for micros in batches for ks in micros for k in ks)
+    anything = frozenset(
+        k for batches in data for micro_batches in batches for ks in micro_batches for k in ks
+    )
     anything_odd = frozenset(key for key in anything if key % 2)  # too few, and too many
     ranks = [
         Rank(
@@ -125,12 +127,14 @@ def _copy(world: World, rank: Rank, t: int) -> None:
 
 def _dedup(world: World, rank: Rank, t: int) -> None:
     slot = t % world.shape.slots
-    micros = [frozenset(keys) for keys in rank.batch[slot]]
-    asked, sent = micros, micros
+    micro_batches = [frozenset(keys) for keys in rank.batch[slot]]
+    asked, sent = micro_batches, micro_batches
     if world.shape.exchange is Exchange.WINDOW:
         nothing = frozenset[int]()
-        asked = [keys - nothing.union(*micros[:m]) for m, keys in enumerate(micros)]
-        sent = [keys - nothing.union(*micros[m + 1 :]) for m, keys in enumerate(micros)]
+        asked = [keys - nothing.union(*micro_batches[:m]) for m, keys in enumerate(micro_batches)]
+        sent = [
+            keys - nothing.union(*micro_batches[m + 1 :]) for m, keys in enumerate(micro_batches)
+        ]
     parts = (*asked, *sent)
     wanted: dict[int, list[list[int]]] = {owner: [[] for _ in parts] for owner in rank.group}
     for number, keys in enumerate(parts):
@@ -141,7 +145,9 @@ def _dedup(world: World, rank: Rank, t: int) -> None:
 
 def _union(world: World, rank: Rank, t: int) -> None:
     slots = world.shape.slots
-    keys = frozenset(k for micros in rank.asked[t % slots].values() for ks in micros for k in ks)
+    keys = frozenset(
+        k for micro_batches in rank.asked[t % slots].values() for ks in micro_batches for k in ks
+    )
     rank.owned[t % slots] = keys
     if world.shape.handover is K.SYNC:
         before = rank.owned[(t - 1) % slots] if t > 0 else frozenset[int]()
@@ -184,8 +190,8 @@ def _swap(world: World, rank: Rank, t: int) -> None:
 
 def _dense(world: World, rank: Rank, t: int, m: int) -> None:
     shape = world.shape
-    micros = rank.batch[t % world.shape.slots]
-    keys = micros[m] if m < len(micros) else ()
+    micro_batches = rank.batch[t % world.shape.slots]
+    keys = micro_batches[m] if m < len(micro_batches) else ()
     came = rank.received[shape.place(t, m)]
     if world.shape.exchange is Exchange.WINDOW:
         parts = [rank.received[shape.place(t, micro)] for micro in range(m + 1)]
@@ -198,17 +204,17 @@ def _dense(world: World, rank: Rank, t: int, m: int) -> None:
         rank.dense_sum = (rank.dense_sum * 11 + gradient * row + 1) % PRIME
     rank.dense_sum = (rank.dense_sum * 3 + m + 1) % PRIME
     if world.shape.exchange is Exchange.WINDOW:
-        _add_to_window(rank, micros, m, gradients)
+        _add_to_window(rank, micro_batches, m, gradients)
     else:
         rank.sent[m % shape.receive] = gradients
 
 
-def _add_to_window(rank: Rank, micros: MicroKeys, m: int, gradients: dict[int, int]) -> None:
+def _add_to_window(rank: Rank, micro_batches: MicroKeys, m: int, gradients: dict[int, int]) -> None:
     """Add to the sums that leave with the last micro-batch that uses their key."""
     if m == 0:
         rank.sent = [{} for _ in rank.sent]
     for key, gradient in gradients.items():
-        last = max(n for n, keys in enumerate(micros) if key in keys)
+        last = max(n for n, keys in enumerate(micro_batches) if key in keys)
         rank.sent[last][key] = (rank.sent[last].get(key, 0) * 23 + gradient) % PRIME
 
 
@@ -257,11 +263,11 @@ def _keys(world: World, members: list[Rank], t: int) -> None:
         }
 
 
-def _cut(micros: MicroKeys, sizes: dict[int, int], peer: int) -> MicroKeys:
+def _cut(micro_batches: MicroKeys, sizes: dict[int, int], peer: int) -> MicroKeys:
     """What fits into the room that the counts asked for."""
     room = sizes.get(peer, 0)
     kept: list[tuple[int, ...]] = []
-    for keys in micros:
+    for keys in micro_batches:
         kept.append(keys[: max(room, 0)])
         room -= len(keys)
     return tuple(kept)
@@ -286,7 +292,7 @@ def _asked_of(rank: Rank, slot: int, peer: int, part: int) -> tuple[int, ...]:
 def _rows(world: World, members: list[Rank], t: int, m: int) -> None:
     slot, place = t % world.shape.slots, world.shape.place(t, m)
     arriving: dict[int, dict[int, int]] = {rank.number: {} for rank in members}
-    early = world.shape.early and m == 0
+    early = world.shape.speculative_rows and m == 0
     for owner in members:
         rows = owner.buffers[t % world.shape.buffers if early else owner.active]
         for peer in members:
@@ -311,7 +317,7 @@ def _grads(world: World, members: list[Rank], t: int, m: int) -> None:
     slot, place = t % world.shape.slots, m % world.shape.receive
     for owner in members:
         for peer in members:
-            for key in _asked_of(owner, slot, peer.number, world.shape.micros + m):
+            for key in _asked_of(owner, slot, peer.number, world.shape.micro_batches + m):
                 gradient = peer.sent[place].get(key, GARBAGE)
                 owner.row_sum[key] = (owner.row_sum.get(key, 0) * 17 + gradient) % PRIME
 

@@ -55,7 +55,7 @@ class ToyData:
         *,
         ranks: int,
         batches: int,
-        micros: int,
+        micro_batches: int,
         groups: int = 1,
         vocabulary: int = 8,
     ) -> ToyData:
@@ -66,7 +66,7 @@ class ToyData:
             return tuple(rng.randrange(vocabulary) for _ in range(rng.randrange(1, 4)))
 
         def batch() -> MicroKeys:
-            return tuple(micro() for _ in range(micros))
+            return tuple(micro() for _ in range(micro_batches))
 
         keys = tuple(tuple(batch() for _ in range(batches)) for _ in range(ranks))
         return cls(keys, groups)

@@ -24,7 +24,9 @@ from nestpipe.deprecated import (
     old_metrics,
 )
 from nestpipe.errors import ConfigError
-from nestpipe.train import PipelineSettings
+from nestpipe.schedule import PlanOptions, from_text, plan, to_text
+from nestpipe.trace import read_chrome
+from nestpipe.train import PipelineSettings, TrainSettings
 
 ROOT = Path(nestpipe.__file__).parent
 OLD_FIELDS = [(name, old) for name, renamed in FIELDS.items() for old in renamed]
@@ -63,6 +65,23 @@ def test_an_old_argument_sets_the_new_field(name: str, old: str):
     assert made == cls(**{new: default})
     with pytest.warns(RenamedWarning, match=f"{name}.{old} is now called {new}"):
         assert getattr(made, old) == default
+
+
+def test_an_old_key_may_be_set_over_a_file_that_has_the_new_one_and_the_other_way_round():
+    settings = TrainSettings(pipeline=PipelineSettings(comm_dtype="bfloat16"))
+    with pytest.warns(RenamedWarning, match=r"pipeline\.wire is now called pipeline\.comm_dtype"):
+        over_new = build(
+            TrainSettings,
+            {"pipeline": {"comm_dtype": "float32"}},
+            overrides=["pipeline.wire=bfloat16"],
+        )
+    with pytest.warns(RenamedWarning, match=r"pipeline\.wire is now called pipeline\.comm_dtype"):
+        over_old = build(
+            TrainSettings,
+            {"pipeline": {"wire": "float32"}},
+            overrides=["pipeline.comm_dtype=bfloat16"],
+        )
+    assert over_new == over_old == settings
 
 
 def test_an_old_argument_of_replace_wins_over_the_copied_one():
@@ -125,6 +144,17 @@ def test_a_renamed_metric_is_found_under_both_names(old: str):
 def test_an_old_word_of_a_schedule_file_reads_as_the_new_one(old: str):
     with pytest.warns(RenamedWarning, match=f"'{old}' is now called '{WORDS[old]}'"):
         assert current_word(old) == WORDS[old]
+
+
+def test_old_facts_of_schedule_and_trace_files_are_read(tmp_path: Path):
+    schedule = plan("nested", PlanOptions(micro_batches=2, merge_every=2)).schedule(3)
+    old_text = to_text(schedule).replace("micro_batches", "micros")
+    with pytest.warns(RenamedWarning, match="'micros' is now called 'micro_batches'"):
+        assert from_text(old_text) == schedule
+    file = tmp_path / "old.json"
+    file.write_text('{"traceEvents": [], "otherData": {"micros": 4}}')
+    with pytest.warns(RenamedWarning, match="'micros' is now called 'micro_batches'"):
+        assert read_chrome(file).facts == {"micro_batches": 4}
 
 
 def test_no_new_name_is_itself_an_old_one():

@@ -60,7 +60,7 @@ def test_two_processes_are_identical_and_say_so_in_json(tmp_path):
         "plan": "nested",
         "ranks": 2,
         "steps": 6,
-        "micros": 2,
+        "micro_batches": 2,
         "rows_different": 0,
         "tensors_different": 0,
         "largest_difference": 0.0,

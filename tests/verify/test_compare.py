@@ -181,7 +181,7 @@ def test_bits_count_not_values():
 def test_a_number_against_none_has_no_size(wrong):
     found = Findings(rows_different=1, first_row="table 'a', key 1, weight 0: ...")
     found.note_size(torch.tensor([1.0, wrong]), torch.tensor([1.5, 0.0]))
-    verdict = combine([found], plan="nested", steps=1, micros=1)
+    verdict = combine([found], plan="nested", steps=1, micro_batches=1)
     assert verdict.largest_difference is None
     assert json.loads(json.dumps(verdict.figures(), allow_nan=False))["identical"] is False
 

@@ -51,11 +51,11 @@ def test_both_exchanges_learn_the_same(make_world, ranks, plan, optimizer):
     assert window_keys < micro_keys
 
 
-@pytest.mark.parametrize("micros", [2, 3, 4])
-def test_a_window_sends_fewer_bytes(make_world, micros):
+@pytest.mark.parametrize("micro_batches", [2, 3, 4])
+def test_a_window_sends_fewer_bytes(make_world, micro_batches):
     """Although it also tells owners the last use of each row, even of rows this narrow."""
-    _, _, micro = trained(make_world(), 2, micro_batches=micros, exchange="micro")
-    _, _, window = trained(make_world(), 2, micro_batches=micros, exchange="window")
+    _, _, micro = trained(make_world(), 2, micro_batches=micro_batches, exchange="micro")
+    _, _, window = trained(make_world(), 2, micro_batches=micro_batches, exchange="window")
     assert 0 < window < micro
 
 
@@ -64,9 +64,9 @@ def test_a_window_asks_for_the_keys_of_the_whole_batch(make_world, ranks):
     """However many micro-batches there are."""
     world = make_world(keys="all shared")
     _, whole, _ = trained(world, ranks, micro_batches=1)
-    for micros in (2, 3, 4, 8):
-        _, shared, _ = trained(world, ranks, micro_batches=micros, exchange="window")
-        _, alone, _ = trained(world, ranks, micro_batches=micros, exchange="micro")
+    for micro_batches in (2, 3, 4, 8):
+        _, shared, _ = trained(world, ranks, micro_batches=micro_batches, exchange="window")
+        _, alone, _ = trained(world, ranks, micro_batches=micro_batches, exchange="micro")
         assert shared == whole
         assert alone > whole
 

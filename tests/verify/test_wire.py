@@ -96,15 +96,19 @@ def test_a_model_sees_rounded_rows_whoever_owns_them(ranks):
 
 @pytest.mark.parametrize("native", ["1", "0"])
 @pytest.mark.parametrize("exchange", ["micro", "window"])
-@pytest.mark.parametrize("micros", [1, 3])
+@pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_every_gradient_is_rounded_once_on_its_way(ranks, micros, exchange, native, monkeypatch):
+def test_every_gradient_is_rounded_once_on_its_way(
+    ranks, micro_batches, exchange, native, monkeypatch
+):
     """That of a micro-batch, or, where they share rows, of all micro-batches of a rank."""
     monkeypatch.setenv("NESTPIPE_NATIVE", native)
     keys = torch.arange(KEYS)
 
     def one(comm) -> tuple[Tensor, Tensor]:
-        trainer = make_trainer(comm, comm_dtype="bfloat16", micro_batches=micros, exchange=exchange)
+        trainer = make_trainer(
+            comm, comm_dtype="bfloat16", micro_batches=micro_batches, exchange=exchange
+        )
         before = trainer.rows_of("items", keys)
         trainer.fit(OneBatch())  # type: ignore[arg-type]
         after = trainer.rows_of("items", keys)
@@ -112,7 +116,7 @@ def test_every_gradient_is_rounded_once_on_its_way(ranks, micros, exchange, nati
         return before, after
 
     before, after = run_ranks(ranks, one)[0]
-    pieces = ranks if exchange == "window" else ranks * micros
+    pieces = ranks if exchange == "window" else ranks * micro_batches
     part, times = SAMPLES // pieces, make_samples().dense["times"]
     expected = torch.zeros(KEYS, DIM)
     for piece in range(pieces):

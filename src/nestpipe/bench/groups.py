@@ -126,11 +126,11 @@ class GroupTimer:
             dense=DenseSettings(optimizer="sgd"),
             pipeline=PipelineSettings(
                 plan="nested",
-                micro_batches=case.micros,
+                micro_batches=case.micro_batches,
                 retrieval="new",
                 first=case.first,
                 last=case.last,
-                comm_dtype=case.wire,
+                comm_dtype=case.comm_dtype,
             ),
             parallel=parallel,
         )

@@ -170,14 +170,16 @@ def lab_case(config: str, steps: int = TIMED_STEPS) -> PipelineCase:
 
 
 def lab_variants(
-    case: PipelineCase, plans: Sequence[str], forms: Sequence[str], micros: Sequence[int]
+    case: PipelineCase, plans: Sequence[str], forms: Sequence[str], micro_batches: Sequence[int]
 ) -> list[Variant]:
     """Our runs: each plan in each form, with each number of micro-batches.
 
     `serial` runs as strict and as async loop.
     """
     check_names(plans, forms)
-    sized = [replace(case, micros=number) for number in micros]  # refuses what cannot be
+    sized = [
+        replace(case, micro_batches=number) for number in micro_batches
+    ]  # refuses what cannot be
     found = [variant_of(of, plan, form) for plan, form, of in product(plans, forms, sized)]
     serial = [variant for variant in found if variant.serial]
     return [*serial_loops(case, serial), *(variant for variant in found if not variant.serial)]
@@ -196,12 +198,12 @@ def _reading(variant: Variant, rounds: Sequence[Trace], timed: int) -> LabReadin
     steps_ms = tuple(timed_step(trace, WARM_STEPS, timed) for trace in rounds)
     seen, step_ms = steady(rounds), median(steps_ms)
     parts = {"compute": seen.compute, "lookup": seen.lookup, "exchange": seen.exchange}
-    early = ", rows early" if variant.early else ""
+    early = ", rows early" if variant.speculative_rows else ""
     third = ", 3 buffers" if variant.buffers == 3 else ""
     plan = f"{variant.plan} {variant.loop}" if variant.serial else variant.plan
     return LabReading(
         NESTPIPE,
-        f"{plan} {variant.retrieval}, {variant.micros} micro-batches{early}{third}",
+        f"{plan} {variant.retrieval}, {variant.micro_batches} micro-batches{early}{third}",
         step_ms,
         steps_ms,
         {name: part * step_ms for name, part in {**parts, "idle": seen.idle}.items()},
@@ -276,7 +278,7 @@ def table_variants(case: PipelineCase, forms: Sequence[str]) -> list[Variant]:
     plans = [plan for plan in EXACT_PLANS if plan != "serial"]
     return [
         *lab_variants(case, ["serial"], list(Retrieval), [1]),
-        *lab_variants(case, plans, forms, [case.micros]),
+        *lab_variants(case, plans, forms, [case.micro_batches]),
     ]
 
 

@@ -149,7 +149,7 @@ def _sharder(case: PipelineCase) -> object:
     return EmbeddingCollectionSharder(
         # FBGEMM has no dedup for a CPU.
         fused_params=fused,
-        qcomm_codecs_registry=_bfloat16_codecs() if case.wire == "bfloat16" else None,
+        qcomm_codecs_registry=_bfloat16_codecs() if case.comm_dtype == "bfloat16" else None,
         use_index_dedup=on_gpu,
     )
 

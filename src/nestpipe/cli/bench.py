@@ -185,9 +185,9 @@ def bench_groups(
     from nestpipe.bench.groups import group_variants, measure_groups
     from nestpipe.bench.pipeline.cases import PipelineCase, case_of
     from nestpipe.comm.mesh import check_groups
-    from nestpipe.config import build, override
+    from nestpipe.config import build
 
-    chosen = build(PipelineCase, override(asdict(case_of(case)), set_ or []))
+    chosen = build(PipelineCase, asdict(case_of(case)), overrides=set_ or [])
     check_groups(groups, chosen.ranks)
     variants = group_variants(groups, _numbers(intervals))
     readings = measure_groups(chosen, variants, hosts=hosts)

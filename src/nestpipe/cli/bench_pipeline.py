@@ -99,14 +99,14 @@ def _case(
     changes: Sequence[str],
 ) -> PipelineCase:
     from nestpipe.bench.pipeline.cases import PipelineCase, case_of
-    from nestpipe.config import build, override
+    from nestpipe.config import build
 
     if device not in (None, *DEFAULT_CASE):
         raise ConfigError(f"device is {device!r}; use {' or '.join(DEFAULT_CASE)}")
     found = case_of(name or DEFAULT_CASE[device or "cpu"])
     options = {"device": device, "ranks": ranks, "rate": rate}
     given = {key: value for key, value in options.items() if value is not None}
-    return build(PipelineCase, override({**asdict(found), **given}, changes))
+    return build(PipelineCase, {**asdict(found), **given}, overrides=changes)
 
 
 def _folder(kept: Path | None) -> AbstractContextManager[str | Path]:

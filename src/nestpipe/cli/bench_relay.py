@@ -16,7 +16,7 @@ from rich.table import Table
 from nestpipe.cli.load_jobs import require
 from nestpipe.cli.options import JsonFile
 from nestpipe.cli.output import STDOUT, console, progress_bar, write_json
-from nestpipe.config import build, override, positive
+from nestpipe.config import build, positive
 from nestpipe.errors import ConfigError
 from nestpipe.loadtest.settings import LoadSettings
 
@@ -75,7 +75,7 @@ def bench_relay(
     for name, value in (("target-ms", target_ms), ("rate", rate), ("seconds", seconds)):
         if value is not None:
             positive(f"--{name}", value)
-    build(LoadSettings, override({}, settings or []))  # a wrong name is told before the work
+    build(LoadSettings, {}, overrides=settings or [])  # a wrong name is told before the work
     require("torch", "safetensors", "fastapi", "httpx", "prometheus_client", "uvicorn")
     from nestpipe.bench.relay.report import is_sound
     from nestpipe.bench.relay.run import Asked, find_nginx
@@ -118,7 +118,7 @@ class _Plan:
         given = sections(sizes, self.seconds, self.candidates)
         items = max(1, min(WorkloadSettings().items, model.rows.num_items))
         given["workload"] |= {"items": items, "times": bool(model.config.time_buckets)}
-        chosen = build(LoadSettings, override(given, self.settings))
+        chosen = build(LoadSettings, given, overrides=self.settings)
         case = RelayCase(
             checkpoint=path,
             settings=chosen,

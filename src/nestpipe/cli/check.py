@@ -34,12 +34,12 @@ def check(
         typer.Argument(metavar="PLAN", help=f"A plan ({', '.join(PLANS)}) or a schedule file."),
     ],
     batches: Batches = 8,
-    micros: Micros = 2,
+    micro_batches: Micros = 2,
     retrieval: RetrievalForm = Retrieval.WHOLE,
     stages: Stages = 4,
-    mirror_every: MirrorEvery = 0,
+    merge_every: MirrorEvery = 0,
     exchange: ExchangeForm = Exchange.MICRO,
-    early: EarlyRows = False,
+    speculative_rows: EarlyRows = False,
     buffers: Buffers = 2,
     stale: Annotated[
         str | None,
@@ -52,7 +52,13 @@ def check(
     Example: nestpipe check nested --micro-batches 8 --retrieval new
     """
     options = plan_options(
-        micros, retrieval, stages, mirror_every, exchange, early=early, buffers=buffers
+        micro_batches,
+        retrieval,
+        stages,
+        merge_every,
+        exchange,
+        speculative_rows=speculative_rows,
+        buffers=buffers,
     )
     schedule = schedule_from(source, options, batches)
     if json is not None:

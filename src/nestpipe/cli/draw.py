@@ -48,12 +48,12 @@ def draw(
         ),
     ],
     batches: Batches = 3,
-    micros: Micros = 2,
+    micro_batches: Micros = 2,
     retrieval: RetrievalForm = Retrieval.WHOLE,
     stages: Stages = 4,
-    mirror_every: MirrorEvery = 0,
+    merge_every: MirrorEvery = 0,
     exchange: ExchangeForm = Exchange.MICRO,
-    early: EarlyRows = False,
+    speculative_rows: EarlyRows = False,
     buffers: Buffers = 2,
     format: Annotated[  # noqa: A002 - the option is called so
         Format,
@@ -73,7 +73,13 @@ def draw(
     Example: nestpipe draw nested --batches 3 --micro-batches 2 --format svg -o nested.svg
     """
     options = plan_options(
-        micros, retrieval, stages, mirror_every, exchange, early=early, buffers=buffers
+        micro_batches,
+        retrieval,
+        stages,
+        merge_every,
+        exchange,
+        speculative_rows=speculative_rows,
+        buffers=buffers,
     )
     if format is Format.SCHEDULE:
         if _is_trace(source):
@@ -104,5 +110,5 @@ def _trace(source: str, options: PlanOptions, batches: int) -> Trace:
 
 
 def _title(source: str, trace: Trace) -> str:
-    plan, micros = trace.facts.get("plan", source), trace.facts.get("micros", 1)
-    return f"{plan}, {micros} micro-batch{'' if micros == 1 else 'es'}"
+    plan, micro_batches = trace.facts.get("plan", source), trace.facts.get("micro_batches", 1)
+    return f"{plan}, {micro_batches} micro-batch{'' if micro_batches == 1 else 'es'}"

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from nestpipe.cli.options import JsonFile
-from nestpipe.config import build, override
+from nestpipe.config import build
 from nestpipe.errors import ConfigError
 from nestpipe.loadtest.arms import ARMS, arms_of
 from nestpipe.loadtest.settings import TOLERANCE, LoadSettings, check_tolerance
@@ -120,7 +120,7 @@ def load(
         "candidates": candidates,
     }
     sections = {"workload": given, "serve": {"target_ms": target_ms}}
-    chosen = build(LoadSettings, override(sections, settings or []))
+    chosen = build(LoadSettings, sections, overrides=settings or [])
     compared = arms_of(arms)
     check_tolerance(tolerance)
     _refuse_contradictions(checkpoint, random, url, arms, advise)

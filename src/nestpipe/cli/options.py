@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nestpipe.config import build, override, read
+from nestpipe.config import build, read
 from nestpipe.errors import ConfigError, ParseError
 from nestpipe.schedule import PLANS, Exchange, PlanOptions, Retrieval, Schedule, from_text, plan
 
@@ -54,23 +54,23 @@ JsonFile = Annotated[
 
 
 def plan_options(
-    micros: int,
+    micro_batches: int,
     retrieval: Retrieval,
     stages: int,
-    mirror_every: int,
+    merge_every: int,
     exchange: Exchange = Exchange.MICRO,
     *,
-    early: bool = False,
+    speculative_rows: bool = False,
     buffers: int = 2,
 ) -> PlanOptions:
     """The choices about a plan that the command line offers."""
     return PlanOptions(
-        micros=micros,
+        micro_batches=micro_batches,
         retrieval=retrieval,
         stages=stages,
-        mirror_every=mirror_every,
+        merge_every=merge_every,
         exchange=exchange,
-        early=early,
+        speculative_rows=speculative_rows,
         buffers=buffers,
     )
 
@@ -130,7 +130,7 @@ def read_job(config: Path | None, settings: list[str] | None) -> JobConfig:
             f"training needs {error.name}, which is not installed; pip install 'nestpipe[train]'"
         ) from None
     given = read(config) if config is not None else {}
-    return build(JobConfig, override(given, settings or []))
+    return build(JobConfig, given, overrides=settings or [])
 
 
 def starts_ranks(ranks: int) -> bool:

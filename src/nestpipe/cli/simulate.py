@@ -26,7 +26,7 @@ from nestpipe.cli.simulate_tables import (
     print_2d,
     print_unreconciled,
 )
-from nestpipe.config import build, override, read
+from nestpipe.config import build, read
 from nestpipe.errors import ConfigError
 from nestpipe.schedule import PLANS, Exchange, Merge, Plan, PlanOptions, Retrieval
 from nestpipe.sim import (
@@ -73,11 +73,11 @@ def simulate(
     workers: Annotated[
         str, typer.Option(help="Numbers of workers, separated by commas.")
     ] = "1,8,64,512,1536,4096",
-    micros: Micros = 8,
+    micro_batches: Micros = 8,
     retrieval: RetrievalForm = Retrieval.WHOLE,
     stages: Stages = 4,
     exchange: ExchangeForm = Exchange.MICRO,
-    early: EarlyRows = False,
+    speculative_rows: EarlyRows = False,
     buffers: Buffers = 2,
     groups: Annotated[
         str,
@@ -146,13 +146,13 @@ def simulate(
             "use --merge-every 1 or --merge averaged"
         )
     options = PlanOptions(
-        micros=micros,
+        micro_batches=micro_batches,
         retrieval=retrieval,
         stages=stages,
         exchange=exchange,
-        mirror_every=merge_every,
+        merge_every=merge_every,
         merge=merge,
-        early=early,
+        speculative_rows=speculative_rows,
         buffers=buffers,
     )
     plan_for(plan_name, options, 1)  # refuses what cannot be, before anything is read
@@ -171,13 +171,13 @@ def simulate(
         return
     scales = [Scale(number, int(groups), layout) for number in numbers]
     chosen = plan_for(plan_name, options, int(groups))
-    of_each = whole_intervals(batches, chosen.shape.mirror_every)
+    of_each = whole_intervals(batches, chosen.shape.merge_every)
     with progress_bar("simulating", of_each * len(scales)) as advance:
         points = scaling_curve(
             chosen, cluster, scales, batches=batches, fitted=fitted, progress=advance
         )
     if svg is not None:
-        title = f"{plan_name}, {micros} micro-batches: where a step's time goes"
+        title = f"{plan_name}, {micro_batches} micro-batches: where a step's time goes"
         write_text(svg, chart(points, title))
     if trace is not None:
         _write_trace(trace, chosen, cluster, scales[-1], fitted, batches)
@@ -213,7 +213,7 @@ def paper(json: JsonFile = None) -> None:
 
 def _cluster(hardware: Path | None, settings: list[str]) -> Cluster:
     given = asdict(paper_cluster()) if hardware is None else read(hardware)
-    return build(Cluster, override(given, settings))
+    return build(Cluster, given, overrides=settings)
 
 
 def _numbers(name: str, text: str, most: int) -> list[int]:
@@ -251,7 +251,7 @@ def _choose(
     """Compare numbers of groups, and say which is best."""
     replicated = sum(len([m for m in groups if m > 1]) for groups in choices.values())
     alone = len(choices) + sum(groups.count(1) for groups in choices.values())
-    longer = whole_intervals(batches, options.mirror_every)
+    longer = whole_intervals(batches, options.merge_every)
     with progress_bar("simulating", batches * alone + longer * replicated) as advance:
         found = [
             choose_groups(

@@ -21,7 +21,8 @@ def curve_table(points: Sequence[Point], plan: Plan) -> Table:
     shape = plan.shape
     window = ", exchange window" if shape.exchange is Exchange.WINDOW else ""
     table = Table(
-        title=f"{shape.plan}, {shape.micros} micro-batches, retrieval {shape.retrieval}{window}",
+        title=f"{shape.plan}, {shape.micro_batches} micro-batches, "
+        f"retrieval {shape.retrieval}{window}",
         caption="times in ms per step; efficiency relative to the first row",
     )
     table.add_column("workers", justify="right")
@@ -46,8 +47,8 @@ def curve_table(points: Sequence[Point], plan: Plan) -> Table:
 def groups_table(choice: GroupChoice, name: str, options: PlanOptions) -> Table:
     """One row per number of groups, the best one marked."""
     table = Table(
-        title=f"{choice.workers:,} workers in groups: {name}, {options.micros} micro-batches, "
-        f"{_merging(options)}",
+        title=f"{choice.workers:,} workers in groups: {name}, "
+        f"{options.micro_batches} micro-batches, {_merging(options)}",
         caption="ms per step; exposed: all but compute, and how much of it is merging; efficiency: "
         f"over {min(BASE_WORKERS, choice.workers)} workers in one group; merged: MB per worker "
         "and batch",
@@ -72,11 +73,11 @@ def groups_table(choice: GroupChoice, name: str, options: PlanOptions) -> Table:
 
 
 def _merging(options: PlanOptions) -> str:
-    if not options.mirror_every:
+    if not options.merge_every:
         return "never merged"
     if options.merge is Merge.EXACT:
         return "gradients summed every batch"
-    every = "batch" if options.mirror_every == 1 else f"{options.mirror_every} batches"
+    every = "batch" if options.merge_every == 1 else f"{options.merge_every} batches"
     return f"rows averaged every {every}"
 
 

@@ -118,7 +118,7 @@ def _show(figures: dict[str, Any], lines: list[str], json: str | None) -> None:
 def sentences(verdict: Verdict) -> list[str]:
     """The verdict in a few lines, for people."""
     job = (
-        f"{_count(verdict.steps, 'step')} of {_count(verdict.micros, 'micro-batch', 'es')} "
+        f"{_count(verdict.steps, 'step')} of {_count(verdict.micro_batches, 'micro-batch', 'es')} "
         f"on {_count(verdict.ranks, 'rank')}"
     )
     compared = (

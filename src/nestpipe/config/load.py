@@ -37,11 +37,18 @@ T = TypeVar("T", bound="DataclassInstance")
 
 def load(cls: type[T], path: Path | str, overrides: Iterable[str] = ()) -> T:
     """Read a TOML file, apply `section.key=value` overrides, and build `cls` from the result."""
-    return build(cls, override(read(path), overrides))
+    return build(cls, read(path), overrides=overrides)
 
 
-def build(cls: type[T], mapping: Mapping[str, Any], where: str = "") -> T:
-    """Build `cls` from `mapping`, which is the section `where` of a file, or all of it."""
+def build(
+    cls: type[T], mapping: Mapping[str, Any], where: str = "", *, overrides: Iterable[str] = ()
+) -> T:
+    """Build `cls` from `mapping`, which is the section `where` of a file, or all of it.
+
+    Each of `overrides` is a `section.key=value` that goes over what the mapping says.
+    """
+    if overrides := list(overrides):
+        mapping = override(_with_new_names(cls, mapping, where), overrides, cls)
     known = {field.name: field for field in fields(cls) if field.init}
     mapping = _with_new_names(cls, mapping, where)
     for key in mapping:
@@ -57,15 +64,35 @@ def build(cls: type[T], mapping: Mapping[str, Any], where: str = "") -> T:
     return _construct(cls, values, where)
 
 
-def _with_new_names(cls: type, mapping: Mapping[str, Any], where: str) -> Table:
-    """The same section where every key that was renamed has its new name."""
-    renamed = renamed_in(cls)
-    for old in renamed.keys() & mapping.keys():
-        old_key, new_key = _join(where, old), _join(where, renamed[old])
-        if renamed[old] in mapping:
+def _with_new_names(cls: type[DataclassInstance], mapping: Mapping[str, Any], where: str) -> Table:
+    """The same section, and those in it, where every key that was renamed has its new name."""
+    current: Table = {}
+    for key, value in mapping.items():
+        other = renamed_in(cls).get(key)
+        if other in mapping:
+            old_key, new_key = _join(where, key), _join(where, str(other))
             raise ConfigError(f"{old_key} is the old name of {new_key}; remove {old_key}")
-        warn(old_key, new_key)
-    return {renamed.get(key, key): value for key, value in mapping.items()}
+        name = _new_name(cls, key, where)
+        section = _section_of(cls, name)
+        if section is not None and isinstance(value, Mapping):
+            value = _with_new_names(section, cast("Table", value), _join(where, name))
+        current[name] = value
+    return current
+
+
+def _new_name(cls: type[DataclassInstance], key: str, where: str) -> str:
+    name = renamed_in(cls).get(key, key)
+    if name != key:
+        warn(_join(where, key), _join(where, name))
+    return name
+
+
+def _section_of(cls: type[DataclassInstance], name: str) -> type[DataclassInstance] | None:
+    """The dataclass of a section, or None where `name` is a plain key or no key at all."""
+    wanted = get_type_hints(cls).get(name)
+    if get_origin(wanted) in (Union, UnionType):
+        wanted = _without_none(wanted)
+    return wanted if _is_section(wanted) else None
 
 
 def _fit(wanted: Any, given: Any, where: str) -> object:
@@ -151,16 +178,32 @@ def read(path: Path | str) -> Table:
         ) from None
 
 
-def override(mapping: Mapping[str, Any], assignments: Iterable[str]) -> Table:
-    """A copy of `mapping` with each `section.key=value` applied, a later one over an earlier."""
+def override(
+    mapping: Mapping[str, Any],
+    assignments: Iterable[str],
+    cls: type[DataclassInstance] | None = None,
+) -> Table:
+    """A copy of `mapping` with each `section.key=value` applied, a later one over an earlier.
+
+    Old keys of `cls`, which the mapping is for, are set under their new names.
+    """
     result = dict(mapping)
     for assignment in assignments:
         name, equals, text = assignment.partition("=")
         keys = [key.strip() for key in name.split(".")]
         if not equals or not all(keys):
             raise ConfigError(f"cannot set {assignment!r}; write it as section.key=value")
-        _put(result, keys, _parse(".".join(keys), text.strip()))
+        _put(result, _new_path(cls, keys), _parse(".".join(keys), text.strip()))
     return result
+
+
+def _new_path(cls: type[DataclassInstance] | None, keys: list[str]) -> list[str]:
+    path: list[str] = []
+    for key in keys:
+        name = _new_name(cls, key, ".".join(path)) if cls is not None else key
+        cls = _section_of(cls, name) if cls is not None else None
+        path.append(name)
+    return path
 
 
 def _put(table: Table, keys: list[str], value: object) -> None:

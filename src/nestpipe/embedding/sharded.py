@@ -88,7 +88,7 @@ class ShardedTables:
         self.in_flight: dict[int, BatchState] = {}
         self.replicas = (
             Replicas(mesh.replica_keys, [len(group.tables) for group in groups], shape)
-            if shape.mirror_every
+            if shape.merge_every
             else None
         )
 
@@ -129,7 +129,7 @@ class ShardedTables:
     def counts(self, batch: int, samples: int) -> int:
         """Tell every owner how many keys it will get; returns the samples of all ranks."""
         state = self.in_flight[batch]
-        ranks, micros = self.comm.size, self.shape.micros
+        ranks, micros = self.comm.size, self.shape.micro_batches
         parts = [torch.stack([r.key_counts_RC for r in of], 1) for of in state.requests]
         parts += [torch.stack([r.row_counts_RC for r in of], 1) for of in state.requests]
         flat = [part.reshape(ranks, -1) for part in parts]
@@ -193,7 +193,7 @@ class ShardedTables:
                 self.device,
                 united=united[g],
                 wide=wide[g] if wide else None,
-                early=self.shape.early,
+                early=self.shape.speculative_rows,
                 older=older.working[g] if older else None,
                 compared=self.shape.buffers > 1,
             )
@@ -319,7 +319,7 @@ class ShardedTables:
             # Nobody uses them any more; on a GPU a stream may.
             state.gradients.pop(micro, None)
             del state.received[micro]
-            if micro == self.shape.micros - 1:
+            if micro == self.shape.micro_batches - 1:
                 state.windows.clear()
 
     def _made(self, state: BatchState, g: int, micro: int) -> RowGradients:
@@ -341,7 +341,7 @@ class ShardedTables:
     ) -> None:
         """Add the gradients of a micro-batch; a single one is summed by the update itself."""
         exact = self.replicas is not None and self.shape.merge is Merge.EXACT
-        if use_native(self.device) and self.shape.micros == 1 and not exact:
+        if use_native(self.device) and self.shape.micro_batches == 1 and not exact:
             rows = [from_wire(part, self.comm_dtype) for part in gradients]
             state.sums.append(Gradients(rows, segments.rows_T, segments.ends_S1))
         elif g == len(state.sums):

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from nestpipe.config import build, override, positive
+from nestpipe.config import build, positive
 from nestpipe.errors import ConfigError
 from nestpipe.loadtest.arms import Arm
 from nestpipe.models import HstuConfig
@@ -174,7 +174,7 @@ def random_model(text: str) -> RandomModel:
         raise ConfigError(
             f"{wrong[0]!r} says nothing of a random model; write layers=4,dim=128,heads=4"
         )
-    return build(RandomModel, override(asdict(RandomModel()), assignments))
+    return build(RandomModel, asdict(RandomModel()), overrides=assignments)
 
 
 def model_maker(

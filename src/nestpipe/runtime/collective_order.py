@@ -36,5 +36,5 @@ class CollectiveOrder:
         return None
 
     def _starts_sums(self, op: Op) -> bool:
-        last = op.kind is Kind.DENSE and op.micro == self._shape.micros - 1
+        last = op.kind is Kind.DENSE and op.micro == self._shape.micro_batches - 1
         return last and self._shape.separate_dense_group

@@ -82,7 +82,11 @@ def _make_room(batch: int, shape: Shape, done: dict[Op, Event]) -> None:
 
 
 def _facts(shape: Shape) -> dict[str, Fact]:
-    return {"plan": shape.plan, "micros": shape.micros, "retrieval": shape.retrieval.value}
+    return {
+        "plan": shape.plan,
+        "micro_batches": shape.micro_batches,
+        "retrieval": shape.retrieval.value,
+    }
 
 
 # The end of the data: known to a run before it starts, or found while it runs.

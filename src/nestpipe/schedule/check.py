@@ -335,10 +335,10 @@ def ops_of_batch(batch: int, shape: Shape) -> Iterator[Op]:
             continue
         if kind is K.REPLICA_SYNC and not shape.merges_replicas(batch):
             continue
-        if kind in SPECULATIVE_KINDS and not shape.early:
+        if kind in SPECULATIVE_KINDS and not shape.speculative_rows:
             continue
         if kind in MICRO_KINDS:
-            yield from (Op(kind, batch, micro) for micro in range(shape.micros))
+            yield from (Op(kind, batch, micro) for micro in range(shape.micro_batches))
         else:
             yield Op(kind, batch)
 

@@ -66,11 +66,11 @@ def _retrieve(op: Op, shape: Shape) -> Iterator[Op]:
 
 
 def _handover(op: Op, shape: Shape) -> Iterator[Op]:
-    if shape.early and op.batch == 0:
+    if shape.speculative_rows and op.batch == 0:
         return
     yield Op(K.RETRIEVE, op.batch)
     yield shape.last_write(op.batch - 1)
-    if shape.early:
+    if shape.speculative_rows:
         # What is sent early is read from the buffer that the refresh writes.
         yield Op(K.ROWS, op.batch, 0)
 
@@ -81,10 +81,10 @@ def _rows(op: Op, shape: Shape) -> Iterator[Op]:
         yield Op(K.RETRIEVE, op.batch)
         return
     yield Op(shape.handover, op.batch)
-    if shape.early and op.batch == 0:  # there is nothing to refresh, and no wait for it
+    if shape.speculative_rows and op.batch == 0:  # there is nothing to refresh, and no wait for it
         yield Op(K.RETRIEVE, op.batch)
     before = op.micro - shape.receive
-    if before >= 0 and not (shape.early and before == 0):
+    if before >= 0 and not (shape.speculative_rows and before == 0):
         yield Op(K.DENSE, op.batch, before)
 
 
@@ -98,7 +98,7 @@ def _fresh(op: Op, shape: Shape) -> Iterator[Op]:
 def _dense(op: Op, shape: Shape) -> Iterator[Op]:
     assert op.micro is not None
     for micro in _shared(op, shape):
-        early = shape.early and micro == 0
+        early = shape.speculative_rows and micro == 0
         yield Op(K.PATCH, op.batch) if early else Op(K.ROWS, op.batch, micro)
     if op.micro == 0 and shape.separate_dense_group:
         yield Op(K.REDUCE, op.batch - 1)
@@ -122,13 +122,13 @@ def _shared(op: Op, shape: Shape) -> range:
 
 
 def _reduce(op: Op, shape: Shape) -> Iterator[Op]:
-    yield Op(K.DENSE, op.batch, shape.micros - 1)
+    yield Op(K.DENSE, op.batch, shape.micro_batches - 1)
 
 
 def _update(op: Op, shape: Shape) -> Iterator[Op]:
-    for micro in range(shape.micros):
+    for micro in range(shape.micro_batches):
         yield Op(K.GRADS, op.batch, micro)
-    if shape.early:
+    if shape.speculative_rows:
         yield Op(shape.handover, op.batch)
     if not shape.separate_dense_group:
         yield Op(K.REDUCE, op.batch)
@@ -140,7 +140,7 @@ def _mirror(op: Op, shape: Shape) -> Iterator[Op]:
     if shape.merge is Merge.AVERAGED:
         yield Op(K.UPDATE, op.batch)
         return
-    for micro in range(shape.micros):
+    for micro in range(shape.micro_batches):
         yield Op(K.GRADS, op.batch, micro)
 
 

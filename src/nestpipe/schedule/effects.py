@@ -88,7 +88,9 @@ def effects(op: Op, shape: Shape) -> Effects:
         case K.UNION | K.RETRIEVE:
             return _lookup_effects(op, shape)
         case K.SYNC:
-            if shape.early and t == 0:  # rows are being sent, and there is nothing to refresh
+            if (
+                shape.speculative_rows and t == 0
+            ):  # rows are being sent, and there is nothing to refresh
                 return Effects(writes=active)
             reads = (owned, other_buffer) if compares else (owned,)
             return Effects(reads=reads, writes=(buffer, *active))
@@ -148,7 +150,7 @@ def _window_effects(op: Op, shape: Shape) -> Effects:
         return Effects(reads=reads, writes=(row_sum,))
     first: Cell = ("received", shape.place(t, 0))
     came: tuple[Cell, ...] = (first, *(("received", n) for n in range(1, m + 1)))
-    sums: tuple[Cell, ...] = tuple(("window_sum", n) for n in range(m, shape.micros))
+    sums: tuple[Cell, ...] = tuple(("window_sum", n) for n in range(m, shape.micro_batches))
     added = sums if m > 0 else ()  # the first micro-batch begins them
     reads = (("batch", slot), *came, weights, dense_sum, *added)
     return Effects(reads=reads, writes=(*sums, dense_sum))

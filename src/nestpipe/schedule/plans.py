@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from nestpipe.deprecated import renamed_fields
 from nestpipe.errors import PlanError
 from nestpipe.schedule.dependencies import waits
 from nestpipe.schedule.op import Kind, Op
@@ -111,13 +112,13 @@ def with_early_rows(plan: Plan) -> Plan:
     Most of them are not in this batch, so they are final. Those that are follow once more, in
     `fresh`, after its update; that is all that is left between two windows.
     """
-    shape = replace(plan.shape, early=True)
+    shape = replace(plan.shape, speculative_rows=True)
     if not shape.refreshes_ahead:
         raise PlanError(
             f"plan {plan.name} cannot send rows early, because it looks up no batch ahead and "
             "refreshes it; use nested or dual_buffer"
         )
-    if shape.mirror_every:
+    if shape.merge_every:
         raise PlanError(
             "rows cannot be sent early where replicas are merged, which may change any row; "
             "use one group, or turn early off"
@@ -125,7 +126,9 @@ def with_early_rows(plan: Plan) -> Plan:
     first = plan.tick.index(Slot(K.ROWS, 0, 0))
     tick = [*plan.tick[:first], Slot(K.PATCH, 0), *plan.tick[first + 1 :]]
     # Behind that `dense`, which starts the sums of dense gradients and must not wait for them.
-    last = max(tick.index(Slot(K.DENSE, 0, shape.micros - 1)), tick.index(Slot(K.RETRIEVE, 1)))
+    last = max(
+        tick.index(Slot(K.DENSE, 0, shape.micro_batches - 1)), tick.index(Slot(K.RETRIEVE, 1))
+    )
     tick.insert(last + 1, Slot(K.ROWS, 1, 0))
     # As soon as the next batch's rows are known, but behind the keys of the batch after it: they
     # must not wait for that union, or every union waits for the exchanges after the last one.
@@ -158,11 +161,12 @@ def _exists(op: Op, end: int | None) -> bool:
     return op.batch >= 0 and (end is None or op.batch < end)
 
 
+@renamed_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
     """What a caller may choose about any plan."""
 
-    micros: int = 1
+    micro_batches: int = 1
     """Micro-batches per batch."""
     retrieval: Retrieval = Retrieval.WHOLE
     """Which rows travel between host memory and the device."""
@@ -170,27 +174,27 @@ class PlanOptions:
     """Over how many batches the lookup may be spread; 1 prefetches in a single stage."""
     exchange: Exchange = Exchange.MICRO
     """Whether micro-batches of a window share rows, or each asks for its own."""
-    mirror_every: int = 0
+    merge_every: int = 0
     """Merge replicas in every so manieth batch (2D parallelism); 0: no replicas."""
     merge: Merge = Merge.AVERAGED
     """What of replicas is merged: rows after `update`, or the gradients of every batch before."""
-    early: bool = False
+    speculative_rows: bool = False
     """Send the rows of the first micro-batch under the last one of the batch before."""
     buffers: int = 2
     """For rows on the device; with 3, rows are written back while the next are read."""
 
     def __post_init__(self) -> None:
-        if not 1 <= self.micros <= MOST_MICROS:
-            raise PlanError(f"micro-batches cannot be {self.micros}; use 1 to {MOST_MICROS}")
+        if not 1 <= self.micro_batches <= MOST_MICROS:
+            raise PlanError(f"micro-batches cannot be {self.micro_batches}; use 1 to {MOST_MICROS}")
         if not 1 <= self.stages <= LOOKUP_STAGES:
             raise PlanError(f"lookup stages cannot be {self.stages}; use 1 to {LOOKUP_STAGES}")
-        if self.mirror_every < 0:
-            raise PlanError(f"mirror interval cannot be {self.mirror_every}; use 0 or more")
+        if self.merge_every < 0:
+            raise PlanError(f"mirror interval cannot be {self.merge_every}; use 0 or more")
         if self.buffers not in (2, 3):
             raise PlanError(f"buffers cannot be {self.buffers}; use 2 or 3")
-        if self.merge is Merge.EXACT and self.mirror_every > 1:
+        if self.merge is Merge.EXACT and self.merge_every > 1:
             raise PlanError(
-                f"mirror interval cannot be {self.mirror_every} where replicas are exact; use 1"
+                f"mirror interval cannot be {self.merge_every} where replicas are exact; use 1"
             )
 
 
@@ -249,15 +253,17 @@ def plan(name: str, options: PlanOptions | None = None) -> Plan:
     options = options or PlanOptions()
     made = PLANS[name](options)
     made = with_third_buffer(made) if options.buffers == 3 else made
-    return with_early_rows(made) if options.early else made
+    return with_early_rows(made) if options.speculative_rows else made
 
 
 def usable(name: str, options: PlanOptions) -> PlanOptions:
     """The options as far as the plan of that name has a use for them."""
-    shape = plan(name, replace(options, early=False, buffers=2)).shape
+    shape = plan(name, replace(options, speculative_rows=False, buffers=2)).shape
     return replace(
         options,
-        early=options.early and shape.refreshes_ahead and shape.window_overlaps,
+        speculative_rows=options.speculative_rows
+        and shape.refreshes_ahead
+        and shape.window_overlaps,
         buffers=options.buffers if shape.refreshes_ahead else 2,
     )
 
@@ -280,16 +286,16 @@ def _plan(
     whole = options.retrieval is Retrieval.WHOLE
     lookahead = ahead.prefetch + 1
     # One micro-batch is a window of its own: both exchanges are the same.
-    exchange = options.exchange if options.micros > 1 else Exchange.MICRO
+    exchange = options.exchange if options.micro_batches > 1 else Exchange.MICRO
     shape = Shape(
         plan=name,
-        micros=options.micros,
+        micro_batches=options.micro_batches,
         retrieval=options.retrieval,
         lookahead=lookahead,
         slots=lookahead if whole else lookahead + 1,
         buffers=1 if whole and ahead.retrieve == 0 else 2,
-        receive=_receive(options.micros, exchange, window),
-        mirror_every=options.mirror_every,
+        receive=_receive(options.micro_batches, exchange, window),
+        merge_every=options.merge_every,
         merge=options.merge,
         exchange=exchange,
         overlaps=overlaps,
@@ -300,7 +306,7 @@ def _plan(
     return Plan(shape, tuple(tick(shape, ahead, window)))
 
 
-def _receive(micros: int, exchange: Exchange, window: Window) -> int:
+def _receive(micro_batches: int, exchange: Exchange, window: Window) -> int:
     if exchange is Exchange.WINDOW:
-        return micros  # what came stays until the window ends
-    return 1 if window is taking_turns else rows_lead(micros) + 1
+        return micro_batches  # what came stays until the window ends
+    return 1 if window is taking_turns else rows_lead(micro_batches) + 1

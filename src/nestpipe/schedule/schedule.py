@@ -65,7 +65,7 @@ class Shape:
 
     plan: str
     """The name of the plan that made it: a label for people, nothing depends on it."""
-    micros: int
+    micro_batches: int
     """Micro-batches in one frozen window."""
     retrieval: Retrieval
     """Which rows travel between host memory and the device buffers."""
@@ -79,7 +79,7 @@ class Shape:
     rows that the batch before the last has, and the last one has not."""
     receive: int
     """Places for the rows and row gradients of a micro-batch, used in turn."""
-    mirror_every: int = 0
+    merge_every: int = 0
     """Replicas are merged in every so manieth batch; 0: there are no replicas."""
     merge: Merge = Merge.AVERAGED
     """What of them is merged, and when in the batch."""
@@ -101,7 +101,7 @@ class Shape:
     """Whether dense gradients are summed in a network of their own, begun by the last `dense` and
     ended by `reduce`, which then applies them; `update` is left with the rows."""
 
-    early: bool = False
+    speculative_rows: bool = False
     """Whether the rows of the first micro-batch are sent before the batch before has been updated;
     those that it changes are sent again by `fresh`."""
 
@@ -137,12 +137,12 @@ class Shape:
 
     def place(self, batch: int, micro: int) -> int:
         """Where the rows of a micro-batch come to; those that come early have two places more."""
-        early = self.early and micro == 0
+        early = self.speculative_rows and micro == 0
         return self.receive + batch % 2 if early else micro % self.receive
 
     def is_early(self, op: Op) -> bool:
         """Whether the op sends rows before they are refreshed."""
-        return self.early and op.kind is Kind.ROWS and op.micro == 0
+        return self.speculative_rows and op.kind is Kind.ROWS and op.micro == 0
 
     @property
     def refreshes_ahead(self) -> bool:
@@ -157,7 +157,7 @@ class Shape:
     @property
     def places(self) -> int:
         """Places for rows that come."""
-        return self.receive + 2 * self.early
+        return self.receive + 2 * self.speculative_rows
 
     @property
     def handover(self) -> Kind:
@@ -167,7 +167,7 @@ class Shape:
         return Kind.SYNC if self.buffers > 1 else Kind.RETRIEVE
 
     def merges_replicas(self, batch: int) -> bool:
-        return self.mirror_every > 0 and (batch + 1) % self.mirror_every == 0
+        return self.merge_every > 0 and (batch + 1) % self.merge_every == 0
 
     def last_write(self, batch: int) -> Op:
         """The op that leaves the batch's rows in their final state."""

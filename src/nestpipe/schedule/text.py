@@ -2,7 +2,7 @@
 
     schedule nested
     batches 2
-    micros 1
+    micro_batches 1
     ...
     prefetch 0
     copy 0 after prefetch 0
@@ -25,13 +25,13 @@ _T = TypeVar("_T")
 _EXAMPLE_OF = {
     "schedule": "nested",
     "batches": "3",
-    "micros": "2",
+    "micro_batches": "2",
     "retrieval": "whole",
     "lookahead": "5",
     "slots": "5",
     "buffers": "2",
     "receive": "2",
-    "mirror_every": "0",
+    "merge_every": "0",
     "merge": "exact",
     "exchange": "window",
     "overlaps": "yes",
@@ -40,7 +40,7 @@ _EXAMPLE_OF = {
     "stale": "no",
     "separate_key_group": "no",
     "separate_dense_group": "no",
-    "early": "no",
+    "speculative_rows": "no",
 }
 """Every fact at the head of a schedule, with a value it may have."""
 _USUAL = {
@@ -51,7 +51,7 @@ _USUAL = {
     "retrieves_ahead": "no",
     "separate_key_group": "no",
     "separate_dense_group": "no",
-    "early": "no",
+    "speculative_rows": "no",
 }
 """Facts that are only told where they are otherwise."""
 
@@ -65,13 +65,13 @@ def to_text(schedule: Schedule) -> str:
     facts = {
         "schedule": shape.plan,
         "batches": schedule.batches,
-        "micros": shape.micros,
+        "micro_batches": shape.micro_batches,
         "retrieval": shape.retrieval,
         "lookahead": shape.lookahead,
         "slots": shape.slots,
         "buffers": shape.buffers,
         "receive": shape.receive,
-        "mirror_every": shape.mirror_every,
+        "merge_every": shape.merge_every,
         "merge": shape.merge,
         "exchange": shape.exchange,
         "overlaps": "yes" if shape.overlaps else "no",
@@ -80,7 +80,7 @@ def to_text(schedule: Schedule) -> str:
         "stale": "yes" if shape.stale else "no",
         "separate_key_group": "yes" if shape.separate_key_group else "no",
         "separate_dense_group": "yes" if shape.separate_dense_group else "no",
-        "early": "yes" if shape.early else "no",
+        "speculative_rows": "yes" if shape.speculative_rows else "no",
     }
     head = [f"{name} {value}" for name, value in facts.items() if _USUAL.get(name) != value]
     return "\n".join([*head, "", *map(str, schedule), ""])
@@ -127,13 +127,13 @@ def _schedule(facts: dict[str, str], steps: list[Step]) -> Schedule:
         raise ParseError("the schedule has no op; add lines like `prefetch 0`")
     shape = Shape(
         plan=_read(facts, "schedule", _name),
-        micros=_read(facts, "micros", _at_least(1)),
+        micro_batches=_read(facts, "micro_batches", _at_least(1)),
         retrieval=_read(facts, "retrieval", Retrieval),
         lookahead=_read(facts, "lookahead", _at_least(1)),
         slots=_read(facts, "slots", _at_least(1)),
         buffers=_read(facts, "buffers", _at_least(1)),
         receive=_read(facts, "receive", _at_least(1)),
-        mirror_every=_read(facts, "mirror_every", _at_least(0)),
+        merge_every=_read(facts, "merge_every", _at_least(0)),
         merge=_read(facts, "merge", Merge),
         exchange=_read(facts, "exchange", Exchange),
         overlaps=_read(facts, "overlaps", _yes),
@@ -142,10 +142,10 @@ def _schedule(facts: dict[str, str], steps: list[Step]) -> Schedule:
         stale=_read(facts, "stale", _yes),
         separate_key_group=_read(facts, "separate_key_group", _yes),
         separate_dense_group=_read(facts, "separate_dense_group", _yes),
-        early=_read(facts, "early", _yes),
+        speculative_rows=_read(facts, "speculative_rows", _yes),
     )
     batches = _read(facts, "batches", _at_least(1))
-    for name, count in (("batches", batches), ("micros", shape.micros)):
+    for name, count in (("batches", batches), ("micro_batches", shape.micro_batches)):
         if count > len(steps):
             raise ParseError(f"{count} {name} cannot fit into {len(steps)} ops; mend that line")
     return Schedule(shape, batches, tuple(steps))
@@ -204,5 +204,9 @@ def nominal_trace(schedule: Schedule) -> Trace:
         free_at[lane] = end_of[op] = end
         spans.append(Span(op.kind, lane, op.batch, op.micro, 0, float(start), float(end)))
     shape = schedule.shape
-    facts = {"plan": shape.plan, "micros": shape.micros, "retrieval": str(shape.retrieval)}
+    facts = {
+        "plan": shape.plan,
+        "micro_batches": shape.micro_batches,
+        "retrieval": str(shape.retrieval),
+    }
     return Trace(tuple(spans), facts)

@@ -66,7 +66,7 @@ def end_of(shape: Shape) -> list[Slot]:
 def lookup_first(shape: Shape, ahead: Ahead, window: Window) -> list[Slot]:
     """The whole lookup of a batch, then its window: no stage runs ahead."""
     lookup = [*ahead.samples, *ahead.routing]
-    body, end = window(shape.micros, [], True), end_of(shape)
+    body, end = window(shape.micro_batches, [], True), end_of(shape)
     if shape.retrieval is Retrieval.WHOLE:
         # The write-back ends its own batch, so that nothing at all overlaps.
         return [*lookup, Slot(K.RETRIEVE, 0), *body, *end, Slot(K.WRITEBACK, 0)]
@@ -76,23 +76,23 @@ def lookup_first(shape: Shape, ahead: Ahead, window: Window) -> list[Slot]:
 def routing_ahead(shape: Shape, ahead: Ahead, window: Window) -> list[Slot]:
     """Samples and keys of later batches travel under the window; rows are fetched before it."""
     handover = [Slot(K.SYNC, 0)] if shape.handover is K.SYNC else []
-    body = window(shape.micros, ahead.routing, ahead.routing_is_ready)
+    body = window(shape.micro_batches, ahead.routing, ahead.routing_is_ready)
     return [FLUSH, Slot(K.RETRIEVE, 0), *handover, *ahead.samples, *body, *end_of(shape)]
 
 
 def lookup_ahead(shape: Shape, ahead: Ahead, window: Window) -> list[Slot]:
     """The whole lookup of later batches runs under the window, retrieval one batch ahead."""
     retrieve = Slot(K.RETRIEVE, ahead.retrieve)
-    body = window(shape.micros, ahead.routing, ahead.routing_is_ready)
+    body = window(shape.micro_batches, ahead.routing, ahead.routing_is_ready)
     body = [retrieve, *body] if ahead.route > ahead.retrieve else [*body, retrieve]
     return [Slot(shape.handover, 0), FLUSH, *ahead.samples, *body, *end_of(shape)]
 
 
-def taking_turns(micros: int, routing: list[Slot], routing_is_ready: bool) -> list[Slot]:
+def taking_turns(micro_batches: int, routing: list[Slot], routing_is_ready: bool) -> list[Slot]:
     """Rows, dense, gradients of one micro-batch after the other; routing under a dense op."""
     order: list[Slot] = []
-    routing_at = 0 if routing_is_ready else micros - 1
-    for micro in range(micros):
+    routing_at = 0 if routing_is_ready else micro_batches - 1
+    for micro in range(micro_batches):
         order.append(Slot(K.ROWS, 0, micro))
         if micro == routing_at:
             order += routing
@@ -101,19 +101,19 @@ def taking_turns(micros: int, routing: list[Slot], routing_is_ready: bool) -> li
     return order
 
 
-def overlapped(micros: int, routing: list[Slot], routing_is_ready: bool) -> list[Slot]:
+def overlapped(micro_batches: int, routing: list[Slot], routing_is_ready: bool) -> list[Slot]:
     """Rows run some micro-batches ahead of dense, gradients one behind.
 
     Routing of a later batch goes where the network has most room: the first dense op has no
     gradients beside it yet. Its keys follow one micro-batch after their counts, so that the
     issuing thread does not wait for the counts.
     """
-    lead = rows_lead(micros)
-    order = [Slot(K.ROWS, 0, micro) for micro in range(min(lead, micros))]
-    counts_at = 0 if routing_is_ready else micros - 1
-    keys_at = min(counts_at + 1, micros - 1)
-    for micro in range(micros):
-        if micro + lead < micros:
+    lead = rows_lead(micro_batches)
+    order = [Slot(K.ROWS, 0, micro) for micro in range(min(lead, micro_batches))]
+    counts_at = 0 if routing_is_ready else micro_batches - 1
+    keys_at = min(counts_at + 1, micro_batches - 1)
+    for micro in range(micro_batches):
+        if micro + lead < micro_batches:
             order.append(Slot(K.ROWS, 0, micro + lead))
         if micro == counts_at:
             order += routing[:2]
@@ -124,10 +124,10 @@ def overlapped(micros: int, routing: list[Slot], routing_is_ready: bool) -> list
     return order
 
 
-def rows_lead(micros: int) -> int:
+def rows_lead(micro_batches: int) -> int:
     """How many micro-batches rows run ahead: enough to sit out a long key exchange.
 
     One is enough for few micro-batches; with many, each hides only a little, so that the exchange
     of keys, which does not get shorter, would hold up the rows behind it.
     """
-    return max(1, -(-micros // 6))
+    return max(1, -(-micro_batches // 6))

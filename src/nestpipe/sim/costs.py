@@ -87,7 +87,9 @@ def _host_costs(cluster: Cluster, shape: Shape, scale: Scale) -> dict[Kind, floa
 
 def _network_costs(cluster: Cluster, shape: Shape, scale: Scale) -> dict[Kind, float]:
     network, work = cluster.network, cluster.workload
-    exchanged = work.unique_keys * work.row_bytes * exchange_growth(work, shape) / shape.micros
+    exchanged = (
+        work.unique_keys * work.row_bytes * exchange_growth(work, shape) / shape.micro_batches
+    )
     rows = all_to_all_ms(network, exchanged, scale)
     setup = network.setup_us_per_peer * (effective_peers(network, scale) - 1) / 1000
     node = network.workers_per_node
@@ -97,7 +99,7 @@ def _network_costs(cluster: Cluster, shape: Shape, scale: Scale) -> dict[Kind, f
     return {
         K.COUNTS: all_to_all_ms(network, 0, scale) + setup,
         K.KEYS: all_to_all_ms(network, work.unique_keys * KEY_BYTES, scale),
-        K.STALE_MASK: all_to_all_ms(network, work.unique_keys / shape.micros, scale),
+        K.STALE_MASK: all_to_all_ms(network, work.unique_keys / shape.micro_batches, scale),
         K.PATCH: all_to_all_ms(network, exchanged * work.shared_share, scale),
         K.ROWS: rows,
         K.GRADS: rows,
@@ -115,7 +117,7 @@ def exchange_growth(work: Workload, shape: Shape) -> float:
     """
     if shape.exchange is Exchange.WINDOW:
         return 1.0
-    return (1 + work.split_growth) ** log2(shape.micros)
+    return (1 + work.split_growth) ** log2(shape.micro_batches)
 
 
 def _device_costs(cluster: Cluster, shape: Shape, scale: Scale) -> dict[Kind, float]:
@@ -123,7 +125,7 @@ def _device_costs(cluster: Cluster, shape: Shape, scale: Scale) -> dict[Kind, fl
     updated = updated_rows(work, shape, scale.groups)
     shared = updated * work.shared_share
     refresh = _transfer_ms(2 * shared * work.stored_row_bytes, compute.memory_gb_per_s)
-    dense = work.samples * work.gflop_per_sample / compute.tflops / shape.micros
+    dense = work.samples * work.gflop_per_sample / compute.tflops / shape.micro_batches
     return {
         K.DEDUP: work.keys / compute.mkeys_per_s / 1000,
         K.UNION: work.unique_keys / compute.mkeys_per_s / 1000,
@@ -202,14 +204,14 @@ def distinct_growth(work: Workload, batches: float) -> float:
 
 def merges(shape: Shape, groups: int) -> bool:
     """Whether there are replicas, and the plan merges them."""
-    return groups > 1 and shape.mirror_every > 0
+    return groups > 1 and shape.merge_every > 0
 
 
 def merged_rows(work: Workload, shape: Shape, groups: int) -> float:
     """Rows of one shard that one merge brings together."""
     if not merges(shape, groups):
         return 0.0
-    return work.owned_rows * distinct_growth(work, groups * shape.mirror_every)
+    return work.owned_rows * distinct_growth(work, groups * shape.merge_every)
 
 
 def merged_bytes(work: Workload, shape: Shape, groups: int) -> float:
@@ -223,7 +225,7 @@ def foreign_rows(work: Workload, shape: Shape, groups: int) -> float:
     """Rows of a shard that a batch fetches and writes only because they are merged; a mean."""
     if not merges(shape, groups):
         return 0.0
-    return (merged_rows(work, shape, groups) - work.owned_rows) / shape.mirror_every
+    return (merged_rows(work, shape, groups) - work.owned_rows) / shape.merge_every
 
 
 def updated_rows(work: Workload, shape: Shape, groups: int) -> float:

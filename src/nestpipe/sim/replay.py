@@ -65,7 +65,7 @@ def replay(
             progress(op.batch)
     facts = {
         "plan": plan.name,
-        "micros": plan.shape.micros,
+        "micro_batches": plan.shape.micro_batches,
         "retrieval": str(plan.shape.retrieval),
         "workers": scale.workers,
         "groups": scale.groups,
@@ -206,7 +206,7 @@ def replay_shared(plan: Plan, cost_of: CostOf, sharing: Sharing, *, batches: int
     assert not arrived, f"ranks wait for each other in {', '.join(map(str, arrived))}"
     facts = {
         "plan": plan.name,
-        "micros": plan.shape.micros,
+        "micro_batches": plan.shape.micro_batches,
         "retrieval": str(plan.shape.retrieval),
         "workers": len(ranks),
     }

@@ -37,7 +37,7 @@ class Figures:
     plan: str
     workers: int
     groups: int
-    micros: int
+    micro_batches: int
     step_ms: float
     samples_per_s: float
     """Of the whole cluster."""
@@ -82,7 +82,7 @@ def simulate(
         plan,
         op_costs if op_costs is not None else costs(cluster, plan.shape, scale),
         scale,
-        batches=whole_intervals(batches, plan.shape.mirror_every),
+        batches=whole_intervals(batches, plan.shape.merge_every),
         stragglers=cluster.stragglers,
         progress=progress,
     )
@@ -116,7 +116,7 @@ def figures(trace: Trace, *, samples: float, rank: int = 0) -> Figures:
         plan=str(trace.facts.get("plan", "unknown")),
         workers=workers,
         groups=int(trace.facts.get("groups", 1)),
-        micros=int(trace.facts.get("micros", _count_micros(spans))),
+        micro_batches=int(trace.facts.get("micro_batches", _count_micros(spans))),
         step_ms=step_ms,
         samples_per_s=1000 * samples * workers / step_ms,
         compute_ms=seen.compute_ms / steps,

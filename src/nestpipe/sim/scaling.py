@@ -127,7 +127,7 @@ def usual_groups(workers: int) -> list[int]:
 
 def plan_for(name: str, options: PlanOptions, groups: int) -> Plan:
     """The plan for so many groups: a single one has no replicas to merge."""
-    return plan(name, options if groups > 1 else replace(options, mirror_every=0))
+    return plan(name, options if groups > 1 else replace(options, merge_every=0))
 
 
 def choose_groups(
@@ -157,7 +157,7 @@ def choose_groups(
     for number in dict.fromkeys(groups):
         seen = run(Scale(workers, number, layout))
         shape = plan_for(name, options, number).shape
-        merged = merged_bytes(work, shape, number) / max(1, shape.mirror_every)
+        merged = merged_bytes(work, shape, number) / max(1, shape.merge_every)
         rows.append(GroupRow(seen, 100 * base.step_ms / seen.step_ms, merged))
     return GroupChoice(workers, tuple(rows))
 

@@ -64,7 +64,7 @@ class SerialRuns:
             return (new if shape.retrieval is Retrieval.NEW or refreshes else whole)(op, rank)
 
         early = shape.separate_dense_group and shape.overlaps
-        costs = begun_early(cost_of, shape.micros, self._buckets) if early else cost_of
+        costs = begun_early(cost_of, shape.micro_batches, self._buckets) if early else cost_of
         return replay_shared(plan, costs, self.sharing, batches=batches)
 
     @property
@@ -84,7 +84,7 @@ def _early_cost(op: Op, rank: int, whole: CostOf, new: CostOf) -> float:
     return shared * whole(Op(Kind.ROWS, op.batch, 0), rank)
 
 
-def begun_early(cost_of: CostOf, micros: int, buckets: int) -> CostOf:
+def begun_early(cost_of: CostOf, micro_batches: int, buckets: int) -> CostOf:
     """The same costs where dense gradients are summed while the last backward pass still runs.
 
     `serial` sums them after that pass, so its `reduce` has all of the cost, R. Elsewhere the sum
@@ -97,7 +97,7 @@ def begun_early(cost_of: CostOf, micros: int, buckets: int) -> CostOf:
         cost = cost_of(op, rank)
         if op.kind is not Kind.REDUCE:
             return cost
-        hidden = BACKWARD * cost_of(Op(Kind.DENSE, op.batch, micros - 1), rank)
+        hidden = BACKWARD * cost_of(Op(Kind.DENSE, op.batch, micro_batches - 1), rank)
         return max(cost / buckets, cost - hidden)
 
     return shorter
@@ -235,7 +235,7 @@ class FittedCosts:
         measured = dict.fromkeys(Kind, 0.0)
         measured.update(self.per_batch)
         for kind, (fixed, shared) in self.per_micro.items():
-            measured[kind] = fixed + shared / shape.micros
+            measured[kind] = fixed + shared / shape.micro_batches
         here, there = costs(cluster, shape, self.scale), costs(cluster, shape, scale)
         return {
             kind: ms * (there[kind] / here[kind] if here[kind] > 0 else 1.0)
@@ -248,10 +248,10 @@ def fit(traces: Sequence[Trace]) -> FittedCosts:
     per_batch: dict[Kind, list[float]] = defaultdict(list)
     per_micro: dict[Kind, list[tuple[int, float]]] = defaultdict(list)
     for trace in traces:
-        micros = _micros(trace)
+        micro_batches = _micros(trace)
         for kind, ms in _typical_ms(trace).items():
             if kind in MICRO_KINDS:
-                per_micro[kind].append((micros, ms))
+                per_micro[kind].append((micro_batches, ms))
             else:
                 per_batch[kind].append(ms)
     found = {*per_batch, *per_micro}
@@ -289,13 +289,13 @@ def _op_ms(kind: Kind, spans: list[Span]) -> Iterable[float]:
 
 def _over_micros(points: list[tuple[int, float]]) -> tuple[float, float]:
     """Fixed and shared part of a cost, by least squares over 1/N; neither below zero."""
-    if len({micros for micros, _ in points}) < 2:
-        return 0.0, median(ms * micros for micros, ms in points)
-    design = np.array([[1.0, 1.0 / micros] for micros, _ in points])
+    if len({micro_batches for micro_batches, _ in points}) < 2:
+        return 0.0, median(ms * micro_batches for micro_batches, ms in points)
+    design = np.array([[1.0, 1.0 / micro_batches] for micro_batches, _ in points])
     answer = np.linalg.lstsq(design, np.array([ms for _, ms in points]), rcond=None)[0]
     fixed, shared = float(answer[0]), float(answer[1])
     if fixed < 0:
-        return 0.0, median(ms * micros for micros, ms in points)
+        return 0.0, median(ms * micro_batches for micro_batches, ms in points)
     return (fixed, shared) if shared > 0 else (median(ms for _, ms in points), 0.0)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import cast
 
+from nestpipe.deprecated import current_word
 from nestpipe.errors import ConfigError, ParseError
 from nestpipe.trace.draw.layout import lane_order, sublines
 from nestpipe.trace.span import Fact, Span, Trace
@@ -137,7 +138,8 @@ def _facts(stored: object) -> dict[str, Fact]:
     if not isinstance(stored, dict):
         return {}
     table = cast("dict[str, object]", stored)
-    return {name: value for name, value in table.items() if isinstance(value, str | int | float)}
+    known = {name: value for name, value in table.items() if isinstance(value, str | int | float)}
+    return {current_word(name): value for name, value in known.items()}
 
 
 def _span(event: object, where: str) -> Span | None:

@@ -40,7 +40,8 @@ class Trace:
 
     spans: tuple[Span, ...]
     facts: Mapping[str, Fact] = field(default_factory=dict[str, Fact])
-    """What produced the trace: `plan`, `workers`, `micros`, `samples_per_worker`, `retrieval`."""
+    """What produced the trace: `plan`, `workers`, `micro_batches`, `samples_per_worker` and
+    `retrieval`."""
 
     def of_rank(self, rank: int) -> tuple[Span, ...]:
         return tuple(span for span in self.spans if span.rank == rank)

@@ -100,11 +100,11 @@ class PipelineSettings:
         """The plan, with what several groups of ranks add to it."""
         replicas = parallel is not None and parallel.groups > 1
         options = PlanOptions(
-            micros=self.micro_batches,
+            micro_batches=self.micro_batches,
             retrieval=Retrieval(self.retrieval),
             exchange=Exchange(self.exchange),
-            mirror_every=parallel.merge_every if parallel is not None and replicas else 0,
-            early=self.speculative_rows,
+            merge_every=parallel.merge_every if parallel is not None and replicas else 0,
+            speculative_rows=self.speculative_rows,
             buffers=self.buffers,
             merge=Merge(parallel.merge) if parallel is not None and replicas else Merge.AVERAGED,
         )

@@ -168,7 +168,7 @@ class TrainingWork:
         loss = self._model.dense(rows, flight.micros[micro])
         flight.losses.append(loss.total.detach())
         flight.weight += loss.weight
-        if self.early_sums is not None and micro == self.tables.shape.micros - 1:
+        if self.early_sums is not None and micro == self.tables.shape.micro_batches - 1:
             flight.totals = flight.totals_here(self.mesh)
             self.early_sums.sum_totals(flight.totals)
             with self.early_sums.during_backward(early=self.tables.shape.overlaps):
@@ -212,7 +212,7 @@ class TrainingWork:
     def _weight_of_rows(self) -> int:
         """Which of the totals row gradients are divided by: all samples', or those of the group."""
         shape = self.tables.shape
-        apart = shape.mirror_every > 0 and shape.merge is Merge.AVERAGED
+        apart = shape.merge_every > 0 and shape.merge is Merge.AVERAGED
         return 2 + self.mesh.group if apart else 1
 
     def _step_dense(self) -> None:

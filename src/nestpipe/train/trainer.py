@@ -168,7 +168,12 @@ class Trainer:
             empty=source.empty(),
             mesh=self.mesh,
             device=self.device,
-            cut=Cut(self.plan.shape.micros, pipeline.micro_batching, pipeline.first, pipeline.last),
+            cut=Cut(
+                self.plan.shape.micro_batches,
+                pipeline.micro_batching,
+                pipeline.first,
+                pipeline.last,
+            ),
             first_step=self.progress.step,
             on_step=self._counted(on_step, self.progress.step),
             end=StopSignal(most),

@@ -133,7 +133,10 @@ def test_on_a_gpu_both_baselines_are_timed():
         (lambda: lab_case("E"), "unknown configuration 'E'; use A, B, C, D, paper"),
         (lambda: lab_case("A", 0), "steps is 0"),
         (lambda: lab_variants(case_of("lab_a"), ["nestd"], ["new"], [8]), "unknown plan 'nestd'"),
-        (lambda: lab_variants(case_of("lab_a"), ["nested"], ["new"], [513]), "micros is 513"),
+        (
+            lambda: lab_variants(case_of("lab_a"), ["nested"], ["new"], [513]),
+            "micro_batches is 513",
+        ),
     ],
 )
 def test_what_the_lab_does_not_know_is_named(call, sentence):
@@ -149,7 +152,7 @@ def test_more_steps_need_more_batches():
 def test_every_variant_is_timed_on_the_way(capfd):
     """A tiny case on the CPU: only the shape of the answer counts."""
     tiny = {"device": "cpu", "ranks": 1, "batch": 4, "keys": 3, "rows": 100, "dim": 4, "width": 4}
-    case = replace(lab_case("A", 3), **tiny, micros=2, rounds=2)
+    case = replace(lab_case("A", 3), **tiny, micro_batches=2, rounds=2)
     variants = lab_variants(case, ["nested", "serial"], ["new"], [1, 2])
     readings = time_nestpipe(case, variants)
     assert [r.pipeline for r in readings] == [
@@ -209,7 +212,15 @@ def test_the_plan_table_runs_both_baselines_in_both_forms_without_micro_batches(
 @pytest.mark.skipif(not find_spec("torchrec"), reason="TorchRec is not installed: make bench-deps")
 def test_the_peer_times_every_pipeline_with_every_share(tmp_path):
     """Two CPU ranks: only the shape of the answer counts."""
-    sizes = {"ranks": 2, "batch": 4, "keys": 3, "rows": 100, "dim": 4, "width": 4, "micros": 2}
+    sizes = {
+        "ranks": 2,
+        "batch": 4,
+        "keys": 3,
+        "rows": 100,
+        "dim": 4,
+        "width": 4,
+        "micro_batches": 2,
+    }
     case = replace(case_of("lab_c"), device="cpu", **sizes)
     PeerTask(case, (0.1, 0.2), rounds=2, steps=3).write(tmp_path)
     command = [sys.executable, "-m", "nestpipe.bench.torchrec_lab", str(tmp_path)]

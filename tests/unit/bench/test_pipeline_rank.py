@@ -13,14 +13,16 @@ from nestpipe.bench.pipeline.rank import Rounds
 from nestpipe.comm import LocalCommunicator
 from nestpipe.runtime import InlineLanes
 
-TINY = replace(CASES["network"], ranks=1, batch=4, keys=3, rows=100, dim=4, width=4, micros=2)
+TINY = replace(
+    CASES["network"], ranks=1, batch=4, keys=3, rows=100, dim=4, width=4, micro_batches=2
+)
 
 
 @pytest.mark.parametrize(
     ("wire", "dtype"), [("float32", torch.float32), ("bfloat16", torch.bfloat16)]
 )
 def test_rows_travel_as_the_case_says(wire, dtype):
-    rounds = Rounds(replace(TINY, wire=wire), LocalCommunicator())
+    rounds = Rounds(replace(TINY, comm_dtype=wire), LocalCommunicator())
     with closing(rounds.trainer):
         rounds.run(Variant("nested", "whole", 2))
         assert rounds.trainer.make_tables(rounds.trainer.plan).comm_dtype == dtype
@@ -28,9 +30,9 @@ def test_rows_travel_as_the_case_says(wire, dtype):
 
 @pytest.mark.parametrize("early", [True, False])
 def test_rows_are_sent_early_where_the_variant_says_so(early):
-    rounds = Rounds(replace(TINY, early=True), LocalCommunicator())
+    rounds = Rounds(replace(TINY, speculative_rows=True), LocalCommunicator())
     with closing(rounds.trainer):
-        trace = rounds.run(Variant("nested", "whole", 2, early=early))
+        trace = rounds.run(Variant("nested", "whole", 2, speculative_rows=early))
     assert {"stale_mask", "patch"} & {span.kind for span in trace.spans} == (
         {"stale_mask", "patch"} if early else set()
     )

@@ -29,7 +29,7 @@ from nestpipe.schedule import Kind, Lane, Op
 from nestpipe.sim.replay import Sharing, replay_shared
 from nestpipe.trace import Span, Trace, write_chrome
 
-CASE = PipelineCase(name="tiny", ranks=2, batch=8, micros=4, rounds=1, steps=16)
+CASE = PipelineCase(name="tiny", ranks=2, batch=8, micro_batches=4, rounds=1, steps=16)
 OWN = Sharing((0, 1), frozenset())
 COSTS = {Kind.RETRIEVE: 20.0, Kind.ROWS: 5.0, Kind.DENSE: 10.0, Kind.GRADS: 5.0, Kind.SYNC: 1.0}
 
@@ -101,7 +101,7 @@ def test_a_gain_is_over_the_fastest_run_of_each_baseline():
         if seen_.variant.serial:
             steps.setdefault(seen_.variant.loop, []).append(seen_.step_ms)
             assert (seen_.predicted_ms is not None) == (
-                seen_.variant.loop == "strict" and seen_.variant.micros == 4
+                seen_.variant.loop == "strict" and seen_.variant.micro_batches == 4
             )
     nested = point.variants[-1]
     assert nested.over_strict == pytest.approx(min(steps["strict"]) / nested.step_ms)
@@ -154,7 +154,9 @@ def test_a_window_is_measured_against_serial_with_a_window():
 
 def test_on_a_gpu_predictions_are_of_the_plan_that_runs_there():
     """A long key exchange has a lane of its own there: it delays no rows, and no prediction."""
-    gpu = PipelineCase(name="tiny", device="cuda", ranks=2, batch=8, micros=4, rounds=1, steps=16)
+    gpu = PipelineCase(
+        name="tiny", device="cuda", ranks=2, batch=8, micro_batches=4, rounds=1, steps=16
+    )
     dear = {**COSTS, Kind.KEYS: 45.0}
 
     def cost(op: Op, rank: int) -> float:
@@ -168,12 +170,12 @@ def test_on_a_gpu_predictions_are_of_the_plan_that_runs_there():
     assert nested.step_ms < 0.9 * median(step_times(on_one_network))
 
 
-EARLY_CASE = replace(CASE, early=True)
+EARLY_CASE = replace(CASE, speculative_rows=True)
 
 
 def test_only_nested_sends_rows_early_and_is_named_so():
     variants = variants_of(EARLY_CASE, EXACT_PLANS, ("whole", "new"), ("micro", "window"))
-    early = [variant.name for variant in variants if variant.early]
+    early = [variant.name for variant in variants if variant.speculative_rows]
     assert early == [
         "nested-whole-4-early",
         "nested-whole-4-window-early",
@@ -182,7 +184,9 @@ def test_only_nested_sends_rows_early_and_is_named_so():
     ]
     for variant in variants:
         for device in ("cpu", "cuda"):
-            assert variant.make_plan(device).shape.early == variant.name.endswith("early")
+            assert variant.make_plan(device).shape.speculative_rows == variant.name.endswith(
+                "early"
+            )
 
 
 def test_rows_that_are_sent_early_are_measured_against_the_same_serial():
@@ -197,7 +201,7 @@ def test_rows_that_are_sent_early_are_measured_against_the_same_serial():
 
     variants = variants_of(EARLY_CASE, ("nested",), ("whole",))
     *_, nested = report(EARLY_CASE, 1, OWN, {v: traces(v) for v in variants}).variants
-    assert nested.variant.early
+    assert nested.variant.speculative_rows
     # Hidden but for a refresh, the rows that come again and the last gradients.
     assert nested.step_ms == pytest.approx(1 + 1 + 40 + 5, rel=1e-3)
     assert nested.ratio == pytest.approx(100 / 47, rel=1e-3)
@@ -227,7 +231,7 @@ def test_the_table_names_what_sends_rows_early(monkeypatch, capsys):
 
     monkeypatch.setattr("nestpipe.bench.pipeline.launch.run_pipeline", run_pipeline)
     for early, row in ((True, "nested whole 4 early"), (False, "nested whole 4")):
-        sizes = ("--set", "micros=4", "--set", f"early={str(early).lower()}")
+        sizes = ("--set", "micro_batches=4", "--set", f"speculative_rows={str(early).lower()}")
         with pytest.raises(SystemExit) as stop:
             main(["bench", "pipeline", "--plans", "nested", "--retrieval", "whole", *sizes])
         assert stop.value.code == 0
@@ -325,7 +329,7 @@ def test_what_cannot_be_run_is_named(plans, forms, sentence):
     [
         ({"steps": 4}, "steps is 4; give at least 8"),
         ({"buffers": 4}, "buffers is 4; use 2 or 3"),
-        ({"micros": 512, "batch": 256}, "micros is 512 and batch 256"),
+        ({"micro_batches": 512, "batch": 256}, "micro_batches is 512 and batch 256"),
         ({"model": "hstu", "dim": 30}, "dim is 30; make it a multiple of heads, 4"),
         ({"ranks": 0}, "ranks is 0"),
     ],

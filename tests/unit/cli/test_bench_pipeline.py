@@ -18,10 +18,13 @@ def run(capfd, *arguments: str):
         (("--case", "lan"), "unknown case 'lan'"),
         (("--plans", "nestd"), "unknown plan 'nestd'"),
         (("--exchange", "windows"), "unknown exchange 'windows'; use micro or window"),
-        (("--exchange", "window", "--set", "micros=1"), "exchange is 'window' and micros 1"),
+        (
+            ("--exchange", "window", "--set", "micro_batches=1"),
+            "exchange is 'window' and micro_batches 1",
+        ),
         (("--rate", "5mbit"), "add --hosts or drop --rate"),
         (("--set", "bach=4"), "did you mean batch?"),
-        (("--set", "wire=float16"), "wire is 'float16'"),
+        (("--set", "comm_dtype=float16"), "comm_dtype is 'float16'"),
         (("--hosts", "--rate", "5"), "rate is '5'; write a speed"),
     ],
 )

@@ -29,7 +29,7 @@ def run(capsys):
 
 @pytest.fixture
 def trace_file(tmp_path):
-    serial = plan("serial", PlanOptions(micros=2))
+    serial = plan("serial", PlanOptions(micro_batches=2))
     at = costs(paper_cluster(), serial.shape, Scale(4))
     file = tmp_path / "measured.json"
     write_chrome(replay(serial, at, Scale(4), batches=16, record=range(4)).trace, file)

@@ -81,7 +81,7 @@ def test_everyone_gets_the_keys_of_all():
 def test_touched_keys_are_counted_by_groups_and_forgotten_once_merged(merge):
     every = 1 if merge is Merge.EXACT else 2
     shape = plan(
-        "serial", PlanOptions(mirror_every=every, merge=merge, retrieval=Retrieval.WHOLE)
+        "serial", PlanOptions(merge_every=every, merge=merge, retrieval=Retrieval.WHOLE)
     ).shape
 
     def one(comm):

@@ -20,13 +20,13 @@ from nestpipe.schedule import (
 )
 
 SEEDS = 12
-NEW = PlanOptions(micros=3, retrieval=Retrieval.NEW)
-IN_TURN = [plan(name, PlanOptions(micros=3)) for name in PLANS]
+NEW = PlanOptions(micro_batches=3, retrieval=Retrieval.NEW)
+IN_TURN = [plan(name, PlanOptions(micro_batches=3)) for name in PLANS]
 EVERY = {
     **{chosen.name: chosen for chosen in IN_TURN},
     "early": with_early_rows(plan("nested", NEW)),
     "early, third": with_early_rows(with_third_buffer(plan("nested", NEW))),
-    "early, one micro-batch": with_early_rows(plan("dual_buffer", PlanOptions(micros=1))),
+    "early, one micro-batch": with_early_rows(plan("dual_buffer", PlanOptions(micro_batches=1))),
 }
 
 
@@ -35,7 +35,7 @@ def on_gpus(chosen: Plan) -> Plan:
 
 
 def starts_collectives(chosen: Plan, op: Op) -> bool:
-    last = op.kind is Kind.DENSE and op.micro == chosen.shape.micros - 1
+    last = op.kind is Kind.DENSE and op.micro == chosen.shape.micro_batches - 1
     return last or chosen.shape.lane(op.kind) is Lane.NET
 
 

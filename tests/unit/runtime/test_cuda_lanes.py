@@ -13,8 +13,8 @@ from nestpipe.runtime import Act, StopSignal, ThreadLanes, Work, run
 from nestpipe.runtime.cuda import HOST_LANES, StreamPlace
 from nestpipe.schedule import Kind, Lane, Op, Plan, PlanOptions, Retrieval, plan
 
-NESTED = plan("nested", PlanOptions(micros=2))
-THREE_BUFFERS = plan("nested", PlanOptions(micros=2, retrieval=Retrieval.NEW, buffers=3))
+NESTED = plan("nested", PlanOptions(micro_batches=2))
+THREE_BUFFERS = plan("nested", PlanOptions(micro_batches=2, retrieval=Retrieval.NEW, buffers=3))
 """Rows are written back on a lane of their own."""
 ON_HOST = {Kind.PREFETCH, Kind.RETRIEVE, Kind.WRITEBACK}
 """Ops that read or write host memory."""

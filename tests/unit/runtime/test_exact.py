@@ -109,10 +109,12 @@ def train(
     return toy.table(), ran
 
 
-def uneven(seed: int, *, lengths: tuple[int, ...], micros: int) -> Data:
+def uneven(seed: int, *, lengths: tuple[int, ...], micro_batches: int) -> Data:
     """Ranks whose data end after different numbers of batches."""
     longest = max(lengths, default=0)
-    full = ToyData.random(seed, ranks=len(lengths), batches=longest, micros=micros).keys
+    full = ToyData.random(
+        seed, ranks=len(lengths), batches=longest, micro_batches=micro_batches
+    ).keys
     return tuple(mine[:length] for mine, length in zip(full, lengths, strict=True))
 
 
@@ -123,14 +125,16 @@ def padded(data: Data) -> ToyData:
 
 
 @pytest.mark.parametrize("retrieval", Retrieval)
-@pytest.mark.parametrize("micros", [1, 2, 4])
+@pytest.mark.parametrize("micro_batches", [1, 2, 4])
 @pytest.mark.parametrize("name", EXACT)
-def test_threads_end_where_serial_ends(name: str, micros: int, retrieval: Retrieval):
-    options = PlanOptions(micros=micros, retrieval=retrieval)
+def test_threads_end_where_serial_ends(name: str, micro_batches: int, retrieval: Retrieval):
+    options = PlanOptions(micro_batches=micro_batches, retrieval=retrieval)
     for seed in range(3):
         ranks = 2 + seed % 2
-        data = uneven(seed, lengths=(6,) * ranks, micros=micros)
-        reference, _ = train(plan("serial", PlanOptions(micros=micros)), data, InlineLanes)
+        data = uneven(seed, lengths=(6,) * ranks, micro_batches=micro_batches)
+        reference, _ = train(
+            plan("serial", PlanOptions(micro_batches=micro_batches)), data, InlineLanes
+        )
         on_threads, _ = train(plan(name, options), data, ThreadLanes, seed=seed, max_ms=1.5)
         assert on_threads == reference, f"seed {seed}"
 
@@ -140,10 +144,10 @@ def test_threads_end_where_serial_ends(name: str, micros: int, retrieval: Retrie
 def test_ranks_that_run_out_of_data_at_different_times_agree_on_the_end(
     name: str, retrieval: Retrieval
 ):
-    options = PlanOptions(micros=2, retrieval=retrieval)
+    options = PlanOptions(micro_batches=2, retrieval=retrieval)
     for seed, lengths in enumerate([(5, 2), (0, 3), (1, 7, 4), (1, 1)]):
-        data = uneven(seed, lengths=lengths, micros=2)
-        serial = plan("serial", PlanOptions(micros=2)).schedule(max(lengths))
+        data = uneven(seed, lengths=lengths, micro_batches=2)
+        serial = plan("serial", PlanOptions(micro_batches=2)).schedule(max(lengths))
         reference = Interpreter(serial).run_in_issue_order(padded(data)).table
         assert reference is not None
         table, ran = train(plan(name, options), data, ThreadLanes, seed=seed, max_ms=1.5)
@@ -169,10 +173,10 @@ def test_no_data_at_all_is_an_end_too(lanes: Callable[[], Lanes]):
 
 
 def test_a_limit_on_the_batches_ends_a_run_before_its_data():
-    data = uneven(1, lengths=(6, 6), micros=2)
+    data = uneven(1, lengths=(6, 6), micro_batches=2)
     short = tuple(mine[:3] for mine in data)
     for name in EXACT:
-        chosen = plan(name, PlanOptions(micros=2))
+        chosen = plan(name, PlanOptions(micro_batches=2))
         toy = Toy.new(chosen.shape, data)
         toy.world.batches, toy.ends = 3, [StopSignal(3), StopSignal(3)]
 
@@ -180,5 +184,5 @@ def test_a_limit_on_the_batches_ends_a_run_before_its_data():
             run(chosen, toy.work(comm), ThreadLanes(), batches=toy.ends[comm.rank])
 
         run_ranks(2, be)
-        reference, _ = train(plan("serial", PlanOptions(micros=2)), short, InlineLanes)
+        reference, _ = train(plan("serial", PlanOptions(micro_batches=2)), short, InlineLanes)
         assert toy.table() == reference

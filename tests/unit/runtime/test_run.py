@@ -36,9 +36,9 @@ from nestpipe.schedule import (
 from nestpipe.schedule.check import ops_of_batch
 from nestpipe.trace import Span
 
-NESTED = plan("nested", PlanOptions(micros=2))
+NESTED = plan("nested", PlanOptions(micro_batches=2))
 EVERY = [
-    plan(name, PlanOptions(micros=2, retrieval=retrieval))
+    plan(name, PlanOptions(micro_batches=2, retrieval=retrieval))
     for name in PLANS
     for retrieval in Retrieval
     if (name, retrieval) != ("stale_prefetch", Retrieval.NEW)
@@ -88,7 +88,7 @@ def test_where_nothing_overlaps_ops_of_the_host_wait_for_the_device():
         else:
             given.append(op)
 
-    chosen = plan("serial", PlanOptions(micros=2, retrieval=Retrieval.NEW))
+    chosen = plan("serial", PlanOptions(micro_batches=2, retrieval=Retrieval.NEW))
     on_host = frozenset({Lane.LOADER, Lane.HOST, Lane.ROUTE})
     run(chosen, dict.fromkeys(Kind, act), InlineLanes(finish, on_host), batches=StopSignal(3))
     finish()
@@ -260,7 +260,7 @@ def test_only_the_last_batches_are_kept(lanes: Callable[[], Lanes]):
 
 def test_facts_of_the_caller_join_those_of_the_plan():
     trace = run(NESTED, idle(), InlineLanes(), batches=StopSignal(1), facts={"workers": 4})
-    assert trace.facts == {"plan": "nested", "micros": 2, "retrieval": "whole", "workers": 4}
+    assert trace.facts == {"plan": "nested", "micro_batches": 2, "retrieval": "whole", "workers": 4}
 
 
 def test_collectives_are_named_after_their_ops():

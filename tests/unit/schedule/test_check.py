@@ -35,8 +35,12 @@ every_plan = pytest.mark.parametrize(
 )
 
 
-def nested(batches: int = 3, micros: int = 2, retrieval: Retrieval = Retrieval.WHOLE) -> Schedule:
-    return plan("nested", PlanOptions(micros=micros, retrieval=retrieval)).schedule(batches)
+def nested(
+    batches: int = 3, micro_batches: int = 2, retrieval: Retrieval = Retrieval.WHOLE
+) -> Schedule:
+    return plan("nested", PlanOptions(micro_batches=micro_batches, retrieval=retrieval)).schedule(
+        batches
+    )
 
 
 def edge(before: str, after: str) -> Edge:
@@ -75,13 +79,16 @@ def sentences(schedule: Schedule) -> list[str]:
 # What passes
 
 
-@pytest.mark.parametrize("micros", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("micro_batches", [1, 2, 3, 4, 8])
 @every_plan
-def test_every_plan_passes(name: str, retrieval: Retrieval, micros: int) -> None:
+def test_every_plan_passes(name: str, retrieval: Retrieval, micro_batches: int) -> None:
     for stages in (1, 2, 3, 4):
-        for mirror_every in (0, 1, 2, 3):
+        for merge_every in (0, 1, 2, 3):
             options = PlanOptions(
-                micros=micros, retrieval=retrieval, stages=stages, mirror_every=mirror_every
+                micro_batches=micro_batches,
+                retrieval=retrieval,
+                stages=stages,
+                merge_every=merge_every,
             )
             check(plan(name, options).schedule(7), stale="stale_prefetch")
 
@@ -196,10 +203,10 @@ def test_optimizer_state_must_travel_with_the_row(kind: Kind) -> None:
 def test_a_row_that_loses_its_optimizer_state_ends_elsewhere(kind: Kind) -> None:
     forgetful = {**CARRIES, kind: frozenset({WEIGHT})}
     schedule = nested(batches=6)
-    reference = Interpreter(plan("serial", PlanOptions(micros=2)).schedule(6))
+    reference = Interpreter(plan("serial", PlanOptions(micro_batches=2)).schedule(6))
     differ = 0
     for seed in range(20):
-        data = ToyData.random(seed, ranks=2, batches=6, micros=2)
+        data = ToyData.random(seed, ranks=2, batches=6, micro_batches=2)
         expected = reference.run_in_issue_order(data)
         assert Interpreter(schedule).run_in_issue_order(data) == expected
         differ += Interpreter(schedule, forgetful).run_in_issue_order(data) != expected
@@ -245,7 +252,7 @@ def test_a_buffer_is_reused_only_after_its_last_reader() -> None:
 
 
 def test_a_place_for_received_rows_is_reused_only_after_its_dense_op() -> None:
-    schedule = nested(micros=3)
+    schedule = nested(micro_batches=3)
     broken = schedule.without_edge(*edge("dense 0.0", "rows 0.2"))
     assert list(violations(broken)) == [], "the network order implies this edge"
     for before in ("dense 0.0", "grads 0.0", "counts 2"):
@@ -434,7 +441,7 @@ NAMED_OTHERWISE = {("stale_prefetch", Kind.RETRIEVE, Kind.SWAP)}
 
 @every_plan
 def test_the_deleted_edge_is_named_as_a_remedy(name: str, retrieval: Retrieval) -> None:
-    schedule = plan(name, PlanOptions(micros=2, retrieval=retrieval)).schedule(7)
+    schedule = plan(name, PlanOptions(micro_batches=2, retrieval=retrieval)).schedule(7)
     implied = redundant_edges(schedule)
     for gone in schedule.edges:
         if gone in implied or (name, gone[0].kind, gone[1].kind) in NAMED_OTHERWISE:
@@ -445,7 +452,7 @@ def test_the_deleted_edge_is_named_as_a_remedy(name: str, retrieval: Retrieval) 
 
 @every_plan
 def test_adding_every_missing_edge_mends_the_schedule(name: str, retrieval: Retrieval) -> None:
-    schedule = plan(name, PlanOptions(micros=2, retrieval=retrieval)).schedule(7)
+    schedule = plan(name, PlanOptions(micro_batches=2, retrieval=retrieval)).schedule(7)
     implied = redundant_edges(schedule)
     for gone in schedule.edges:
         if gone in implied:
@@ -459,7 +466,7 @@ def test_adding_every_missing_edge_mends_the_schedule(name: str, retrieval: Retr
 
 
 def test_a_shared_window_needs_a_place_for_each_micro_batch() -> None:
-    shared = PlanOptions(micros=2, exchange=Exchange.WINDOW)
+    shared = PlanOptions(micro_batches=2, exchange=Exchange.WINDOW)
     text = to_text(plan("serial", shared).schedule(3))
     assert "\nreceive 2\n" in text
     too_small = from_text(text.replace("\nreceive 2\n", "\nreceive 1\n"))
@@ -468,7 +475,7 @@ def test_a_shared_window_needs_a_place_for_each_micro_batch() -> None:
 
 
 def test_uses_of_a_shared_row_are_added_in_turn_and_before_its_gradient_leaves() -> None:
-    schedule = plan("nested", PlanOptions(micros=3, exchange=Exchange.WINDOW)).schedule(3)
+    schedule = plan("nested", PlanOptions(micro_batches=3, exchange=Exchange.WINDOW)).schedule(3)
     use, next_use = edge("dense 1.1", "dense 1.2")
     after_use = [after for before, after in schedule.edges if before == use]
     assert {"dense 1.2", "grads 1.1", "grads 1.2"} == set(map(str, after_use))

@@ -62,8 +62,8 @@ def test_what_plans_are_told_apart_by() -> None:
 
 
 def test_options_that_a_plan_has_no_use_for_are_left_out() -> None:
-    options = PlanOptions(micros=2, early=True, buffers=3)
+    options = PlanOptions(micro_batches=2, speculative_rows=True, buffers=3)
     used = {name: usable(name, options) for name in PLANS}
-    assert {name for name, of in used.items() if of.early} == {"nested"}
+    assert {name for name, of in used.items() if of.speculative_rows} == {"nested"}
     assert {name for name, of in used.items() if of.buffers == 3} == {"dual_buffer", "nested"}
-    assert all(of.micros == 2 for of in used.values())
+    assert all(of.micro_batches == 2 for of in used.values())

@@ -46,42 +46,42 @@ def any_plan(draw: st.DrawFn) -> Plan:
     assert isinstance(name, str)
     assert isinstance(retrieval, Retrieval)
     options = PlanOptions(
-        micros=draw(st.integers(1, 4)),
+        micro_batches=draw(st.integers(1, 4)),
         retrieval=retrieval,
         stages=draw(st.integers(1, 4)),
         exchange=draw(st.sampled_from(Exchange)),
-        mirror_every=draw(st.integers(0, 3)),
+        merge_every=draw(st.integers(0, 3)),
     )
     made = plan(name, options)
     if name in REFRESHING and retrieval is Retrieval.NEW and draw(st.booleans()):
         made = with_third_buffer(made)
-    can_be_early = name in REFRESHING and options.mirror_every == 0
+    can_be_early = name in REFRESHING and options.merge_every == 0
     return with_early_rows(made) if can_be_early and draw(st.booleans()) else made
 
 
 @every_plan
 def test_a_plan_equals_its_golden_schedule(name: str, retrieval: Retrieval, golden: Golden) -> None:
-    schedule = plan(name, PlanOptions(micros=2, retrieval=retrieval)).schedule(3)
+    schedule = plan(name, PlanOptions(micro_batches=2, retrieval=retrieval)).schedule(3)
     golden(f"{name}_{retrieval}.txt", to_text(schedule))
 
 
 def test_nested_with_a_mirror_equals_its_golden_schedule(golden: Golden) -> None:
-    schedule = plan("nested", PlanOptions(micros=2, mirror_every=2)).schedule(3)
+    schedule = plan("nested", PlanOptions(micro_batches=2, merge_every=2)).schedule(3)
     golden("nested_whole_replica_sync.txt", to_text(schedule))
 
 
 def test_nested_with_a_shared_window_equals_its_golden_schedule(golden: Golden) -> None:
-    schedule = plan("nested", PlanOptions(micros=3, exchange=Exchange.WINDOW)).schedule(3)
+    schedule = plan("nested", PlanOptions(micro_batches=3, exchange=Exchange.WINDOW)).schedule(3)
     golden("nested_whole_window.txt", to_text(schedule))
 
 
 def test_early_rows_match_the_golden_file(golden) -> None:
-    schedule = plan("nested", PlanOptions(micros=2, early=True)).schedule(3)
+    schedule = plan("nested", PlanOptions(micro_batches=2, speculative_rows=True)).schedule(3)
     golden("nested_whole_early.txt", to_text(schedule))
 
 
 def test_a_third_buffer_matches_the_golden_file(golden) -> None:
-    options = PlanOptions(micros=2, retrieval=Retrieval.NEW, buffers=3)
+    options = PlanOptions(micro_batches=2, retrieval=Retrieval.NEW, buffers=3)
     golden("nested_new_three_buffers.txt", to_text(plan("nested", options).schedule(4)))
 
 
@@ -96,7 +96,7 @@ def test_with_a_third_buffer_rows_are_written_on_a_lane_of_their_own() -> None:
 
 
 def test_a_third_buffer_does_not_depend_on_when_other_things_are_chosen() -> None:
-    usual = plan("nested", PlanOptions(micros=2, retrieval=Retrieval.NEW))
+    usual = plan("nested", PlanOptions(micro_batches=2, retrieval=Retrieval.NEW))
     third_last = with_third_buffer(with_early_rows(on_a_gpu(usual)))
     assert third_last == on_a_gpu(with_early_rows(with_third_buffer(usual)))
 
@@ -104,7 +104,7 @@ def test_a_third_buffer_does_not_depend_on_when_other_things_are_chosen() -> Non
 @pytest.mark.parametrize("name", [name for name in PLANS if name not in REFRESHING])
 def test_a_plan_that_refreshes_no_batch_ahead_has_no_use_for_a_third_buffer(name: str) -> None:
     with pytest.raises(PlanError) as error:
-        with_third_buffer(plan(name, PlanOptions(micros=2)))
+        with_third_buffer(plan(name, PlanOptions(micro_batches=2)))
     assert str(error.value) == (
         f"plan {name} has no use for a third buffer, because it looks up no batch ahead and "
         "refreshes it; use nested or dual_buffer"
@@ -114,7 +114,7 @@ def test_a_plan_that_refreshes_no_batch_ahead_has_no_use_for_a_third_buffer(name
 @pytest.mark.parametrize("name", REFRESHING)
 def test_a_third_buffer_is_not_for_whole_working_sets(name: str) -> None:
     with pytest.raises(PlanError, match="use retrieval new, or two buffers"):
-        with_third_buffer(plan(name, PlanOptions(micros=2)))
+        with_third_buffer(plan(name, PlanOptions(micro_batches=2)))
 
 
 def test_there_are_two_buffers_or_three() -> None:
@@ -128,12 +128,12 @@ def test_one_micro_batch_shares_its_rows_with_none() -> None:
 
 
 EARLY = [
-    pytest.param(name, retrieval, micros, id=f"{name}-{retrieval}-{micros}")
+    pytest.param(name, retrieval, micro_batches, id=f"{name}-{retrieval}-{micro_batches}")
     for name in REFRESHING
     for retrieval in Retrieval
-    for micros in (1, 2, 3, 5)
+    for micro_batches in (1, 2, 3, 5)
 ]
-every_early_plan = pytest.mark.parametrize(("name", "retrieval", "micros"), EARLY)
+every_early_plan = pytest.mark.parametrize(("name", "retrieval", "micro_batches"), EARLY)
 
 
 def on_a_gpu(plan: Plan) -> Plan:
@@ -144,17 +144,17 @@ def on_a_gpu(plan: Plan) -> Plan:
 @pytest.mark.parametrize("stages", [2, 4])
 @pytest.mark.parametrize("apart", [False, True])
 def test_early_rows_are_issued_under_the_batch_before_and_fresh_ones_after_its_update(
-    name: str, retrieval: Retrieval, micros: int, stages: int, apart: bool
+    name: str, retrieval: Retrieval, micro_batches: int, stages: int, apart: bool
 ) -> None:
-    options = PlanOptions(micros=micros, retrieval=retrieval, stages=stages)
+    options = PlanOptions(micro_batches=micro_batches, retrieval=retrieval, stages=stages)
     made = with_early_rows(plan(name, options))
     place = {op: n for n, op in enumerate((on_a_gpu(made) if apart else made).schedule(6).ops)}
     for t in range(1, 6):
         order = [
             Op(Kind.STALE_MASK, t),
-            Op(Kind.DENSE, t - 1, micros - 1),
+            Op(Kind.DENSE, t - 1, micro_batches - 1),
             Op(Kind.ROWS, t, 0),
-            Op(Kind.GRADS, t - 1, micros - 1),
+            Op(Kind.GRADS, t - 1, micro_batches - 1),
             Op(Kind.UPDATE, t - 1),
             Op(Kind.SYNC, t),
             Op(Kind.PATCH, t),
@@ -170,7 +170,7 @@ def test_a_plan_that_refreshes_no_batch_ahead_cannot_send_rows_early(
     name: str, retrieval: Retrieval
 ) -> None:
     with pytest.raises(PlanError) as caught:
-        with_early_rows(plan(name, PlanOptions(micros=2, retrieval=retrieval)))
+        with_early_rows(plan(name, PlanOptions(micro_batches=2, retrieval=retrieval)))
     assert str(caught.value) == (
         f"plan {name} cannot send rows early, because it looks up no batch ahead and refreshes it; "
         "use nested or dual_buffer"
@@ -179,9 +179,9 @@ def test_a_plan_that_refreshes_no_batch_ahead_cannot_send_rows_early(
 
 @every_early_plan
 def test_without_its_new_ops_an_early_plan_issues_what_it_did(
-    name: str, retrieval: Retrieval, micros: int
+    name: str, retrieval: Retrieval, micro_batches: int
 ) -> None:
-    usual = plan(name, PlanOptions(micros=micros, retrieval=retrieval))
+    usual = plan(name, PlanOptions(micro_batches=micro_batches, retrieval=retrieval))
     early = with_early_rows(usual)
     moved = (Kind.STALE_MASK, Kind.PATCH)
 
@@ -198,15 +198,15 @@ def test_without_its_new_ops_an_early_plan_issues_what_it_did(
 
 @every_early_plan
 def test_early_rows_do_not_depend_on_when_networks_are_set_apart(
-    name: str, retrieval: Retrieval, micros: int
+    name: str, retrieval: Retrieval, micro_batches: int
 ) -> None:
-    usual = plan(name, PlanOptions(micros=micros, retrieval=retrieval))
+    usual = plan(name, PlanOptions(micro_batches=micro_batches, retrieval=retrieval))
     assert with_early_rows(on_a_gpu(usual)) == on_a_gpu(with_early_rows(usual))
 
 
 @every_plan
 def test_no_op_is_issued_before_one_it_waits_for(name: str, retrieval: Retrieval) -> None:
-    options = PlanOptions(micros=3, retrieval=retrieval, mirror_every=2)
+    options = PlanOptions(micro_batches=3, retrieval=retrieval, merge_every=2)
     issued: set[Op] = set()
     for step in plan(name, options).schedule(7):
         assert issued.issuperset(step.after)
@@ -230,11 +230,13 @@ def test_every_collective_waits_for_the_collective_before_it(plan: Plan) -> None
         assert before.op in step.after
 
 
-@pytest.mark.parametrize("mirror_every", [0, 1, 2])
-@pytest.mark.parametrize("micros", [1, 2, 3])
+@pytest.mark.parametrize("merge_every", [0, 1, 2])
+@pytest.mark.parametrize("micro_batches", [1, 2, 3])
 @pytest.mark.parametrize("retrieval", Retrieval)
-def test_serial_overlaps_nothing(retrieval: Retrieval, micros: int, mirror_every: int) -> None:
-    options = PlanOptions(micros=micros, retrieval=retrieval, mirror_every=mirror_every)
+def test_serial_overlaps_nothing(
+    retrieval: Retrieval, micro_batches: int, merge_every: int
+) -> None:
+    options = PlanOptions(micro_batches=micro_batches, retrieval=retrieval, merge_every=merge_every)
     trace = nominal_trace(plan("serial", options).schedule(5))
     in_time = sorted(trace.spans, key=lambda span: (span.start, span.end))
     together = [(a.name, b.name) for a, b in pairwise(in_time) if b.start < a.end]
@@ -243,7 +245,7 @@ def test_serial_overlaps_nothing(retrieval: Retrieval, micros: int, mirror_every
 
 @pytest.mark.parametrize("name", [name for name in PLANS if name != "serial"])
 def test_every_other_plan_overlaps_something(name: str) -> None:
-    trace = nominal_trace(plan(name, PlanOptions(micros=2)).schedule(5))
+    trace = nominal_trace(plan(name, PlanOptions(micro_batches=2)).schedule(5))
     in_time = sorted(trace.spans, key=lambda span: (span.start, span.end))
     assert any(b.start < a.end for a, b in pairwise(in_time))
 
@@ -339,7 +341,7 @@ def first_batches(plan: Plan, batches: int) -> Iterator[Step]:
 def test_no_edge_of_a_long_stream_reaches_far_back(
     name: str, retrieval: Retrieval, stages: int
 ) -> None:
-    options = PlanOptions(micros=2, retrieval=retrieval, stages=stages, mirror_every=3)
+    options = PlanOptions(micro_batches=2, retrieval=retrieval, stages=stages, merge_every=3)
     endless = plan(name, options)
     steps = list(first_batches(endless, 200))
     reach = max(step.op.batch - b.batch for step in steps for b in step.after)
@@ -351,7 +353,7 @@ def test_no_edge_of_a_long_stream_reaches_far_back(
 def test_a_reader_of_a_long_stream_remembers_only_recent_ops(
     name: str, retrieval: Retrieval, stages: int
 ) -> None:
-    options = PlanOptions(micros=2, retrieval=retrieval, stages=stages, mirror_every=3)
+    options = PlanOptions(micro_batches=2, retrieval=retrieval, stages=stages, merge_every=3)
     endless = plan(name, options)
     ticks = endless.shape.lookahead + 2
     recent: deque[Op] = deque(maxlen=ticks * len(endless.tick))
@@ -363,11 +365,11 @@ def test_a_reader_of_a_long_stream_remembers_only_recent_ops(
 @pytest.mark.parametrize(
     ("ask", "sentence"),
     [
-        (lambda: PlanOptions(micros=0), "micro-batches cannot be 0; use 1 to 1024"),
-        (lambda: PlanOptions(micros=1025), "micro-batches cannot be 1025; use 1 to 1024"),
+        (lambda: PlanOptions(micro_batches=0), "micro-batches cannot be 0; use 1 to 1024"),
+        (lambda: PlanOptions(micro_batches=1025), "micro-batches cannot be 1025; use 1 to 1024"),
         (lambda: PlanOptions(stages=0), "lookup stages cannot be 0; use 1 to 4"),
         (lambda: PlanOptions(stages=5), "lookup stages cannot be 5; use 1 to 4"),
-        (lambda: PlanOptions(mirror_every=-1), "mirror interval cannot be -1; use 0 or more"),
+        (lambda: PlanOptions(merge_every=-1), "mirror interval cannot be -1; use 0 or more"),
         (lambda: plan("nested").schedule(0), "cannot plan 0 batches; ask for at least 1"),
         (
             lambda: plan("nestled"),
@@ -380,7 +382,7 @@ def test_a_reader_of_a_long_stream_remembers_only_recent_ops(
             "use --retrieval whole",
         ),
         (
-            lambda: with_early_rows(plan("nested", PlanOptions(mirror_every=2))),
+            lambda: with_early_rows(plan("nested", PlanOptions(merge_every=2))),
             "rows cannot be sent early where replicas are merged, which may change any row; "
             "use one group, or turn early off",
         ),

@@ -29,11 +29,11 @@ def schedules(draw: st.DrawFn) -> Schedule:
     name = draw(st.sampled_from(list(PLANS)))
     whole_only = name == "stale_prefetch"
     options = PlanOptions(
-        micros=draw(st.integers(1, 8)),
+        micro_batches=draw(st.integers(1, 8)),
         retrieval=Retrieval.WHOLE if whole_only else draw(st.sampled_from(Retrieval)),
         stages=draw(st.integers(1, 4)),
         exchange=draw(st.sampled_from(Exchange)),
-        mirror_every=draw(st.integers(0, 3)),
+        merge_every=draw(st.integers(0, 3)),
     )
     return plan(name, options).schedule(draw(st.integers(1, 9)))
 
@@ -111,15 +111,16 @@ def test_a_broken_edge_is_named_with_its_line(edge: str) -> None:
 
 
 def test_a_fact_given_twice_is_refused() -> None:
-    assert parse_error_of("micros 1\n" + TINY) == (
-        f"line {line_of(TINY, 'micros') + 1}: 'micros' is given twice; keep one of them"
+    assert parse_error_of("micro_batches 1\n" + TINY) == (
+        f"line {line_of(TINY, 'micro_batches') + 1}: "
+        "'micro_batches' is given twice; keep one of them"
     )
 
 
 def test_a_fact_after_the_first_op_is_refused() -> None:
     number = len(TINY.splitlines()) + 1
-    assert parse_error_of(TINY + "micros 1\n") == (
-        f"line {number}: 'micros 1' is a fact; put it above the first op"
+    assert parse_error_of(TINY + "micro_batches 1\n") == (
+        f"line {number}: 'micro_batches 1' is a fact; put it above the first op"
     )
 
 
@@ -128,13 +129,13 @@ def test_a_fact_after_the_first_op_is_refused() -> None:
     [
         ("schedule", "schedule nested"),
         ("batches", "batches 3"),
-        ("micros", "micros 2"),
+        ("micro_batches", "micro_batches 2"),
         ("retrieval", "retrieval whole"),
         ("lookahead", "lookahead 5"),
         ("slots", "slots 5"),
         ("buffers", "buffers 2"),
         ("receive", "receive 2"),
-        ("mirror_every", "mirror_every 0"),
+        ("merge_every", "merge_every 0"),
         ("stale", "stale no"),
     ],
 )
@@ -148,18 +149,30 @@ def test_a_missing_fact_is_named_with_a_line_to_add(fact: str, example: str) -> 
 @pytest.mark.parametrize(
     ("line", "broken", "sentence"),
     [
-        ("micros 1", "micros 0", "'micros' cannot be '0'; write it like `micros 2`"),
         (
-            "micros 1",
-            "micros 1\nexchange own",
+            "micro_batches 1",
+            "micro_batches 0",
+            "'micro_batches' cannot be '0'; write it like `micro_batches 2`",
+        ),
+        (
+            "micro_batches 1",
+            "micro_batches 1\nexchange own",
             "'exchange' cannot be 'own'; write it like `exchange window`",
         ),
-        ("micros 1", "micros one", "'micros' cannot be 'one'; write it like `micros 2`"),
-        ("micros 1", "micros", "'micros' cannot be ''; write it like `micros 2`"),
+        (
+            "micro_batches 1",
+            "micro_batches one",
+            "'micro_batches' cannot be 'one'; write it like `micro_batches 2`",
+        ),
+        (
+            "micro_batches 1",
+            "micro_batches",
+            "'micro_batches' cannot be ''; write it like `micro_batches 2`",
+        ),
         ("batches 1", "batches -3", "'batches' cannot be '-3'; write it like `batches 3`"),
         ("slots 5", "slots 2.5", "'slots' cannot be '2.5'; write it like `slots 5`"),
         ("buffers 2", "buffers 0", "'buffers' cannot be '0'; write it like `buffers 2`"),
-        ("mirror_every 0", "mirror_every -1", "'mirror_every' cannot be '-1'"),
+        ("merge_every 0", "merge_every -1", "'merge_every' cannot be '-1'"),
         ("retrieval whole", "retrieval half", "'retrieval' cannot be 'half'"),
         ("stale no", "stale maybe", "'stale' cannot be 'maybe'; write it like `stale no`"),
         ("schedule nested", "schedule my plan", "'schedule' cannot be 'my plan'"),
@@ -178,12 +191,12 @@ def test_a_billion_batches_in_a_few_lines_are_refused_at_once() -> None:
     assert parse_error_of(replaced("batches 1", f"batches {10**9}")) == (
         f"1000000000 batches cannot fit into {count} ops; mend that line"
     )
-    assert parse_error_of(replaced("micros 1", f"micros {10**9}")) == (
-        f"1000000000 micros cannot fit into {count} ops; mend that line"
+    assert parse_error_of(replaced("micro_batches 1", f"micro_batches {10**9}")) == (
+        f"1000000000 micro_batches cannot fit into {count} ops; mend that line"
     )
 
 
-@pytest.mark.parametrize("text", ["", "\n\n", "# nothing\n", "micros 2\n"])
+@pytest.mark.parametrize("text", ["", "\n\n", "# nothing\n", "micro_batches 2\n"])
 def test_a_text_without_ops_is_refused(text: str) -> None:
     assert parse_error_of(text) == "the schedule has no op; add lines like `prefetch 0`"
 
@@ -198,7 +211,9 @@ def test_a_number_too_long_to_read_is_named_with_its_line() -> None:
     number = line_of(TINY, "prefetch 0")
     sentence = parse_error_of(replaced("prefetch 0\ncopy", f"prefetch {long}\ncopy"))
     assert sentence.startswith(f"line {number}: ")
-    assert parse_error_of(replaced("micros 1", f"micros {long}")).startswith("'micros' cannot be")
+    assert parse_error_of(replaced("micro_batches 1", f"micro_batches {long}")).startswith(
+        "'micro_batches' cannot be"
+    )
 
 
 @given(st.binary())

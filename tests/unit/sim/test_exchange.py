@@ -10,8 +10,10 @@ from nestpipe.sim import Cluster, Scale, costs, paper_cluster, simulate
 SCALE = Scale(1536)
 
 
-def exposed(cluster: Cluster, micros: int, name: str = "nested") -> float:
-    return simulate(plan(name, PlanOptions(micros=micros)), cluster, SCALE).exposed_comm_ms
+def exposed(cluster: Cluster, micro_batches: int, name: str = "nested") -> float:
+    return simulate(
+        plan(name, PlanOptions(micro_batches=micro_batches)), cluster, SCALE
+    ).exposed_comm_ms
 
 
 def with_message_cost(ms: float) -> Cluster:
@@ -24,13 +26,18 @@ def with_message_cost(ms: float) -> Cluster:
 def test_exposed_communication_falls_as_one_over_n(name):
     free_messages = with_message_cost(0.0)
     whole = exposed(free_messages, 1, name)
-    for micros in (2, 4, 8, 16, 32):
-        assert exposed(free_messages, micros, name) == pytest.approx(whole / micros, rel=1e-6)
+    for micro_batches in (2, 4, 8, 16, 32):
+        assert exposed(free_messages, micro_batches, name) == pytest.approx(
+            whole / micro_batches, rel=1e-6
+        )
 
 
 def test_it_stops_falling_where_the_cost_per_message_dominates():
     slow_messages = with_message_cost(5.0)
-    curve = {micros: exposed(slow_messages, micros) for micros in (1, 2, 4, 8, 16, 32, 64, 128)}
+    curve = {
+        micro_batches: exposed(slow_messages, micro_batches)
+        for micro_batches in (1, 2, 4, 8, 16, 32, 64, 128)
+    }
     floor = 3 * 5.0  # the first rows, the last gradients and the dense reduction are exposed
     assert curve[2] < 0.6 * curve[1]
     assert curve[4] < 0.6 * curve[2]
@@ -42,7 +49,7 @@ def test_it_stops_falling_where_the_cost_per_message_dominates():
 def test_an_exchange_longer_than_its_compute_cannot_hide():
     cluster = paper_cluster()
     slow = replace(cluster, network=replace(cluster.network, gb_per_s=1.0))
-    nested = plan("nested", PlanOptions(micros=8))
+    nested = plan("nested", PlanOptions(micro_batches=8))
     at = costs(slow, nested.shape, SCALE)
     assert at[Kind.ROWS] > at[Kind.DENSE]
     run = simulate(nested, slow, SCALE)
@@ -60,10 +67,10 @@ def test_a_window_asks_for_no_row_twice():
     cluster = paper_cluster()
     swollen = replace(cluster, workload=replace(cluster.workload, split_growth=0.1))
     micro, window = (
-        costs(swollen, plan("nested", PlanOptions(micros=8, exchange=form)).shape, SCALE)
+        costs(swollen, plan("nested", PlanOptions(micro_batches=8, exchange=form)).shape, SCALE)
         for form in Exchange
     )
-    unsplit = costs(cluster, plan("nested", PlanOptions(micros=8)).shape, SCALE)
+    unsplit = costs(cluster, plan("nested", PlanOptions(micro_batches=8)).shape, SCALE)
     for kind in (Kind.ROWS, Kind.GRADS):
         assert window[kind] == unsplit[kind] < micro[kind]
 

@@ -10,9 +10,9 @@ from nestpipe.trace import Span, Trace, read_chrome, write_chrome
 SCALE = Scale(16)
 
 
-def run(name: str, micros: int, stragglers: Stragglers | None = None) -> Trace:
+def run(name: str, micro_batches: int, stragglers: Stragglers | None = None) -> Trace:
     """A trace of all workers, as training would write it."""
-    chosen = plan(name, PlanOptions(micros=micros))
+    chosen = plan(name, PlanOptions(micro_batches=micro_batches))
     at = costs(paper_cluster(), chosen.shape, SCALE)
     played = replay(chosen, at, SCALE, batches=20, stragglers=stragglers, record=range(16))
     return played.trace
@@ -22,7 +22,7 @@ def test_a_fit_to_serial_predicts_nested(tmp_path):
     file = tmp_path / "serial.json"
     write_chrome(run("serial", 4), file)
     fitted = fit([read_chrome(file)])
-    nested = plan("nested", PlanOptions(micros=4))
+    nested = plan("nested", PlanOptions(micro_batches=4))
     cluster = paper_cluster()
     predicted = simulate(nested, cluster, SCALE, op_costs=fitted.at(nested, cluster, SCALE))
     true = simulate(nested, cluster, SCALE)
@@ -33,14 +33,14 @@ def test_a_fit_to_serial_predicts_nested(tmp_path):
 
 def test_waiting_for_a_slow_peer_is_not_a_cost_of_the_network():
     fitted = fit([run("nested", 4, Stragglers(jitter=0.3, seed=5))])
-    true = costs(paper_cluster(), plan("nested", PlanOptions(micros=4)).shape, SCALE)
+    true = costs(paper_cluster(), plan("nested", PlanOptions(micro_batches=4)).shape, SCALE)
     fixed, shared = fitted.per_micro[Kind.ROWS]
     assert fixed + shared / 4 == pytest.approx(true[Kind.ROWS], rel=1e-6)
 
 
 def test_traces_with_different_micro_batches_separate_the_cost_per_message():
-    fitted = fit([run("nested", micros) for micros in (1, 2, 8)])
-    nested = plan("nested", PlanOptions(micros=32))
+    fitted = fit([run("nested", micro_batches) for micro_batches in (1, 2, 8)])
+    nested = plan("nested", PlanOptions(micro_batches=32))
     predicted = fitted.at(nested, paper_cluster(), SCALE)
     true = costs(paper_cluster(), nested.shape, SCALE)
     for kind in (Kind.ROWS, Kind.DENSE, Kind.GRADS):
@@ -49,7 +49,7 @@ def test_traces_with_different_micro_batches_separate_the_cost_per_message():
 
 def test_other_numbers_of_workers_follow_the_hardware():
     fitted = fit([run("nested", 4)])
-    nested, cluster = plan("nested", PlanOptions(micros=4)), paper_cluster()
+    nested, cluster = plan("nested", PlanOptions(micro_batches=4)), paper_cluster()
     at = fitted.at(nested, cluster, Scale(1536))
     true = costs(cluster, nested.shape, Scale(1536))
     assert at[Kind.ROWS] == pytest.approx(true[Kind.ROWS], rel=1e-3)

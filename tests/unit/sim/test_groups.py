@@ -19,12 +19,12 @@ from nestpipe.sim.costs import distinct_growth, foreign_rows, merged_bytes, merg
 from nestpipe.sim.scaling import plan_for, usual_groups
 
 WORK = Workload(shared_share=0.5)
-NESTED = PlanOptions(micros=8, mirror_every=1)
+NESTED = PlanOptions(micro_batches=8, merge_every=1)
 EXACT = replace(NESTED, merge=Merge.EXACT)
 
 
 def shape(every: int = 1, merge: Merge = Merge.AVERAGED):
-    return plan("nested", PlanOptions(micros=8, mirror_every=every, merge=merge)).shape
+    return plan("nested", PlanOptions(micro_batches=8, merge_every=every, merge=merge)).shape
 
 
 def test_two_neighbours_have_the_rows_that_their_sharing_says():
@@ -109,8 +109,8 @@ def test_numbers_to_try_divide_the_workers_and_leave_shards():
 
 
 def test_a_single_group_has_no_merge_in_its_plan():
-    assert plan_for("nested", NESTED, 1).shape.mirror_every == 0
-    assert plan_for("nested", NESTED, 2).shape.mirror_every == 1
+    assert plan_for("nested", NESTED, 1).shape.merge_every == 0
+    assert plan_for("nested", NESTED, 2).shape.merge_every == 1
 
 
 @pytest.mark.parametrize("workers", [1536, 4096])
@@ -139,7 +139,7 @@ def test_a_slow_host_makes_one_group_best():
 
 def test_a_rare_merge_costs_its_share_of_every_step():
     cluster = paper_cluster()
-    seen = choose_groups("nested", replace(NESTED, mirror_every=16), cluster, 1536, [8]).best
+    seen = choose_groups("nested", replace(NESTED, merge_every=16), cluster, 1536, [8]).best
     merge_ms = costs(cluster, shape(16), Scale(1536, 8))[Kind.REPLICA_SYNC]
     assert seen.exposed_merge_ms == pytest.approx(merge_ms / 16, rel=0.01)
 

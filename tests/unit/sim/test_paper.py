@@ -130,7 +130,7 @@ def test_the_json_has_the_promised_fields():
 def test_unreconciled_points_stay_unreconciled():
     """The sentences that we print say what the model gives; they must not become untrue."""
     cluster = paper_cluster()
-    split = plan("nested", PlanOptions(micros=32))
+    split = plan("nested", PlanOptions(micro_batches=32))
     growth = (1331.33 / 1185.0) ** (1 / 5) - 1
     swollen = replace(cluster, workload=replace(cluster.workload, split_growth=growth))
     without_clustering = simulate(split, swollen, Scale(LARGEST)).exposed_comm_ms
@@ -158,8 +158,8 @@ def test_lookup_is_longer_than_compute_but_no_stage_is():
 @pytest.mark.parametrize("name", ["dual_buffer", "nested"])
 def test_five_stages_hide_lookup_and_a_single_stage_cannot(name):
     cluster = paper_cluster()
-    five = simulate(plan(name, PlanOptions(micros=8)), cluster, Scale(LARGEST))
-    single = simulate(plan(name, PlanOptions(micros=8, stages=1)), cluster, Scale(LARGEST))
+    five = simulate(plan(name, PlanOptions(micro_batches=8)), cluster, Scale(LARGEST))
+    single = simulate(plan(name, PlanOptions(micro_batches=8, stages=1)), cluster, Scale(LARGEST))
     assert five.lookup_ms < 0.02 * 2870.99
     assert single.lookup_ms > 500
     # What is left of 2,871 ms when one window of about 1,890 (nested) or 2,900 ms hides the rest.
@@ -169,7 +169,7 @@ def test_five_stages_hide_lookup_and_a_single_stage_cannot(name):
 
 def test_a_single_nested_stage_leaves_about_a_second():
     single = simulate(
-        plan("nested", PlanOptions(micros=8, stages=1)), paper_cluster(), Scale(LARGEST)
+        plan("nested", PlanOptions(micro_batches=8, stages=1)), paper_cluster(), Scale(LARGEST)
     )
     assert single.lookup_ms == pytest.approx(1000, abs=250)
 
@@ -179,6 +179,8 @@ def test_the_assumed_split_of_lookup_does_not_matter_while_every_stage_fits(retr
     rest = (1 - retrieve_share) / (1 - HOST_SPLIT[Kind.RETRIEVE])
     split = {kind: share * rest for kind, share in HOST_SPLIT.items()}
     split[Kind.RETRIEVE] = retrieve_share
-    here = simulate(plan("nested", PlanOptions(micros=8)), paper_cluster(split), Scale(LARGEST))
-    usual = simulate(plan("nested", PlanOptions(micros=8)), paper_cluster(), Scale(LARGEST))
+    here = simulate(
+        plan("nested", PlanOptions(micro_batches=8)), paper_cluster(split), Scale(LARGEST)
+    )
+    usual = simulate(plan("nested", PlanOptions(micro_batches=8)), paper_cluster(), Scale(LARGEST))
     assert here.step_ms == pytest.approx(usual.step_ms, rel=1e-6)

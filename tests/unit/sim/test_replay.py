@@ -22,14 +22,14 @@ ONE_MS = dict.fromkeys(Kind, 1.0)
 
 
 def test_serial_takes_the_sum_of_its_ops():
-    serial = plan("serial", PlanOptions(micros=3))
+    serial = plan("serial", PlanOptions(micro_batches=3))
     played = replay(serial, ONE_MS, Scale(4), batches=5)
     ops = len(serial.schedule(5))
     assert played.trace.duration == pytest.approx(ops)
 
 
 def test_no_lane_does_two_things_at_once_and_no_edge_is_broken():
-    nested = plan("nested", PlanOptions(micros=3))
+    nested = plan("nested", PlanOptions(micro_batches=3))
     at = costs(paper_cluster(), nested.shape, Scale(64))
     stragglers = Stragglers(jitter=0.3)
     spans = replay(nested, at, Scale(64), batches=12, stragglers=stragglers).trace.spans
@@ -43,7 +43,7 @@ def test_no_lane_does_two_things_at_once_and_no_edge_is_broken():
 
 
 def test_a_collective_ends_for_everyone_at_the_slowest():
-    nested = plan("nested", PlanOptions(micros=2))
+    nested = plan("nested", PlanOptions(micro_batches=2))
     slow = Stragglers(jitter=0.5, seed=3)
     trace = replay(nested, ONE_MS, Scale(6), batches=6, stragglers=slow, record=range(6)).trace
     for span in trace.of_rank(0):
@@ -64,7 +64,7 @@ def test_groups_wait_only_for_themselves_until_the_dense_reduction():
 
 
 def test_slow_workers_slow_everyone():
-    nested = plan("nested", PlanOptions(micros=4))
+    nested = plan("nested", PlanOptions(micro_batches=4))
     cluster = paper_cluster()
     slowed = replace(cluster, stragglers=Stragglers(slow_share=0.01, slow_factor=1.5))
     usual = simulate(nested, cluster, Scale(256))
@@ -73,7 +73,7 @@ def test_slow_workers_slow_everyone():
 
 
 def test_jitter_costs_more_with_more_workers():
-    nested = plan("nested", PlanOptions(micros=4))
+    nested = plan("nested", PlanOptions(micro_batches=4))
     even = replace(paper_cluster(), network=Cluster().network)
     shaken = replace(even, stragglers=Stragglers(jitter=0.1))
     few, many = (simulate(nested, shaken, Scale(w)).step_ms for w in (8, 1024))
@@ -81,7 +81,7 @@ def test_jitter_costs_more_with_more_workers():
 
 
 def test_a_replay_is_repeatable():
-    nested = plan("nested", PlanOptions(micros=2))
+    nested = plan("nested", PlanOptions(micro_batches=2))
     shaken = Stragglers(jitter=0.2, seed=11)
     first, second = (
         replay(nested, ONE_MS, Scale(32), batches=8, stragglers=shaken).update_ends
@@ -92,7 +92,7 @@ def test_a_replay_is_repeatable():
 
 @pytest.mark.parametrize("name", PLANS)
 def test_every_plan_replays_with_one_worker(name):
-    run = simulate(plan(name, PlanOptions(micros=2)), paper_cluster(), Scale(1))
+    run = simulate(plan(name, PlanOptions(micro_batches=2)), paper_cluster(), Scale(1))
     assert run.exposed_comm_ms == 0
     assert run.step_ms >= run.compute_ms > 0
 
@@ -110,7 +110,7 @@ def test_retrieving_only_new_rows_is_never_slower(name):
 def test_pipelines_are_ordered_as_expected():
     cluster = paper_cluster()
     step = {
-        name: simulate(plan(name, PlanOptions(micros=8)), cluster, Scale(1536)).step_ms
+        name: simulate(plan(name, PlanOptions(micro_batches=8)), cluster, Scale(1536)).step_ms
         for name in PLANS
     }
     assert step["nested"] < step["dual_buffer"] < step["sparse_dist"] < step["serial"]
@@ -119,6 +119,6 @@ def test_pipelines_are_ordered_as_expected():
 
 def test_1536_workers_times_50_batches_replay_within_the_look_ahead_memory():
     """The size that must take seconds; that it does is printed by `nestpipe simulate`."""
-    nested = plan("nested", PlanOptions(micros=8))
+    nested = plan("nested", PlanOptions(micro_batches=8))
     played = replay(nested, ONE_MS, Scale(1536), batches=50)
     assert len(played.update_ends) == 50

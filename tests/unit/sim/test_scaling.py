@@ -10,7 +10,7 @@ from nestpipe.schedule import PlanOptions, plan
 from nestpipe.sim import Cluster, Scale, chart, curve_as_json, paper_cluster, scaling_curve, to_toml
 from nestpipe.sim.cluster import shards_of
 
-NESTED = plan("nested", PlanOptions(micros=8))
+NESTED = plan("nested", PlanOptions(micro_batches=8))
 
 
 def curve(*workers: int, groups: int = 1):

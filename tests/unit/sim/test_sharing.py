@@ -59,7 +59,7 @@ def step_ms(trace: Trace, rank: int = 0) -> float:
 @pytest.mark.parametrize("retrieval", list(Retrieval))
 @pytest.mark.parametrize("placed", [as_planned, apart])
 def test_ranks_that_share_nothing_match_the_replay_of_many(name, retrieval, placed):
-    chosen = placed(plan(name, PlanOptions(micros=4, retrieval=retrieval)))
+    chosen = placed(plan(name, PlanOptions(micro_batches=4, retrieval=retrieval)))
     shared = replay_shared(chosen, constant, NOTHING, batches=12)
     many = replay(chosen, COSTS, Scale(4), batches=12, record=range(4)).trace
     twins = {(span.name, span.rank): span for span in many.spans}
@@ -72,7 +72,7 @@ def test_ranks_that_share_nothing_match_the_replay_of_many(name, retrieval, plac
 
 def test_two_ranks_on_one_core_compute_half_as_fast():
     only_dense = {Kind.DENSE: 10.0}
-    serial = plan("serial", PlanOptions(micros=2))
+    serial = plan("serial", PlanOptions(micro_batches=2))
     alone, pairs = (
         replay_shared(serial, lambda op, rank: only_dense.get(op.kind, 0.0), sharing, batches=12)
         for sharing in (ALONE, PAIRS)
@@ -106,7 +106,7 @@ def test_a_core_that_nobody_else_uses_runs_at_full_speed():
 @pytest.mark.parametrize("retrieval", list(Retrieval))
 @pytest.mark.parametrize("placed", [as_planned, apart])
 def test_serial_gives_back_the_costs_it_was_made_of(sharing, retrieval, placed):
-    serial = placed(plan("serial", PlanOptions(micros=3, retrieval=retrieval)))
+    serial = placed(plan("serial", PlanOptions(micro_batches=3, retrieval=retrieval)))
     read = SerialCosts([replay_shared(serial, uneven, sharing, batches=10)], sharing)
     for step in serial.schedule(4).steps:
         for rank in range(4):
@@ -118,11 +118,11 @@ def test_serial_gives_back_the_costs_it_was_made_of(sharing, retrieval, placed):
 def test_serial_alone_predicts_every_other_plan(name: str, retrieval: Retrieval):
     whole, new = (
         replay_shared(
-            plan("serial", PlanOptions(micros=4, retrieval=form)), uneven, PAIRS, batches=12
+            plan("serial", PlanOptions(micro_batches=4, retrieval=form)), uneven, PAIRS, batches=12
         )
         for form in Retrieval
     )
-    other = plan(name, PlanOptions(micros=4, retrieval=retrieval))
+    other = plan(name, PlanOptions(micro_batches=4, retrieval=retrieval))
     predicted = SerialRuns([whole], [new], PAIRS).predict(other, batches=20)
     true = replay_shared(other, uneven, PAIRS, batches=20)
     for rank in range(4):
@@ -134,10 +134,10 @@ def test_serial_predicts_a_plan_whose_dense_sums_begin_early(name: str):
     def long_sums(op: Op, rank: int) -> float:
         return 30.0 if op.kind is Kind.REDUCE else uneven(op, rank)
 
-    serial = (plan("serial", PlanOptions(micros=4, retrieval=form)) for form in Retrieval)
+    serial = (plan("serial", PlanOptions(micro_batches=4, retrieval=form)) for form in Retrieval)
     whole, new = (replay_shared(apart(one), long_sums, NOTHING, batches=12) for one in serial)
     whole = Trace(whole.spans, {**whole.facts, BUCKETS: 2})
-    other = apart(plan(name, PlanOptions(micros=4)))
+    other = apart(plan(name, PlanOptions(micro_batches=4)))
     predicted = SerialRuns([whole], [new], NOTHING).predict(other, batches=20)
     true = replay_shared(other, begun_early(long_sums, 4, buckets=2), NOTHING, batches=20)
     late = replay_shared(other, long_sums, NOTHING, batches=20)
@@ -148,7 +148,7 @@ def test_serial_predicts_a_plan_whose_dense_sums_begin_early(name: str):
 @pytest.mark.parametrize("name", ["dual_buffer", "nested"])
 @pytest.mark.parametrize("placed", [as_planned, apart])
 def test_early_rows_are_replayed_alike(name, placed):
-    chosen = placed(with_early_rows(plan(name, PlanOptions(micros=3))))
+    chosen = placed(with_early_rows(plan(name, PlanOptions(micro_batches=3))))
     costs = {**COSTS, Kind.STALE_MASK: 0.5, Kind.PATCH: 1.5}
     shared = replay_shared(chosen, lambda op, rank: costs[op.kind], NOTHING, batches=12)
     many = replay(chosen, costs, Scale(4), batches=12, record=range(4)).trace
@@ -176,7 +176,10 @@ def serial_runs(new_share: float, sharing: Sharing = NOTHING) -> SerialRuns:
 
     traces = {
         form: replay_shared(
-            plan("serial", PlanOptions(micros=3, retrieval=form)), cost(form), sharing, batches=12
+            plan("serial", PlanOptions(micro_batches=3, retrieval=form)),
+            cost(form),
+            sharing,
+            batches=12,
         )
         for form in Retrieval
     }
@@ -186,7 +189,7 @@ def serial_runs(new_share: float, sharing: Sharing = NOTHING) -> SerialRuns:
 @pytest.mark.parametrize(("new_share", "again"), NEW_SHARES)
 @pytest.mark.parametrize("retrieval", list(Retrieval))
 def test_rows_that_come_again_cost_their_part_of_the_first_ones(new_share, again, retrieval):
-    early = with_early_rows(plan("nested", PlanOptions(micros=3, retrieval=retrieval)))
+    early = with_early_rows(plan("nested", PlanOptions(micro_batches=3, retrieval=retrieval)))
     spans = serial_runs(new_share).predict(early, batches=20).of_rank(0)
     took = {kind: {s.name: s.duration for s in spans if s.kind == kind} for kind in Kind}
     first_rows = COSTS[Kind.ROWS] / 2
@@ -208,11 +211,11 @@ def test_early_rows_leave_only_those_that_come_again_between_two_windows(new_sha
     def runs(form: Retrieval) -> Trace:
         part = new_share if form is Retrieval.NEW else 1.0
         costs = {**long, Kind.RETRIEVE: part * long[Kind.RETRIEVE]}
-        serial = apart(plan("serial", PlanOptions(micros=3, retrieval=form)))
+        serial = apart(plan("serial", PlanOptions(micro_batches=3, retrieval=form)))
         return replay_shared(serial, lambda op, rank: costs.get(op.kind, 0.0), NOTHING, batches=12)
 
     serial = SerialRuns([runs(Retrieval.WHOLE)], [runs(Retrieval.NEW)], NOTHING)
-    usual = plan("nested", PlanOptions(micros=3))
+    usual = plan("nested", PlanOptions(micro_batches=3))
     late, early = (
         step_ms(serial.predict(apart(made), batches=20)) for made in (usual, with_early_rows(usual))
     )
@@ -230,7 +233,7 @@ def test_early_rows_leave_only_those_that_come_again_between_two_windows(new_sha
 )
 def test_a_backward_pass_hides_all_buckets_but_the_last(reduce_ms, dense_ms, buckets, left):
     costs = {Kind.REDUCE: reduce_ms, Kind.DENSE: dense_ms}
-    cost = begun_early(lambda op, rank: costs[op.kind], micros=4, buckets=buckets)
+    cost = begun_early(lambda op, rank: costs[op.kind], micro_batches=4, buckets=buckets)
     assert cost(Op(Kind.REDUCE, 5), 0) == pytest.approx(left)
     assert cost(Op(Kind.DENSE, 5, 3), 0) == dense_ms
 
@@ -257,7 +260,7 @@ def test_rows_that_a_host_moves_take_all_of_its_core():
 
 def test_what_runs_under_dense_on_the_same_core_is_not_free():
     """Retrieval is hidden, but it takes the core away from dense: the simulator must see that."""
-    nested = plan("nested", PlanOptions(micros=4))
+    nested = plan("nested", PlanOptions(micro_batches=4))
     dear = {Kind.DENSE: 10.0, Kind.RETRIEVE: 20.0}
     one_core = Sharing((0,), OFF_NETWORK)
     trace = replay_shared(nested, lambda op, rank: dear.get(op.kind, 0.0), one_core, batches=16)
@@ -266,7 +269,7 @@ def test_what_runs_under_dense_on_the_same_core_is_not_free():
 
 def test_a_collective_takes_its_part_of_the_core():
     """Rows of the next micro-batch arrive under dense; both get less than they would alone."""
-    window = plan("frozen_window", PlanOptions(micros=2))
+    window = plan("frozen_window", PlanOptions(micro_batches=2))
     dear = {Kind.DENSE: 10.0, Kind.ROWS: 9.0}
     sharing = Sharing((0,), OFF_NETWORK, collective_draw=0.2)
     trace = replay_shared(window, lambda op, rank: dear.get(op.kind, 0.0), sharing, batches=12)

@@ -105,7 +105,7 @@ def settings(
     in_place=True,
     native=True,
     optimizer="rowwise_adagrad",
-    micros=1,
+    micro_batches=1,
     plan="serial",
     retrieval="whole",
     exchange="micro",
@@ -123,7 +123,7 @@ def settings(
             PipelineSettings,
             {
                 "plan": plan,
-                "micro_batches": micros,
+                "micro_batches": micro_batches,
                 "retrieval": retrieval,
                 "exchange": exchange,
                 "comm_dtype": comm_dtype,
@@ -189,7 +189,7 @@ def test_the_samples_choose_sums_where_the_tests_count_on_it():
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "ranks", "micros", "exchange"),
+    ("optimizer", "ranks", "micro_batches", "exchange"),
     [  # any two values meet
         (optimizer, 1 + (one + two) % 2, *sharing)
         for one, optimizer in enumerate(OPTIMIZERS)
@@ -197,9 +197,9 @@ def test_the_samples_choose_sums_where_the_tests_count_on_it():
     ],
 )
 def test_rows_in_place_and_copied_and_all_plain_give_the_same_bits(
-    optimizer, ranks, micros, exchange, monkeypatch
+    optimizer, ranks, micro_batches, exchange, monkeypatch
 ):
-    chosen = {"optimizer": optimizer, "micros": micros, "exchange": exchange}
+    chosen = {"optimizer": optimizer, "micro_batches": micro_batches, "exchange": exchange}
     located = count_calls(monkeypatch, "locate")
     in_place = train(ranks, **chosen)
     assert located
@@ -212,9 +212,14 @@ def test_rows_in_place_and_copied_and_all_plain_give_the_same_bits(
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize(("micros", "exchange"), [(1, "micro"), (2, "micro"), (3, "window")])
-def test_so_do_they_where_rows_travel_in_bfloat16(ranks, micros, exchange, monkeypatch):
-    chosen = {"micros": micros, "exchange": exchange, "comm_dtype": "bfloat16", "epochs": 1}
+@pytest.mark.parametrize(("micro_batches", "exchange"), [(1, "micro"), (2, "micro"), (3, "window")])
+def test_so_do_they_where_rows_travel_in_bfloat16(ranks, micro_batches, exchange, monkeypatch):
+    chosen = {
+        "micro_batches": micro_batches,
+        "exchange": exchange,
+        "comm_dtype": "bfloat16",
+        "epochs": 1,
+    }
     in_place = train(ranks, **chosen)
     assert_same_bits(in_place, train(ranks, in_place=False, **chosen))
     monkeypatch.setenv("NESTPIPE_NATIVE", "0")
@@ -237,7 +242,7 @@ def count_calls(monkeypatch, name: str) -> list[str]:
 @pytest.mark.parametrize("plan", ["dual_buffer", "nested"])
 @pytest.mark.parametrize("retrieval", ["whole", "new"])
 def test_plans_with_two_buffers_write_to_remembered_places(plan, retrieval, monkeypatch):
-    chosen = {"micros": 2, "plan": plan, "retrieval": retrieval}
+    chosen = {"micro_batches": 2, "plan": plan, "retrieval": retrieval}
     by_key = train(2, in_place=False, **chosen)
     written = count_calls(monkeypatch, "scatter")
     by_place = train(2, **chosen)

@@ -52,9 +52,9 @@ def communities() -> Batch:
 
 def test_samples_that_share_keys_meet():
     cut = Cut(2, "clustered")
-    micros = cut.of(communities(), Model(), {"items": "items"})  # type: ignore[arg-type]
-    assert [micro.size for micro in micros] == [32, 32]
-    for micro in micros:
+    micro_batches = cut.of(communities(), Model(), {"items": "items"})  # type: ignore[arg-type]
+    assert [micro.size for micro in micro_batches] == [32, 32]
+    for micro in micro_batches:
         assert len(set(micro.sparse["items"].values.tolist())) == 50
         assert micro.dense["id"].tolist() == sorted(micro.dense["id"].tolist())
 

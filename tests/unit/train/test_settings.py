@@ -54,7 +54,7 @@ def test_one_group_may_send_rows_early():
     early = PipelineSettings(plan="nested", speculative_rows=True).make_plan(
         ParallelSettings(groups=1)
     )
-    assert early.shape.early
+    assert early.shape.speculative_rows
     assert {Kind.STALE_MASK, Kind.PATCH} <= {slot.kind for slot in early.tick}
 
 

@@ -105,7 +105,9 @@ class Model(nn.Module):
         return Loss(total, batch.size)
 
 
-def settings(optimizer="rowwise_adagrad", micros=1, plan="serial", retrieval="whole", native=True):
+def settings(
+    optimizer="rowwise_adagrad", micro_batches=1, plan="serial", retrieval="whole", native=True
+):
     return TrainSettings(
         batch=BATCH,
         device="cpu",
@@ -114,7 +116,7 @@ def settings(optimizer="rowwise_adagrad", micros=1, plan="serial", retrieval="wh
         rows=build(RowSettings, {"optimizer": optimizer, "lr": 0.05, "eps": 1e-6}),
         dense=DenseSettings(optimizer="adam", lr=0.01),
         pipeline=build(
-            PipelineSettings, {"plan": plan, "micro_batches": micros, "retrieval": retrieval}
+            PipelineSettings, {"plan": plan, "micro_batches": micro_batches, "retrieval": retrieval}
         ),
     )
 
@@ -213,17 +215,17 @@ def test_any_number_of_ranks_learns_the_same(optimizer, ranks):
     assert_close(alone, together)
 
 
-@pytest.mark.parametrize("micros", [2, 3, 8])
-def test_any_number_of_micro_batches_learns_the_same(micros):
+@pytest.mark.parametrize("micro_batches", [2, 3, 8])
+def test_any_number_of_micro_batches_learns_the_same(micro_batches):
     whole, _ = reference(1)
-    split, _ = train(1, micros=micros)
+    split, _ = train(1, micro_batches=micro_batches)
     assert_close(whole, split)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_retrieving_only_new_rows_changes_no_bit(optimizer):
     for ranks in (1, 2):
-        chosen = {"optimizer": optimizer, "micros": 2, "epochs": 3}
+        chosen = {"optimizer": optimizer, "micro_batches": 2, "epochs": 3}
         whole, _ = train(ranks, **chosen)
         new, _ = train(ranks, retrieval="new", **chosen)
         assert_identical(whole, new)
@@ -232,17 +234,17 @@ def test_retrieving_only_new_rows_changes_no_bit(optimizer):
 @pytest.mark.parametrize("plan", ["sparse_dist", "dual_buffer", "frozen_window", "nested"])
 @pytest.mark.parametrize("retrieval", ["whole", "new"])
 def test_every_exact_plan_changes_no_bit(plan, retrieval):
-    serial, _ = reference(2, micros=2, epochs=3)
-    other, _ = train(2, micros=2, epochs=3, plan=plan, retrieval=retrieval)
+    serial, _ = reference(2, micro_batches=2, epochs=3)
+    other, _ = train(2, micro_batches=2, epochs=3, plan=plan, retrieval=retrieval)
     assert_identical(serial, other)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("plan", ["dual_buffer", "frozen_window", "nested"])
 def test_threads_and_random_delays_change_no_bit(plan, ranks):
-    serial, serial_losses = reference(ranks, micros=3, epochs=2, lanes=InlineLanes)
+    serial, serial_losses = reference(ranks, micro_batches=3, epochs=2, lanes=InlineLanes)
     for delays, retrieval in enumerate(["whole", "new"]):
-        chosen = {"plan": plan, "micros": 3, "epochs": 2, "retrieval": retrieval}
+        chosen = {"plan": plan, "micro_batches": 3, "epochs": 2, "retrieval": retrieval}
         threads, losses = train(ranks, lanes=ThreadLanes, delays=delays, **chosen)
         assert losses == serial_losses
         assert_identical(serial, threads)
@@ -250,7 +252,7 @@ def test_threads_and_random_delays_change_no_bit(plan, ranks):
 
 def test_every_plan_but_serial_runs_on_threads_and_leaves_a_trace():
     for plan, lanes in (("serial", InlineLanes), ("nested", ThreadLanes)):
-        trainer = Trainer(Model(), TABLES, settings(plan=plan, micros=2))
+        trainer = Trainer(Model(), TABLES, settings(plan=plan, micro_batches=2))
         assert isinstance(trainer.lanes, lanes)
         trainer.fit(Samples(make_samples()), epochs=3, steps=16)  # type: ignore[arg-type]
         of_an_epoch = trainer.trace
@@ -264,7 +266,7 @@ def test_every_plan_but_serial_runs_on_threads_and_leaves_a_trace():
 @pytest.mark.parametrize("retrieval", ["whole", "new"])
 def test_rows_that_move_are_counted(plan, retrieval):
     def one(comm) -> Trainer:
-        chosen = settings(plan=plan, retrieval=retrieval, micros=2)
+        chosen = settings(plan=plan, retrieval=retrieval, micro_batches=2)
         trainer = Trainer(deepcopy(model), TABLES, chosen, comm)
         trainer.fit(Samples(make_samples()))  # type: ignore[arg-type]
         trainer.close()
@@ -337,7 +339,9 @@ def test_a_restart_with_the_same_ranks_changes_no_bit(tmp_path):
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("plan", ["serial", "nested"])
 def test_uneven_data_never_hangs(ranks, plan):
-    rows, losses = train(ranks, source=Unequal(make_samples()), epochs=2, plan=plan, micros=2)
+    rows, losses = train(
+        ranks, source=Unequal(make_samples()), epochs=2, plan=plan, micro_batches=2
+    )
     assert len(losses) in (4, 14)
     assert rows
 

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Literal
 
 from nestpipe.config import fraction, not_negative, positive
+from nestpipe.deprecated import renamed_fields
 from nestpipe.errors import ConfigError
 from nestpipe.schedule import (
     PLANS,
@@ -27,6 +28,7 @@ CURVE = (0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
 """(lookup + communication) / compute of the serial step, point by point."""
 
 
+@renamed_fields
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineCase:
     """One workload: how much is looked up, sent and computed."""
@@ -62,16 +64,16 @@ class PipelineCase:
     """blocks: keep what goes in alone and compute the rest again; many passes need the memory."""
     heads: int = 4
     """hstu: attention heads, each `dim` / `heads` wide."""
-    micros: int = 8
+    micro_batches: int = 8
     """Micro-batches of a batch."""
     first: float = 1.0
     last: float = 1.0
     """Sizes of the first and the last micro-batch over that of those in the middle."""
-    early: bool = False
+    speculative_rows: bool = False
     """Send the rows of the first micro-batch early, in `nested`."""
     buffers: int = 2
     """Of rows on the device, in `nested` with new rows; else two."""
-    wire: Literal["float32", "bfloat16"] = "float32"
+    comm_dtype: Literal["float32", "bfloat16"] = "float32"
     """Numbers of rows and row gradients between ranks."""
     distinct: int = 8
     """Different batches, drawn before the clock starts and then repeated."""
@@ -87,7 +89,7 @@ class PipelineCase:
     def __post_init__(self) -> None:
         for field in (
             *("ranks", "batch", "keys", "rows", "dim", "width", "blocks", "passes", "heads"),
-            *("micros", "distinct", "rounds"),
+            *("micro_batches", "distinct", "rounds"),
         ):
             positive(field, getattr(self, field))
         fraction("hot", self.hot)
@@ -98,9 +100,10 @@ class PipelineCase:
             raise ConfigError(f"steps is {self.steps}; give at least 8, for a steady state")
         if self.buffers not in (2, 3):
             raise ConfigError(f"buffers is {self.buffers}; use 2 or 3")
-        if self.micros > self.batch:
+        if self.micro_batches > self.batch:
             raise ConfigError(
-                f"micros is {self.micros} and batch {self.batch}; give at most a micro per sample"
+                f"micro_batches is {self.micro_batches} and batch {self.batch}; "
+                "give at most one per sample"
             )
         if self.model == "hstu" and self.dim % self.heads:
             raise ConfigError(f"dim is {self.dim}; make it a multiple of heads, {self.heads}")
@@ -119,10 +122,10 @@ def lab(
     rows: int,
     blocks: int,
     width: int,
-    micros: int,
+    micro_batches: int,
     first: float = 1.0,
     last: float = 1.0,
-    early: bool = False,
+    speculative_rows: bool = False,
 ) -> PipelineCase:
     """A configuration that TorchRec is timed on too, with the same batches and the same layers."""
     return PipelineCase(
@@ -136,17 +139,17 @@ def lab(
         full=True,
         width=width,
         blocks=blocks,
-        micros=micros,
+        micro_batches=micro_batches,
         first=first,
         last=last,
-        early=early,
+        speculative_rows=speculative_rows,
         distinct=WARM_STEPS + TIMED_STEPS + LAST_STEPS,  # as many as that script draws
         steps=WARM_STEPS + TIMED_STEPS + LAST_STEPS,
         plans="serial,nested",
     )
 
 
-deep_lab = partial(lab, blocks=4, width=512, micros=3, first=0.3, early=True)
+deep_lab = partial(lab, blocks=4, width=512, micro_batches=3, first=0.3, speculative_rows=True)
 """Where compute is the floor."""
 
 CASES = {
@@ -159,7 +162,7 @@ CASES = {
             keys=32,
             dim=256,
             passes=12,
-            micros=16,
+            micro_batches=16,
             steps=10,
             rounds=3,
         ),
@@ -173,10 +176,10 @@ CASES = {
             optimizer="adam",
             full=True,
             width=352,
-            micros=4,
+            micro_batches=4,
             first=0.4,
             last=0.4,
-            wire="bfloat16",
+            comm_dtype="bfloat16",
             buffers=3,
             steps=14,
         ),
@@ -191,7 +194,7 @@ CASES = {
             full=True,
             model="hstu",
             blocks=4,
-            micros=4,
+            micro_batches=4,
             steps=10,
             rounds=2,
             plans="serial,dual_buffer,nested",
@@ -206,7 +209,7 @@ CASES = {
             optimizer="adagrad",
             full=True,
             width=256,
-            micros=2,
+            micro_batches=2,
             first=0.5,
             last=0.5,
             curve=True,
@@ -215,8 +218,8 @@ CASES = {
             rounds=2,
         ),
         deep_lab("lab_a", ranks=2, rows=20_000_000, last=0.3),
-        lab("lab_b", ranks=2, rows=40_000_000, blocks=1, width=256, micros=2),
-        lab("lab_c", ranks=4, rows=40_000_000, blocks=1, width=512, micros=2),
+        lab("lab_b", ranks=2, rows=40_000_000, blocks=1, width=256, micro_batches=2),
+        lab("lab_c", ranks=4, rows=40_000_000, blocks=1, width=512, micro_batches=2),
         deep_lab("lab_d", ranks=4, rows=40_000_000, last=0.6),
     )
 }
@@ -237,9 +240,9 @@ class Variant:
 
     plan: str
     retrieval: str
-    micros: int
+    micro_batches: int
     exchange: str = "micro"
-    early: bool = False
+    speculative_rows: bool = False
     """Whether the rows of the first micro-batch are sent early."""
     buffers: int = 2
     """Buffers of rows on the device, of a plan that looks up ahead."""
@@ -257,9 +260,9 @@ class Variant:
         usual = self.exchange == Exchange.MICRO
         return (
             *((self.plan, str(self.loop)) if self.serial else (self.plan,)),
-            *(self.retrieval, str(self.micros)),
+            *(self.retrieval, str(self.micro_batches)),
             *(() if usual else (self.exchange,)),
-            *(("early",) if self.early else ()),
+            *(("early",) if self.speculative_rows else ()),
             *(("third",) if self.buffers == 3 else ()),
         )
 
@@ -270,10 +273,10 @@ class Variant:
     def make_plan(self, device: str = "cpu") -> Plan:
         """Its plan, as `Trainer.placed` has it on that device."""
         options = PlanOptions(
-            micros=self.micros,
+            micro_batches=self.micro_batches,
             retrieval=Retrieval(self.retrieval),
             exchange=Exchange(self.exchange),
-            early=self.early,
+            speculative_rows=self.speculative_rows,
             buffers=self.buffers,
         )
         made = plan(self.plan, options)
@@ -309,7 +312,9 @@ def variant_of(case: PipelineCase, name: str, form: str, exchange: str = "micro"
     shape = plan(name).shape
     nested = shape.refreshes_ahead and shape.window_overlaps
     buffers = case.buffers if nested and form == Retrieval.NEW else 2
-    return Variant(name, form, case.micros, exchange, case.early and nested, buffers)
+    return Variant(
+        name, form, case.micro_batches, exchange, case.speculative_rows and nested, buffers
+    )
 
 
 def variants_of(
@@ -326,10 +331,10 @@ def variants_of(
     all of these run twice, as strict and as async loop.
     """
     check_names(plans, forms, exchanges)
-    if case.micros == 1 and Exchange.WINDOW in exchanges:
+    if case.micro_batches == 1 and Exchange.WINDOW in exchanges:
         raise ConfigError(
-            "exchange is 'window' and micros 1: one micro-batch has nobody to share rows with; "
-            "set more micros or use micro"
+            "exchange is 'window' and micro_batches 1: one micro-batch shares rows with none; "
+            "set more micro_batches or use micro"
         )
     ways = list(dict.fromkeys(exchanges))
     others = [
@@ -340,8 +345,10 @@ def variants_of(
         if form == "whole" or not plan(name).shape.stale
         for exchange in ways
     ]
-    serial = [Variant("serial", form, case.micros, way) for way in ways for form in Retrieval]
-    unsplit = [Variant("serial", form, 1) for form in Retrieval] if case.micros > 1 else []
+    serial = [
+        Variant("serial", form, case.micro_batches, way) for way in ways for form in Retrieval
+    ]
+    unsplit = [Variant("serial", form, 1) for form in Retrieval] if case.micro_batches > 1 else []
     return [*serial_loops(case, [*unsplit, *serial]), *others]
 
 

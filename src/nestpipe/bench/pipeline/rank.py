@@ -87,7 +87,7 @@ class Rounds:
             device=case.device,
             rows=RowSettings(optimizer=case.optimizer),  # pyright: ignore[reportArgumentType]
             dense=DenseSettings(optimizer="sgd"),
-            pipeline=PipelineSettings(first=case.first, last=case.last, comm_dtype=case.wire),
+            pipeline=PipelineSettings(first=case.first, last=case.last, comm_dtype=case.comm_dtype),
         )
         self.case = case
         self.comm = comm
@@ -158,7 +158,7 @@ def measure(case: PipelineCase, variants: Sequence[Variant], comm: Communicator,
 
 def curve_passes(rounds: Rounds) -> list[int]:
     """How often the blocks must run so that the serial step has the ratios of `CURVE`."""
-    variant = Variant("serial", "whole", rounds.case.micros)
+    variant = Variant("serial", "whole", rounds.case.micro_batches)
     rounds.run(variant)
     few, many = (_serial_ms(rounds, variant, passes) for passes in CALIBRATION_PASSES)
     pass_ms = (many[0] - few[0]) / (CALIBRATION_PASSES[1] - CALIBRATION_PASSES[0])

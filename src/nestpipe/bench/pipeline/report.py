@@ -74,9 +74,9 @@ class VariantReport:
         return {
             "plan": self.variant.plan,
             "retrieval": self.variant.retrieval,
-            "micros": self.variant.micros,
+            "micro_batches": self.variant.micro_batches,
             "exchange": self.variant.exchange,
-            "early": self.variant.early,
+            "speculative_rows": self.variant.speculative_rows,
             "buffers": self.variant.buffers,
             "loop": self.variant.loop if self.variant.serial else None,
             "step_ms": self.step_ms,
@@ -108,13 +108,13 @@ class PointReport:
 
     def serial(self, retrieval: str = "whole") -> VariantReport:
         """The reference: strict, with the micro-batches of the others and their first exchange."""
-        micros = max(seen.variant.micros for seen in self.variants)
-        wanted = (SerialLoop.STRICT, retrieval, micros)
+        micro_batches = max(seen.variant.micro_batches for seen in self.variants)
+        wanted = (SerialLoop.STRICT, retrieval, micro_batches)
         return next(
             seen
             for seen in self.variants
             if seen.variant.serial
-            and (seen.variant.loop, seen.variant.retrieval, seen.variant.micros) == wanted
+            and (seen.variant.loop, seen.variant.retrieval, seen.variant.micro_batches) == wanted
         )
 
     @property
@@ -176,7 +176,9 @@ def report(
 
 def _serial(variant: Variant) -> Variant:
     """What it is measured against."""
-    return replace(variant, plan="serial", early=False, buffers=2, loop=str(SerialLoop.STRICT))
+    return replace(
+        variant, plan="serial", speculative_rows=False, buffers=2, loop=str(SerialLoop.STRICT)
+    )
 
 
 def fastest_serial(seen: Mapping[Variant, Steady], loop: SerialLoop) -> float:
@@ -290,11 +292,14 @@ def _predict(
 
     What the host of an async loop hides is not in those traces, so it has no prediction.
     """
-    split = [v for v in rounds if v.micros == case.micros and v.loop == SerialLoop.STRICT]
+    split = [
+        v for v in rounds if v.micro_batches == case.micro_batches and v.loop == SerialLoop.STRICT
+    ]
     predicted: dict[Variant, float] = {}
     for exchange in dict.fromkeys(variant.exchange for variant in split):
         whole, new = (
-            rounds[Variant("serial", form, case.micros, exchange)] for form in ("whole", "new")
+            rounds[Variant("serial", form, case.micro_batches, exchange)]
+            for form in ("whole", "new")
         )
         draw = collective_draw(whole) if case.device == "cpu" else 0.0
         runs = SerialRuns(whole, new, replace(sharing, collective_draw=draw))

@@ -107,7 +107,7 @@ def _network_curve() -> Network:
 def _group_relief(cluster: Cluster) -> Network:
     """How far smaller groups cut contention, from the raw All2All of 2D-SP under NestPipe."""
     target = _figure(paper.NESTPIPE_2D, 1536, "all_to_all_ms")
-    shape = plan("nested", PlanOptions(micros=paper.MICROS)).shape
+    shape = plan("nested", PlanOptions(micro_batches=paper.MICROS)).shape
 
     def all_to_all(relief: float) -> float:
         network = replace(cluster.network, group_relief=relief)

@@ -23,21 +23,21 @@ class System:
 
     name: str
     plan: str
-    micros: int = 1
+    micro_batches: int = 1
     groups: int = 1
 
     def make_plan(self) -> Plan:
-        return plan(self.plan, PlanOptions(micros=self.micros))
+        return plan(self.plan, PlanOptions(micro_batches=self.micro_batches))
 
 
 SYSTEMS = (
     System(paper.TORCHREC, "serial"),
     System(paper.SP_2D, "serial", groups=GROUPS),
     System(paper.UNIEMB, "stale_prefetch"),
-    System(paper.NESTPIPE, "nested", micros=paper.MICROS),
-    System(paper.NESTPIPE_2D, "nested", micros=paper.MICROS, groups=GROUPS),
+    System(paper.NESTPIPE, "nested", micro_batches=paper.MICROS),
+    System(paper.NESTPIPE_2D, "nested", micro_batches=paper.MICROS, groups=GROUPS),
     System(paper.DBP_ONLY, "dual_buffer"),
-    System(paper.FWP_ONLY, "frozen_window", micros=paper.MICROS),
+    System(paper.FWP_ONLY, "frozen_window", micro_batches=paper.MICROS),
 )
 
 FITTED: dict[tuple[str, int], tuple[str, ...]] = {
@@ -116,7 +116,7 @@ def paper_choices(progress: Callable[[int], None] = lambda batch: None) -> list[
     found: list[PaperChoice] = []
     for workers in (LARGEST, BEYOND):
         for retrieval in Retrieval:
-            options = PlanOptions(micros=paper.MICROS, retrieval=retrieval, mirror_every=1)
+            options = PlanOptions(micro_batches=paper.MICROS, retrieval=retrieval, merge_every=1)
             numbers = usual_groups(workers)
             choice = choose_groups("nested", options, cluster, workers, numbers, progress=progress)
             found.append(PaperChoice(retrieval, choice))
@@ -137,7 +137,7 @@ def _row(
         step_ms=run.step_ms,
         lookup_ms=run.lookup_ms,
         exposed_comm_ms=run.exposed_comm_ms,
-        all_to_all_ms=system.micros * (at[Kind.ROWS] + at[Kind.GRADS]),
+        all_to_all_ms=system.micro_batches * (at[Kind.ROWS] + at[Kind.GRADS]),
         speedup=runs[paper.TORCHREC, workers].step_ms / run.step_ms,
         qps=run.samples_per_s,
         scaling_efficiency=100 * runs[system.name, paper.BASE].step_ms / run.step_ms,

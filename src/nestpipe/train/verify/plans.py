@@ -31,7 +31,7 @@ class Verdict:
     ranks: int
     steps: int
     """Batches that `serial` trained."""
-    micros: int
+    micro_batches: int
     rows_compared: int
     """Rows of all tables, each with its optimizer state."""
     tensors_compared: int
@@ -110,7 +110,7 @@ def verify(
             ],
             plan=pipeline.plan,
             steps=serial.trainer.progress.step,
-            micros=pipeline.micro_batches,
+            micro_batches=pipeline.micro_batches,
         )
 
 
@@ -138,7 +138,7 @@ def train_to_compare(
     return Trained(name, trainer, losses, samples)
 
 
-def combine(of_ranks: Sequence[Findings], *, plan: str, steps: int, micros: int) -> Verdict:
+def combine(of_ranks: Sequence[Findings], *, plan: str, steps: int, micro_batches: int) -> Verdict:
     """What all ranks found, together; their shards have no row in common."""
     largest = max(found.largest_difference for found in of_ranks)
     different = [found.first_step for found in of_ranks if found.first_step is not None]
@@ -146,7 +146,7 @@ def combine(of_ranks: Sequence[Findings], *, plan: str, steps: int, micros: int)
         plan=plan,
         ranks=len(of_ranks),
         steps=steps,
-        micros=micros,
+        micro_batches=micro_batches,
         rows_compared=sum(found.rows_compared for found in of_ranks),
         tensors_compared=sum(found.tensors_compared for found in of_ranks),
         rows_different=sum(found.rows_different for found in of_ranks),
