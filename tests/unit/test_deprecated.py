@@ -24,8 +24,8 @@ from nestpipe.deprecated import (
     old_metrics,
 )
 from nestpipe.errors import ConfigError
-from nestpipe.schedule import PlanOptions, from_text, plan, to_text
-from nestpipe.trace import read_chrome
+from nestpipe.schedule import PlanOptions, from_text, nominal_trace, plan, to_text
+from nestpipe.trace import read_chrome, write_chrome
 from nestpipe.train import PipelineSettings, TrainSettings
 
 ROOT = Path(nestpipe.__file__).parent
@@ -152,9 +152,10 @@ def test_old_facts_of_schedule_and_trace_files_are_read(tmp_path: Path):
     with pytest.warns(RenamedWarning, match="'micros' is now called 'micro_batches'"):
         assert from_text(old_text) == schedule
     file = tmp_path / "old.json"
-    file.write_text('{"traceEvents": [], "otherData": {"micros": 4}}')
+    write_chrome(nominal_trace(schedule), file)
+    file.write_text(file.read_text().replace("micro_batches", "micros"))
     with pytest.warns(RenamedWarning, match="'micros' is now called 'micro_batches'"):
-        assert read_chrome(file).facts == {"micro_batches": 4}
+        assert read_chrome(file).facts["micro_batches"] == 2
 
 
 def test_no_new_name_is_itself_an_old_one():

@@ -51,8 +51,9 @@ def line_of(text: str, start: str) -> int:
 
 
 def replaced(old: str, new: str) -> str:
-    assert TINY.count(old) == 1, f"{old!r} is not exactly once in the text"
-    return TINY.replace(old, new)
+    text, count = re.subn(rf"^{re.escape(old)}", new, TINY, flags=re.MULTILINE)
+    assert count == 1, f"{old!r} is not exactly once in the text"
+    return text
 
 
 @pytest.mark.parametrize("name", PLANS)
