@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Protocol
 
@@ -116,6 +116,10 @@ class Signal:
     long: History
 
 
+LEAST_DEADLINE_S = 0.001
+"""A ranking with no time left is still asked for."""
+
+
 @dataclass(frozen=True, slots=True)
 class RankRequest:
     """The late leg: candidates to score."""
@@ -129,6 +133,12 @@ class RankRequest:
     """When it is asked, for models that read times."""
     deadline_s: float | None = None
     """Seconds from now until an answer is worth nothing; None: the target of the service."""
+
+    def after(self, waited_s: float) -> RankRequest:
+        """With what is left of its deadline; late is better than never, so that is above 0."""
+        if self.deadline_s is None:
+            return self
+        return replace(self, deadline_s=max(self.deadline_s - waited_s, LEAST_DEADLINE_S))
 
 
 class Path(StrEnum):

@@ -28,13 +28,12 @@ from nestpipe.serve.http.bodies import (
 )
 from nestpipe.serve.http.errors import HttpError, of_body
 from nestpipe.serve.settings import HttpSettings, ServeSettings
-from nestpipe.serve.types import History, Ids, RankRequest, Signal
+from nestpipe.serve.types import LEAST_DEADLINE_S, History, Ids, RankRequest, Signal
 
 JSON = "application/json"
 USER_HEADER = "x-user"
 WAITED_HEADER = "x-nestpipe-waited-ms"
 """How much of its deadline a request has spent with a router."""
-LEAST_DEADLINE_S = 0.001
 
 Model = TypeVar("Model", bound=BaseModel)
 

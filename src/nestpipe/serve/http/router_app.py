@@ -96,8 +96,7 @@ def _add_legs(app: FastAPI, instances: BackendPool) -> None:
     )
     async def prefetch(request: Request) -> PrefetchAnswer:
         """The early leg, to the instance that the ranking will go to."""
-        user, call = read_call(request)
-        return PrefetchAnswer(outcome=await instances.prefetch(user, call))
+        return PrefetchAnswer(outcome=await instances.prefetch(read_call(request)))
 
     @app.post(
         "/v1/rank",
@@ -107,11 +106,10 @@ def _add_legs(app: FastAPI, instances: BackendPool) -> None:
     )
     async def rank(request: Request) -> Response:
         """The late leg, by the first instance that answers in the user's order."""
-        user, call = read_call(request)
-        return answer_reply(await _heard(instances.rank(user, call)))
+        return answer_reply(await _heard(instances.rank(read_call(request))))
 
 
-def read_call(request: Request) -> tuple[str, Call]:
+def read_call(request: Request) -> Call:
     """The user, from the header where there is one, and the request as it came."""
     headers, body = request.headers, request.scope["nestpipe.body"]
     kind, given = media_type(headers), headers.get(USER_HEADER)
@@ -122,7 +120,7 @@ def read_call(request: Request) -> tuple[str, Call]:
             user = validated(OnlyUser, split(body)[0] if kind == MEDIA_TYPE else body).user
         except BinaryError as error:
             raise HttpError(400, str(error)) from None
-    return user, Call.of(request.url.path, bytes(body), headers)
+    return Call.of(user, request.url.path, bytes(body), headers)
 
 
 async def _heard(answer: Awaitable[T]) -> T | Reply:
@@ -152,11 +150,11 @@ def _add_reload(app: FastAPI, instances: BackendPool) -> None:
         """One instance after the other, so that the others go on; stops at the first refusal."""
         if media_type(request.headers) != JSON:
             raise HttpError(415, f"a checkpoint is named in JSON; send {JSON}")
-        call = Call.of("/v1/reload", bytes(request.scope["nestpipe.body"]), request.headers)
+        call = Call.of("", "/v1/reload", bytes(request.scope["nestpipe.body"]), request.headers)
         versions: set[str] = set()
         for backend in instances.backends.values():
             try:
-                reply = await backend.send("POST", call.page, call, patient=True)
+                reply = await backend.send("POST", call, patient=True)
             except RunError as error:
                 raise HttpError(409, f"{error}; instances before it are reloaded") from None
             if reply.status != 200:

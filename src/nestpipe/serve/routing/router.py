@@ -10,18 +10,47 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from itertools import chain
-from typing import Literal
+from typing import Any, Generic, Literal, Protocol, Self, TypeVar
 
 from nestpipe.config import positive
 from nestpipe.errors import ConfigError, NestpipeError, RunError, ShedError
 from nestpipe.serve.routing.membership import Health, Membership
-from nestpipe.serve.types import AdmissionOutcome, Answer, Clock, RankRequest, RankService, Signal
+from nestpipe.serve.types import AdmissionOutcome, Clock
 
-LEAST_DEADLINE_S = 0.001
-"""A ranking that is tried again with no time left is still asked for: late is better than never."""
+
+class ForUser(Protocol):
+    """What a router must know of a signal."""
+
+    @property
+    def user(self) -> str: ...
+
+
+class RankForUser(ForUser, Protocol):
+    """What a router must know of a ranking."""
+
+    def after(self, waited_s: float) -> Self:
+        """The same ranking, once so much of its time is spent."""
+        ...
+
+
+SignalT = TypeVar("SignalT", bound=ForUser)
+RankT = TypeVar("RankT", bound=RankForUser)
+AnswerT = TypeVar("AnswerT")
+SignalT_contra = TypeVar("SignalT_contra", bound=ForUser, contravariant=True)
+RankT_contra = TypeVar("RankT_contra", bound=RankForUser, contravariant=True)
+
+
+class Backend(Protocol[SignalT_contra, RankT_contra, AnswerT]):
+    """An instance as a router sees it: it takes signals and rankings of one form."""
+
+    def prefetch(self, signal: SignalT_contra) -> AdmissionOutcome: ...
+
+    def rank(self, request: RankT_contra) -> Future[AnswerT]: ...
+
+    def drain(self, timeout_s: float) -> bool: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,13 +75,21 @@ class RouterSettings:
             raise ConfigError(f"affinity is {self.affinity!r}; give user or random")
 
 
-class Router:
-    """A `RankService` before several; may be called from any thread.
+class Router(Generic[SignalT, RankT, AnswerT]):
+    """Sends both legs of a user to one of several backends; may be called from any thread.
+
+    Of a request it reads the user alone, so that requests and answers may have any form: those of
+    `nestpipe.serve.types`, or HTTP bodies that pass through unread.
 
     A backend that hangs must give up by itself: only what fails or answers moves a ranking on.
     """
 
-    def __init__(self, backends: Mapping[str, RankService], settings: RouterSettings, clock: Clock):
+    def __init__(
+        self,
+        backends: Mapping[str, Backend[SignalT, RankT, AnswerT]],
+        settings: RouterSettings,
+        clock: Clock,
+    ):
         self._settings = settings
         self._clock = clock
         self._backends = dict(backends)
@@ -68,7 +105,7 @@ class Router:
         self._changed = threading.Condition()
         """Guards all of the above that changes."""
 
-    def prefetch(self, signal: Signal) -> AdmissionOutcome:
+    def prefetch(self, signal: SignalT) -> AdmissionOutcome:
         """To wherever the ranking will go; lost where that fails."""
         self._count("signals")
         if self._draining:
@@ -80,7 +117,7 @@ class Router:
             (one for one in outcomes if one is not AdmissionOutcome.FAILED), AdmissionOutcome.FAILED
         )
 
-    def _prefetch_at(self, member: str, signal: Signal) -> AdmissionOutcome:
+    def _prefetch_at(self, member: str, signal: SignalT) -> AdmissionOutcome:
         try:
             outcome = self._backend(member).prefetch(signal)
         except Exception as fault:  # noqa: BLE001  the ranking will do without
@@ -90,10 +127,10 @@ class Router:
         self._health.answered(member)
         return outcome
 
-    def rank(self, request: RankRequest) -> Future[Answer]:
+    def rank(self, request: RankT) -> Future[AnswerT]:
         """By the first instance that answers, in the user's order."""
         line = self._line(request.user)
-        answer: Future[Answer] = Future()
+        answer: Future[AnswerT] = Future()
         answer.set_running_or_notify_cancel()
         with self._changed:
             self._counts["rankings"] += 1
@@ -105,7 +142,7 @@ class Router:
             _RoutedRanking(self, request, answer, line).try_next()
         return answer
 
-    def add(self, member: str, backend: RankService) -> None:
+    def add(self, member: str, backend: Backend[SignalT, RankT, AnswerT]) -> None:
         """Give it its share of the users, within `life_s`."""
         with self._changed:
             self._backends[member] = backend
@@ -208,7 +245,7 @@ class Router:
         """One and the same answer about a member for one request."""
         return cache(lambda member: self._health.usable(member, now))
 
-    def _backend(self, member: str) -> RankService:
+    def _backend(self, member: str) -> Backend[SignalT, RankT, AnswerT]:
         backend = self._backends.get(member)
         if backend is None:
             raise RunError(f"instance {member} has left; ask the next one")
@@ -248,11 +285,15 @@ def _is_verdict(fault: BaseException) -> bool:
     return refused or isinstance(fault, ShedError)
 
 
-class _RoutedRanking:
+class _RoutedRanking(Generic[RankT, AnswerT]):
     """One ranking on its way along the line."""
 
     def __init__(
-        self, router: Router, request: RankRequest, answer: Future[Answer], line: Iterator[str]
+        self,
+        router: Router[Any, RankT, AnswerT],
+        request: RankT,
+        answer: Future[AnswerT],
+        line: Iterator[str],
     ):
         self._router = router
         self._request = request
@@ -274,19 +315,13 @@ class _RoutedRanking:
         else:
             self._router._count("retries")
         try:
-            future = self._router._backend(member).rank(self._request_now())
+            waited_s = self._router._clock.now() - self._start
+            future = self._router._backend(member).rank(self._request.after(waited_s))
         except Exception as fault:  # noqa: BLE001  the next one may answer
             return self._failed(member, fault)
         future.add_done_callback(partial(self._done, member))
 
-    def _request_now(self) -> RankRequest:
-        """With the time that is left of its deadline."""
-        if self._request.deadline_s is None:
-            return self._request
-        left_s = self._request.deadline_s - (self._router._clock.now() - self._start)
-        return replace(self._request, deadline_s=max(left_s, LEAST_DEADLINE_S))
-
-    def _done(self, member: str, future: Future[Answer]) -> None:
+    def _done(self, member: str, future: Future[AnswerT]) -> None:
         if future.cancelled():
             return self._failed(member, RunError(f"instance {member} dropped the ranking"))
         fault = future.exception()
