@@ -104,7 +104,7 @@ def test_scores_by_slot_by_reload_and_in_full_agree(dtype: str, bound: float, by
             )
         until(instance, entries_ready=REQUESTS)
         by_slot = rank_all(instance, requests)
-        until(instance, copies=REQUESTS, device_bytes=0)
+        until(instance, offloads=REQUESTS, device_bytes=0)
         assert instance._state.cache.host_tier is not None
         for kept in instance._state.cache.host_tier._kept.values():
             assert kept.kv is not None

@@ -38,6 +38,11 @@ def kv(length: int = 2) -> KV:
     return KV(torch.zeros(1, length, 1, 1), torch.zeros(1, length, 1, 1))
 
 
+def never(entry: Entry) -> bool:
+    """Nothing comes in time."""
+    return False
+
+
 def cache(device_pool: int = 1000, host: int | None = 1000, **changes: Any) -> Cache:
     host_tier = None if host is None else HostTier(host, ttl_s=60.0)
     return Cache(DevicePool(device_pool), host_tier, **{"life_s": 1.0, "reloads": 2, **changes})
@@ -138,9 +143,8 @@ def test_a_ranking_never_computes_a_prefix_unless_it_is_to_be_kept():
 
 def test_a_prefix_that_is_to_be_kept_is_computed_though_its_ranking_cannot_wait():
     made = cache()
-    made.eta_s = lambda entry, ticket: 2.0
-    assert made.acquire(need(), KEEP, 0.0, deadline=1.0, ticket="t") is Miss.TOO_LATE
-    assert made.acquire(need(), KEEP, 0.0, deadline=1.0, ticket="u") is Miss.TOO_LATE, "no second"
+    assert made.acquire(need(), KEEP, 0.0, "t", never) is Miss.TOO_LATE
+    assert made.acquire(need(), KEEP, 0.0, "u", never) is Miss.TOO_LATE, "no second"
     entry = made.next_fill()
     assert entry
     assert made.filled(entry, kv(), 0.0) == []
@@ -219,11 +223,11 @@ def test_what_is_still_in_host_memory_is_not_copied_there_again():
 
 
 def test_a_ranking_does_not_wait_past_its_deadline_and_the_fill_is_given_up():
-    made = cache(eta_s=lambda entry, ticket: 2.0)
+    made = cache()
     step = made.acquire(need(), SIGNAL, 0.0)
     assert isinstance(step, Fill)
     assert made.next_fill() is step.entry
-    assert made.acquire(need(), RANK, 0.0, deadline=1.0, ticket="t") is Miss.TOO_LATE
+    assert made.acquire(need(), RANK, 0.0, "t", never) is Miss.TOO_LATE
     made.filled(step.entry, kv(1), 0.0)
     assert (made.next_fill(), made.device_pool.num_bytes) == (None, 0)
     assert made.counts["abandoned_fills"] == 1

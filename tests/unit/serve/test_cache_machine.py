@@ -78,7 +78,6 @@ class World:
             life_s=LIFE_S,
             reloads=2,
             single_flight=self.single_flight,
-            eta_s=lambda entry, ticket: self.random.choice([0.0] * 9 + [2.0]),
         )
         self.model = Model("0")
         self.rankings: list[Ranking] = []
@@ -105,12 +104,15 @@ class World:
             self.promised[need.key] = self.now + LIFE_S
         return step
 
+    def in_time(self, entry: Entry) -> bool:
+        return self.random.choice([True] * 9 + [False])
+
     def rank(self):
         ranking = Ranking(self.need())
         self.rankings.append(ranking)
         purpose = self.random.choice([Purpose.RANK, Purpose.RANK, Purpose.RANK_AND_KEEP])
         self.promised.pop(ranking.need.key, None)
-        step = self.cache.acquire(ranking.need, purpose, self.now, self.now + 1.0, ranking)
+        step = self.cache.acquire(ranking.need, purpose, self.now, ranking, self.in_time)
         if isinstance(step, Use):
             ranking.reads(step.entry)
         elif isinstance(step, Miss):

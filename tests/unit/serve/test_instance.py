@@ -296,7 +296,7 @@ def test_a_user_who_returns_is_served_from_host_memory():
     with served() as instance:
         instance.prefetch(Signal("ann", LONG))
         answer(instance, request())
-        until(instance, copies=1, device_bytes=0, host_bytes=10 * BYTES)
+        until(instance, offloads=1, device_bytes=0, host_bytes=10 * BYTES)
         assert answer(instance, request()).path is Path.DRAM_HIT
         assert until(instance, device_bytes=0)["offloads"] == 1, "it was still in host memory"
 
@@ -305,7 +305,7 @@ def test_a_signal_brings_a_prefix_back_before_the_ranking():
     with served() as instance:
         instance.prefetch(Signal("ann", LONG))
         answer(instance, request())
-        until(instance, copies=1, device_bytes=0)
+        until(instance, offloads=1, device_bytes=0)
         assert instance.prefetch(Signal("ann", LONG)) is AdmissionOutcome.ALREADY_CACHED
         until(instance, reloads=1, entries_ready=1)
         assert answer(instance, request()).path is Path.HBM_HIT
@@ -339,7 +339,7 @@ def test_a_ranking_waits_no_longer_than_it_can():
     with served(Model(during=stops), clock=clock) as instance:
         instance.prefetch(Signal("ann", LONG))
         answer(instance, request())
-        until(instance, copies=1, device_bytes=0)
+        until(instance, offloads=1, device_bytes=0)
         future = instance.rank(request())
         stops.reached("to_device")
         clock.seconds += 0.2
@@ -363,7 +363,7 @@ def test_a_reload_that_has_begun_is_awaited_for_what_is_left_of_it(passed_ms: in
     with served(Model(during=stops), admission, clock, target_ms=50.0) as instance:
         instance.prefetch(Signal("ann", LONG))
         answer(instance, request())
-        until(instance, copies=1, device_bytes=0)
+        until(instance, offloads=1, device_bytes=0)
         instance.prefetch(Signal("ann", LONG))
         stops.reached("to_device")
         clock.seconds += passed_ms / 1e3
@@ -499,7 +499,7 @@ def test_a_prefix_that_nobody_comes_for_is_given_up():
         until(instance, entries_ready=1)
         clock.seconds += SETTINGS.life_s
         instance.wake()
-        until(instance, device_bytes=0, wasted_prefixes=1, copies=0)
+        until(instance, device_bytes=0, wasted_prefixes=1, offloads=0)
 
 
 def test_without_host_memory_a_prefix_goes_when_it_was_used():
@@ -518,14 +518,14 @@ def test_without_relay_signals_are_ignored_and_rankings_keep_their_prefix():
     with served(relay=False) as instance:
         assert instance.prefetch(Signal("ann", LONG)) is AdmissionOutcome.NOT_AT_RISK
         assert answer(instance, request()).path is Path.MISS_FULL
-        until(instance, copies=1)
+        until(instance, offloads=1)
         assert answer(instance, request()).path is Path.DRAM_HIT
 
 
 def test_without_relay_a_prefix_is_kept_that_its_ranking_could_not_wait_for():
     with served(asking=AdmissionControl(), relay=False, target_ms=9.5) as instance:
         assert answer(instance, request()).path is Path.MISS_CUT
-        until(instance, copies=1)
+        until(instance, offloads=1)
         assert answer(instance, request()).path is Path.DRAM_HIT
 
 

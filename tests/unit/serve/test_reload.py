@@ -235,7 +235,7 @@ def returning(
         for user in range(2):
             instance.prefetch(Signal(str(user), asked(user).long))
             instance.rank(asked(user)).result(PATIENCE_S)
-        until(instance, copies=2, device_bytes=0)
+        until(instance, offloads=2, device_bytes=0)
         yield instance
 
 
@@ -396,7 +396,7 @@ def test_a_promise_that_ends_while_it_comes_back_frees_it_after_the_copy(log: Lo
     with Instance(model, replace(SETTINGS, life_s=1.0), clock=clock) as instance:
         instance.prefetch(Signal("0", asked().long))
         results(instance.rank(asked()))
-        until(instance, copies=1, device_bytes=0)
+        until(instance, offloads=1, device_bytes=0)
         log.held = {1}
         instance.prefetch(Signal("0", asked().long))
         log.reached("copied 0")

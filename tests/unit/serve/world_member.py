@@ -21,7 +21,7 @@ from nestpipe.serve.engine.admission import AdmissionControl
 from nestpipe.serve.engine.cost_model import Costs, Fit, Work
 from nestpipe.serve.engine.instance import Instance, new_state
 from nestpipe.serve.engine.state import EngineState
-from nestpipe.serve.kv_cache.acquire import Miss, Purpose, Step
+from nestpipe.serve.kv_cache.acquire import Acquired, Miss, Purpose
 from nestpipe.serve.kv_cache.device_pool import Entry, Need
 from nestpipe.serve.routing import membership as ring_module
 from nestpipe.serve.settings import ServeSettings
@@ -98,7 +98,7 @@ class Promises:
         self._of: dict[PrefixKey, Promise] = {}
         acquire, failed, discard, retire = cache.acquire, cache.failed, cache.discard, cache.retire
 
-        def acquired(need: Need, purpose: Purpose, now: float, *rest: object) -> Step:
+        def acquired(need: Need, purpose: Purpose, now: float, *rest: object) -> Acquired:
             step = acquire(need, purpose, now, *rest)  # pyright: ignore[reportArgumentType]
             self._note(need.key, purpose, step, now)
             return step
@@ -116,7 +116,7 @@ class Promises:
         cache.discard = partial(forgotten, discard)  # pyright: ignore[reportAttributeAccessIssue]
         cache.retire = retired
 
-    def _note(self, key: PrefixKey, purpose: Purpose, step: Step, now: float) -> None:
+    def _note(self, key: PrefixKey, purpose: Purpose, step: Acquired, now: float) -> None:
         if purpose is Purpose.SIGNAL:
             if not isinstance(step, Miss):
                 before = self._of.get(key, Promise(0, now))

@@ -124,7 +124,7 @@ MUTANTS: dict[str, tuple[Mutant, str]] = {
         "sleeps",
     ),
     "answers for those without": (
-        _instead(EngineState, "run_inline", lambda *_: None),
+        _instead(EngineState, "_run_inline", lambda *_: None),
         "never answered|not in list",
     ),
 }

@@ -10,10 +10,12 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
-from nestpipe.serve.engine.cost_model import Costs, Work
+from nestpipe.errors import DataError
+from nestpipe.serve.engine.cost_model import Costs, Predicts, Work
 from nestpipe.serve.settings import ServeSettings
-from nestpipe.serve.types import AdmissionOutcome, Clock
+from nestpipe.serve.types import AdmissionOutcome, Clock, History, RankRequest
 
 _log = logging.getLogger(__name__)
 
@@ -33,6 +35,15 @@ class EngineLoad:
     """How long a prefix would."""
     already: bool = False
     """Whether this prefix is in device or host memory, or on its way."""
+
+
+class AdmissionPolicy(Protocol):
+    """Which signals are acted on; `AdmissionControl` is one."""
+
+    @property
+    def costs(self) -> Predicts: ...
+    def decide(self, length: int, candidates: int, load: EngineLoad) -> AdmissionOutcome: ...
+    def observe(self, work: Work, ms: float, size: int, candidates: int = 0) -> None: ...
 
 
 def at_risk(
@@ -165,3 +176,35 @@ class AdmissionControl:
         """How often each outcome was given so far."""
         with self._lock:
             return dict(self._counts)
+
+
+def check_history(history: History, settings: ServeSettings) -> None:
+    """Refuse what cannot be a history."""
+    if len(history) > settings.max_events:
+        raise DataError(
+            f"a history has {len(history)} events and at most {settings.max_events} are accepted; "
+            "send the newest"
+        )
+    if history.times_N is not None and len(history.times_N) != len(history):
+        raise DataError(
+            f"a history has {len(history)} events and {len(history.times_N)} times; "
+            "give a time for each event, or none"
+        )
+
+
+def check_request(request: RankRequest, settings: ServeSettings) -> None:
+    """Refuse what cannot be ranked."""
+    check_history(request.long, settings)
+    check_history(request.short, settings)
+    total, candidates = len(request.long) + len(request.short), len(request.candidates_C)
+    if total > settings.max_events:
+        raise DataError(
+            f"a ranking has {total} events and at most {settings.max_events} are accepted; "
+            "send the newest"
+        )
+    if not 0 < candidates <= settings.max_candidates:
+        raise DataError(
+            f"a ranking has {candidates} candidates; give 1 to {settings.max_candidates}"
+        )
+    if request.deadline_s is not None and not request.deadline_s > 0:
+        raise DataError(f"a deadline is {request.deadline_s} s; give a number above 0, or none")

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import combinations
-from typing import Self
+from typing import Protocol, Self
 
 import numpy as np
 
@@ -89,6 +89,15 @@ def _not_negative_least_squares(rows_ST: np.ndarray, wanted_S: np.ndarray) -> np
                 best_T, least = np.zeros(rows_ST.shape[1]), error
                 best_T[chosen] = solution
     return best_T
+
+
+class Predicts(Protocol):
+    """Milliseconds that work will take; `Costs` is one."""
+
+    def inline_ms(self, length: int, candidates: int) -> float: ...
+    def prefix_ms(self, length: int) -> float: ...
+    def cached_ms(self, length: int, candidates: int) -> float: ...
+    def reload_ms(self, num_bytes: int) -> float: ...
 
 
 class Costs:

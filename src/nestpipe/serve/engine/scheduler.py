@@ -9,18 +9,16 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Protocol
 
 import torch
 
-from nestpipe.errors import DataError, NestpipeError, RunError
-from nestpipe.serve.engine.admission import EngineLoad
-from nestpipe.serve.engine.cost_model import Work
+from nestpipe.errors import NestpipeError, RunError
+from nestpipe.serve.engine.admission import AdmissionPolicy
+from nestpipe.serve.engine.cost_model import Predicts, Work
 from nestpipe.serve.kv_cache.device_pool import Entry, KVSource
 from nestpipe.serve.settings import ServeSettings
 from nestpipe.serve.types import (
     KV,
-    AdmissionOutcome,
     Answer,
     History,
     Path,
@@ -31,24 +29,6 @@ from nestpipe.serve.types import (
 )
 
 _log = logging.getLogger(__name__)
-
-
-class Predicts(Protocol):
-    """Milliseconds that work will take; `Costs` is one."""
-
-    def inline_ms(self, length: int, candidates: int) -> float: ...
-    def prefix_ms(self, length: int) -> float: ...
-    def cached_ms(self, length: int, candidates: int) -> float: ...
-    def reload_ms(self, num_bytes: int) -> float: ...
-
-
-class AdmissionPolicy(Protocol):
-    """Which signals are acted on; `AdmissionControl` is one."""
-
-    @property
-    def costs(self) -> Predicts: ...
-    def decide(self, length: int, candidates: int, load: EngineLoad) -> AdmissionOutcome: ...
-    def observe(self, work: Work, ms: float, size: int, candidates: int = 0) -> None: ...
 
 
 @dataclass(eq=False, slots=True)
@@ -209,38 +189,6 @@ def plan_one(
     return PlannedRanking(ranking, item, path, len(history), ms)
 
 
-def check_history(history: History, settings: ServeSettings) -> None:
-    """Refuse what cannot be a history."""
-    if len(history) > settings.max_events:
-        raise DataError(
-            f"a history has {len(history)} events and at most {settings.max_events} are accepted; "
-            "send the newest"
-        )
-    if history.times_N is not None and len(history.times_N) != len(history):
-        raise DataError(
-            f"a history has {len(history)} events and {len(history.times_N)} times; "
-            "give a time for each event, or none"
-        )
-
-
-def check_request(request: RankRequest, settings: ServeSettings) -> None:
-    """Refuse what cannot be ranked."""
-    check_history(request.long, settings)
-    check_history(request.short, settings)
-    total, candidates = len(request.long) + len(request.short), len(request.candidates_C)
-    if total > settings.max_events:
-        raise DataError(
-            f"a ranking has {total} events and at most {settings.max_events} are accepted; "
-            "send the newest"
-        )
-    if not 0 < candidates <= settings.max_candidates:
-        raise DataError(
-            f"a ranking has {candidates} candidates; give 1 to {settings.max_candidates}"
-        )
-    if request.deadline_s is not None and not request.deadline_s > 0:
-        raise DataError(f"a deadline is {request.deadline_s} s; give a number above 0, or none")
-
-
 def chunk_of(history: History, start: int, count: int) -> History:
     """So many events from `start` on."""
     part = slice(start, start + count)
@@ -327,7 +275,7 @@ class RankQueue:
             found.append(heapq.heappop(self._give_up)[2])
         return found
 
-    def take(self, most: int) -> list[PendingRanking]:
+    def next_batch(self, most: int) -> list[PendingRanking]:
         """The first in line, and those after it that the same model can compute with it."""
         batch: list[PendingRanking] = []
         others: list[PendingRanking] = []

@@ -31,70 +31,54 @@ class CopyStream:
 
 
 class Transfer:
-    """What those threads do next: a reload that somebody waits for, else a copy out."""
+    """What those threads do next: a reload that somebody waits for, else an offload."""
 
     def __init__(self, state: EngineState, threads: int) -> None:
-        self.state = state
-        self._most_out = max(1, threads - 1)
-        """Copies out at once: a reload shall find a thread."""
-        self._num_out = 0
+        self._state = state
+        self._max_offloads = max(1, threads - 1)
+        """At once: a reload shall find a thread."""
         self._device = torch.device("cpu")
         """Where prefixes come from, and go back to."""
 
     def next_task(self, stream: CopyStream) -> Task | None:
         """With the lock held."""
-        cache, now = self.state.cache, self.state.now()
-        if load := cache.next_load(now):
-            return partial(self.load, *load, stream)
-        if self._num_out < self._most_out and (copy := cache.next_copy(now)):
-            self._num_out += 1
-            return partial(self.copy_out, *copy, stream)
+        if load := self._state.next_reload():
+            return partial(self.reload, *load, stream)
+        if copy := self._state.next_offload(self._max_offloads):
+            return partial(self.offload, *copy, stream)
         return None
 
-    def load(self, entry: Entry, host: KV, stream: CopyStream) -> None:
+    def reload(self, entry: Entry, host: KV, stream: CopyStream) -> None:
         """Bring a prefix back; where that fails, those who wait for it are answered without."""
-        state, start = self.state, self.state.now()
+        state, start = self._state, self._state.now()
         with stream(self._device):
             kv = self._try(lambda: self._bring(entry, host), "a prefix did not come back")
-        with state.change:
-            now = state.now()
-            if kv is None:
-                state.run_inline(state.cache.failed(entry), now)
-                state.drop_prefix(entry)
-            else:
-                state.prefix_ready(state.cache.loaded(entry, kv, now), now)
-            state.change.notify_all()
+        spent_ms = (state.now() - start) * 1e3
+        state.reloaded(entry, kv)
         if kv is not None:
-            state.predictions.observe_one(Work.RELOAD, (now - start) * 1e3, entry.num_bytes)
+            state.predictions.observe_one(Work.RELOAD, spent_ms, entry.num_bytes)
 
     def _bring(self, entry: Entry, host: KV) -> KV:
         """All of it, complete; by layers, rankings read it from the moment that it has begun."""
         model = entry.need.model
-        if not (self.state.settings.reload_by_layer and isinstance(model, ReloadsByLayer)):
+        if not (self._state.settings.reload_by_layer and isinstance(model, ReloadsByLayer)):
             return _checked(model.to_device(host), entry)
         reload = model.begin_reload(host)
-        begun, state = _checked(reload.kv, entry), self.state
-        with state.change:
-            now = state.now()
-            state.prefix_ready(state.cache.begun(entry, begun, now), now)
-            state.change.notify_all()
+        self._state.reload_begun(entry, _checked(reload.kv, entry))
         return reload.run()
 
-    def copy_out(self, entry: Entry, kv: KV, stream: CopyStream) -> None:
+    def offload(self, entry: Entry, kv: KV, stream: CopyStream) -> None:
         """Keep a prefix for a user who may return."""
         self._device = kv.keys_LNHA.device
         with stream(self._device):
             host = self._try(lambda: entry.need.model.to_host(kv), "a prefix could not be kept")
-        with self.state.change:
-            self._num_out -= 1
-            self.state.cache.copied(entry, host, self.state.now())
-            self.state.change.notify_all()
+        self._state.offloaded(entry, host)
 
     def _try(self, copy: Callable[[], KV], what: str) -> KV | None:
         try:
             return copy()
         except Exception as error:  # noqa: BLE001  nobody depends on a copy
-            self.state.warn(what, error)
+            self._state.warn(what, error)
             return None
 
 

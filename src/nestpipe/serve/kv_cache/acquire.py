@@ -65,10 +65,7 @@ class Miss(StrEnum):
     """It is on its way, but not in time."""
 
 
-Step = Promised | Use | Wait | Load | Fill | Miss
-
-
-# The order in which prefixes are computed or reloaded.
+Acquired = Promised | Use | Wait | Load | Fill | Miss
 
 
 class FillQueue:

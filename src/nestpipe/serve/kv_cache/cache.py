@@ -12,13 +12,13 @@ from itertools import islice
 from typing import Any
 
 from nestpipe.serve.kv_cache.acquire import (
+    Acquired,
     Fill,
     FillQueue,
     Load,
     Miss,
     Promised,
     Purpose,
-    Step,
     Use,
     Wait,
 )
@@ -27,9 +27,9 @@ from nestpipe.serve.kv_cache.host_tier import HostTier
 from nestpipe.serve.types import KV
 
 
-def at_once(entry: Entry, ticket: Any) -> float:
-    """Predicts nothing: whatever is on its way is worth waiting for."""
-    return 0.0
+def always(entry: Entry) -> bool:
+    """Whatever is on its way is worth waiting for."""
+    return True
 
 
 class Cache:
@@ -43,14 +43,12 @@ class Cache:
         life_s: float,
         reloads: int,
         single_flight: bool = True,
-        eta_s: Callable[[Entry, Any], float] = at_once,
     ) -> None:
         self.device_pool = device_pool
         self.host_tier = host_tier
         self.life_s = life_s
         self.reloads = reloads
         self.single_flight = single_flight
-        self.eta_s = eta_s
         self.loading = 0
         self.fills = FillQueue()
         """Entries to be computed, the one in the making included."""
@@ -73,18 +71,18 @@ class Cache:
         need: Need,
         purpose: Purpose,
         now: float,
-        deadline: float = float("inf"),
         ticket: Any = None,
-    ) -> Step:
+        in_time: Callable[[Entry], bool] = always,
+    ) -> Acquired:
         """What this leg is to do; a ranking that is told to wait comes back as `ticket`.
 
-        `deadline` is when a ranking must have the prefix for waiting to be of use.
+        `in_time` says whether a ranking gains by waiting for an entry that is not complete.
         """
         entry = self.device_pool.find(need.key)
         if entry and not entry.complete and not self.single_flight:
             entry = None
         if entry is None:
-            return self._start(need, purpose, now, deadline, ticket)
+            return self._start(need, purpose, now, ticket, in_time)
         if purpose is Purpose.SIGNAL:
             self._promise(entry, now)
             return Promised(entry)
@@ -92,23 +90,27 @@ class Cache:
         if entry.complete:
             self._use(entry)
             return Use(entry)
-        if now + self.eta_s(entry, ticket) > deadline:
+        if not in_time(entry):
             self._settle(entry)
             return Miss.TOO_LATE
         entry.waiters.append(ticket)
-        self._line(entry).hurry(entry)
+        self._queue_of(entry).hurry(entry)
         return Wait(entry)
 
     def _start(
-        self, need: Need, purpose: Purpose, now: float, deadline: float, ticket: Any
-    ) -> Step:
+        self,
+        need: Need,
+        purpose: Purpose,
+        now: float,
+        ticket: Any,
+        in_time: Callable[[Entry], bool],
+    ) -> Acquired:
         """Nothing in device memory: reload, compute, or miss."""
         kept = self.host_tier is not None and self.host_tier.holds(need.key, now)
         if not kept and purpose is Purpose.RANK:
             return Miss.NOWHERE
         source = KVSource.HOST if kept else KVSource.COMPUTED
-        eta_s = 0.0 if purpose is Purpose.SIGNAL else self.eta_s(Entry(need, source), ticket)
-        late = now + eta_s > deadline
+        late = purpose is not Purpose.SIGNAL and not in_time(Entry(need, source))
         if late and kept:
             return Miss.TOO_LATE
         entry = self.device_pool.reserve(need, source)
@@ -125,7 +127,7 @@ class Cache:
             self._promise(entry, now)
         else:
             entry.waiters.append(ticket)
-        self._line(entry).push(entry)
+        self._queue_of(entry).push(entry)
         return Load(entry) if kept else Fill(entry)
 
     def leave(self, entry: Entry, ticket: Any) -> None:
@@ -304,7 +306,7 @@ class Cache:
 
     # The life of an entry
 
-    def _line(self, entry: Entry) -> FillQueue:
+    def _queue_of(self, entry: Entry) -> FillQueue:
         return self.loads if entry.source is KVSource.HOST else self.fills
 
     def _promise(self, entry: Entry, now: float) -> None:
@@ -363,7 +365,7 @@ class Cache:
 
     def _forget(self, entry: Entry) -> None:
         """Free an entry that never became complete."""
-        self._line(entry).remove(entry)
+        self._queue_of(entry).remove(entry)
         if entry.source is KVSource.HOST:
             self._unpin(entry)
         self.device_pool.free(entry)
