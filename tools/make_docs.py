@@ -1,4 +1,4 @@
-"""Writes what the docs generate: the command-line reference and the pictures.
+"""Writes what the docs generate: references, pictures, the index of experiments.
 
 Run by `make docs`; a test fails when a generated file is out of date.
 """
@@ -9,8 +9,10 @@ import ast
 import inspect
 import io
 import os
+import textwrap
 from contextlib import redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import nestpipe
 from nestpipe.cli.app import app
@@ -19,6 +21,7 @@ from nestpipe.sim import Scale, chart, paper_cluster, scaling_curve
 from nestpipe.trace import svg
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
+WHOLE_WORDS: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
 COMMANDS = (
     (),
     ("train",),
@@ -75,12 +78,24 @@ def _describe(thing: object) -> list[str]:
         return [f"`{thing.__name__}{_signature(thing)}`", "", *lines]  # type: ignore[attr-defined]
     documented = _field_docs(thing)
     if documented:
-        lines += ["", "| field | meaning |", "| --- | --- |"]
-        lines += [f"| `{field}` | {text} |" for field, text in documented.items()]
+        lines += ["", "Fields:", ""]
+        for field, text in documented.items():
+            lines += _item(f"`{field}`: {text}")
     for name, method in inspect.getmembers(thing, inspect.isfunction):
         if not name.startswith("_") and name in vars(thing) and inspect.getdoc(method):
-            lines += ["", f"**`{name}{_signature(method)}`** {inspect.getdoc(method)}"]
+            lines += ["", *_wrapped(f"**`{name}{_signature(method)}`** {inspect.getdoc(method)}")]
     return lines
+
+
+def _item(text: str) -> list[str]:
+    """An entry of a Markdown list, in lines of at most 120 columns."""
+    return textwrap.wrap(text, 120, initial_indent="- ", subsequent_indent="  ", **WHOLE_WORDS)
+
+
+def _wrapped(text: str) -> list[str]:
+    """Paragraphs whose first lines may be too long, in lines of at most 120 columns."""
+    first, _, rest = text.partition("\n")
+    return [*textwrap.wrap(first, 120, **WHOLE_WORDS), *(rest.splitlines() if rest else [])]
 
 
 def _signature(function: object) -> str:
@@ -101,8 +116,20 @@ def _field_docs(thing: type) -> dict[str, str]:
             text = " ".join(str(following.value.value).split())
         plain = entry.value is not None and not isinstance(entry.value, ast.Call)
         default = f" Default: `{ast.unparse(entry.value)}`." if plain else ""  # type: ignore[arg-type]
-        found[entry.target.id] = (text + default).strip().replace("|", "\\|")
+        found[entry.target.id] = (text + default).strip()
     return found
+
+
+def experiments() -> str:
+    """The index of the experiments: date, question and decision of each page, newest first."""
+    lines = ["# Experiments", "", "What was tried, what came of it, and what was decided."]
+    lines += ["Written by `make docs` from the pages.", ""]
+    for page in sorted((DOCS / "experiments").glob("20*.md"), reverse=True):
+        text = page.read_text(encoding="utf-8")
+        question = text.splitlines()[0].removeprefix("# ")
+        decision = text.partition("- **Decision**: ")[2].partition("\n- **")[0]
+        lines += _item(f"{page.name[:10]}: [{question}]({page.name}) Decision: {decision}")
+    return "\n".join([*lines, ""])
 
 
 def timeline() -> str:
@@ -126,6 +153,7 @@ def generated() -> dict[str, str]:
         "api.md": api(),
         "nested.svg": timeline(),
         "scaling.svg": scaling(),
+        "experiments/README.md": experiments(),
     }
 
 

@@ -11,7 +11,8 @@ import pytest
 from nestpipe.cli.app import main
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
+EXPERIMENTS = sorted((ROOT / "docs/experiments").glob("20*.md"))
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
 
@@ -48,6 +49,14 @@ def test_commands_in_the_docs_run(code, capsys):
 def test_links_between_pages_lead_somewhere(page):
     for target in LINK.findall(page.read_text()):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize("page", EXPERIMENTS, ids=lambda page: page.stem)
+def test_an_experiment_asks_decides_and_says_how_to_repeat_it(page):
+    lines = page.read_text().splitlines()
+    assert re.fullmatch(r"# .*\?", lines[0]), "the title is a question"
+    for fact in ("Decision", "Command", "Machine", "Commit"):
+        assert any(line.startswith(f"- **{fact}**: ") for line in lines), f"no {fact.lower()}"
 
 
 def test_generated_pages_are_current():

@@ -25,7 +25,7 @@ MOVE_DRAW = 0.115
 
 Measured by itself on an H200, not in a pipeline: four ranks that read and wrote rows without end
 made the dense compute of all four take 18.7 instead of 15.2 ms, which is 1 + 2 x 0.115 times as
-long (docs/log.md, "Rows by bulk copies").
+long (docs/experiments/2026-11-16-bulk-copies.md).
 """
 
 

@@ -31,7 +31,7 @@ def aligned_rows(count: int, width: int, device: torch.device) -> Tensor:
 def in_order_of_addresses(addresses_K: Tensor, positions_n: Tensor | None) -> Tensor:
     """(n,) the same positions; rows that share a page of host memory come one after the other.
 
-    That doubles the speed and more (docs/log.md), most likely since the GPU remembers few pages.
+    That doubles the speed and more (docs/experiments), likely as the GPU remembers few pages.
     """
     if positions_n is None:
         return addresses_K.argsort()
