@@ -94,6 +94,18 @@ def test_one_process_tells_people_how_much_differs(verify):
     assert extent.endswith("losses differ from step 2 on")
 
 
+def test_delays_change_no_bit(verify):
+    status, out, err = verify("--delays", "3")
+    assert status == 0, err
+    assert out.startswith("identical: nested and serial, 6 steps of 2 micro-batches on 1 rank")
+
+
+def test_delays_are_for_plans(verify):
+    status, _, err = verify("--delays", "3", "--one-dimension")
+    assert status == 2
+    assert err.startswith("error: --delays is 3 with --one-dimension; ")
+
+
 @pytest.mark.parametrize(
     ("arguments", "plan"),
     [

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -12,8 +13,9 @@ from nestpipe.errors import RunError
 from nestpipe.runtime import inject_delays
 from nestpipe.schedule import Kind, Plan, Shape, Step
 from nestpipe.train.config import PipelineSettings
+from nestpipe.train.trainer import Trainer
 from nestpipe.train.verify.compare import Findings, Trained, compare
-from nestpipe.train.verify.plans import serial_twin, train_to_compare
+from nestpipe.train.verify.plans import serial_twin, train_to_compare, verify
 from support.thread_ranks import run_ranks
 
 RANKS, SEEDS, MAX_MS, STEPS = 2, 54, 1.5, 5
@@ -127,3 +129,34 @@ def test_rows_sent_before_their_refresh_are_found(twins):
             hasty = partial(Without, kind=Kind.ROWS, awaited=Kind.SYNC)
             different += sum(f.rows_different for f in findings(twins, "nested", seed, hasty))
     assert different > 0
+
+
+def verdict_of(world, seed: int | None, change: Callable[[Plan], Plan | Without]) -> bool:
+    """Whether `verify` finds nested identical to serial; a run that breaks is not."""
+
+    def one(comm) -> bool:
+        def start(settings: PipelineSettings) -> tuple[Trainer, Any]:
+            trainer = world.trainer(settings, comm)
+            if settings.plan == "nested":
+                trainer.plan = change(trainer.plan)
+            return trainer, world.source
+
+        return verify(start, pipeline("nested", 1), steps=STEPS, delays=seed).identical
+
+    try:
+        return run_ranks(1, one)[0]
+    except RunError as error:
+        if "nan" not in str(error):
+            raise
+        return False
+
+
+def test_verify_loses_a_race_on_purpose(make_world):
+    """`retrieve` that does not wait for `sync` reads over rows which are still to be copied."""
+    hasty = partial(Without, kind=Kind.RETRIEVE, awaited=Kind.SYNC)
+    assert not all(verdict_of(make_world(), seed, hasty) for seed in range(20))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_verify_with_delays_lets_a_whole_plan_pass(make_world, seed):
+    assert verdict_of(make_world(), seed, lambda plan: plan)

@@ -20,6 +20,7 @@ from nestpipe.cli.options import (
     starts_ranks,
 )
 from nestpipe.cli.output import STDOUT, console, progress_bar, write_json
+from nestpipe.errors import ConfigError
 
 if TYPE_CHECKING:
     from nestpipe.train.job import JobConfig
@@ -47,6 +48,14 @@ def verify(
             help="Compare exact groups with serial in one dimension instead, but for rounding.",
         ),
     ] = False,
+    delays: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            metavar="SEED",
+            help="Delay random ops of the compared run, so that a race is lost on purpose.",
+        ),
+    ] = None,
     json: JsonFile = None,
 ) -> None:
     """Prove that a plan changes no bit: train with serial and with the plan, compare everything.
@@ -58,8 +67,15 @@ def verify(
 
     Example: nestpipe verify config.toml --plan dual_buffer --json -
 
+    Example: nestpipe verify --steps 20 --ranks 2 --delays 1
+
     Example: nestpipe verify --ranks 4 --set parallel.groups=2 --one-dimension
     """
+    if one_dimension and delays is not None:
+        raise ConfigError(
+            f"--delays is {delays} with --one-dimension; delays are for the comparison of plans, "
+            "so leave one of them out"
+        )
     job_config = _chosen(read_job(config, [*(settings or []), *_overrides(steps, plan)]), plan)
     if starts_ranks(ranks):
         raise typer.Exit(launch_ranks(ranks))
@@ -74,7 +90,7 @@ def verify(
         found = verify_one_dimension(job_config, comm, watch)
         proven, figures, lines = found.agrees, found.figures(), agreement_sentences(found)
     else:
-        verdict = verify_job(job_config, comm, watch)
+        verdict = verify_job(job_config, comm, watch, delays)
         proven, figures, lines = verdict.identical, verdict.figures(), sentences(verdict)
     if comm.rank == 0:
         _show(figures, lines, json)

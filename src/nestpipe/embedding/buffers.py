@@ -7,6 +7,7 @@ from a store into a buffer and back is the transport's business.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -39,12 +40,17 @@ class RowBuffers:
         ]
         self._rows: dict[int, list[BufferRows]] = {}
         """[batch][group]"""
+        self.poison = False
+        """Fill a buffer with NaN before it is read into, so that a late reader is found out."""
+        self._num_buffers = shape.buffers
 
     def of(self, batch: int) -> list[BufferRows]:
         return self._rows[batch]
 
     def retrieve(self, batch: int, working: Sequence[WorkingSet]) -> int:
         """Rows from the stores into the idle buffer; returns how many were read."""
+        if self.poison:
+            self._poison(batch - self._num_buffers)
         new = [self._new_rows(of_store) for of_store in working]
         self._rows[batch] = [
             transport.read(batch, of_store, chosen)
@@ -59,6 +65,12 @@ class RowBuffers:
         if working.carried_over is not None:
             here_K = torch.cat([here_K, working.carried_over.positions_K])
         return working.without(here_K) if self._only_new and len(here_K) else working.all_rows
+
+    def _poison(self, batch: int) -> None:
+        """Rows that the plan lets `retrieve` overwrite; memory is taken anew, so they linger."""
+        for rows in self._rows.get(batch, []):
+            if isinstance(rows, Tensor):
+                rows.fill_(math.nan)
 
     def _carry_over(self, batch: int, working: Sequence[WorkingSet]) -> None:
         """Rows that may not be back in their store yet, from the buffer where they still are."""

@@ -160,15 +160,18 @@ def name_collectives(work: Work, label: Callable[[str], AbstractContextManager[N
     return {k: named(act) if k in COLLECTIVES else act for k, act in work.items()}
 
 
-def inject_delays(work: Work, *, seed: int, max_ms: float) -> Work:
-    """A tool for tests: every op takes up to `max_ms` longer, by chance.
+def inject_delays(work: Work, *, seed: int, max_ms: float, share: float = 1.0) -> Work:
+    """Delay a share of the ops by up to `max_ms`, so that a missing edge loses its race.
 
     The delay of an op is a function of the seed and its name, whatever thread runs it.
     """
 
     def delayed(act: Act) -> Act:
         def call(op: Op) -> None:
-            time.sleep(random.Random(f"{seed} {op}").random() * max_ms / 1e3)
+            chance = random.Random(f"{seed} {op}")
+            delay_s = chance.random() * max_ms / 1e3
+            if chance.random() < share:
+                time.sleep(delay_s)
             act(op)
 
         return call

@@ -78,7 +78,10 @@ class Trainer:
         """When each op of the last batches ran, by this rank's clock."""
         self.traffic = Traffic()
         """What this rank has moved for training, ever."""
-        self._around = around
+        self.around = around
+        """Put around the work of every op, for runs that start from now on."""
+        self.poison_buffers = False
+        """Whether those runs fill row buffers with NaN before they use them again."""
         rows = self.settings.rows
         scale = rows.scale or float(parallel.groups if parallel.merge == "averaged" else 1)
         self.row_optimizer = row_optimizer(rows.optimizer, rows.lr, rows.eps, scale)
@@ -160,9 +163,11 @@ class Trainer:
             start=self.progress.position,
         )
         pipeline = self.settings.pipeline
+        tables = self.make_tables(self.plan, training=True)
+        tables.buffers.poison = self.poison_buffers
         work = TrainingWork(
             model=self.model,
-            tables=self.make_tables(self.plan, training=True),
+            tables=tables,
             dense_optimizer=self.dense_optimizer,
             batches=iter(batches),
             empty=source.empty(),
@@ -193,7 +198,7 @@ class Trainer:
 
     def _run(self, work: TrainingWork) -> None:
         """Do all of the plan's ops, and note when they ran and what they moved."""
-        functions = name_collectives(self._around(work.functions()), self.comm.op_label)
+        functions = name_collectives(self.around(work.functions()), self.comm.op_label)
         sent = self.comm.bytes_sent
         self.comm.barrier()  # the traces of all ranks begin here
         trace = run(

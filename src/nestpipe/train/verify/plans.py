@@ -6,16 +6,20 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 from nestpipe.comm import Communicator
 from nestpipe.data import Source
+from nestpipe.runtime import Work, inject_delays
 from nestpipe.train.config import PipelineSettings
 from nestpipe.train.job import JobConfig, make_job
 from nestpipe.train.ops import StepReport
 from nestpipe.train.trainer import Trainer
 from nestpipe.train.verify.compare import Findings, Trained, compare
 
+DELAY_MS, DELAYED_SHARE = 25.0, 0.2
+"""Few ops and long delays: where all are late, nobody overtakes."""
 Tell = Callable[[StepReport], None]
 Watch = Callable[[str, int | None], AbstractContextManager[Tell]]
 """Called before each run with its name and steps, if known; what it yields hears of every step."""
@@ -63,7 +67,12 @@ def serial_twin(pipeline: PipelineSettings) -> PipelineSettings:
     return replace(pipeline, plan="serial", retrieval="whole", speculative_rows=False, buffers=2)
 
 
-def verify_job(config: JobConfig, comm: Communicator, watch: Watch = unwatched) -> Verdict:
+def verify_job(
+    config: JobConfig,
+    comm: Communicator,
+    watch: Watch = unwatched,
+    delays: int | None = None,
+) -> Verdict:
     """Train a config's job with `serial` and with its plan, and compare what came out.
 
     Nothing is evaluated or saved. All ranks take part, and all get the same verdict.
@@ -74,7 +83,8 @@ def verify_job(config: JobConfig, comm: Communicator, watch: Watch = unwatched) 
         return job.trainer, job.train
 
     run = config.run
-    return verify(start, config.pipeline, steps=run.steps or None, epochs=run.epochs, watch=watch)
+    length = {"steps": run.steps or None, "epochs": run.epochs}
+    return verify(start, config.pipeline, **length, watch=watch, delays=delays)
 
 
 def verify(
@@ -84,23 +94,28 @@ def verify(
     steps: int | None = None,
     epochs: int = 1,
     watch: Watch = unwatched,
+    delays: int | None = None,
 ) -> Verdict:
     """Train twice from the same start, with `serial` and with `pipeline`, and compare.
 
-    Both trainers live until the comparison is made, so host memory holds all rows twice.
+    Both trainers live until the comparison is made, so host memory holds all rows twice. With
+    `delays`, a seed, some ops of the second run take longer by chance, others on each rank.
     """
     with ExitStack() as closing:
 
-        def train(settings: PipelineSettings, name: str) -> Trained:
+        def train(settings: PipelineSettings, name: str, seed: int | None = None) -> Trained:
             trainer, source = start(settings)
             closing.callback(trainer.close)
+            if seed is not None:
+                trainer.around = delay_ops(seed, trainer.comm)
+                trainer.poison_buffers = True
             with watch(name, expected_steps(trainer, source, steps, epochs)) as tell:
                 return train_to_compare(trainer, source, name, steps, epochs, tell)
 
         twin = serial_twin(pipeline)
         serial = train(twin, twin.plan)
         again = " again" if pipeline.plan == twin.plan else ""
-        other = train(pipeline, pipeline.plan + again)
+        other = train(pipeline, pipeline.plan + again, delays)
         findings = compare(serial, other)
         comm = serial.trainer.comm
         return combine(
@@ -112,6 +127,12 @@ def verify(
             steps=serial.trainer.progress.step,
             micro_batches=pipeline.micro_batches,
         )
+
+
+def delay_ops(seed: int, comm: Communicator) -> Callable[[Work], Work]:
+    """Hold some ops up for so long that whatever does not wait for them overtakes them."""
+    own = seed * comm.size + comm.rank
+    return partial(inject_delays, seed=own, max_ms=DELAY_MS, share=DELAYED_SHARE)
 
 
 def expected_steps(trainer: Trainer, source: Source, steps: int | None, epochs: int) -> int | None:
