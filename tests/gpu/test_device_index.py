@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nestpipe.embedding.optimizers import OPTIMIZERS, RowOptimizer, row_optimizer
-from nestpipe.embedding.routing.lists import Wanted
+from nestpipe.embedding.routing.lists import WantedKeys
 from nestpipe.embedding.routing.native import request as native_request
 from nestpipe.embedding.store.reference import first_weights
 from nestpipe.errors import ConfigError
@@ -189,7 +189,7 @@ def test_dedup_gives_the_lists_of_native_routing():
     keys = [powers(size, 50_000, size).cpu() for size in (90_000, 0, 1, 40_000)]
     for rank in range(3):
         routed = native_request(
-            Wanted(
+            WantedKeys(
                 keys=keys,
                 lengths=[torch.ones_like(table) for table in keys],
                 pooled=[False] * len(keys),

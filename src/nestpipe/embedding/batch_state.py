@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from nestpipe.embedding.routing.lists import Asked
+from nestpipe.embedding.routing.lists import OwnerRequests
 from nestpipe.embedding.routing.owners import WorkingSet
 from nestpipe.embedding.routing.requests import Request
 from nestpipe.embedding.speculative import RowPatch
@@ -40,7 +40,7 @@ class BatchState:
     """[group] (R, M, C) keys that each rank asks this one for ..."""
     asked_rows: list[Tensor] = field(default_factory=list[Tensor])
     """... and rows that it wants for them."""
-    asked: list[Asked] = field(default_factory=list[Asked])
+    asked: list[OwnerRequests] = field(default_factory=list[OwnerRequests])
     working: list[WorkingSet] = field(default_factory=list[WorkingSet])
     patches: list[RowPatch] = field(default_factory=list[RowPatch])
     """[group] rows of the first micro-batch that come twice."""

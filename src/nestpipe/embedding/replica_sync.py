@@ -13,8 +13,8 @@ from torch import Tensor
 
 from nestpipe.comm.communicator import Communicator
 from nestpipe.embedding.optimizers import RowOptimizer
-from nestpipe.embedding.replica_union import Merged
-from nestpipe.embedding.routing.owners import WideThere
+from nestpipe.embedding.replica_union import MergedKeys
+from nestpipe.embedding.routing.owners import ReplicaRows
 from nestpipe.embedding.store.protocol import RowStore
 from nestpipe.kernels.rows.native import RowPointers, copy_rows
 from nestpipe.kernels.rows.segments import empty_rows
@@ -103,37 +103,39 @@ def write_rows(rows: Tensor | RowPointers, at_U: Tensor, values_UW: Tensor) -> N
     copy_rows(rows.at(at_U), values_UW.contiguous(), to_store=True, threads=torch.get_num_threads())
 
 
-def merge_gradients(comm: Communicator, sums: Sequence[Tensor], wide: Sequence[WideThere]) -> None:
+def merge_gradients(
+    comm: Communicator, sums: Sequence[Tensor], replicas: Sequence[ReplicaRows]
+) -> None:
     """Sum the gradients of rows over all groups, in place, by whichever way is fewer bytes."""
-    parts = [s.index_select(0, w.merged) for s, w in zip(sums, wide, strict=True)]
-    of_groups = [w.of_groups for w in wide]
+    parts = [s.index_select(0, r.merged) for s, r in zip(sums, replicas, strict=True)]
+    of_groups = [r.of_groups for r in replicas]
     if touched_are_fewer(parts, of_groups):
         totals = sum_of_touched(comm, parts, of_groups)
     else:
         totals = sum_over_groups(comm, parts)
-    for of_store, w, total in zip(sums, wide, totals, strict=True):
-        of_store.index_copy_(0, w.merged, total)
+    for of_store, r, total in zip(sums, replicas, totals, strict=True):
+        of_store.index_copy_(0, r.merged, total)
 
 
 def merge_rows(
     comm: Communicator,
     every: Sequence[Tensor | RowPointers],
-    wide: Sequence[WideThere],
+    replicas: Sequence[ReplicaRows],
     optimizer: RowOptimizer,
     dims: Sequence[int],
 ) -> None:
     """Average rows with their state over all groups, in place."""
-    parts = [read_rows(rows, w.merged) for rows, w in zip(every, wide, strict=True)]
+    parts = [read_rows(rows, r.merged) for rows, r in zip(every, replicas, strict=True)]
     means = average_over_groups(comm, parts)
-    for rows, w, mean_UW, dim in zip(every, wide, means, dims, strict=True):
-        optimizer.count_groups(mean_UW, dim, w.groups)
-        write_rows(rows, w.merged, mean_UW)
+    for rows, r, mean_UW, dim in zip(every, replicas, means, dims, strict=True):
+        optimizer.count_groups(mean_UW, dim, r.groups)
+        write_rows(rows, r.merged, mean_UW)
 
 
 def merge_stored(
     comm: Communicator,
     store: RowStore,
-    merged: Merged,
+    merged: MergedKeys,
     optimizer: RowOptimizer,
     dim: int,
     device: torch.device,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from nestpipe.comm.communicator import Communicator
-from nestpipe.embedding.routing.lists import United
+from nestpipe.embedding.routing.lists import KeyUnion
 from nestpipe.kernels.rows.segments import Segments, ends_of
 from nestpipe.schedule.schedule import Merge, Shape
 
@@ -24,7 +24,7 @@ from nestpipe.schedule.schedule import Merge, Shape
 
 
 @dataclass(frozen=True, slots=True)
-class Merged:
+class MergedKeys:
     """The keys of one store that replicas merge, the same on all of them."""
 
     keys_U: Tensor
@@ -36,10 +36,10 @@ class Merged:
 
 
 @dataclass(frozen=True, slots=True)
-class Wide:
-    """A working set with all that replicas merge."""
+class ReplicaUnion:
+    """The union over groups: an owner's keys, extended by all that its replicas merge."""
 
-    united: United
+    union: KeyUnion
     own_K: Tensor
     """Where the rows stand that this batch itself asked for."""
     merged_U: Tensor
@@ -59,9 +59,9 @@ class Replicas:
         self._touched = self._nothing()
         self._batches = 0
 
-    def unite(self, batch: int, united: Sequence[United]) -> list[Wide] | None:
+    def unite(self, batch: int, unions: Sequence[KeyUnion]) -> list[ReplicaUnion] | None:
         """Note what a batch touches; what to work on where it merges replicas, else None."""
-        for of_store, one in zip(self._touched, united, strict=True):
+        for of_store, one in zip(self._touched, unions, strict=True):
             for noted, keys in zip(
                 of_store, torch.split(one.keys_K, one.table_counts), strict=True
             ):
@@ -71,19 +71,19 @@ class Replicas:
             return None
         exact = self._shape.merge is Merge.EXACT
         merged = self.take()
-        return [widen(o, m, exact=exact) for o, m in zip(united, merged, strict=True)]
+        return [extend_union(o, m, exact=exact) for o, m in zip(unions, merged, strict=True)]
 
     @property
     def pending(self) -> bool:
         """Whether batches have touched rows that are not merged yet; the same on all ranks."""
         return self._batches > 0
 
-    def take(self) -> list[Merged]:
+    def take(self) -> list[MergedKeys]:
         """What any replica has touched since the last time, store by store."""
         mine = [unique_keys(parts) for of_store in self._touched for parts in of_store]
         self._touched, self._batches = self._nothing(), 0
         all_C = everyones_keys(self._comm, mine)
-        found: list[Merged] = []
+        found: list[MergedKeys] = []
         for tables in self._tables:
             of_store, all_C = all_C[:tables], all_C[tables:]
             found.append(merged_keys(of_store))
@@ -93,7 +93,7 @@ class Replicas:
         return [[[] for _ in range(tables)] for tables in self._tables]
 
 
-def merged_keys(of_groups_C: Sequence[Sequence[Tensor]]) -> Merged:
+def merged_keys(of_groups_C: Sequence[Sequence[Tensor]]) -> MergedKeys:
     """What all groups touched, from [table][group] the keys of each, all different."""
     unique = [torch.unique(torch.cat(list(keys)), return_counts=True) for keys in of_groups_C]
     counts = [len(keys) for keys, _ in unique]
@@ -107,7 +107,7 @@ def merged_keys(of_groups_C: Sequence[Sequence[Tensor]]) -> Merged:
         )
         for of_group in zip(*of_groups_C, strict=True)
     ]
-    return Merged(
+    return MergedKeys(
         torch.cat([keys for keys, _ in unique]),
         counts,
         torch.cat([groups for _, groups in unique]),
@@ -137,7 +137,7 @@ def everyones_keys(comm: Communicator, mine_C: Sequence[Tensor]) -> list[list[Te
     return [[parts[g][c] for g in range(groups)] for c in range(len(mine_C))]
 
 
-def widen(united: United, merged: Merged, *, exact: bool) -> Wide:
+def extend_union(union: KeyUnion, merged: MergedKeys, *, exact: bool) -> ReplicaUnion:
     """Put the keys that only others touched behind a batch's own, table by table.
 
     `exact`: all of them get a gradient; else only those that the batch itself asked for.
@@ -147,7 +147,7 @@ def widen(united: United, merged: Merged, *, exact: bool) -> Wide:
     places: list[Tensor] = []
     start = 0
     for mine_k, all_u in zip(
-        torch.split(united.keys_K, united.table_counts),
+        torch.split(union.keys_K, union.table_counts),
         torch.split(merged.keys_U, merged.table_counts),
         strict=True,
     ):
@@ -157,15 +157,17 @@ def widen(united: United, merged: Merged, *, exact: bool) -> Wide:
         places.append(place_u + start)
         start += len(all_u)
     own_K = torch.cat(own)
-    wide = replace(
-        united,
+    extended = replace(
+        union,
         keys_K=torch.cat(keys),
         table_counts=merged.table_counts,
-        serve=[_moved(segments, own_K) for segments in united.serve],
+        serve=[_moved(segments, own_K) for segments in union.serve],
     )
     if exact:
-        wide = replace(wide, gather_back=[_spaced(b, own_K, start) for b in united.gather_back])
-    return Wide(wide, own_K, torch.cat(places), merged.groups_U, merged.of_groups)
+        extended = replace(
+            extended, gather_back=[_spaced(b, own_K, start) for b in union.gather_back]
+        )
+    return ReplicaUnion(extended, own_K, torch.cat(places), merged.groups_U, merged.of_groups)
 
 
 def _places(mine_k: Tensor, all_u: Tensor) -> tuple[Tensor, Tensor]:

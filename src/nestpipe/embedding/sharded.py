@@ -24,7 +24,7 @@ from nestpipe.embedding.optimizers import RowOptimizer
 from nestpipe.embedding.replica_sync import merge_gradients, merge_rows, merge_stored
 from nestpipe.embedding.replica_union import Replicas
 from nestpipe.embedding.routing.all_to_all import exchange
-from nestpipe.embedding.routing.owners import make_working_set, unite
+from nestpipe.embedding.routing.owners import make_working_set, union_of
 from nestpipe.embedding.routing.requests import make_requests, make_window, requests_on
 from nestpipe.embedding.routing.wire_format import (
     in_rank_order,
@@ -184,15 +184,15 @@ class ShardedTables:
         state = self.in_flight[batch]
         before = self.in_flight.get(batch - 1) if self.shape.buffers > 1 else None
         older = self.in_flight.get(batch - 2) if self.shape.takes_over else None
-        united = [unite(asked) for asked in state.asked]
-        wide = self.replicas.unite(batch, united) if self.replicas is not None else None
+        unions = [union_of(asked) for asked in state.asked]
+        replicas = self.replicas.unite(batch, unions) if self.replicas is not None else None
         state.working = [
             make_working_set(
                 asked,
                 before.working[g] if before else None,
                 self.device,
-                united=united[g],
-                wide=wide[g] if wide else None,
+                union=unions[g],
+                replica=replicas[g] if replicas else None,
                 early=self.shape.speculative_rows,
                 older=older.working[g] if older else None,
                 compared=self.shape.buffers > 1,
@@ -360,7 +360,8 @@ class ShardedTables:
         for group, working, sums, rows in zip(
             self.groups, state.working, state.sums, self.buffers.of(batch), strict=True
         ):
-            own = working.wide.own if working.wide and self.shape.merge is Merge.AVERAGED else None
+            merges = working.replica_rows if self.shape.merge is Merge.AVERAGED else None
+            own = None if merges is None else merges.own
             if use_native(self.device):
                 some = rows if own is None else _some_of(rows, own)
                 self.optimizer.update_native(some, group.dim, [sums], float(times), step)
@@ -375,12 +376,12 @@ class ShardedTables:
     def mirror(self, batch: int) -> None:
         """Bring replicas in other groups together: gradients before `update`, or rows after it."""
         state, comm = self.in_flight[batch], self.mesh.replicas
-        wide = [working.wide for working in state.working if working.wide is not None]
+        replicas = [w.replica_rows for w in state.working if w.replica_rows is not None]
         if self.shape.merge is Merge.EXACT:
-            merge_gradients(comm, [sums.rows[0] for sums in state.sums], wide)
+            merge_gradients(comm, [sums.rows[0] for sums in state.sums], replicas)
             return
         every = self.buffers.of(batch)
-        merge_rows(comm, every, wide, self.optimizer, [group.dim for group in self.groups])
+        merge_rows(comm, every, replicas, self.optimizer, [group.dim for group in self.groups])
         for group, rows in zip(self.groups, every, strict=True):
             _round(group, rows)
 

@@ -16,7 +16,7 @@ MOST_TOKENS = (1 << 30) - 1
 """Tokens of one sample."""
 
 
-class _Task(ctypes.Structure):
+class _ClusterTaskStruct(ctypes.Structure):
     """`ClusterTask` of `native/clustering/cluster.h`."""
 
     _fields_ = (
@@ -41,7 +41,9 @@ def cluster(task: ClusterTask, *, native: bool | None = None) -> I64:
         return cluster_plainly(task)
     columns = (task.offsets_B1, task.keys_T, task.tokens_B, task.sizes_P, task.least_P, task.most_P)
     held = [np.ascontiguousarray(column, np.int64) for column in columns]
-    given = _Task(len(task.tokens_B), len(task.sizes_P), *(column.ctypes.data for column in held))
+    given = _ClusterTaskStruct(
+        len(task.tokens_B), len(task.sizes_P), *(column.ctypes.data for column in held)
+    )
     part_B = np.empty(len(task.tokens_B), np.int64)
     status = library().nestpipe_cluster(ctypes.addressof(given), part_B.ctypes.data)
     if status == Status.NO_MEMORY:

@@ -27,7 +27,7 @@ class Status(IntEnum):
     UNKNOWN_OPTIMIZER = 5
 
 
-class Report(ctypes.Structure):
+class StoreReport(ctypes.Structure):
     """The values that belong to a status other than OK."""
 
     _fields_ = (("table", c_int64), ("key", c_int64), ("asked", c_int64), ("limit", c_int64))
@@ -37,7 +37,7 @@ class Report(ctypes.Structure):
     limit: int
 
 
-class Shape(ctypes.Structure):
+class StoreShape(ctypes.Structure):
     """What a store is opened with."""
 
     _fields_ = (
@@ -54,11 +54,14 @@ class Shape(ctypes.Structure):
 
 # Addresses of tensors and of the store itself travel as void pointers.
 _SIGNATURES = {
-    "nestpipe_store_open": (c_void_p, [POINTER(Shape), c_int64]),
+    "nestpipe_store_open": (c_void_p, [POINTER(StoreShape), c_int64]),
     "nestpipe_store_close": (None, [c_void_p]),
     "nestpipe_store_gather": (c_int, [c_void_p, c_void_p, c_void_p, c_void_p, POINTER(c_int64)]),
     "nestpipe_store_locate": (c_int, [c_void_p, c_void_p, c_void_p, c_void_p, POINTER(c_int64)]),
-    "nestpipe_store_scatter": (c_int, [c_void_p, c_void_p, c_void_p, c_void_p, POINTER(Report)]),
+    "nestpipe_store_scatter": (
+        c_int,
+        [c_void_p, c_void_p, c_void_p, c_void_p, POINTER(StoreReport)],
+    ),
     "nestpipe_store_num_rows": (c_int64, [c_void_p, c_int64]),
     "nestpipe_store_num_bytes": (c_int64, [c_void_p]),
     "nestpipe_store_chunks": (
@@ -68,7 +71,7 @@ _SIGNATURES = {
     "nestpipe_store_keys": (c_int64, [c_void_p, c_int64, c_void_p, c_int64]),
     "nestpipe_cluster": (c_int, [c_void_p, c_void_p]),
     "nestpipe_request": (c_int, [c_void_p, c_void_p]),
-    "nestpipe_cut": (c_int, [c_void_p, c_void_p]),
+    "nestpipe_window": (c_int, [c_void_p, c_void_p]),
     "nestpipe_union": (c_int, [c_void_p, c_void_p]),
     "nestpipe_index_size": (c_int64, [c_int64, c_void_p]),
     "nestpipe_index": (None, [c_int64, *[c_void_p] * 3]),

@@ -14,7 +14,7 @@ import nestpipe
 from nestpipe.embedding import transports
 from nestpipe.embedding.buffers import RowBuffers
 from nestpipe.embedding.replica_sync import read_rows, write_rows
-from nestpipe.embedding.routing.lists import Asked
+from nestpipe.embedding.routing.lists import OwnerRequests
 from nestpipe.embedding.routing.owners import WorkingSet, make_working_set
 from nestpipe.embedding.store import open_store
 from nestpipe.embedding.store.protocol import RowStore, StoreAbilities, StoreLayout
@@ -88,7 +88,7 @@ def working_sets(buffers: int) -> list[WorkingSet]:
     for tables in BATCHES:
         counts = torch.tensor([[list(map(len, tables))]])
         keys_A = torch.tensor([key for keys in tables for key in keys], dtype=torch.int64)
-        asked = Asked(keys_A, keys_A[:0], counts, counts, 0)
+        asked = OwnerRequests(keys_A, keys_A[:0], counts, counts, 0)
         before = made[-1] if made and buffers > 1 else None
         older = made[-2] if len(made) > 1 and buffers > 2 else None
         made.append(make_working_set(asked, before, CPU, older=older, compared=buffers > 1))

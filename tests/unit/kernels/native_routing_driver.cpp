@@ -45,7 +45,7 @@ struct Requester {
   std::vector<int64_t> keys, lengths, term_ends, output_ends;
   std::vector<int64_t> sent, sums, key_counts, row_counts, straight;
   std::vector<int32_t> seen_rows, seen_ends, back_outputs, back_ends;
-  nestpipe::Routed routed{};
+  nestpipe::RoutedKeys routed{};
 
   void draw(std::mt19937_64& random, int64_t samples, int64_t vocabulary) {
     for (int64_t t = 0; t < kTables; ++t) {
@@ -69,7 +69,7 @@ struct Requester {
     seen_rows = back_outputs = numbers<int32_t>(terms);
     seen_ends = numbers<int32_t>(outputs + 1);
     back_ends = numbers<int32_t>(terms + 1);
-    const nestpipe::Wanted wanted{kTables,           ranks,
+    const nestpipe::WantedKeys wanted{kTables,           ranks,
                                   rank,              4 * dim,
                                   term_ends.data(),  output_ends.data(),
                                   keys.data(),       lengths.data(),
@@ -169,7 +169,7 @@ class World {
     owner.serve_rows = owner.back_served = numbers<int32_t>(total);
     owner.serve_ends = numbers<int32_t>(owner.num_served + 1);
     owner.back_ends = numbers<int32_t>(total + 1);
-    const nestpipe::Asked asked{kTables,
+    const nestpipe::OwnerRequests asked{kTables,
                                 ranks_,
                                 self,
                                 1,

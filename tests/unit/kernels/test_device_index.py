@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nestpipe.embedding.optimizers import OPTIMIZERS, RowOptimizer, row_optimizer
-from nestpipe.embedding.routing.lists import Wanted
+from nestpipe.embedding.routing.lists import WantedKeys
 from nestpipe.embedding.routing.native import request as native_request
 from nestpipe.embedding.store.reference import first_weights
 from nestpipe.errors import ConfigError
@@ -283,7 +283,7 @@ def test_dedup_gives_the_lists_of_native_routing(ranks: int):
     homes = (-1, -1, ranks - 1, -1, -1)
     ends_C = torch.tensor([len(table) for table in keys]).cumsum(0)
     for rank in range(ranks):
-        wanted = Wanted(
+        wanted = WantedKeys(
             keys=keys,
             lengths=[torch.ones_like(table) for table in keys],
             pooled=[False] * len(keys),

@@ -42,7 +42,7 @@ class Neighbours:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class WantedKeys:
     """What a micro-batch needs, table by table."""
 
     keys: list[Tensor]
@@ -60,7 +60,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Routed:
+class RoutedKeys:
     """What a requester sends, and what it does with the rows that come; see `Request`."""
 
     keys_A: Tensor
@@ -74,7 +74,7 @@ class Routed:
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
+class WindowSlice:
     """One micro-batch of a routed batch; its rows are numbered over the whole window."""
 
     keys_A: Tensor
@@ -96,7 +96,7 @@ class Slice:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class OwnerRequests:
     """What an owner was asked for, by requester, micro-batch and table."""
 
     keys_A: Tensor
@@ -131,7 +131,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class United:
+class KeyUnion:
     """The owner's unique keys by table, and for each micro-batch the way there and back."""
 
     keys_K: Tensor

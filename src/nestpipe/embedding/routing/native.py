@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from nestpipe.embedding.routing.lists import (
-    Asked,
+    KeyUnion,
     KnownKeys,
     Neighbours,
-    Routed,
-    Slice,
-    United,
-    Wanted,
+    OwnerRequests,
+    RoutedKeys,
+    WantedKeys,
+    WindowSlice,
 )
 from nestpipe.errors import ConfigError
 from nestpipe.kernels.host_memory import empty
@@ -29,7 +29,7 @@ from nestpipe.kernels.rows.segments import Segments, concat
 _CPU = torch.device("cpu")
 
 
-class _Wanted(ctypes.Structure):
+class _WantedKeysStruct(ctypes.Structure):
     _fields_ = (
         *((name, c_int64) for name in ("tables", "ranks", "rank", "row_bytes")),
         *(
@@ -39,7 +39,7 @@ class _Wanted(ctypes.Structure):
     )
 
 
-class _Routed(ctypes.Structure):
+class _RoutedKeysStruct(ctypes.Structure):
     _fields_ = (
         *(
             (name, c_void_p)
@@ -56,7 +56,7 @@ class _Routed(ctypes.Structure):
     num_seen: int
 
 
-class _Whole(ctypes.Structure):
+class _WholeStruct(ctypes.Structure):
     _fields_ = (
         *((name, c_int64) for name in ("tables", "ranks", "rank", "micros")),
         *(
@@ -69,7 +69,7 @@ class _Whole(ctypes.Structure):
     )
 
 
-class _Cut(ctypes.Structure):
+class _WindowStruct(ctypes.Structure):
     _fields_ = tuple(
         (name, c_void_p)
         for name in (
@@ -80,14 +80,14 @@ class _Cut(ctypes.Structure):
     )
 
 
-class _Asked(ctypes.Structure):
+class _OwnerRequestsStruct(ctypes.Structure):
     _fields_ = (
         *((name, c_int64) for name in ("tables", "ranks", "rank", "micros")),
         *((name, c_void_p) for name in ("key_counts", "row_counts", "keys", "lengths", "lasts")),
     )
 
 
-class _United(ctypes.Structure):
+class _KeyUnionStruct(ctypes.Structure):
     _fields_ = tuple(
         (name, c_void_p)
         for name in (
@@ -96,18 +96,18 @@ class _United(ctypes.Structure):
     )
 
 
-class _KnownKeys(ctypes.Structure):
+class _KnownKeysStruct(ctypes.Structure):
     _fields_ = (("keys", c_void_p), ("counts", c_void_p), ("index", c_void_p))
 
 
-class _Neighbours(ctypes.Structure):
+class _NeighboursStruct(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("shared", "shared_before", "carried", "carried_older")),
         *((name, c_int64) for name in ("num_shared", "num_carried")),
     )
 
 
-def request(wanted: Wanted) -> Routed:
+def request(wanted: WantedKeys) -> RoutedKeys:
     """What to send, and what to do with the rows that come."""
     terms, outputs = sum(map(len, wanted.keys)), sum(map(len, wanted.lengths))
     _check_positions(
@@ -131,13 +131,13 @@ def request(wanted: Wanted) -> Routed:
     keys_A, sums_L = _int64s(terms), _int64s(terms)
     seen_S, back_S = _int32s(terms), _int32s(terms)
     seen_ends, back_ends = _int32s(outputs + 1), _int32s(terms + 1)
-    given = _Wanted(
+    given = _WantedKeysStruct(
         *(tables, wanted.ranks, wanted.rank, wanted.row_bytes),
         *(term_ends.data_ptr(), output_ends.data_ptr(), keys_T.data_ptr()),
         *(None if alone else lengths_O.data_ptr(), pooled.data_ptr()),
         table_owners.data_ptr(),
     )
-    made = _Routed(
+    made = _RoutedKeysStruct(
         *(keys_A.data_ptr(), sums_L.data_ptr()),
         *(key_counts_RC.data_ptr(), row_counts_RC.data_ptr()),
         *(seen_S.data_ptr(), seen_ends.data_ptr(), back_S.data_ptr(), back_ends.data_ptr()),
@@ -145,7 +145,7 @@ def request(wanted: Wanted) -> Routed:
     )
     _check(library().nestpipe_request(ctypes.byref(given), ctypes.byref(made)))
     sent = int(key_counts_RC.sum())
-    return Routed(
+    return RoutedKeys(
         keys_A=keys_A[:sent],
         lengths_L=sums_L[: made.num_lengths],
         key_counts_RC=key_counts_RC,
@@ -156,7 +156,7 @@ def request(wanted: Wanted) -> Routed:
     )
 
 
-def cut(whole: Routed, outputs_CM: Tensor, rank: int) -> list[Slice]:
+def split_window(whole: RoutedKeys, outputs_CM: Tensor, rank: int) -> list[WindowSlice]:
     """The micro-batches of a routed batch, of which each asks only for what no earlier one has."""
     tables, micros = outputs_CM.shape
     ranks = len(whole.key_counts_RC)
@@ -171,20 +171,20 @@ def cut(whole: Routed, outputs_CM: Tensor, rank: int) -> list[Slice]:
     seen_S, back_S, reused_n, leaving_P = (_int32s(n) for n in (terms, terms, terms, rows))
     seen_O = _int32s(int(output_ends[-1]) + micros)
     back_ends = _int32s(rows + terms + micros)
-    given = _Whole(
+    given = _WholeStruct(
         *(tables, ranks, rank, micros),
         *(output_ends.data_ptr(), whole.keys_A.data_ptr(), whole.lengths_L.data_ptr()),
         *(whole.key_counts_RC.data_ptr(), whole.row_counts_RC.data_ptr()),
         *(whole.seen.rows_T.data_ptr(), None if seen_ends is None else seen_ends.data_ptr()),
     )
-    made = _Cut(
+    made = _WindowStruct(
         *(keys_A.data_ptr(), lengths_L.data_ptr(), lasts_Q.data_ptr()),
         *(key_counts.data_ptr(), row_counts.data_ptr(), seen_S.data_ptr(), seen_O.data_ptr()),
         *(back_S.data_ptr(), back_ends.data_ptr(), reused_n.data_ptr(), leaving_P.data_ptr()),
         leaving_counts.data_ptr(),
         *(num.data_ptr() for num in nums),
     )
-    _check(library().nestpipe_cut(ctypes.byref(given), ctypes.byref(made)))
+    _check(library().nestpipe_window(ctypes.byref(given), ctypes.byref(made)))
     num_lengths, num_lasts, num_seen, num_reused = nums.tolist()
     new = row_counts.sum((1, 2)).tolist()
     keys = _parts(keys_A, key_counts.sum((1, 2)).tolist())
@@ -194,12 +194,12 @@ def cut(whole: Routed, outputs_CM: Tensor, rank: int) -> list[Slice]:
     ends_M = _parts(back_ends, [1 + a + b for a, b in zip(new, num_reused, strict=True)])
     reused = _parts(reused_n, num_reused)
     leaving = _parts(leaving_P, leaving_counts.sum(1).tolist())
-    slices: list[Slice] = []
+    slices: list[WindowSlice] = []
     for m in range(micros):
         ends = ends_M[m]
         split = int(ends[new[m]])
         slices.append(
-            Slice(
+            WindowSlice(
                 keys_A=keys[m],
                 lengths_L=lengths[m],
                 lasts_Q=lasts[m],
@@ -221,7 +221,7 @@ def _parts(tensor: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
     return torch.split(tensor[: sum(sizes)], list(sizes))
 
 
-def unite(asked: Asked) -> United:
+def union_of(asked: OwnerRequests) -> KeyUnion:
     """The owner's unique keys, and which of them go where."""
     ranks, micros, tables = asked.key_counts_RMC.shape
     total = len(asked.keys_A)
@@ -235,12 +235,12 @@ def unite(asked: Asked) -> United:
     key_counts, row_counts = asked.key_counts_RMC.contiguous(), asked.row_counts_RMC.contiguous()
     keys_A, lengths_L = asked.keys_A.contiguous(), asked.lengths_L.contiguous()
     lasts_Q = None if asked.lasts_Q is None else _at_some_place(asked.lasts_Q)
-    given = _Asked(
+    given = _OwnerRequestsStruct(
         *(tables, ranks, asked.rank, micros),
         *(key_counts.data_ptr(), row_counts.data_ptr(), keys_A.data_ptr(), lengths_L.data_ptr()),
         None if lasts_Q is None else lasts_Q.data_ptr(),
     )
-    made = _United(
+    made = _KeyUnionStruct(
         *(keys_K.data_ptr(), table_counts.data_ptr(), serve_T.data_ptr(), serve_ends.data_ptr()),
         *(back_T.data_ptr(), back_ends.data_ptr()),
     )
@@ -260,7 +260,7 @@ def unite(asked: Asked) -> United:
     gather_back = [
         Segments(terms, end) for terms, end in zip(torch.split(back_T, keys_M), backs, strict=True)
     ]
-    return United(keys_K[:unique], counts, serve, gather_back)
+    return KeyUnion(keys_K[:unique], counts, serve, gather_back)
 
 
 def index_of(keys_K: Tensor, counts: Sequence[int]) -> Tensor:
@@ -281,11 +281,11 @@ def neighbours(
     now_C = torch.tensor(list(counts))
     lists = [_int64s(len(now_K)) for _ in range(4 if older is not None else 2)]
     places = [found.data_ptr() for found in lists]
-    made = _Neighbours(*places, *[None] * (4 - len(places)))
+    made = _NeighboursStruct(*places, *[None] * (4 - len(places)))
     known = [one for one in (before, older) if one is not None]
     all_counts = [torch.tensor(one.table_counts) for one in known]
     given = [
-        _KnownKeys(one.keys_K.data_ptr(), of_one.data_ptr(), one.index.data_ptr())
+        _KnownKeysStruct(one.keys_K.data_ptr(), of_one.data_ptr(), one.index.data_ptr())
         for one, of_one in zip(known, all_counts, strict=True)
     ]
     _check(

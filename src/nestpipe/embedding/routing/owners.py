@@ -8,10 +8,10 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from nestpipe.embedding.replica_union import Wide
+from nestpipe.embedding.replica_union import ReplicaUnion
 from nestpipe.embedding.routing import native as native_routing
 from nestpipe.embedding.routing import reference as plain_routing
-from nestpipe.embedding.routing.lists import Asked, KnownKeys, Neighbours, United
+from nestpipe.embedding.routing.lists import KeyUnion, KnownKeys, Neighbours, OwnerRequests
 from nestpipe.embedding.speculative import stale_only, stale_rows
 from nestpipe.kernels.library import native_wanted
 from nestpipe.kernels.rows.segments import Segments, lists_on, segments_on
@@ -20,7 +20,7 @@ from nestpipe.kernels.rows.segments import Segments, lists_on, segments_on
 
 
 @dataclass(frozen=True, slots=True)
-class WideThere:
+class ReplicaRows:
     """What of a working set is the batch's own, and what replicas merge; all on the device."""
 
     own: Tensor
@@ -84,7 +84,7 @@ class WorkingSet:
     """... and both again on the device."""
     carried_over: CarriedOver | None = None
     """Rows that come from the batch before the last, where three buffers allow that."""
-    wide: WideThere | None = None
+    replica_rows: ReplicaRows | None = None
     """Where the batch merges replicas."""
     stale_P: Tensor | None = None
     """With speculative rows: which of the first micro-batch are stale when they are sent ..."""
@@ -113,38 +113,39 @@ class WorkingSet:
         return RowSelection(*_routing().others(positions, self.table_counts))
 
 
-def unite(asked: Asked) -> United:
+def union_of(asked: OwnerRequests) -> KeyUnion:
     """What all requesters of this rank's group asked for."""
-    return _routing().unite(asked)
+    return _routing().union_of(asked)
 
 
 def make_working_set(
-    asked: Asked,
+    asked: OwnerRequests,
     before: WorkingSet | None,
     device: torch.device,
     *,
-    united: United | None = None,
-    wide: Wide | None = None,
+    union: KeyUnion | None = None,
+    replica: ReplicaUnion | None = None,
     early: bool = False,
     older: WorkingSet | None = None,
     compared: bool = False,
 ) -> WorkingSet:
-    """What an owner works on: all that it was asked for, and more where it is `wide`.
+    """What an owner works on: all that it was asked for, and what its replicas merge.
 
-    `early`: mark the rows of the first micro-batch that are of no use before their refresh.
-    `older`: the working set of the batch before the last, where rows are taken over from it.
+    `replica`: the union over groups, in batches that merge replicas. `early`: the rows of the first
+    micro-batch are speculative, so mark the stale ones. `older`: the working set of the batch
+    before the last, where rows are carried over from it.
     `compared`: later batches will be compared with this one.
     """
-    united = wide.united if wide is not None else united or unite(asked)
-    found = _neighbours(united, before, older)
+    union = replica.union if replica is not None else union or union_of(asked)
+    found = _neighbours(union, before, older)
     shared_K, shared_before = found.shared_K, found.shared_before
-    moved = segments_on(device, [*united.serve, *united.gather_back])
+    moved = segments_on(device, [*union.serve, *union.gather_back])
     shared_there, shared_before_there = lists_on(device, [shared_K, shared_before])
-    micros = len(united.serve)
-    stale_P = stale_rows(united.serve[0], shared_K, len(united.keys_K)) if early else None
+    micros = len(union.serve)
+    stale_P = stale_rows(union.serve[0], shared_K, len(union.keys_K)) if early else None
     serve_counts = asked.row_counts_RMC.sum(2).T.tolist()
     return WorkingSet(
-        known=_known(united, compared=compared),
+        known=_known(union, compared=compared),
         serve=moved[:micros],
         serve_counts=serve_counts,
         gather_back=moved[micros:],
@@ -154,22 +155,22 @@ def make_working_set(
         shared_there=shared_there,
         shared_before_there=shared_before_there,
         carried_over=None if older is None else _carried_over(found, device),
-        wide=None if wide is None else _on(device, wide),
+        replica_rows=None if replica is None else _on(device, replica),
         stale_P=stale_P,
-        stale=None if stale_P is None else stale_only(united.serve[0], stale_P),
+        stale=None if stale_P is None else stale_only(union.serve[0], stale_P),
     )
 
 
-def _neighbours(united: United, before: WorkingSet | None, older: WorkingSet | None) -> Neighbours:
-    nothing = united.keys_K[:0]
+def _neighbours(union: KeyUnion, before: WorkingSet | None, older: WorkingSet | None) -> Neighbours:
+    nothing = union.keys_K[:0]
     if before is None:
         return Neighbours(nothing, nothing, nothing, nothing)
     known = None if older is None else older.known
-    return _routing().neighbours(united.keys_K, united.table_counts, before.known, known)
+    return _routing().neighbours(union.keys_K, union.table_counts, before.known, known)
 
 
-def _known(united: United, *, compared: bool) -> KnownKeys:
-    keys_K, counts = united.keys_K, united.table_counts
+def _known(union: KeyUnion, *, compared: bool) -> KnownKeys:
+    keys_K, counts = union.keys_K, union.table_counts
     return KnownKeys(
         keys_K, counts, _routing().index_of(keys_K, counts) if compared else keys_K[:0]
     )
@@ -180,12 +181,12 @@ def _carried_over(found: Neighbours, device: torch.device) -> CarriedOver:
     return CarriedOver(*carried, *lists_on(device, carried))
 
 
-def _on(device: torch.device, wide: Wide) -> WideThere:
-    return WideThere(
-        own=wide.own_K.to(device),
-        merged=wide.merged_U.to(device),
-        groups=wide.groups_U.to(device),
-        of_groups=[part.to(device) for part in wide.of_groups],
+def _on(device: torch.device, replica: ReplicaUnion) -> ReplicaRows:
+    return ReplicaRows(
+        own=replica.own_K.to(device),
+        merged=replica.merged_U.to(device),
+        groups=replica.groups_U.to(device),
+        of_groups=[part.to(device) for part in replica.of_groups],
     )
 
 

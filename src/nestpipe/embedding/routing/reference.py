@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from nestpipe.embedding.routing.lists import (
-    Asked,
+    KeyUnion,
     KnownKeys,
     Neighbours,
-    Routed,
-    Slice,
-    United,
-    Wanted,
+    OwnerRequests,
+    RoutedKeys,
+    WantedKeys,
+    WindowSlice,
     mixed,
     owner_of,
     peers_then_self,
@@ -43,7 +43,7 @@ class _OfTable:
     seen_lengths_O: Tensor
 
 
-def request(wanted: Wanted) -> Routed:
+def request(wanted: WantedKeys) -> RoutedKeys:
     """What to send, and what to do with the rows that come."""
     of_tables = [_of_table(wanted, table) for table in range(len(wanted.keys))]
     order = peers_then_self(wanted.rank, wanted.ranks)
@@ -54,7 +54,7 @@ def request(wanted: Wanted) -> Routed:
     output_S = torch.repeat_interleave(lengths_O, output_size=len(seen_S))
     lengths = [length for r in order for t in of_tables if (length := t.lengths[r]) is not None]
     alone = len(lengths_O) == len(seen_S) and bool((lengths_O == 1).all())
-    return Routed(
+    return RoutedKeys(
         keys_A=torch.cat([t.keys[r] for r in order for t in of_tables]),
         lengths_L=torch.cat([wanted.keys[0].new_zeros(0), *lengths]),
         key_counts_RC=torch.tensor([[len(k) for k in t.keys] for t in of_tables]).T.contiguous(),
@@ -65,7 +65,7 @@ def request(wanted: Wanted) -> Routed:
     )
 
 
-def _of_table(wanted: Wanted, table: int) -> _OfTable:
+def _of_table(wanted: WantedKeys, table: int) -> _OfTable:
     keys_T, lengths_O = wanted.keys[table], wanted.lengths[table]
     table_owner = wanted.table_owners[table]
     if wanted.pooled[table]:
@@ -90,7 +90,7 @@ def _of_table(wanted: Wanted, table: int) -> _OfTable:
 
 
 def _sums(
-    wanted: Wanted,
+    wanted: WantedKeys,
     keys_T: Tensor,
     owner_T: Tensor,
     pairs_P: Tensor,
@@ -131,7 +131,7 @@ def _starts(counts_RC: Tensor, order: Sequence[int]) -> Tensor:
     return starts_RC
 
 
-def cut(whole: Routed, outputs_CM: Tensor, rank: int) -> list[Slice]:
+def split_window(whole: RoutedKeys, outputs_CM: Tensor, rank: int) -> list[WindowSlice]:
     """The micro-batches of a routed batch, of which each asks only for what no earlier one has."""
     micros = outputs_CM.shape[1]
     order = peers_then_self(rank, len(whole.key_counts_RC))
@@ -151,7 +151,7 @@ def cut(whole: Routed, outputs_CM: Tensor, rank: int) -> list[Slice]:
     number_P = torch.empty_like(by_number)
     number_P[by_number] = torch.arange(len(by_number))
     peer_P = cell_P // outputs_CM.shape[0]
-    slices: list[Slice] = []
+    slices: list[WindowSlice] = []
     for micro in range(micros):
         new = by_number[first_P[by_number] == micro]
         row_counts = torch.bincount(cell_P[new], minlength=len(rows_cells))
@@ -170,7 +170,7 @@ def cut(whole: Routed, outputs_CM: Tensor, rank: int) -> list[Slice]:
         leaving = leaving[torch.argsort(peer_P[leaving], stable=True)]
         of_peers = torch.bincount(peer_P[leaving], minlength=len(order)).tolist()
         slices.append(
-            Slice(
+            WindowSlice(
                 keys_A=torch.cat([whole.keys_A[:0], *(keys[row] for row in new.tolist())]),
                 lengths_L=lengths_P[new[sums]],
                 lasts_Q=last_P[new[~sums]],
@@ -198,7 +198,7 @@ def _by_rank(of_cells: Tensor, order: Sequence[int]) -> Tensor:
     return counts_RC
 
 
-def unite(asked: Asked) -> United:
+def union_of(asked: OwnerRequests) -> KeyUnion:
     """The owner's unique keys, and which of them go where."""
     ranks, micros, tables = asked.key_counts_RMC.shape
     order = peers_then_self(asked.rank, ranks)
@@ -224,11 +224,11 @@ def unite(asked: Asked) -> United:
         lengths_P = torch.cat([lengths[c] for c in mine])
         serve.append(Segments(rows_T, ends_of(lengths_P) if summed else None))
     back = _gather_back(asked, [lengths[c] for c in cells], [place[c] for c in cells], start)
-    return United(torch.cat(unique), [len(u) for u in unique], serve, back)
+    return KeyUnion(torch.cat(unique), [len(u) for u in unique], serve, back)
 
 
 def _gather_back(
-    asked: Asked, lengths: Sequence[Tensor], places: Sequence[Tensor], unique: int
+    asked: OwnerRequests, lengths: Sequence[Tensor], places: Sequence[Tensor], unique: int
 ) -> list[Segments]:
     """For each micro-batch, which of the gradients that come with it each unique key gets."""
     ranks, micros, _ = asked.row_counts_RMC.shape
@@ -248,7 +248,7 @@ def _gather_back(
 
 
 def _lengths(
-    asked: Asked,
+    asked: OwnerRequests,
     cells: Sequence[tuple[int, int, int]],
     key_counts: list[list[list[int]]],
     row_counts: list[list[list[int]]],

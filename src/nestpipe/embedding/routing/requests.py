@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nestpipe.embedding.routing import native as native_routing
 from nestpipe.embedding.routing import reference as plain_routing
-from nestpipe.embedding.routing.lists import Wanted
+from nestpipe.embedding.routing.lists import WantedKeys
 from nestpipe.embedding.table_groups import TableGroup
 from nestpipe.jagged import Jagged
 from nestpipe.kernels.library import native_wanted
@@ -149,7 +149,7 @@ def make_window(
         ]
     )
     whole = routing.request(_wanted(micro_keys, group, rank, ranks, comm_dtype))
-    slices = routing.cut(whole, outputs_CM, rank)
+    slices = routing.split_window(whole, outputs_CM, rank)
     new = [int(s.row_counts_RC.sum()) for s in slices]
     return [
         Request(
@@ -223,14 +223,14 @@ def _wanted(
     rank: int,
     ranks: int,
     comm_dtype: torch.dtype,
-) -> Wanted:
+) -> WantedKeys:
     """What several micro-batches need together; of a table, one micro-batch after the other."""
     tables = range(len(group.tables))
     of_table = [
         [(f, keys[f.name]) for keys in micro_keys for f in group.features if f.table == number]
         for number in tables
     ]
-    return Wanted(
+    return WantedKeys(
         keys=[concat([keys.values for _, keys in of]) for of in of_table],
         lengths=[
             concat([keys.lengths if f.pooled else torch.ones_like(keys.values) for f, keys in of])

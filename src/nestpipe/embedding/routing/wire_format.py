@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nestpipe.embedding.routing.lists import Asked, peers_then_self
+from nestpipe.embedding.routing.lists import OwnerRequests, peers_then_self
 from nestpipe.embedding.routing.requests import Request
 from nestpipe.kernels.rows.segments import concat
 
@@ -52,20 +52,20 @@ def unpack_requests(
     rank: int,
     *,
     window: bool = False,
-) -> Asked:
+) -> OwnerRequests:
     """Keys, lengths and last uses apart; messages come from peers in order, then from itself."""
     counts = key_counts_RMC, row_counts_RMC
     order = peers_then_self(rank, len(key_counts_RMC))
     sizes = _sizes(*counts, window)[order]
     if not int(sizes[:, 1:].sum()) and not window:
-        return Asked(messages, messages[:0], *counts, rank)
+        return OwnerRequests(messages, messages[:0], *counts, rank)
     parts = torch.split(messages, sizes.reshape(-1).tolist())
     keys, lengths = torch.cat(parts[::3]), torch.cat(parts[1::3])
     if not window:
-        return Asked(keys, lengths, *counts, rank)
+        return OwnerRequests(keys, lengths, *counts, rank)
     rows = _lasts_sent(*counts).sum((1, 2))[order].tolist()
     lasts = [_unpacked(part, count) for part, count in zip(parts[2::3], rows, strict=True)]
-    return Asked(keys, lengths, *counts, rank, torch.cat(lasts))
+    return OwnerRequests(keys, lengths, *counts, rank, torch.cat(lasts))
 
 
 def in_rank_order(of_peers: Sequence[int], rank: int) -> list[int]:

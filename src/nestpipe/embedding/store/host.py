@@ -27,7 +27,7 @@ from nestpipe.embedding.store.protocol import (
 )
 from nestpipe.errors import CapacityError
 from nestpipe.kernels.host_memory import PinnedMemory
-from nestpipe.kernels.library import Report, Shape, Status, library
+from nestpipe.kernels.library import Status, StoreReport, StoreShape, library
 from nestpipe.kernels.rows.native import RowPointers
 
 # Shapes: K keys, W width of a row as it travels
@@ -72,7 +72,7 @@ class NativeStore:
         status = self._library.nestpipe_store_gather(
             self._open, keys_K.data_ptr(), _int64s(counts), out_KW.data_ptr(), num_new
         )
-        self._raise(status, Report(), keys_K)
+        self._raise(status, StoreReport(), keys_K)
         return num_new.value
 
     def locate(self, keys_K: Tensor, counts: Sequence[int]) -> RowPointers:
@@ -98,7 +98,7 @@ class NativeStore:
         status = self._library.nestpipe_store_locate(
             self._open, keys_K.data_ptr(), _int64s(counts), addresses_K.data_ptr(), num_new
         )
-        self._raise(status, Report(), keys_K)
+        self._raise(status, StoreReport(), keys_K)
         return RowPointers(addresses_K, self.layout.width)
 
     def pin(self) -> bool:
@@ -127,7 +127,7 @@ class NativeStore:
 
     def scatter(self, keys_K: Tensor, counts: Sequence[int], rows_KW: Tensor) -> None:
         check_rows(self.layout, keys_K, counts, rows_KW)
-        report = Report()
+        report = StoreReport()
         status = self._library.nestpipe_store_scatter(
             self._open, keys_K.data_ptr(), _int64s(counts), rows_KW.data_ptr(), report
         )
@@ -179,7 +179,7 @@ class NativeStore:
         keys.sort()
         return keys
 
-    def _raise(self, status: int, report: Report, keys_K: Tensor) -> None:
+    def _raise(self, status: int, report: StoreReport, keys_K: Tensor) -> None:
         match status:
             case Status.OK:
                 return
@@ -197,9 +197,9 @@ class NativeStore:
                 raise AssertionError(f"the native store answered {status}")
 
 
-def _shape(layout: StoreLayout) -> Shape:
+def _shape(layout: StoreLayout) -> StoreShape:
     tables = layout.num_tables
-    return Shape(
+    return StoreShape(
         num_tables=tables,
         dim=layout.dim,
         state_dim=layout.state_dim,

@@ -21,7 +21,7 @@ UNKNOWN_OPTIMIZER = -1
 """What `cuda/update.cu` answers; CUDA's own errors are positive."""
 
 
-class _Part(ctypes.Structure):
+class _RowPartStruct(ctypes.Structure):
     """Rows in one piece of memory; `cuda/segment_sum.cu` says more."""
 
     _fields_ = (
@@ -67,9 +67,9 @@ def sum_on_gpu(
     assert positions_S is None or positions_S.dtype == torch.int32
     with torch.cuda.device(device):
         status = library.nestpipe_segment_sum(
-            (_Part * len(rows))(*(_part(part, came) for part in rows)),
+            (_RowPartStruct * len(rows))(*(_part(part, came) for part in rows)),
             len(rows),
-            (_Part * len(out))(*(_part(part, leaving) for part in out)),
+            (_RowPartStruct * len(out))(*(_part(part, leaving) for part in out)),
             len(out),
             terms_T.data_ptr(),
             None if ends_S1 is None else ends_S1.data_ptr(),
@@ -83,10 +83,10 @@ def sum_on_gpu(
         raise RunError(f"the GPU cannot sum rows: CUDA's error {status}")
 
 
-def _part(rows: Tensor, comm_dtype: torch.dtype) -> _Part:
+def _part(rows: Tensor, comm_dtype: torch.dtype) -> _RowPartStruct:
     kind = BFLOAT16 if rows.dtype == torch.bfloat16 else FLOAT32
     kind = ROUNDED if rows.dtype != comm_dtype and kind == FLOAT32 else kind
-    return _Part(rows.data_ptr(), rows.stride(0), len(rows), kind)
+    return _RowPartStruct(rows.data_ptr(), rows.stride(0), len(rows), kind)
 
 
 # Rows on a GPU updated in one pass, where nvcc compiled the kernel; torch's form is the twin.

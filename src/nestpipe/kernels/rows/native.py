@@ -17,16 +17,16 @@ from nestpipe.kernels.library import Status, library
 # Shapes: N rows, S sums, T terms of all sums together, D width, K rows that are updated
 
 
-class _Rows(ctypes.Structure):
+class _RowsStruct(ctypes.Structure):
     _fields_ = (("base", c_void_p), ("stride", c_int64), ("pointers", c_void_p))
 
 
-class _Segments(ctypes.Structure):
+class _SegmentsStruct(ctypes.Structure):
     _fields_ = (("terms", c_void_p), ("ends", c_void_p))
 
 
-class _Part(ctypes.Structure):
-    _fields_ = (("gradients", _Rows), ("segments", _Segments))
+class _GradientsStruct(ctypes.Structure):
+    _fields_ = (("gradients", _RowsStruct), ("segments", _SegmentsStruct))
 
 
 class OptimizerStruct(ctypes.Structure):
@@ -87,7 +87,7 @@ def sum_segments(
     source, alive = _rows_of(rows)
     target, _ = _rows_of([out] if isinstance(out, Tensor) else out)
     terms, ends = _int32(terms_T), _int32(ends_S1)
-    segments = _Segments(_pointer(terms), _pointer(ends))
+    segments = _SegmentsStruct(_pointer(terms), _pointer(ends))
     status = library().nestpipe_segment_sum(
         ctypes.byref(source),
         ctypes.byref(segments),
@@ -135,9 +135,9 @@ def update(
     target, alive = _rows_of([rows] if isinstance(rows, Tensor) else rows)
     sources = [_rows_of(part.rows) for part in parts]
     positions = [(_int32(part.terms_T), _int32(part.ends_K1)) for part in parts]
-    given = (_Part * len(parts))(
+    given = (_GradientsStruct * len(parts))(
         *(
-            _Part(source, _Segments(_pointer(terms), _pointer(ends)))
+            _GradientsStruct(source, _SegmentsStruct(_pointer(terms), _pointer(ends)))
             for (source, _), (terms, ends) in zip(sources, positions, strict=True)
         )
     )
@@ -198,19 +198,19 @@ def _pointer(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def _rows_of(rows: Sequence[Tensor] | RowPointers) -> tuple[_Rows, Tensor | None]:
+def _rows_of(rows: Sequence[Tensor] | RowPointers) -> tuple[_RowsStruct, Tensor | None]:
     """How native code finds the rows, and what must live as long as it looks."""
     if isinstance(rows, RowPointers):
-        return _Rows(None, 0, rows.addresses_K.data_ptr()), rows.addresses_K
+        return _RowsStruct(None, 0, rows.addresses_K.data_ptr()), rows.addresses_K
     for tensor in rows:
         assert tensor.dtype == torch.float32, f"rows are {tensor.dtype}"
         # Where there is nothing, or one column, strides may be anything.
         in_one_piece = tensor.stride(1) == 1 or tensor.shape[1] == 1 or not len(tensor)
         assert in_one_piece, f"the numbers of a row lie {tensor.stride(1)} apart"
     if len(rows) == 1:
-        return _Rows(rows[0].data_ptr(), rows[0].stride(0) * 4, None), None
+        return _RowsStruct(rows[0].data_ptr(), rows[0].stride(0) * 4, None), None
     addresses = _addresses(rows)
-    return _Rows(None, 0, addresses.data_ptr()), addresses
+    return _RowsStruct(None, 0, addresses.data_ptr()), addresses
 
 
 def _addresses(rows: Sequence[Tensor]) -> Tensor:

@@ -42,7 +42,7 @@ __attribute__((noinline)) Kept& kept() {
 
 class Route {
  public:
-  Route(const Wanted& wanted, Routed& routed, Kept& kept)
+  Route(const WantedKeys& wanted, RoutedKeys& routed, Kept& kept)
       : in_(wanted),
         out_(routed),
         ranks_(static_cast<size_t>(wanted.ranks)),
@@ -261,8 +261,8 @@ class Route {
     }
   }
 
-  const Wanted& in_;
-  Routed& out_;
+  const WantedKeys& in_;
+  RoutedKeys& out_;
   const size_t ranks_;
   int32_t num_seen_ = 0;
   Unique& unique_;
@@ -280,7 +280,7 @@ class Route {
 }  // namespace
 }  // namespace nestpipe
 
-NESTPIPE_API int nestpipe_request(const nestpipe::Wanted* wanted, nestpipe::Routed* routed) {
+NESTPIPE_API int nestpipe_request(const nestpipe::WantedKeys* wanted, nestpipe::RoutedKeys* routed) {
   try {
     nestpipe::Route(*wanted, *routed, nestpipe::kept()).run();
     return nestpipe::kOk;

@@ -11,7 +11,7 @@
 
 namespace nestpipe {
 
-struct Wanted {
+struct WantedKeys {
   int64_t tables;
   int64_t ranks;
   int64_t rank;  // this one
@@ -24,7 +24,7 @@ struct Wanted {
   const int64_t* table_owners;        // by table: its one owner; -1: each key has its own
 };
 
-struct Routed {
+struct RoutedKeys {
   int64_t* keys;        // T: what is sent, by peer and table
   int64_t* lengths;     // T: keys of each sum, where a peer and table have fewer rows than keys
   int64_t* key_counts;  // rank x table
@@ -40,13 +40,13 @@ struct Routed {
 };
 
 // A routed batch that is to be cut into micro-batches; its outputs come by table and micro-batch.
-struct Whole {
+struct WholeBatch {
   int64_t tables;
   int64_t ranks;
   int64_t rank;  // this one
   int64_t micros;
   const int64_t* output_ends;  // table x micro
-  // As in Routed; seen_ends null: one row for each output.
+  // As in RoutedKeys; seen_ends null: one row for each output.
   const int64_t* keys;
   const int64_t* lengths;
   const int64_t* key_counts;
@@ -57,7 +57,7 @@ struct Whole {
 
 // Rows are numbered over the whole window: by the micro-batch that asks for them, peer, table. What
 // comes by micro-batch lies behind each other; `num_` says how much there is of it in each.
-struct Cut {
+struct WindowSlices {
   int64_t* keys;        // by micro, peer, table
   int64_t* lengths;     // ... of sums
   int64_t* lasts;       // ... of the other rows: the last micro-batch that uses each
@@ -76,7 +76,7 @@ struct Cut {
   int64_t* num_reused;
 };
 
-struct Asked {
+struct OwnerRequests {
   int64_t tables;
   int64_t ranks;
   int64_t rank;  // this one, whose own keys come last
@@ -118,11 +118,11 @@ struct Neighbours {
 }  // namespace nestpipe
 
 // The requester's side, for one micro-batch or a whole batch.
-NESTPIPE_API int nestpipe_request(const nestpipe::Wanted* wanted, nestpipe::Routed* routed);
+NESTPIPE_API int nestpipe_request(const nestpipe::WantedKeys* wanted, nestpipe::RoutedKeys* routed);
 // The same for a window: what was made of a whole batch, micro-batch by micro-batch.
-NESTPIPE_API int nestpipe_cut(const nestpipe::Whole* whole, nestpipe::Cut* cut);
+NESTPIPE_API int nestpipe_window(const nestpipe::WholeBatch* whole, nestpipe::WindowSlices* cut);
 // The owner's side, for all micro-batches of a batch.
-NESTPIPE_API int nestpipe_union(const nestpipe::Asked* asked, nestpipe::KeyUnion* made);
+NESTPIPE_API int nestpipe_union(const nestpipe::OwnerRequests* asked, nestpipe::KeyUnion* made);
 // An index of unique keys, by table: how many numbers it has, and the index itself.
 NESTPIPE_API int64_t nestpipe_index_size(int64_t tables, const int64_t* counts);
 NESTPIPE_API void nestpipe_index(int64_t tables, const int64_t* keys, const int64_t* counts,

@@ -26,7 +26,7 @@ __attribute__((noinline)) Kept& kept() {
 
 class Union {
  public:
-  Union(const Asked& asked, KeyUnion& made, Kept& kept)
+  Union(const OwnerRequests& asked, KeyUnion& made, Kept& kept)
       : in_(asked),
         out_(made),
         unique_(kept.unique),
@@ -204,7 +204,7 @@ class Union {
     }
   }
 
-  const Asked& in_;
+  const OwnerRequests& in_;
   KeyUnion& out_;
   int64_t num_unique_ = 0;
   std::vector<Cell> cells_;
@@ -217,7 +217,7 @@ class Union {
 }  // namespace
 }  // namespace nestpipe
 
-NESTPIPE_API int nestpipe_union(const nestpipe::Asked* asked, nestpipe::KeyUnion* made) {
+NESTPIPE_API int nestpipe_union(const nestpipe::OwnerRequests* asked, nestpipe::KeyUnion* made) {
   try {
     nestpipe::Union(*asked, *made, nestpipe::kept()).run();
     return nestpipe::kOk;

@@ -26,9 +26,9 @@ __attribute__((noinline)) Kept& kept() {
   return mine;
 }
 
-class CutUp {
+class SplitWindow {
  public:
-  CutUp(const Whole& whole, Cut& cut, Kept& kept)
+  SplitWindow(const WholeBatch& whole, WindowSlices& cut, Kept& kept)
       : in_(whole),
         out_(cut),
         micros_(static_cast<size_t>(whole.micros)),
@@ -221,8 +221,8 @@ class CutUp {
     }
   }
 
-  const Whole& in_;
-  Cut& out_;
+  const WholeBatch& in_;
+  WindowSlices& out_;
   const size_t micros_, ranks_, tables_, cells_;
   size_t rows_ = 0;
   std::vector<int64_t> starts_;  // of each micro-batch: its first row of the window
@@ -233,9 +233,9 @@ class CutUp {
 }  // namespace
 }  // namespace nestpipe
 
-NESTPIPE_API int nestpipe_cut(const nestpipe::Whole* whole, nestpipe::Cut* cut) {
+NESTPIPE_API int nestpipe_window(const nestpipe::WholeBatch* whole, nestpipe::WindowSlices* cut) {
   try {
-    nestpipe::CutUp(*whole, *cut, nestpipe::kept()).run();
+    nestpipe::SplitWindow(*whole, *cut, nestpipe::kept()).run();
     return nestpipe::kOk;
   } catch (const std::bad_alloc&) {
     return nestpipe::kNoMemory;

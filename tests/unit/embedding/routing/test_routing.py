@@ -20,10 +20,10 @@ from nestpipe.embedding.lookup import lookup_rows
 from nestpipe.embedding.routing import native as native_routing
 from nestpipe.embedding.routing import reference as plain_routing
 from nestpipe.embedding.routing.lists import (
-    Asked,
     KnownKeys,
-    Routed,
-    Wanted,
+    OwnerRequests,
+    RoutedKeys,
+    WantedKeys,
     owner_of,
     peers_then_self,
 )
@@ -99,9 +99,9 @@ class Ask:
     def tables(self) -> range:
         return range(len(self.outputs))
 
-    def wanted(self) -> Wanted:
+    def wanted(self) -> WantedKeys:
         flat = [[key for output in of for key in output] for of in self.outputs]
-        return Wanted(
+        return WantedKeys(
             keys=[int64(keys) for keys in flat],
             lengths=[int64([len(output) for output in of]) for of in self.outputs],
             pooled=self.pooled,
@@ -151,7 +151,7 @@ class Row:
     keys: list[int]
 
 
-def rows_that_come(routed: Routed | Request, rank: int) -> list[Row]:
+def rows_that_come(routed: RoutedKeys | Request, rank: int) -> list[Row]:
     """Read what is sent as its owner would."""
     ranks, tables = routed.key_counts_RC.shape
     keys, lengths = iter(routed.keys_A.tolist()), iter(routed.lengths_L.tolist())
@@ -168,7 +168,7 @@ def rows_that_come(routed: Routed | Request, rank: int) -> list[Row]:
     return rows
 
 
-def summed_tables(routed: Routed) -> list[bool]:
+def summed_tables(routed: RoutedKeys) -> list[bool]:
     return (routed.row_counts_RC < routed.key_counts_RC).any(0).tolist()
 
 
@@ -261,12 +261,12 @@ def test_owners_add_up_where_that_is_less_to_send(routing, outputs, summed):
 
 def test_more_keys_than_positions_can_number_are_refused():
     many = int64([1]).expand(2**31)
-    wanted = Wanted([many], [many], [False], (-1,), row_bytes=16, rank=0, ranks=1)
+    wanted = WantedKeys([many], [many], [False], (-1,), row_bytes=16, rank=0, ranks=1)
     with pytest.raises(ConfigError, match=r"2,147,483,648 keys .* more micro-batches"):
         native_routing.request(wanted)
     counts = int64([2**31]).view(1, 1, 1)
     with pytest.raises(ConfigError, match=r"2,147,483,648 keys .* smaller batch"):
-        native_routing.unite(Asked(many, many[:0], counts, counts, 0))
+        native_routing.union_of(OwnerRequests(many, many[:0], counts, counts, 0))
 
 
 # Features of tables
@@ -403,7 +403,7 @@ class World:
     def micros(self) -> int:
         return len(self.requests[0])
 
-    def asked(self, owner: int) -> Asked:
+    def asked(self, owner: int) -> OwnerRequests:
         """What an owner finds in its messages."""
         messages = [pack_requests(of, rank) for rank, of in enumerate(self.requests)]
         to_owner = [
@@ -461,10 +461,10 @@ def test_letters_tell_an_owner_what_was_asked(world):
 @given(worlds())
 def test_an_owner_serves_what_was_asked_and_gathers_what_comes_back(routing, world):
     for owner in range(world.ranks):
-        united = routing.unite(world.asked(owner))
+        union = routing.union_of(world.asked(owner))
         keys = [
             (table, key)
-            for table, part in enumerate(torch.split(united.keys_K, united.table_counts))
+            for table, part in enumerate(torch.split(union.keys_K, union.table_counts))
             for key in part.tolist()
         ]
         everything = [
@@ -488,9 +488,9 @@ def test_an_owner_serves_what_was_asked_and_gathers_what_comes_back(routing, wor
                 for number, row in enumerate(world.rows(requester, micro, owner)):
                     for key in row.keys:
                         back[keys.index((row.table, key))].append(start_of[requester] + number)
-            served = lists_of(united.serve[micro])
+            served = lists_of(union.serve[micro])
             assert [[keys[term] for term in terms] for terms in served] == wanted
-            assert lists_of(united.gather_back[micro]) == back
+            assert lists_of(union.gather_back[micro]) == back
 
 
 @examples("some")
@@ -498,7 +498,7 @@ def test_an_owner_serves_what_was_asked_and_gathers_what_comes_back(routing, wor
 def test_native_and_plain_owners_differ_only_in_the_order_of_their_keys(world):
     for owner in range(world.ranks):
         asked = world.asked(owner)
-        fast, plain = native_routing.unite(asked), plain_routing.unite(asked)
+        fast, plain = native_routing.union_of(asked), plain_routing.union_of(asked)
         assert fast.table_counts == plain.table_counts
         for one, other in zip(
             torch.split(fast.keys_K, fast.table_counts),

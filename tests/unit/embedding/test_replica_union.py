@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nestpipe.embedding.replica_sync import sum_of_touched, touched_are_fewer
-from nestpipe.embedding.replica_union import Merged, Replicas, everyones_keys, widen
-from nestpipe.embedding.routing.lists import United
+from nestpipe.embedding.replica_union import MergedKeys, Replicas, everyones_keys, extend_union
+from nestpipe.embedding.routing.lists import KeyUnion
 from nestpipe.kernels.rows.segments import Segments
 from nestpipe.schedule import Merge, PlanOptions, Retrieval, plan
 from support.thread_ranks import run_ranks
@@ -15,12 +15,13 @@ from support.thread_ranks import run_ranks
 KEYS = st.lists(st.sets(st.integers(-20, 20)), min_size=1, max_size=3)
 
 
-def united(tables: list[list[int]], terms: list[int], lengths: list[int]) -> United:
+def union(tables: list[list[int]], terms: list[int], lengths: list[int]) -> KeyUnion:
     keys = [key for table in tables for key in table]
     ends = torch.tensor([0, *torch.tensor(lengths, dtype=torch.int64).cumsum(0).tolist()])
     serve = Segments(torch.tensor(terms, dtype=torch.int32))
     back = Segments(torch.arange(sum(lengths), dtype=torch.int32), ends.to(torch.int32))
-    return United(torch.tensor(keys, dtype=torch.int64), [len(t) for t in tables], [serve], [back])
+    keys_K = torch.tensor(keys, dtype=torch.int64)
+    return KeyUnion(keys_K, [len(table) for table in tables], [serve], [back])
 
 
 @settings(deadline=None)
@@ -37,24 +38,24 @@ def test_own_keys_come_first_and_everything_still_points_to_its_row(own, others,
     count = len(flat)
     terms = torch.randint(0, max(count, 1), (7 if count else 0,), generator=generator).tolist()
     lengths = torch.randint(0, 4, (count,), generator=generator).tolist()
-    before = united(tables, terms, lengths)
-    merged = Merged(
+    before = union(tables, terms, lengths)
+    merged = MergedKeys(
         torch.tensor([key for keys in every for key in keys], dtype=torch.int64),
         [len(keys) for keys in every],
         torch.ones(sum(map(len, every)), dtype=torch.int64),
         [],
     )
-    wide = widen(before, merged, exact=exact)
+    wide = extend_union(before, merged, exact=exact)
 
-    tables_of = torch.repeat_interleave(torch.tensor(wide.united.table_counts)).tolist()
-    row_at = list(zip(tables_of, wide.united.keys_K.tolist(), strict=True))
+    tables_of = torch.repeat_interleave(torch.tensor(wide.union.table_counts)).tolist()
+    row_at = list(zip(tables_of, wide.union.keys_K.tolist(), strict=True))
     assert sorted(row_at) == [(t, key) for t, keys in enumerate(every) for key in keys]
     assert [row_at[i] for i in wide.own_K.tolist()] == flat
     assert [row_at[i] for i in wide.merged_U.tolist()] == [
         (t, key) for t, keys in enumerate(every) for key in keys
     ]
-    assert [row_at[i] for i in wide.united.serve[0].rows_T.tolist()] == [flat[i] for i in terms]
-    back = wide.united.gather_back[0]
+    assert [row_at[i] for i in wide.union.serve[0].rows_T.tolist()] == [flat[i] for i in terms]
+    back = wide.union.gather_back[0]
     if not exact:
         assert back is before.gather_back[0]
         return
@@ -88,10 +89,10 @@ def test_touched_keys_are_counted_by_groups_and_forgotten_once_merged(merge):
         replicas = Replicas(comm, [1], shape)
         seen = []
         for batch, keys in enumerate([[1, 2 + comm.rank], [9], [1], [5 + comm.rank]]):
-            wide = replicas.unite(batch, [united([keys], [], [0] * len(keys))])
+            wide = replicas.unite(batch, [union([keys], [], [0] * len(keys))])
             if wide is not None:
                 at = wide[0].merged_U
-                touched = wide[0].united.keys_K[at].tolist()
+                touched = wide[0].union.keys_K[at].tolist()
                 seen.append(dict(zip(touched, wide[0].groups_U.tolist(), strict=True)))
             assert replicas.pending == (wide is None)
         return seen
