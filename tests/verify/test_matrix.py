@@ -127,7 +127,7 @@ def test_rows_that_are_sent_early_change_no_bit(make_world, case):
 def test_rows_that_are_sent_early_and_not_again_are_caught(
     make_world, ranks, retrieval, monkeypatch
 ):
-    monkeypatch.setattr(ShardedTables, "fresh", lambda tables, batch: None)
+    monkeypatch.setattr(ShardedTables, "patch", lambda tables, batch: None)
     case = {"ranks": ranks, "plan": "nested", "speculative_rows": True, "retrieval": retrieval}
     case["micro_batches"] = 2
     assert prove(make_world, {**case, "keys": "none shared"}).identical

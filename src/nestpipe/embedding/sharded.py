@@ -193,7 +193,7 @@ class ShardedTables:
                 self.device,
                 union=unions[g],
                 replica=replicas[g] if replicas else None,
-                early=self.shape.speculative_rows,
+                speculative=self.shape.speculative_rows,
                 older=older.working[g] if older else None,
                 compared=self.shape.buffers > 1,
             )
@@ -201,7 +201,7 @@ class ShardedTables:
         ]
         state.asked = []
 
-    def marks(self, batch: int) -> None:
+    def stale_mask(self, batch: int) -> None:
         """Owners tell which rows of the first micro-batch are stale when they are sent."""
         state = self.in_flight[batch]
         state.patches = exchange_stale_mask(self.comm, state, self.device)
@@ -270,7 +270,7 @@ class ShardedTables:
             )
         return state.windows[g].rows_PD[window.first_row : window.first_row + count]
 
-    def fresh(self, batch: int) -> None:
+    def patch(self, batch: int) -> None:
         """Send the stale rows of the first micro-batch again, refreshed by now."""
         rows = zip(self.buffers.of(batch), self.groups, strict=True)
         weights = [_weights_of(of_group, group.dim) for of_group, group in rows]
@@ -373,7 +373,7 @@ class ShardedTables:
                     rows.index_copy_(0, own, some)
             _round(group, rows)
 
-    def mirror(self, batch: int) -> None:
+    def replica_sync(self, batch: int) -> None:
         """Bring replicas in other groups together: gradients before `update`, or rows after it."""
         state, comm = self.in_flight[batch], self.mesh.replicas
         replicas = [w.replica_rows for w in state.working if w.replica_rows is not None]

@@ -125,14 +125,14 @@ def make_working_set(
     *,
     union: KeyUnion | None = None,
     replica: ReplicaUnion | None = None,
-    early: bool = False,
+    speculative: bool = False,
     older: WorkingSet | None = None,
     compared: bool = False,
 ) -> WorkingSet:
     """What an owner works on: all that it was asked for, and what its replicas merge.
 
-    `replica`: the union over groups, in batches that merge replicas. `early`: the rows of the first
-    micro-batch are speculative, so mark the stale ones. `older`: the working set of the batch
+    `replica`: the union over groups, in batches that merge replicas. `speculative`: rows of the first
+    micro-batch are sent before their refresh, so find the stale ones. `older`: the working set of the batch
     before the last, where rows are carried over from it.
     `compared`: later batches will be compared with this one.
     """
@@ -142,7 +142,7 @@ def make_working_set(
     moved = segments_on(device, [*union.serve, *union.gather_back])
     shared_there, shared_before_there = lists_on(device, [shared_K, shared_before])
     micros = len(union.serve)
-    stale_P = stale_rows(union.serve[0], shared_K, len(union.keys_K)) if early else None
+    stale_P = stale_rows(union.serve[0], shared_K, len(union.keys_K)) if speculative else None
     serve_counts = asked.row_counts_RMC.sum(2).T.tolist()
     return WorkingSet(
         known=_known(union, compared=compared),
