@@ -233,6 +233,25 @@ def test_a_ranking_does_not_wait_past_its_deadline_and_the_fill_is_given_up():
     assert made.counts["abandoned_fills"] == 1
 
 
+def test_a_reservation_that_its_ranking_cannot_wait_for_is_free_at_once():
+    """Else it is room that nobody can have until the model's thread comes past it."""
+    made = cache(device_pool=16)
+    assert isinstance(made.acquire(need("ann"), SIGNAL, 0.0), Fill)
+    assert made.acquire(need("ann"), RANK, 0.0, "t", never) is Miss.TOO_LATE
+    assert made.device_pool.num_bytes == 0
+    assert isinstance(made.acquire(need("bob"), SIGNAL, 0.0), Fill)
+
+
+def test_a_prefix_that_host_memory_has_is_not_reloaded_for_nobody():
+    """Only what is nowhere is made to last: a reload without a ranking costs a copy and room."""
+    made = cache()
+    kept(made, need())
+    step = made.acquire(need(), KEEP, 0.0, "t")
+    assert isinstance(step, Load)
+    made.leave(step.entry, "t")
+    assert (made.device_pool.num_bytes, made.next_load(0.0)) == (0, None)
+
+
 def test_promised_memory_is_refused_to_others():
     made = cache(device_pool=32)
     first, _ = ready(made, need("a")), ready(made, need("b"))
@@ -251,6 +270,19 @@ def test_nobody_came_for_it():
     assert made.expire(1.0)
     assert (made.device_pool.num_bytes, made.counts["wasted_prefixes"]) == (0, 1)
     assert made.next_copy(1.0) is None
+
+
+def test_a_promise_counts_from_the_moment_that_the_prefix_is_ready():
+    """A slow fill must not eat the time that its ranking has to come."""
+    made = cache()
+    assert isinstance(made.acquire(need(), SIGNAL, 0.0), Fill)
+    entry = made.next_fill()
+    assert entry
+    made.filled(entry, kv(), 0.9)
+    assert not made.expire(1.5)
+    assert made.device_pool.find(need().key) is entry
+    assert made.expire(1.9)
+    assert (made.device_pool.num_bytes, made.counts["wasted_prefixes"]) == (0, 1)
 
 
 def test_a_later_signal_renews_the_promise():

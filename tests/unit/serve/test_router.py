@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from functools import partial
 
 import numpy as np
 import pytest
@@ -25,6 +27,9 @@ class HandClock:
 
     def now(self) -> float:
         return self.time
+
+    def advance(self, seconds: float) -> None:
+        self.time += seconds
 
 
 class Mood(Enum):
@@ -50,6 +55,7 @@ class FakeInstance:
     requests: list[RankRequest] = field(default_factory=list)
     held: list[Future[Answer]] = field(default_factory=list)
     drained: float | None = None
+    drain_takes: Callable[[], None] = lambda: None
 
     def prefetch(self, signal: Signal) -> AdmissionOutcome:
         if self.mood in (Mood.RAISES, Mood.FAILS):
@@ -84,6 +90,7 @@ class FakeInstance:
 
     def drain(self, timeout_s: float) -> bool:
         self.drained = timeout_s
+        self.drain_takes()
         return self.mood is Mood.WELL
 
 
@@ -402,6 +409,15 @@ def test_draining_waits_for_rankings_under_way_and_sheds_new_ones():
     assert answer.result(timeout=0).version == first.name
     assert all(instance.drained == 60.0 for instance in world.instances.values())
     ending.join()
+
+
+def test_draining_gives_each_instance_what_is_left_of_the_time():
+    """A service that is told to stop in 60 s stops in 60 s, however many instances are slow."""
+    world = World()
+    for instance in world.instances.values():
+        instance.drain_takes = partial(world.clock.advance, 45.0)
+    assert world.router.drain(60.0)
+    assert [instance.drained for instance in world.instances.values()] == [60.0, 15.0, 0.0]
 
 
 def test_stats_tell_what_the_router_did():
