@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from world import World
-from world_mutants import MUTANTS
+
+from support.serving_world.mutants import MUTANTS
+from support.serving_world.world import World
 
 SEEDS = 500
 BLOCKS = 5
@@ -42,7 +43,7 @@ def test_a_world_without_a_rule_is_caught(rule: str, monkeypatch: pytest.MonkeyP
         play_until_caught()
     story = "\n".join(caught.value.__notes__)
     assert "signals" in story
-    assert "replay it with: python tests/unit/serve/world.py" in story
+    assert "python -m support.serving_world.world" in story
 
 
 def play_until_caught() -> None:

@@ -11,9 +11,6 @@ from types import SimpleNamespace
 from typing import Protocol, TypeVar
 from unittest.mock import patch
 
-from world_model import FaultError, Model
-from world_turns import Change, Thread, Turns
-
 from nestpipe.errors import RunError, ShedError
 from nestpipe.serve.engine import instance as instance_module
 from nestpipe.serve.engine import state as state_module
@@ -26,6 +23,8 @@ from nestpipe.serve.kv_cache.device_pool import Entry, Need
 from nestpipe.serve.routing import membership as ring_module
 from nestpipe.serve.settings import ServeSettings
 from nestpipe.serve.types import KV, AdmissionOutcome, Answer, PrefixKey, RankRequest, Signal
+from support.serving_world.model import FaultError, Model
+from support.serving_world.turns import Change, Thread, Turns
 
 T = TypeVar("T")
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from world_member import Member
-from world_model import plain_scores
-
 from nestpipe.errors import RunError, ShedError
 from nestpipe.serve.types import Answer, Path
+from support.serving_world.member import Member
+from support.serving_world.model import plain_scores
 
 
 @dataclass(eq=False)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
-from world_turns import Change
 
 from nestpipe.serve.engine.state import EngineState
 from nestpipe.serve.kv_cache.cache import Cache
@@ -14,6 +13,7 @@ from nestpipe.serve.kv_cache.device_pool import DevicePool, Entry, KVSource, Nee
 from nestpipe.serve.kv_cache.host_tier import HostEntry, HostTier
 from nestpipe.serve.routing.router import _RoutedRanking
 from nestpipe.serve.types import History, PrefixKey
+from support.serving_world.turns import Change
 
 Mutant = Callable[[pytest.MonkeyPatch], None]
 

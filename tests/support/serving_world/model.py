@@ -10,10 +10,10 @@ from random import Random
 import numpy as np
 import torch
 from torch import Tensor
-from world_turns import Change, Turns
 
 from nestpipe.serve.kv_cache.host_tier import Reload
 from nestpipe.serve.types import KV, History, Ids, PrefixItem, RankItem, Scores
+from support.serving_world.turns import Change, Turns
 
 LAYERS = 2
 BYTES = 16 * LAYERS

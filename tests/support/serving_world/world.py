@@ -4,7 +4,7 @@ The real router, instances, caches and triggers run here, with their own threads
 next, what time it is, and what fails is for the world to say; after every event it looks whether
 all is as it must be.
 
-    python tests/unit/serve/world.py 17
+    PYTHONPATH=tests python -m support.serving_world.world 17
 
 tells the story of one seed.
 """
@@ -22,7 +22,11 @@ from functools import partial
 from random import Random
 
 import numpy as np
-from world_checks import (
+
+from nestpipe.serve.routing.router import Router, RouterSettings
+from nestpipe.serve.settings import ServeSettings
+from nestpipe.serve.types import AdmissionOutcome, Answer, RankRequest, Signal
+from support.serving_world.checks import (
     Asked,
     check_answer,
     check_empty,
@@ -30,13 +34,9 @@ from world_checks import (
     check_member,
     check_rest,
 )
-from world_member import BreakdownError, Member, taking_turns
-from world_model import BYTES, CHUNK, FaultError, User, some_users
-from world_turns import Turns
-
-from nestpipe.serve.routing.router import Router, RouterSettings
-from nestpipe.serve.settings import ServeSettings
-from nestpipe.serve.types import AdmissionOutcome, Answer, RankRequest, Signal
+from support.serving_world.member import BreakdownError, Member, taking_turns
+from support.serving_world.model import BYTES, CHUNK, FaultError, User, some_users
+from support.serving_world.turns import Turns
 
 STEPS = 130
 LIFE_S = 0.5
@@ -101,7 +101,7 @@ class World:
                     self._check()
                 self._finish()
             except BaseException as error:
-                replay = f"replay it with: python tests/unit/serve/world.py {self.seed}"
+                replay = f"replay it with: PYTHONPATH=tests python -m support.serving_world.world {self.seed}"
                 error.add_note(f"{self}\n\nThis was seed {self.seed}; {replay}")
                 raise
             finally:
