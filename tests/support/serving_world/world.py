@@ -1,6 +1,6 @@
 """Instances behind a router, and everything that can happen to them, in an order that a seed picks.
 
-The real router, instances, caches and triggers run here, with their own threads. Only who goes
+The real router, instances, caches and admission control run here, with their own threads. Only who goes
 next, what time it is, and what fails is for the world to say; after every event it looks whether
 all is as it must be.
 
@@ -101,8 +101,8 @@ class World:
                     self._check()
                 self._finish()
             except BaseException as error:
-                replay = f"replay it with: PYTHONPATH=tests python -m support.serving_world.world {self.seed}"
-                error.add_note(f"{self}\n\nThis was seed {self.seed}; {replay}")
+                replay = f"PYTHONPATH=tests python -m support.serving_world.world {self.seed}"
+                error.add_note(f"{self}\n\nThis was seed {self.seed}; replay it with: {replay}")
                 raise
             finally:
                 self.turns.abandon()
