@@ -1,4 +1,4 @@
-"""What is known of one batch between its first op and its last."""
+"""The state of one batch between its first op and its last."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Window:
 class BatchState:
     """One batch, group by group.
 
-    On a GPU a tensor may be in use by one stream when another has issued its last op: all of them
-    stay here until the batch is forgotten, which is after the device has done its update.
+    On a GPU one stream may still use a tensor when another has issued its last op. So all tensors
+    stay here until the batch is forgotten, after the device has done its update.
     """
 
     requests: list[list[Request]]
@@ -43,7 +43,7 @@ class BatchState:
     asked: list[OwnerRequests] = field(default_factory=list[OwnerRequests])
     working: list[WorkingSet] = field(default_factory=list[WorkingSet])
     patches: list[RowPatch] = field(default_factory=list[RowPatch])
-    """[group] rows of the first micro-batch that come twice."""
+    """[group] stale rows of the first micro-batch, which come again."""
     received: dict[int, list[Tensor]] = field(default_factory=dict[int, list[Tensor]])
     """[micro][group] (P, D) rows."""
     gradients: dict[int, dict[int, RowGradients]] = field(

@@ -1,7 +1,7 @@
 """Row optimizers: one application per row and batch, on rows that carry their own state.
 
-Each works in place on (K, W) rows: D weights, then the state. What is here is the slow, plain form
-with one rounding per operation, so that native code can give the same bits.
+Each works in place on (K, W) rows: D weights, then the state. This is the plain form, with one
+rounding per operation, so that native code gives the same bits.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def _momentum_scaled(rows_KW: Tensor, gradients_KD: Tensor, step: int, of: RowOp
 def _touch_scaled(rows_KW: Tensor, gradients_KD: Tensor, step: int, of: RowOptimizer) -> None:
     """The same with a c for each row, by how many groups touch it on average: c = scale / groups.
 
-    A row that one of M groups touches has a second moment M times too large, and c = M mends that.
+    A row that one of M groups touches has a second moment M times too large; c = M corrects that.
     One that all touch with the same gradient has the right moment, and c = M would make its steps
     larger by the root of M. The number of groups stands in for what is not known, whether they
     agree: a row that all touch with gradients of mean zero would want M, and gets 1.

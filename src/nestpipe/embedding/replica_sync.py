@@ -1,7 +1,6 @@
-"""Replicas of rows, or of their gradients, brought together over all groups of ranks.
+"""Synchronisation of replicas: rows averaged, or gradients summed, over all groups of ranks.
 
-One message for all stores. Sums over groups are made by the communicator's `all_reduce`: the same
-bits on every rank.
+One collective for all stores. Every rank gets the same bits.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Which keys the replicas of a shard touch: what 2D parallelism adds to the working set.
+"""The union of keys over replicas: what 2D parallelism adds to the working set.
 
-A shard lives once in every group of ranks. Where a batch merges its replicas, each of them holds
-all rows that any of them touched since the last time: its own for this batch, then those of other
-groups and of earlier batches. So merging finds all it needs in the device's buffer, and the next
-batch is refreshed from there as from any other.
+Every group of ranks has a replica of each shard. A batch that merges replicas works on all rows
+that any of them touched since the last merge: its own, then those of other groups and of earlier
+batches. So merging finds all it needs in the device's buffer, and the next batch is refreshed from
+there as from any other.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Replicas:
         return self._batches > 0
 
     def take(self) -> list[MergedKeys]:
-        """What any replica has touched since the last time, store by store."""
+        """What any replica has touched since the last merge, store by store."""
         mine = [unique_keys(parts) for of_store in self._touched for parts in of_store]
         self._touched, self._batches = self._nothing(), 0
         all_C = everyones_keys(self._comm, mine)

@@ -1,11 +1,11 @@
 """`ShardedTables`: what every op of a schedule does with rows, for one rank.
 
-The way of a batch: `dedup`, `counts`, `keys`, `union`, `retrieve`, (`sync`), then per micro-batch
-`rows`, `spread` inside the dense op, `grads`, and at last `update` and `writeback`. Each method is
-one op; who calls it, and when, is the schedule's business.
+The life of a batch: `dedup`, `counts`, `keys`, `union`, `retrieve`, (`sync`), then per micro-batch
+`rows`, `lookup` inside the dense op, `grads`, and at last `update` and `writeback`. Each method is
+one op; the schedule decides when it runs.
 
-Keys are routed in host memory, also for a GPU: there the sizes of messages are known without
-waiting for the device, and the GPU has better things to do. Rows and gradients live on the device.
+Keys are routed in host memory, also for a GPU: message sizes are then known without waiting for the
+device. Rows and gradients live on the device.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from nestpipe.schedule.schedule import Exchange, Merge, Retrieval, Shape
 
 
 class ShardedTables:
-    """One rank's share of all tables, and the batches in flight."""
+    """One rank's shard of all tables, and the batches in flight."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class ShardedTables:
         self.optimizer = optimizer
         self.mesh = mesh
         self.comm = mesh.shards
-        """The ranks among which rows are shared out; keys, rows and gradients stay among them."""
+        """The ranks over which tables are sharded; keys, rows and gradients stay among them."""
         self.shape = shape
         self.device = device
         self.comm_dtype = comm_dtype
@@ -100,7 +100,7 @@ class ShardedTables:
     # Routing, in host memory
 
     def dedup(self, batch: int, micro_keys: Sequence[Mapping[str, Jagged]]) -> None:
-        """Find what every micro-batch needs, and order it by owner."""
+        """Unique keys of every micro-batch, ordered by owner."""
         self._check_features(micro_keys[0])
         rank, ranks = self.comm.rank, self.comm.size
         if self.shape.exchange is Exchange.WINDOW:
@@ -127,7 +127,7 @@ class ShardedTables:
             raise ConfigError(f"feature {odd!r} does not match: {where}; mend the table's features")
 
     def counts(self, batch: int, samples: int) -> int:
-        """Tell every owner how many keys it will get; returns the samples of all ranks."""
+        """All-to-all of key counts; returns the number of samples of all ranks."""
         state = self.in_flight[batch]
         ranks, micros = self.comm.size, self.shape.micro_batches
         parts = [torch.stack([r.key_counts_RC for r in of], 1) for of in state.requests]
@@ -152,7 +152,7 @@ class ShardedTables:
         return int(total)
 
     def keys(self, batch: int) -> None:
-        """Send every owner its keys, by micro-batch and table, then what else the message holds."""
+        """All-to-all of keys: one message per owner, see `wire_format`."""
         state, rank = self.in_flight[batch], self.comm.rank
         window = self.shape.exchange is Exchange.WINDOW
         messages = [pack_requests(of, rank) for of in state.requests]
@@ -180,7 +180,7 @@ class ShardedTables:
         ]
 
     def union(self, batch: int) -> None:
-        """Unite what was asked for into the working set; compare it with the one before."""
+        """Deduplicate what was asked for into the working set; compare it with the batch before."""
         state = self.in_flight[batch]
         before = self.in_flight.get(batch - 1) if self.shape.buffers > 1 else None
         older = self.in_flight.get(batch - 2) if self.shape.takes_over else None
@@ -209,18 +209,18 @@ class ShardedTables:
     # Rows between host memory and the device
 
     def retrieve(self, batch: int) -> int:
-        """Rows with state from host memory into the idle buffer; returns how many were read."""
+        """Rows with state from their stores into the idle buffer; returns how many were read."""
         return self.buffers.retrieve(batch, self.in_flight[batch].working)
 
     def sync(self, batch: int) -> int:
         """Rows that the batch before had too, with state, from its buffer.
 
-        Returns how many; those that were taken over from an older one count too.
+        Returns how many; rows carried over from an older batch count too.
         """
         return self.buffers.sync(batch, self.in_flight[batch].working)
 
     def writeback(self, batch: int) -> int:
-        """Rows that leave the device into host memory; returns how many."""
+        """Rows that leave the device into their stores; returns how many."""
         then = self.in_flight.get(batch + 1) if self.shape.retrieval is Retrieval.NEW else None
         staying = then.working if then is not None and then.working else None
         written = self.buffers.writeback(batch, self.in_flight[batch].working, staying)
@@ -229,14 +229,14 @@ class ShardedTables:
         return written
 
     def forget(self, batch: int) -> None:
-        """Drop all that is known of a batch."""
+        """Drop the state of a batch."""
         self.buffers.forget(batch)
         self.in_flight.pop(batch, None)
 
     # The window
 
     def rows(self, batch: int, micro: int) -> None:
-        """Owners send a micro-batch's rows to those who asked."""
+        """All-to-all of a micro-batch's rows, from owners to requesters."""
         state, rank = self.in_flight[batch], self.comm.rank
         sent_splits = [working.serve_counts[micro] for working in state.working]
         received_splits = [of[micro].rows_per_owner for of in state.requests]
@@ -258,7 +258,7 @@ class ShardedTables:
         state.received[micro] = received
 
     def _place_of(self, state: BatchState, g: int, micro: int) -> Tensor:
-        """Where the rows of a micro-batch come to; those of a window stand behind each other."""
+        """Where the rows of a micro-batch arrive; those of a window lie behind each other."""
         request, dim = state.requests[g][micro], self.groups[g].dim
         window, count = request.window, sum(request.rows_per_owner)
         if window is None:
@@ -297,7 +297,7 @@ class ShardedTables:
         return seen
 
     def grads(self, batch: int, micro: int) -> None:
-        """Row gradients back to their owners, added up by requester in rank order."""
+        """All-to-all of row gradients, back to their owners; summed by requester in rank order."""
         state, rank = self.in_flight[batch], self.comm.rank
         gradients = [self._made(state, g, micro) for g in range(len(self.groups))]
         received_splits = [working.back_counts[micro] for working in state.working]
@@ -316,7 +316,7 @@ class ShardedTables:
         for g, working in enumerate(state.working):
             self._add_up(state, g, working.gather_back[micro], [received[g], *gradients[g][1]])
         if self.device.type == "cpu":
-            # Nobody uses them any more; on a GPU a stream may.
+            # Nobody uses them any more; on a GPU another stream may.
             state.gradients.pop(micro, None)
             del state.received[micro]
             if micro == self.shape.micro_batches - 1:
@@ -403,7 +403,7 @@ def _some_of(rows: Tensor | RowPointers, positions: Tensor) -> RowPointers:
 
 
 def _round(group: TableGroup, rows: Tensor | RowPointers) -> None:
-    """As the host store would: else rows that stay on the device would be finer."""
+    """Round as the store would: rows that stay on the device must not be finer."""
     if group.tables[0].dtype == "bfloat16":
         assert isinstance(rows, Tensor)
         weights_KD = rows[:, : group.dim]

@@ -1,4 +1,4 @@
-"""Tables that can share a store: same width, same kind of weights."""
+"""Groups of tables that share a store: same width, same type of weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nestpipe.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """A list of keys per sample, and where its rows are."""
+    """A feature: a list of keys per sample, and the table of its rows."""
 
     name: str
     table: int
@@ -29,7 +29,7 @@ class TableGroup:
     tables: tuple[Table, ...]
     features: tuple[Feature, ...]
     table_owners: tuple[int, ...]
-    """For each table the worker that keeps it, modulo their number; -1: each row has its own."""
+    """For each table the rank that owns all of it, modulo their number; -1: sharded by row."""
 
     @property
     def dim(self) -> int:

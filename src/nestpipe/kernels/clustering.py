@@ -1,4 +1,8 @@
-"""Which micro-batch each sample of a batch goes to: native code, or its plain twin."""
+"""Which micro-batch each sample of a batch goes to: native code, and its plain twin in numpy.
+
+docs/clustering.md has the algorithm. Both forms agree to the bit in the start, the order of visits,
+and the choice among equally good swaps (the one at the first position).
+"""
 
 from __future__ import annotations
 
@@ -12,8 +16,40 @@ from numpy.typing import NDArray
 from nestpipe.errors import CapacityError
 from nestpipe.kernels.library import Status, library, native_wanted
 
+# Shapes: B samples or places, P parts, K keys that several samples share, T keys of all samples
+
+I64 = NDArray[np.int64]
 MOST_TOKENS = (1 << 30) - 1
 """Tokens of one sample."""
+SWEEPS = 16
+"""Visits of every sample."""
+FEW_SWEEPS, MANY_PARTS = 12, 16
+"""The same where a visit is expensive: with more parts than this."""
+DESCENTS = 2
+"""The last of them, in which keys sent can only get fewer."""
+STEEPNESS = 4
+"""A swap of the first sweep may cost this part of a sample's keys."""
+WINDOW = 1024
+"""Positions among which a sample looks for a partner."""
+_NEVER = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClusterTask:
+    """A batch to be cut into micro-batches ("parts")."""
+
+    offsets_B1: I64
+    """Where each sample's keys are in `keys_T`, and the end."""
+    keys_T: I64
+    """Keys of all tables, made distinct before."""
+    tokens_B: I64
+    """How much work each sample is."""
+    sizes_P: I64
+    """Samples of each part."""
+    least_P: I64
+    """Tokens of a part at least; where the start is further out, no further than that."""
+    most_P: I64
+    """And at most."""
 
 
 class _ClusterTaskStruct(ctypes.Structure):
@@ -66,47 +102,6 @@ def _check(task: ClusterTask) -> None:
     assert task.sizes_P.sum() == samples, "the parts have room for all samples"
     assert (task.tokens_B >= 0).all(), "tokens are a number from 0"
     assert (task.tokens_B <= MOST_TOKENS).all(), f"a sample has at most {MOST_TOKENS} tokens"
-
-
-# The slow twin of `native/clustering/cluster.cpp`: the same choices, one after the other, in numpy.
-#
-# docs/clustering.md has the algorithm. What must agree to the bit: the start, the order of visits,
-# and which of several equally good swaps is taken (the one at the first place).
-
-
-# Shapes: B samples or places, P parts, K keys that several samples share, T keys of all samples
-
-I64 = NDArray[np.int64]
-
-SWEEPS = 16
-"""Visits of every sample."""
-FEW_SWEEPS, MANY_PARTS = 12, 16
-"""The same where a visit is dear: with more parts than this."""
-DESCENTS = 2
-"""The last of them, in which keys sent can only get fewer."""
-STEEPNESS = 4
-"""A swap of the first sweep may cost this part of a sample's keys."""
-WINDOW = 1024
-"""Places among which a sample looks for a partner."""
-_NEVER = 1 << 30
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ClusterTask:
-    """A batch to be cut into micro-batches ("parts")."""
-
-    offsets_B1: I64
-    """Where each sample's keys are in `keys_T`, and the end."""
-    keys_T: I64
-    """Keys of all tables, made distinct before."""
-    tokens_B: I64
-    """How much work each sample is."""
-    sizes_P: I64
-    """Samples of each part."""
-    least_P: I64
-    """Tokens of a part at least; where the start is further out, no further than that."""
-    most_P: I64
-    """And at most."""
 
 
 def cluster_plainly(task: ClusterTask) -> I64:

@@ -1,7 +1,7 @@
-"""Large host tensors whose memory is used again: fresh pages cost more than the work in them.
+"""Host memory: a caching allocator for large tensors, and memory pinned for GPUs.
 
-Memory comes back by itself when the last tensor that lives in it is gone, as it does with torch's
-allocator for GPUs; nobody hands anything back by hand.
+Fresh pages cost more than the work in them, so memory is used again. It comes back by itself when
+the last tensor in it is gone, as with torch's allocator for GPUs.
 """
 
 from __future__ import annotations
@@ -102,9 +102,6 @@ def empty(
     return _MEMORY.empty(shape, dtype)
 
 
-# Host memory that a GPU may read and write by itself, at the addresses that the host uses.
-
-
 Pieces = Callable[[int], list[tuple[int, int]]]
 """Address and bytes of every piece of memory from a number on."""
 PORTABLE = 1
@@ -112,7 +109,7 @@ PORTABLE = 1
 
 
 class PinnedMemory:
-    """The pieces of a memory that only grows."""
+    """Memory that only grows, and that GPUs read and write at the host's own addresses."""
 
     def __init__(self) -> None:
         self._addresses: list[int] = []

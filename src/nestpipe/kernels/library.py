@@ -1,4 +1,4 @@
-"""The native library, loaded once, with the types of its functions."""
+"""The compiled libraries, native and for GPUs: loaded once, with the types of their functions."""
 
 from __future__ import annotations
 
@@ -91,6 +91,21 @@ _SIGNATURES = {
     ),
 }
 
+FIRST_CAPABILITY = (9, 0)
+"""Compute capability of the first GPUs with bulk copies."""
+_CUDA_SIGNATURES = {
+    "nestpipe_row_copy_begin": [],
+    "nestpipe_row_copy": [*[c_void_p] * 3, *[c_int64] * 3, *[c_int] * 2, c_void_p],
+    "nestpipe_segment_sum": [
+        *[c_void_p, c_int64, c_void_p, c_int64],
+        *[c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int, c_void_p],
+    ],
+    "nestpipe_update_rows": [
+        *[c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_int64],
+        c_void_p,
+    ],
+}
+
 
 @cache
 def library() -> ctypes.CDLL:
@@ -117,28 +132,12 @@ def native_wanted() -> bool:
     return value == "1"
 
 
-# The library of kernels for GPUs, loaded once for each device, where there can be one.
-
-
-FIRST_CAPABILITY = (9, 0)
-"""Of GPUs with bulk copies."""
-_CUDA_SIGNATURES = {
-    "nestpipe_row_copy_begin": [],
-    "nestpipe_row_copy": [*[c_void_p] * 3, *[c_int64] * 3, *[c_int] * 2, c_void_p],
-    "nestpipe_segment_sum": [
-        *[c_void_p, c_int64, c_void_p, c_int64],
-        *[c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int, c_void_p],
-    ],
-    "nestpipe_update_rows": [
-        *[c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_int64],
-        c_void_p,
-    ],
-}
-
-
 @cache
 def cuda_library(device: int) -> ctypes.CDLL | None:
-    """None where the GPU is too old or nothing can be compiled; the latter is said."""
+    """The library for a GPU, or None where the GPU is too old or nothing can be compiled.
+
+    A warning says the latter.
+    """
     if torch.cuda.get_device_capability(device) < FIRST_CAPABILITY:
         return None
     try:

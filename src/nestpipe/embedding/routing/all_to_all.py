@@ -1,6 +1,6 @@
-"""One collective per op, however many tables and stores there are.
+"""A fused all-to-all: one collective per op, however many tables and stores there are.
 
-Only what goes to other ranks takes part: the caller hands its own share to itself.
+Only what goes to other ranks takes part; the caller keeps its own share.
 """
 
 from __future__ import annotations

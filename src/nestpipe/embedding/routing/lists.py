@@ -1,4 +1,4 @@
-"""What goes into routing and what comes out, in native code and in its plain twin alike.
+"""What goes into routing and what comes out, for native code and its plain twin alike.
 
 Lists by owner or requester have the peers in rank order first and the rank itself last, so that all
 that travels lies in one piece. Sums are taken in the order of the ranks all the same.
@@ -24,7 +24,7 @@ class KnownKeys:
     keys_K: Tensor
     table_counts: list[int]
     index: Tensor
-    """What makes them quick to find: see `index_of`."""
+    """A small hash index, see `index_of`; empty where the form needs none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class WantedKeys:
     pooled: list[bool]
     """[table] whether the owner may add rows up"""
     table_owners: tuple[int, ...]
-    """[table] the one owner, modulo the number of ranks; -1: each key has its own"""
+    """[table] the owner of the whole table, modulo the number of ranks; -1: sharded by row"""
     row_bytes: int
     """Of a row on its way, and of its gradient."""
     rank: int
@@ -143,7 +143,7 @@ class KeyUnion:
 
 
 def peers_then_self(rank: int, ranks: int) -> list[int]:
-    """All ranks, this one last."""
+    """All ranks: the peers in order, this one last."""
     return [*(r for r in range(ranks) if r != rank), rank]
 
 
@@ -164,7 +164,7 @@ def mixed(keys_U: Tensor, table: int) -> Tensor:
 
 
 def unique_at_least(mixed_T: Tensor) -> int:
-    """Unique keys, or a few less: different places of their hashes in a bitmap."""
+    """A lower bound on the unique keys: different bits that their hashes set in a bitmap."""
     places = 1
     while places < 4 * len(mixed_T):
         places *= 2

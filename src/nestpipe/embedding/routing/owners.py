@@ -1,4 +1,4 @@
-"""The owner's side of routing: the rows it needs for a batch, and whom each goes to."""
+"""The owner's side of routing: the working set of a batch, and which rank gets which row."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from nestpipe.kernels.rows.segments import Segments, lists_on, segments_on
 
 @dataclass(frozen=True, slots=True)
 class ReplicaRows:
-    """What of a working set is the batch's own, and what replicas merge; all on the device."""
+    """Which rows of a working set are the batch's own, and which are merged; on the device."""
 
     own: Tensor
     merged: Tensor
@@ -114,7 +114,7 @@ class WorkingSet:
 
 
 def union_of(asked: OwnerRequests) -> KeyUnion:
-    """What all requesters of this rank's group asked for."""
+    """The unique keys that all requesters of this rank's group asked for."""
     return _routing().union_of(asked)
 
 
@@ -131,10 +131,10 @@ def make_working_set(
 ) -> WorkingSet:
     """What an owner works on: all that it was asked for, and what its replicas merge.
 
-    `replica`: the union over groups, in batches that merge replicas. `speculative`: rows of the first
-    micro-batch are sent before their refresh, so find the stale ones. `older`: the working set of the batch
-    before the last, where rows are carried over from it.
-    `compared`: later batches will be compared with this one.
+    `replica`: the union over groups, in batches that merge replicas. `speculative`: rows of the
+    first micro-batch are sent before their refresh, so find the stale ones. `older`: the working
+    set of the batch before the last, where rows are carried over from it. `compared`: later
+    batches will be compared with this one.
     """
     union = replica.union if replica is not None else union or union_of(asked)
     found = _neighbours(union, before, older)

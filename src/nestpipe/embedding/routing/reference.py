@@ -1,4 +1,4 @@
-"""Routing by torch alone: the form for GPUs, and the twin of the native one on the host."""
+"""Routing in plain torch: the twin of the native form."""
 
 from __future__ import annotations
 

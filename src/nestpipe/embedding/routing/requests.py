@@ -1,8 +1,8 @@
-"""The requester's side of routing: which rows a micro-batch wants, and from whom.
+"""The requester's side of routing: which rows a micro-batch wants, and from which owner.
 
-Of a feature that is not pooled, each unique key is asked for once. Of a pooled one, the owners may
-add up the rows of each sample themselves where that is fewer bytes on the network. Either way the
-answer is a list of rows, and what the model sees are sums of those.
+Without pooling, each unique key is asked for once. With pooling, owners may sum the rows of each
+sample themselves, where that is fewer bytes on the network. Either way the answer is a list of
+rows, and the model sees segment sums of those.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from nestpipe.kernels.rows.segments import Segments, concat, segments_on
 # R ranks, C tables of the group, M micro-batches
 
 ROUTERS = ThreadPoolExecutor(2, "router", initializer=lambda: torch.set_num_threads(1))
-"""Threads that route micro-batches beside a GPU; they start with their first work."""
+"""Threads that route micro-batches for a GPU; they start with their first work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ def make_window(
     """The same for all micro-batches of a window: what one has asked for, the later ones have.
 
     The batch is routed as a whole, so it asks for no key twice whatever the number of
-    micro-batches, and then cut.
+    micro-batches, and then split.
     """
     routing = native_routing if native_wanted() else plain_routing
     sizes = [_sizes(keys, group) for keys in micro_keys]

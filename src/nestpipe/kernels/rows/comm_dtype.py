@@ -1,4 +1,7 @@
-"""Rows rounded to the numbers in which they travel between ranks, and back."""
+"""Rows and gradients between ranks: float32, or rounded to bfloat16, which is half the bytes.
+
+What a rank hands to itself is rounded too: what a model sees does not depend on who owns a row.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,9 @@ import torch
 from torch import Tensor
 
 from nestpipe.kernels import host_memory
+
+COMM_DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+"""The types in which rows may travel, by the name of the setting."""
 
 
 def to_wire(rows: Tensor, comm_dtype: torch.dtype) -> Tensor:
@@ -32,12 +38,3 @@ def round_in_place(rows: Tensor, comm_dtype: torch.dtype) -> None:
     """The same where the rows are."""
     if rows.dtype != comm_dtype:
         rows.copy_(to_wire(rows, comm_dtype))
-
-
-# Numbers of rows and gradients on their way between ranks: float32, or bfloat16, half the bytes.
-#
-# What a rank hands to itself is rounded too: what a model sees does not depend on who owns a row.
-
-
-COMM_DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-"""The types in which rows may travel, by the name of the setting."""

@@ -1,4 +1,7 @@
-"""Sums of rows on a GPU in one kernel, where nvcc compiled it; torch's operations are the twin."""
+"""Segment sums and row updates on a GPU, a kernel each, where nvcc compiled them.
+
+torch's operations are the twin of both.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,12 @@ from nestpipe.errors import RunError
 from nestpipe.kernels.library import cuda_library
 from nestpipe.kernels.rows.native import OptimizerStruct, unknown_optimizer
 
-# Shapes: S sums, T terms of all sums together
+# Shapes: S sums, T terms of all sums together, K rows that are updated, D weights of a row,
+# W weights and state
 
 MOST_PARTS = 6
+MOST_DIM = 1536
+"""The squares of so many weights fit into shared memory, for each warp of a block."""
 FLOAT32, BFLOAT16, ROUNDED = range(3)
 UNKNOWN_OPTIMIZER = -1
 """What `cuda/update.cu` answers; CUDA's own errors are positive."""
@@ -87,15 +93,6 @@ def _part(rows: Tensor, comm_dtype: torch.dtype) -> _RowPartStruct:
     kind = BFLOAT16 if rows.dtype == torch.bfloat16 else FLOAT32
     kind = ROUNDED if rows.dtype != comm_dtype and kind == FLOAT32 else kind
     return _RowPartStruct(rows.data_ptr(), rows.stride(0), len(rows), kind)
-
-
-# Rows on a GPU updated in one pass, where nvcc compiled the kernel; torch's form is the twin.
-
-
-# Shapes: K rows, D weights of a row, W weights and state
-
-MOST_DIM = 1536
-"""Squares of so many weights fit into shared memory, for each warp of a block."""
 
 
 def can_update(rows_KW: Tensor, gradients_KD: Tensor, times: Tensor) -> bool:

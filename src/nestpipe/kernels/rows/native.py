@@ -1,4 +1,4 @@
-"""Sums and updates of rows in native code, on tensors of the host."""
+"""Segment sums, row updates and row copies in native code, on tensors of the host."""
 
 # pyright: strict
 from __future__ import annotations

@@ -39,7 +39,7 @@ def in_order_of_addresses(addresses_K: Tensor, positions_n: Tensor | None) -> Te
 
 
 def can_copy_in_bulk(rows_KW: Tensor) -> bool:
-    """Whether rows of this buffer can travel so: see `aligned_rows`."""
+    """Whether bulk copies can move rows of this buffer: see `aligned_rows`."""
     stride = rows_KW.stride(0) * 4
     whole = rows_KW.stride(1) == 1 and stride % WHOLE == 0 and rows_KW.data_ptr() % WHOLE == 0
     fits = stride >= _bytes_of(rows_KW) and _bytes_of(rows_KW) <= MOST_BYTES
