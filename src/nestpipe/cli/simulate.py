@@ -24,6 +24,7 @@ from nestpipe.cli.simulate_tables import (
     groups_table,
     paper_table,
     print_2d,
+    print_assumptions,
     print_unreconciled,
 )
 from nestpipe.config import build, read
@@ -208,6 +209,7 @@ def paper(json: JsonFile = None) -> None:
         terminal = console()
         terminal.print(paper_table(rows))
         print_2d(terminal, rows, choices)
+        print_assumptions(terminal)
         print_unreconciled(terminal)
 
 

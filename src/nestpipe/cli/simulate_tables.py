@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 from nestpipe.schedule import Exchange, Merge, Plan, PlanOptions
 from nestpipe.sim import GroupChoice, PaperChoice, PaperRow, Point, Workload
 from nestpipe.sim.paper.published import BEYOND, LARGEST, NESTPIPE, NESTPIPE_2D, UNRECONCILED
+from nestpipe.sim.paper.systems import ASSUMPTIONS, StepRange
 from nestpipe.sim.scaling import BASE_WORKERS
 
 EXPOSED_SHOWN = 3
@@ -109,43 +111,77 @@ def _most_exposed(exposed_ms: Mapping[str, float]) -> str:
 
 
 def paper_table(rows: Sequence[PaperRow]) -> Table:
-    """Simulated figures with the published ones in brackets."""
+    """Simulated figures, the published ones below them."""
     table = Table(
-        title="Simulated (published) figures, 512 samples per worker",
-        caption="ms per step; speed-up over TorchRec; error of the step; ~ derived, not printed "
-        "there; c calibrated on a figure of this row, p predicted, e extrapolated",
+        title="Simulated and published figures, 512 samples per worker",
+        caption="ms per step; range: under other assumptions that fit as well; gain over TorchRec; "
+        "scaling efficiency in %; error of the step. ~ derived, not printed there; c calibrated on "
+        "a figure of this row, p predicted, e extrapolated; * a number of micro-batches inferred "
+        "from NestPipe's own figures",
+        box=SIMPLE_HEAD,
+        padding=(0, 0, 0, 1),
     )
-    table.add_column("system", no_wrap=True)
-    for name in ("workers", "step", "error", "lookup", "exchange", "speed-up", "efficiency %"):
-        table.add_column(name, justify="right")
-    table.add_column("")
+    table.add_column("workers", no_wrap=True)
+    for name in ("step", "error", "range", "lookup", "exchange", "gain", "scaling"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
     previous = ""
     for row in rows:
-        if previous and row.system != previous:
-            table.add_section()
-        error = row.error_percent("step_ms")
-        table.add_row(
-            row.system if row.system != previous else "",
-            f"{row.workers:,}",
-            _beside(row, "step_ms", ".0f"),
-            "" if error is None else f"{error:+.1f} %",
-            _beside(row, "lookup_ms", ".0f"),
-            _beside(row, "exposed_comm_ms", ".0f"),
-            _beside(row, "speedup", ".2f"),
-            _beside(row, "scaling_efficiency", ".1f"),
-            row.kind[0],
-        )
+        if row.system != previous:
+            if previous:
+                table.add_section()
+            table.add_row(row.system)
+        table.add_row(*_simulated_cells(row))
+        if any(getattr(row.published, name) is not None for name in SHOWN):
+            table.add_row(*_published_cells(row))
         previous = row.system
     return table
 
 
-def _beside(row: PaperRow, name: str, form: str) -> str:
-    known = getattr(row.published, name)
-    text = format(getattr(row, name), form)
-    if known is None:
-        return text
-    derived = "~" if name in row.published.derived else ""
-    return f"{text} ({derived}{format(known, form)})"
+SHOWN = {
+    "step_ms": ".0f",
+    "lookup_ms": ".0f",
+    "exposed_comm_ms": ".0f",
+    "speedup": ".2f",
+    "scaling_efficiency": ".1f",
+}
+"""Figures of the table, and how they are written."""
+
+
+def _simulated_cells(row: PaperRow) -> list[str]:
+    error, mark = row.error_percent("step_ms"), row.kind[0] + ("*" if row.inferred else "")
+    # Past the published scales assumptions decide: a single figure would say too much.
+    shown = row.kind != "extrapolated"
+    step, *others = (
+        format(getattr(row, name), form) if shown else "" for name, form in SHOWN.items()
+    )
+    return [
+        f"  {row.workers:,}",
+        step,
+        "" if error is None else f"{error:+.1f} %",
+        _range(row.step_range) if row.step_range.decided_by or not shown else "",
+        *others,
+        mark,
+    ]
+
+
+def _published_cells(row: PaperRow) -> list[str]:
+    """What was published of the row; a figure that was derived has a mark."""
+    known = {name: getattr(row.published, name) for name in SHOWN}
+    step, *others = (
+        "" if value is None else _derived(row, name) + format(value, SHOWN[name])
+        for name, value in known.items()
+    )
+    return ["    published", step, "", "", *others]
+
+
+def _derived(row: PaperRow, name: str) -> str:
+    return "~" if name in row.published.derived else ""
+
+
+def _range(found: StepRange) -> str:
+    low, high = f"{found.low_ms:,.0f}", f"{found.high_ms:,.0f}"
+    return low if low == high else f"{low}..{high}"
 
 
 def print_2d(terminal: Console, rows: Sequence[PaperRow], choices: Sequence[PaperChoice]) -> None:
@@ -161,9 +197,8 @@ def print_2d(terminal: Console, rows: Sequence[PaperRow], choices: Sequence[Pape
     )
     alone, grouped = at[NESTPIPE, BEYOND], at[NESTPIPE_2D, BEYOND]
     terminal.print(
-        f"At {BEYOND:,} workers, extrapolated: {NESTPIPE} {alone.step_ms:,.0f} ms a step "
-        f"({alone.scaling_efficiency:.1f} %, {alone.qps:,.0f} samples/s), with 2D-SP "
-        f"{grouped.step_ms:,.0f} ms ({grouped.scaling_efficiency:.1f} %, {grouped.qps:,.0f}).",
+        f"At {BEYOND:,} workers, extrapolated: {NESTPIPE} {_range(alone.step_range)} ms a step, "
+        f"with 2D-SP {_range(grouped.step_range)} ms. {_decided(grouped.step_range)}",
         markup=False,
     )
     terminal.print("The best number of groups for NestPipe, rows averaged every batch:")
@@ -171,11 +206,24 @@ def print_2d(terminal: Console, rows: Sequence[PaperRow], choices: Sequence[Pape
         best = one.choice.best
         terminal.print(
             f"- {one.choice.workers:,} workers, retrieval {one.retrieval}: {best.groups}, "
-            f"{best.figures.step_ms:,.0f} ms a step ({best.efficiency:.1f} %, "
-            f"{best.figures.samples_per_s:,.0f} samples/s; busiest lane: "
-            f"{best.figures.busiest_lane})",
+            f"{_range(one.step_range)} ms a step (busiest lane: {best.figures.busiest_lane}). "
+            f"{_decided(one.step_range)}",
             markup=False,
         )
+
+
+def _decided(found: StepRange) -> str:
+    """Which assumptions make the range."""
+    names = ", ".join(found.decided_by)
+    return f"Decided by: {names}." if names else ""
+
+
+def print_assumptions(terminal: Console) -> None:
+    """What no published figure fixes, and what was tried instead."""
+    terminal.print("\nAssumed, and what else fits (the ranges):")
+    for one in ASSUMPTIONS:
+        own = "; not independent of NestPipe" if one.from_nestpipe else ""
+        terminal.print(f"- {one.name}: {one.taken}; or {one.others}{own}.", markup=False)
 
 
 def print_unreconciled(terminal: Console) -> None:

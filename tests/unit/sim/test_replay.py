@@ -17,6 +17,7 @@ from nestpipe.sim import (
     replay,
     simulate,
 )
+from nestpipe.sim.scaling import plan_for
 
 ONE_MS = dict.fromkeys(Kind, 1.0)
 
@@ -51,6 +52,20 @@ def test_a_collective_ends_for_everyone_at_the_slowest():
             twins = [s for s in trace.spans if s.name == span.name]
             assert {s.end for s in twins} == {span.end}
             assert span.end == pytest.approx(max(s.start for s in twins) + 1.0)
+
+
+def test_replicas_of_a_shard_wait_for_each_other_and_for_nobody_else():
+    """Workers 0 and 4 hold the same shard of two groups: only they end a merge together.
+
+    Were it the workers of a group, a slow replica elsewhere would never be seen to hold up a merge.
+    """
+    nested = plan_for("nested", PlanOptions(merge_every=1), 2)
+    slow = Stragglers(jitter=0.5, seed=1)
+    costs_ms = {**dict.fromkeys(Kind, 1.0), Kind.REDUCE: 0.0}
+    trace = replay(nested, costs_ms, Scale(8, 2), batches=2, stragglers=slow, record=range(8)).trace
+    ends = {s.rank: s.end for s in trace.spans if s.kind == Kind.REPLICA_SYNC and s.batch == 1}
+    assert [ends[rank] == ends[rank + 4] for rank in range(4)] == [True] * 4
+    assert len(set(ends.values())) == 4
 
 
 def test_groups_wait_only_for_themselves_until_the_dense_reduction():

@@ -1,14 +1,14 @@
 """From published figures to a `Cluster`: few knobs, each solved from a named figure.
 
 Calibrated on TorchRec (compute, lookup at two scales), UniEmb (All2All at three scales, the cost
-of a hand-over) and 2D-SP (the lookup it saves). Of NestPipe only the bound on the refresh is taken,
-and of NestPipe + 2D-SP its raw All2All (how much a smaller group helps): their steps, and those of
-the ablations, are predictions.
+of a hand-over) and 2D-SP (the lookup it saves). Of NestPipe the bound on the refresh is taken and
+its number of micro-batches is inferred, and of NestPipe + 2D-SP its raw All2All is used (how much a
+smaller group helps). Their steps, and those of the ablations, are predictions but for that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -37,9 +37,22 @@ ASSUMED = Cluster(
 """Sizes and speeds that no figure fixes; only their products with the knobs below matter."""
 
 
-def paper_cluster(host_split: dict[Kind, float] | None = None) -> Cluster:
-    """The 1,536-NPU cluster of the paper, calibrated."""
-    cluster = replace(ASSUMED, compute=_compute(), network=_network_curve())
+OTHER_HOST_SPLIT = {K.PREFETCH: 0.35, K.COPY: 0.25, K.RETRIEVE: 0.25, K.WRITEBACK: 0.15}
+"""Another split that fits all that was published: it matters only past 1,536 workers."""
+CURVE_SCALES = (128, 512, 1536)
+"""Where the All2All of UniEmb is known."""
+
+
+def paper_cluster(
+    host_split: Mapping[Kind, float] | None = None, *, contention_terms: int = 2
+) -> Cluster:
+    """The 1,536-NPU cluster of the paper, calibrated.
+
+    With one contention term instead of two the network follows the line through 512 and 1,536
+    workers: another way to extend its curve past them.
+    """
+    network = _network_curve(CURVE_SCALES[-(contention_terms + 1) :])
+    cluster = replace(ASSUMED, compute=_compute(), network=network)
     cluster = replace(cluster, network=_group_relief(cluster))
     cluster = replace(cluster, network=_key_exchange(cluster))
     cluster = replace(cluster, host=_host(cluster, host_split or HOST_SPLIT))
@@ -81,20 +94,19 @@ def exchange_ms(workers: int) -> float:
     return step - compute_ms() - _figure(paper.UNIEMB, 1536, "lookup_ms")
 
 
-def _network_curve() -> Network:
-    """Bandwidth and two contention terms from the All2All at 128, 512 and 1,536 workers."""
+def _network_curve(scales: Sequence[int]) -> Network:
+    """Bandwidth and contention from the All2All at these scales, a term for each but the first."""
     assumed = ASSUMED.network
     work = ASSUMED.workload
     one_way = work.unique_keys * work.row_bytes
     near_only = replace(assumed, gb_per_s=float("inf"))
-    scales = (128, 512, 1536)
     far_ms: list[float] = []
     for workers in scales:
         reduction = message_ms(assumed, workers)
         rest = 2 * all_to_all_ms(near_only, one_way, Scale(workers)) + reduction
         far_ms.append((exchange_ms(workers) - rest) / 2)
     inside = assumed.workers_per_node
-    powers = np.array([[(w - inside) / w * w**p for p in range(3)] for w in scales])
+    powers = np.array([[(w - inside) / w * w**p for p in range(len(scales))] for w in scales])
     per_byte = np.linalg.solve(powers, np.array(far_ms) / one_way)
     first, *rest_terms = (float(x) for x in per_byte)
     return replace(
@@ -139,7 +151,7 @@ def _key_exchange(cluster: Cluster) -> Network:
     return replace(cluster.network, setup_us_per_peer=setup)
 
 
-def _host(cluster: Cluster, split: dict[Kind, float]) -> Host:
+def _host(cluster: Cluster, split: Mapping[Kind, float]) -> Host:
     """Host speeds and their contention, from TorchRec's lookup at 128 and 1,536 workers."""
     base_step = _figure(paper.TORCHREC, 1536, "step_ms") * (
         _figure(paper.TORCHREC, 1536, "scaling_efficiency") / 100

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cache
+from itertools import product
 
 from nestpipe.schedule.op import Kind
 from nestpipe.schedule.plans import Plan, PlanOptions, plan
@@ -11,7 +13,13 @@ from nestpipe.schedule.schedule import Retrieval
 from nestpipe.sim.cluster import Cluster
 from nestpipe.sim.costs import Scale, costs
 from nestpipe.sim.paper import published as paper
-from nestpipe.sim.paper.calibration import GROUPS, LAYOUT, paper_cluster
+from nestpipe.sim.paper.calibration import (
+    GROUPS,
+    HOST_SPLIT,
+    LAYOUT,
+    OTHER_HOST_SPLIT,
+    paper_cluster,
+)
 from nestpipe.sim.paper.published import BEYOND, LARGEST, PUBLISHED, SCALES, Published
 from nestpipe.sim.report import Figures, simulate
 from nestpipe.sim.scaling import GroupChoice, choice_as_json, choose_groups, usual_groups
@@ -53,6 +61,49 @@ FITTED: dict[tuple[str, int], tuple[str, ...]] = {
 
 
 @dataclass(frozen=True, slots=True)
+class Assumption:
+    """Something that no published figure fixes, and what else would fit them."""
+
+    name: str
+    taken: str
+    others: str
+    from_nestpipe: bool = False
+    """Whether it was inferred from NestPipe's own figures: then its rows are not all predicted."""
+
+
+MICRO_BATCHES = Assumption(
+    "micro-batches",
+    f"{paper.MICROS}, inferred from NestPipe's own exposed share of 1/{paper.MICROS}",
+    "4 or 16",
+    from_nestpipe=True,
+)
+SPLIT = Assumption(
+    "host split",
+    "60 % of the host's lookup time is retrieval and write-back",
+    "40 %, which fits every figure up to 1,536 workers as well",
+)
+CONTENTION = Assumption(
+    "contention",
+    "a quadratic through the All2All at 128, 512 and 1,536 workers",
+    "past them, the line through the last two",
+)
+ASSUMPTIONS = (MICRO_BATCHES, SPLIT, CONTENTION)
+MICRO_CHOICES = (4, paper.MICROS, 16)
+DECIDES = 0.01
+"""An assumption that changes a step by more than this part of it is named."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepRange:
+    """The step of a row under all assumptions that fit the published figures as well."""
+
+    low_ms: float
+    high_ms: float
+    decided_by: tuple[str, ...]
+    """The assumptions that change it, by name; empty where none does."""
+
+
+@dataclass(frozen=True, slots=True)
 class PaperRow:
     """One system at one scale, beside what was published of it."""
 
@@ -76,6 +127,9 @@ class PaperRow:
     largest published scale, else `predicted`."""
     fitted: tuple[str, ...]
     """The published figures of this row that the calibration used."""
+    inferred: tuple[str, ...]
+    """Assumptions of this row that were inferred from NestPipe's own figures."""
+    step_range: StepRange
     published: Published
 
     def error_percent(self, name: str) -> float | None:
@@ -90,6 +144,8 @@ class PaperChoice:
 
     retrieval: Retrieval
     choice: GroupChoice
+    step_range: StepRange
+    """Of the best number of groups."""
 
 
 COMPARED = tuple(f.name for f in fields(Published) if f.name != "derived")
@@ -100,14 +156,14 @@ def paper_rows(
     scales: tuple[int, ...] = (*SCALES, BEYOND), progress: Callable[[], None] = lambda: None
 ) -> list[PaperRow]:
     """Simulate every system at every scale; `progress` is called after each run."""
-    cluster = paper_cluster()
+    cluster = _clusters()[TAKEN]
     runs: dict[tuple[str, int], Figures] = {}
     for system in SYSTEMS:
         for workers in sorted({paper.BASE, *scales}):
             scale = Scale(workers, system.groups, LAYOUT)
             runs[system.name, workers] = simulate(system.make_plan(), cluster, scale)
             progress()
-    return [_row(system, workers, runs, cluster) for system in SYSTEMS for workers in scales]
+    return [_row(system, workers, runs) for system in SYSTEMS for workers in scales]
 
 
 def paper_choices(progress: Callable[[int], None] = lambda batch: None) -> list[PaperChoice]:
@@ -119,16 +175,77 @@ def paper_choices(progress: Callable[[int], None] = lambda batch: None) -> list[
             options = PlanOptions(micro_batches=paper.MICROS, retrieval=retrieval, merge_every=1)
             numbers = usual_groups(workers)
             choice = choose_groups("nested", options, cluster, workers, numbers, progress=progress)
-            found.append(PaperChoice(retrieval, choice))
+            found.append(PaperChoice(retrieval, choice, _range_of_best(choice, options)))
     return found
 
 
-def _row(
-    system: System, workers: int, runs: dict[tuple[str, int], Figures], cluster: Cluster
-) -> PaperRow:
+def _range_of_best(choice: GroupChoice, options: PlanOptions) -> StepRange:
+    def step_ms(case: _Case) -> float:
+        micros, cluster = case
+        if case == (options.micro_batches, TAKEN):
+            return choice.best.figures.step_ms
+        chosen = replace(options, micro_batches=micros)
+        groups, workers = [choice.best.groups], choice.workers
+        again = choose_groups("nested", chosen, _clusters()[cluster], workers, groups)
+        return again.best.figures.step_ms
+
+    return _step_range(step_ms, MICRO_CHOICES, choice.workers)
+
+
+TAKEN = ("taken", 2)
+"""The cluster of the table."""
+_Case = tuple[int, tuple[str, int]]
+"""Micro-batches, and which cluster of `_clusters`."""
+
+
+@cache
+def _clusters() -> dict[tuple[str, int], Cluster]:
+    """The calibrated cluster under each assumption, first the one of the table."""
+    splits = {"taken": HOST_SPLIT, "other": OTHER_HOST_SPLIT}
+    return {
+        (name, terms): paper_cluster(split, contention_terms=terms)
+        for name, split in splits.items()
+        for terms in (2, 1)
+    }
+
+
+def _step_range(
+    step_ms: Callable[[_Case], float], micros: Sequence[int], workers: int
+) -> StepRange:
+    """All combinations; split and contention are open only past the published scales."""
+    clusters = list(_clusters()) if workers > LARGEST else [TAKEN]
+    steps = {case: step_ms(case) for case in product(micros, clusters)}
+    axes: dict[str, Callable[[_Case], object]] = {
+        MICRO_BATCHES.name: lambda case: case[1],
+        SPLIT.name: lambda case: (case[0], case[1][1]),
+        CONTENTION.name: lambda case: (case[0], case[1][0]),
+    }
+    decided: list[str] = []
+    for name, others in axes.items():
+        alike: dict[object, list[float]] = {}
+        for case, ms in steps.items():
+            alike.setdefault(others(case), []).append(ms)
+        if any(max(ms) > (1 + DECIDES) * min(ms) for ms in alike.values()):
+            decided.append(name)
+    return StepRange(min(steps.values()), max(steps.values()), tuple(decided))
+
+
+def _row(system: System, workers: int, runs: dict[tuple[str, int], Figures]) -> PaperRow:
     run = runs[system.name, workers]
     fitted = FITTED.get((system.name, workers), ())
-    at = costs(cluster, system.make_plan().shape, Scale(workers, system.groups, LAYOUT))
+    scale = Scale(workers, system.groups, LAYOUT)
+    clusters = _clusters()
+    at = costs(clusters[TAKEN], system.make_plan().shape, scale)
+
+    def step_ms(case: _Case) -> float:
+        micros, cluster = case
+        if case == (system.micro_batches, TAKEN):
+            return run.step_ms
+        return simulate(
+            replace(system, micro_batches=micros).make_plan(), clusters[cluster], scale
+        ).step_ms
+
+    split = system.micro_batches > 1
     guessed = "predicted" if workers <= LARGEST else "extrapolated"
     return PaperRow(
         system=system.name,
@@ -144,6 +261,8 @@ def _row(
         utilisation=run.utilisation,
         kind="calibrated" if fitted else guessed,
         fitted=fitted,
+        inferred=(MICRO_BATCHES.name,) if split else (),
+        step_range=_step_range(step_ms, MICRO_CHOICES if split else (1,), workers),
         published=PUBLISHED.get((system.name, workers), Published()),
     )
 
@@ -156,7 +275,13 @@ def rows_as_json(rows: list[PaperRow], choices: Sequence[PaperChoice] = ()) -> d
             for row in rows
         ],
         "groups": [
-            {"retrieval": str(one.retrieval), **choice_as_json(one.choice)} for one in choices
+            {
+                "retrieval": str(one.retrieval),
+                "step_range": asdict(one.step_range),
+                **choice_as_json(one.choice),
+            }
+            for one in choices
         ],
+        "assumptions": [asdict(one) for one in ASSUMPTIONS],
         "unreconciled": list(paper.UNRECONCILED),
     }
