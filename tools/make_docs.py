@@ -10,11 +10,15 @@ import inspect
 import io
 import os
 import textwrap
+from collections.abc import Mapping
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
+import peer_figures
+
 import nestpipe
+from nestpipe import deprecated
 from nestpipe.cli.app import app
 from nestpipe.schedule import PlanOptions, nominal_trace, plan
 from nestpipe.sim import Scale, chart, paper_cluster, scaling_curve
@@ -132,6 +136,43 @@ def experiments() -> str:
     return "\n".join([*lines, ""])
 
 
+def readme() -> str:
+    """The README with its table beside TorchRec."""
+    text = (DOCS.parent / "README.md").read_text(encoding="utf-8")
+    before, mark, rest = text.partition("<!-- beside_torchrec: ")
+    comment, newline, rest = rest.partition("\n")
+    _, end, after = rest.partition("<!-- end of beside_torchrec -->")
+    assert end, "README.md has no place for the table beside TorchRec"
+    table = peer_figures.table(peer_figures.read_figures())
+    return f"{before}{mark}{comment}{newline}\n{table}\n\n{end}{after}"
+
+
+def renamed() -> str:
+    """The page `renamed.md`: every old name that works for one release."""
+    parts = ["# Renamed things", "", "Written by `make docs` from `nestpipe/deprecated.py`."]
+    parts += ["Each old name works for one release, with a warning that names the new one."]
+    fields = {
+        f"`{owner}.{old}`": f"`{new}`"
+        for owner, names in deprecated.FIELDS.items()
+        for old, new in names.items()
+    }
+    plain = {
+        "Config keys and fields": fields,
+        "Command-line flags": _quoted(deprecated.FLAGS),
+        "Python names": _quoted(deprecated.NAMES),
+        "Metrics": _quoted(deprecated.METRICS),
+        "Words of schedule files": _quoted(deprecated.WORDS),
+    }
+    for title, names in plain.items():
+        parts += ["", f"## {title}", "", "| old | new |", "| --- | --- |"]
+        parts += [f"| {old} | {new} |" for old, new in names.items()]
+    return "\n".join([*parts, ""])
+
+
+def _quoted(names: Mapping[str, str]) -> dict[str, str]:
+    return {f"`{old}`": f"`{new}`" for old, new in names.items()}
+
+
 def timeline() -> str:
     """The nested plan, as the README shows it."""
     schedule = plan("nested", PlanOptions(micro_batches=4)).schedule(4)
@@ -154,10 +195,13 @@ def generated() -> dict[str, str]:
         "nested.svg": timeline(),
         "scaling.svg": scaling(),
         "experiments/README.md": experiments(),
+        "renamed.md": renamed(),
+        "beside_torchrec.svg": peer_figures.chart(peer_figures.read_figures()),
+        "../README.md": readme(),
     }
 
 
 if __name__ == "__main__":
     for name, text in generated().items():
         (DOCS / name).write_text(text, encoding="utf-8")
-        print(f"wrote docs/{name}")
+        print(f"wrote {(DOCS / name).resolve().relative_to(DOCS.parent)}")
