@@ -138,13 +138,37 @@ def experiments() -> str:
 
 def readme() -> str:
     """The README with its table beside TorchRec."""
-    text = (DOCS.parent / "README.md").read_text(encoding="utf-8")
-    before, mark, rest = text.partition("<!-- beside_torchrec: ")
-    comment, newline, rest = rest.partition("\n")
-    _, end, after = rest.partition("<!-- end of beside_torchrec -->")
-    assert end, "README.md has no place for the table beside TorchRec"
     table = peer_figures.table(peer_figures.read_figures())
-    return f"{before}{mark}{comment}{newline}\n{table}\n\n{end}{after}"
+    return _with_part(DOCS.parent / "README.md", "beside_torchrec", table)
+
+
+def architecture() -> str:
+    """The page `architecture.md` with the tree of source files."""
+    return _with_part(DOCS / "architecture.md", "tree", f"```text\n{tree()}\n```")
+
+
+def tree() -> str:
+    """Folders and modules of the package."""
+    root = DOCS.parent / "src/nestpipe"
+    folders = {file.parent for file in root.rglob("*.py")}
+    lines: list[str] = []
+    for folder in sorted(folders):
+        parts = folder.relative_to(root).parts
+        label = f"{'  ' * len(parts)}{folder.name}/"
+        modules = sorted(file.stem for file in folder.glob("*.py") if file.stem != "__init__")
+        names = textwrap.wrap("  ".join(modules), 92, **WHOLE_WORDS) or [""]
+        lines += [f"{label:20} {names[0]}".rstrip(), *(f"{'':20} {more}" for more in names[1:])]
+    return "\n".join(lines)
+
+
+def _with_part(page: Path, name: str, part: str) -> str:
+    """A page with the part between its two comments of that name written anew."""
+    text = page.read_text(encoding="utf-8")
+    before, mark, rest = text.partition(f"<!-- {name}: ")
+    comment, newline, rest = rest.partition("\n")
+    _, end, after = rest.partition(f"<!-- end of {name} -->")
+    assert end, f"{page.name} has no place for {name}"
+    return f"{before}{mark}{comment}{newline}\n{part}\n\n{end}{after}"
 
 
 def renamed() -> str:
@@ -198,6 +222,7 @@ def generated() -> dict[str, str]:
         "renamed.md": renamed(),
         "beside_torchrec.svg": peer_figures.chart(peer_figures.read_figures()),
         "../README.md": readme(),
+        "architecture.md": architecture(),
     }
 
 
