@@ -1,4 +1,4 @@
-"""The settings of serving."""
+"""The settings of an instance, and of the HTTP service around it or a router."""
 
 from __future__ import annotations
 
@@ -12,52 +12,52 @@ from nestpipe.errors import ConfigError
 @renamed_fields
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServeSettings:
-    """One instance: its target, its memory, and what it may spend on prefixes."""
+    """One instance: its latency target, its memory, and its budget for prefixes."""
 
     target_ms: float = 50.0
-    """P99 that a ranking must keep."""
+    """P99 target of a ranking, in milliseconds."""
     window_ms: float = 100.0
-    """Time from a signal to its ranking: a prefix must be ready within it, or so soon after that
-    the ranking can wait and still keep the target."""
+    """Time from a signal to its ranking; admission control rejects a prefix that would be ready too
+    late for a ranking that waits as long as its target allows."""
     life_s: float = 0.5
-    """How long a prefix waits for its ranking in device memory before it is given up."""
+    """TTL in device memory of a prefix whose ranking does not come."""
     margin: float = 0.1
-    """Part of the target that is kept free: an inline ranking that would need it is cut."""
+    """Safety margin, a fraction of the target: an inline ranking that would use it is truncated."""
     risk: float = 0.2
-    """Part of the target that an inline ranking must leave free, or its signal is acted on.
+    """Fraction of the target that an inline ranking must leave free, or its signal is acted on.
 
-    More than `margin`, so that what was not prepared is not cut when it takes a little longer.
+    At least `margin`: else rankings are truncated that nothing was prepared for.
     """
     device_mb: float = 1024.0
-    """Device memory for prefixes: a hard bound."""
+    """Device memory for prefixes, a hard limit."""
     host_mb: float = 4096.0
-    """Host memory for prefixes of users who may return; 0: none are kept."""
+    """Host memory for prefixes of returning users; 0 turns the host tier off."""
     host_ttl_s: float = 600.0
-    """How long they are kept there."""
+    """TTL of a prefix in the host tier."""
     reloads: int = 2
-    """Prefixes that come back from host memory at the same time, at most."""
+    """Reloads from the host tier at the same time, at most."""
     reload_by_layer: bool = True
-    """Whether a ranking may begin when the first layer is back; off: when all of them are."""
+    """Start a ranking when the first layer is reloaded; off: when all layers are."""
     prefix_share: float = 0.5
-    """Part of the device's time that signals may take."""
+    """Fraction of the device's time for prefixes."""
     chunk: int = 512
-    """Events of a prefix that are computed at a time: a ranking waits no longer than for one."""
+    """Events of a prefix that are computed at a time; a ranking waits for one chunk at most."""
     batch: int = 8
-    """Rankings that are computed together, at most."""
+    """Largest batch of rankings."""
     cut_length: int = 512
-    """Events that an inline ranking keeps where the full length would miss the target."""
+    """Newest events that a truncated ranking keeps."""
     max_events: int = 65536
-    """Longest history that is accepted."""
+    """Longest history that is accepted, in events."""
     max_candidates: int = 4096
     """Most candidates that are accepted."""
     queue: int = 1024
-    """Rankings that may wait; more are shed."""
+    """Length of the rank queue; further rankings are shed."""
     relay: bool = True
-    """Whether signals are acted on; off: everything is inline."""
+    """Act on signals; off: every ranking is inline."""
     admission: bool = True
-    """Whether only rankings at risk are prepared; off: all are."""
+    """Admission control: prepare only rankings at risk; off: prepare all."""
     single_flight: bool = True
-    """Whether two who need the same prefix share one fill or reload."""
+    """Share one fill or reload among requests that need the same prefix."""
 
     def __post_init__(self) -> None:
         for name in ("target_ms", "window_ms", "life_s", "device_mb", "host_ttl_s", "reloads"):
@@ -75,25 +75,22 @@ class ServeSettings:
         fraction("prefix_share", self.prefix_share)
 
 
-# The settings of the HTTP service around an instance or a router.
-
-
 MOST_DEADLINE_S = 60.0
-"""No caller may ask an instance to work longer than this."""
+"""Longest deadline that a caller may set."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HttpSettings:
-    """What one caller, and all of them together, may ask of a process."""
+    """Limits of one process, per request and in total."""
 
     body_mb: float = 8.0
     """Largest body of a request."""
     bodies_mb: float = 256.0
-    """Bodies of all requests in hand; those that would need more are shed."""
+    """Bodies of all requests in flight; further requests are shed."""
     requests: int = 512
-    """Requests in hand; more are shed."""
+    """Requests in flight; further ones are shed."""
     connections: int = 2048
-    """Open connections; more are turned away."""
+    """Open connections; further ones are refused."""
     header_timeout_s: float = 10.0
     """How long the headers of a request may take to arrive."""
     body_timeout_s: float = 10.0
@@ -101,13 +98,13 @@ class HttpSettings:
     idle_timeout_s: float = 75.0
     """How long a connection without requests is kept."""
     drain_s: float = 30.0
-    """How long accepted requests may take once the process was told to stop."""
+    """Time for accepted requests to finish after SIGTERM."""
     negative_ids: bool = False
     """Whether items may be negative."""
     probe_s: float = 0.5
-    """Time between two questions of the router to an instance whether it is well."""
+    """Interval of the router's health checks."""
     answer_s: float = 10.0
-    """How long the router waits for an instance before it asks another."""
+    """How long the router waits for an instance before it tries another."""
 
     def __post_init__(self) -> None:
         for name in ("body_mb", "bodies_mb", "requests", "connections", "header_timeout_s"):

@@ -1,4 +1,4 @@
-"""The nouns of serving: what a request is, what may be kept of it, and how it was answered."""
+"""The types of serving: requests, prefixes, answers, and the protocols of models and services."""
 
 from __future__ import annotations
 
@@ -17,46 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nestpipe.deprecated import old_names
-from nestpipe.errors import RunError
-
-# `LayerEvents`: which layers of a prefix have come, between the thread that copies and who reads.
-
-
-class LayerEvents:
-    """Layers come in order, from one thread; any number of threads may wait for them."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._events: list[torch.cuda.Event | None] = []
-        self._failed = False
-        self._change = threading.Condition()
-
-    def add(self, event: torch.cuda.Event | None) -> None:
-        """The next layer is there; with an event, once the device has come to that."""
-        with self._change:
-            self._events.append(event)
-            self._change.notify_all()
-
-    def fail(self) -> None:
-        """What has not come will not: nobody shall wait for it, or make do with less."""
-        with self._change:
-            self._failed = True
-            self._change.notify_all()
-
-    def wait_for(self, layer: int) -> None:
-        """Return when what this thread asks of the device next may read the layer.
-
-        On a GPU the thread waits only until the copy was asked for. That the copy is made before
-        it is read is left to the device: its present stream of this thread waits for the event.
-        """
-        with self._change:
-            self._change.wait_for(lambda: self._failed or layer < len(self._events))
-            if self._failed:
-                raise RunError("a prefix came back only in part; compute it again")
-            event = self._events[layer]
-        if event is not None:
-            torch.cuda.current_stream(self._device).wait_event(event)
-
+from nestpipe.errors import RunError, ShedError
 
 # Shapes: N events of a history, C candidates, L layers, H heads, A width of keys, V width of values
 
@@ -90,7 +51,7 @@ class History:
 
 @dataclass(frozen=True, slots=True)
 class PrefixKey:
-    """What a kept prefix was made of: any difference makes another key."""
+    """The cache key of a prefix: everything that its keys and values depend on."""
 
     user: str
     version: str
@@ -157,7 +118,7 @@ class Path(StrEnum):
 
 
 class AdmissionOutcome(StrEnum):
-    """What the admission did with a signal."""
+    """What admission control did with a signal."""
 
     NOT_AT_RISK = "not_at_risk"
     ADMITTED = "admitted"
@@ -166,12 +127,12 @@ class AdmissionOutcome(StrEnum):
     REJECTED_LOAD = "rejected_load"
     REJECTED_WINDOW = "rejected_window"
     FAILED = "failed"
-    """A fault of the admission: the ranking runs inline."""
+    """Admission control failed: the ranking runs inline."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Scores, and how they came about."""
+    """Scores, and how they were computed."""
 
     scores_C: Scores
     path: Path
@@ -180,6 +141,45 @@ class Answer:
     version: str
     stages_ms: Mapping[str, float] = field(default_factory=dict[str, float])
     """Milliseconds by stage: queue, acquire, compute, ..."""
+
+
+class LayerEvents:
+    """Which layers of a prefix are readable, between the thread that copies and those that read.
+
+    One thread adds layers in order; any number of threads wait for them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._events: list[torch.cuda.Event | None] = []
+        self._failed = False
+        self._change = threading.Condition()
+
+    def add(self, event: torch.cuda.Event | None) -> None:
+        """The next layer is readable; with a CUDA event, once the device has reached it."""
+        with self._change:
+            self._events.append(event)
+            self._change.notify_all()
+
+    def fail(self) -> None:
+        """The copy failed: whoever waits for a layer gets an error."""
+        with self._change:
+            self._failed = True
+            self._change.notify_all()
+
+    def wait_for(self, layer: int) -> None:
+        """Return when kernels that this thread launches next may read the layer.
+
+        On a GPU the thread waits only until the copy is enqueued; its current stream then waits for
+        the copy's event.
+        """
+        with self._change:
+            self._change.wait_for(lambda: self._failed or layer < len(self._events))
+            if self._failed:
+                raise RunError("a prefix came back only in part; compute it again")
+            event = self._events[layer]
+        if event is not None:
+            torch.cuda.current_stream(self._device).wait_event(event)
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,8 +258,12 @@ class RankModel(Protocol):
         ...
 
 
+class ClosingError(ShedError):
+    """The instance closes: another may answer at once, and nobody has too much to do."""
+
+
 class Clock(Protocol):
-    """Where time comes from, so that tests can make it."""
+    """A source of time that tests can replace."""
 
     def now(self) -> float:
         """Seconds."""
@@ -274,10 +278,10 @@ class RealClock:
 
 
 class RankService(Protocol):
-    """Something that answers both legs: an instance, or a router before several."""
+    """Answers both legs: an instance, or a router in front of several."""
 
     def prefetch(self, signal: Signal) -> AdmissionOutcome:
-        """Decide at once; work that follows runs by itself."""
+        """Decide at once; the prefix is computed in the background."""
         ...
 
     def rank(self, request: RankRequest) -> Future[Answer]:

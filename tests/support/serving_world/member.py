@@ -18,7 +18,7 @@ from nestpipe.serve.engine.admission import AdmissionControl
 from nestpipe.serve.engine.cost_model import Costs, Fit, Work
 from nestpipe.serve.engine.instance import Instance, new_state
 from nestpipe.serve.engine.state import EngineState
-from nestpipe.serve.kv_cache.acquire import Acquired, Miss, Purpose
+from nestpipe.serve.kv_cache.cache import Acquired, Miss, Purpose
 from nestpipe.serve.kv_cache.device_pool import Entry, Need
 from nestpipe.serve.routing import membership as ring_module
 from nestpipe.serve.settings import ServeSettings

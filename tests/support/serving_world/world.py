@@ -1,8 +1,8 @@
 """Instances behind a router, and everything that can happen to them, in an order that a seed picks.
 
-The real router, instances, caches and admission control run here, with their own threads. Only who goes
-next, what time it is, and what fails is for the world to say; after every event it looks whether
-all is as it must be.
+The real router, instances, caches and admission control run here, with their own threads. The world
+says only who goes next, what time it is, and what fails. After every event it checks that all is as
+it must be.
 
     PYTHONPATH=tests python -m support.serving_world.world 17
 

@@ -1,1 +1,1 @@
-"""One serving instance: its scheduler, its queues and its threads."""
+"""One serving instance: admission control, state, scheduler, the threads that compute and copy."""

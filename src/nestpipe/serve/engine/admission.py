@@ -131,7 +131,7 @@ class AdmissionControl:
         try:
             outcome = self._decide(length, candidates, load)
         except Exception:  # noqa: BLE001  without a decision the ranking runs inline
-            _log.warning("the admission failed; the ranking runs inline", exc_info=True)
+            _log.warning("admission control failed; the ranking runs inline", exc_info=True)
             outcome = AdmissionOutcome.FAILED
         with self._lock:
             self._counts[outcome] += 1

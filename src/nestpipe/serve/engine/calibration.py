@@ -1,9 +1,8 @@
-"""Times a model before it serves, or beside the serving, so that `Costs` can predict.
+"""Calibration: time a model at start-up, or beside the requests, so that `Costs` can predict.
 
-A model that is called again and again with the same input is faster than it will ever be between
-requests: its rows and weights are in caches, threads and clocks are awake. So readings of one point
-never follow each other: every round goes through all points of a length, each with other events in
-another order, after a pause; and of the rounds a high one counts, not the best and not the middle.
+A model in a tight loop is faster than between requests: caches are warm, threads and clocks are
+awake. So a point is never timed twice in a row. Every round goes through all points of a length,
+each with other events, after a pause. A high quantile of the rounds counts, not the best or median.
 """
 
 from __future__ import annotations
@@ -174,9 +173,6 @@ def _events(count: int, draw: Draw, start: int = 0) -> History:
     return History(items_N + start, np.arange(start, start + count, dtype=np.int64))
 
 
-# Every kernel of a GPU model once, before requests come: each is compiled at its first use.
-
-
 FEW, MANY, LONG = 1, 1100, 2200
 """Events on either side of the sizes at which the attention changes its kernel: how many are new,
 and how many came before them (kernels/attention/triton_forward.py)."""
@@ -209,9 +205,6 @@ def _history(events: int) -> History:
     return History(np.ones(events, np.int64), np.arange(events))
 
 
-# `Probes`: measurements that are made between requests, on the thread that owns the model.
-
-
 _log = logging.getLogger(__name__)
 
 SHARE = 0.05
@@ -223,7 +216,10 @@ Recalibrate = Callable[[RankModel, Run], None]
 
 
 class Probes:
-    """Plain state, without threads: the caller holds a lock."""
+    """Measurements between requests, on the thread that owns the model.
+
+    Plain state, without threads: the caller holds a lock.
+    """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -278,7 +274,7 @@ SEEN = 4.0
 
 
 class Calibration:
-    """A admission that knows what the model's work takes here, also after another took over."""
+    """Admission control with measured costs, measured again when another model takes over."""
 
     def __init__(
         self, model: RankModel, settings: ServeSettings, kv_bytes: Callable[[int], int]

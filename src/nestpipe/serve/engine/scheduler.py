@@ -1,4 +1,4 @@
-"""A ranking on its way through an instance: how long it may take, and what is computed for it."""
+"""The scheduler: the rank queue, the plan of a batch, and the predictions that both rest on."""
 
 from __future__ import annotations
 
@@ -225,7 +225,10 @@ def checked_scores(scores_C: Scores, ranking: PendingRanking) -> Scores:
 
 
 class RankQueue:
-    """Plain state, without threads: the caller holds a lock and says what time it is."""
+    """Accepted rankings: those that wait for a prefix, and those that are ready to compute.
+
+    Plain state, without threads: the caller holds a lock and gives the time.
+    """
 
     def __init__(self) -> None:
         self.open: dict[PendingRanking, None] = {}
@@ -236,7 +239,7 @@ class RankQueue:
         self._serial = count()
 
     def __len__(self) -> int:
-        """Rankings that wait in line."""
+        """Rankings that are ready to compute."""
         return len(self._line)
 
     def __iter__(self) -> Iterator[PendingRanking]:
@@ -252,7 +255,7 @@ class RankQueue:
         self._line.append(ranking)
 
     def enqueue_first(self, rankings: Iterable[PendingRanking], now: float) -> None:
-        """Into the front of the line: they have waited elsewhere."""
+        """To the front of the queue: they have waited elsewhere."""
         for ranking in reversed(list(rankings)):
             ranking.waiting, ranking.queued = False, now
             self._line.appendleft(ranking)

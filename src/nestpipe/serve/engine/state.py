@@ -24,8 +24,17 @@ from nestpipe.serve.engine.scheduler import (
     Predictions,
     RankQueue,
 )
-from nestpipe.serve.kv_cache.acquire import Acquired, Fill, Load, Miss, Promised, Purpose, Use, Wait
-from nestpipe.serve.kv_cache.cache import Cache
+from nestpipe.serve.kv_cache.cache import (
+    Acquired,
+    Cache,
+    Fill,
+    Load,
+    Miss,
+    Promised,
+    Purpose,
+    Use,
+    Wait,
+)
 from nestpipe.serve.kv_cache.device_pool import DevicePool, Entry, EntryState, KVSource, Need
 from nestpipe.serve.kv_cache.host_tier import HostTier, ReloadsByLayer
 from nestpipe.serve.settings import ServeSettings
@@ -33,6 +42,7 @@ from nestpipe.serve.types import (
     KV,
     AdmissionOutcome,
     Clock,
+    ClosingError,
     Path,
     RankModel,
     RankRequest,
@@ -56,10 +66,6 @@ COUNTED = (
     *("early_batches", "cancelled", "shed", "refused_closing", "faults"),
 )
 """Counters that are there from the start, at 0."""
-
-
-class ClosingError(ShedError):
-    """The instance closes: another may answer at once, and nobody has too much to do."""
 
 
 @dataclass(eq=False, slots=True)

@@ -1,1 +1,1 @@
-"""The HTTP face of instances and router."""
+"""The HTTP service around an instance or a router: limits, bodies, apps, metrics, client."""

@@ -13,8 +13,7 @@ from starlette.types import ASGIApp
 
 from nestpipe import __version__
 from nestpipe.errors import NestpipeError
-from nestpipe.serve.http.bodies import MEDIA_TYPE, ErrorAnswer, HealthAnswer
-from nestpipe.serve.http.errors import HttpError, of_fault
+from nestpipe.serve.http.bodies import MEDIA_TYPE, ErrorAnswer, HealthAnswer, HttpError, of_fault
 from nestpipe.serve.http.limits import LimitsMiddleware, RequestLimits
 from nestpipe.serve.http.metrics import CONTENT_TYPE, Metrics
 

@@ -1,20 +1,30 @@
-"""The bodies of requests and answers, as JSON, as headers of binary bodies, and for OpenAPI."""
+"""Bodies of requests, answers and errors: JSON schemas, the binary form, one sentence for a fault.
+
+`MEDIA_TYPE` describes the binary form.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
+import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.json_schema import models_json_schema
 
+from nestpipe.errors import NestpipeError, ShedError
 from nestpipe.serve.settings import MOST_DEADLINE_S, HttpSettings, ServeSettings
-from nestpipe.serve.types import AdmissionOutcome, Path
+from nestpipe.serve.types import AdmissionOutcome, ClosingError, Path
+
+log = logging.getLogger("nestpipe.serve")
 
 LARGEST = 2**63 - 1
+LONGEST_VALUE = 40
+"""Characters of a wrong value that an error shows."""
 
 Whole = Annotated[int, Field(ge=-LARGEST - 1, le=LARGEST)]
 Wholes = Annotated[list[Whole], Field(fail_fast=True)]
@@ -93,7 +103,7 @@ class ReloadBody(_StrictModel):
 
 
 class PrefetchAnswer(BaseModel):
-    """What the admission decided."""
+    """What admission control decided."""
 
     outcome: AdmissionOutcome
 
@@ -156,17 +166,25 @@ def request_schemas(settings: ServeSettings, http: HttpSettings, histories: bool
 
 
 MEDIA_TYPE = "application/x-nestpipe"
+"""A binary body, for requests whose ids take longer to write as JSON than to rank.
+
+It is the length of the header (4 bytes, little-endian, unsigned), the header (JSON in UTF-8, padded
+with spaces), then the arrays without gaps. In the header each array is replaced by its number of
+values. A request has little-endian int64 arrays in the order `long.items`, `long.times`,
+`short.items`, `short.times`, `candidates` (a signal: `history.items`, `history.times`), without
+those that the header leaves out. An answer has one array, `scores`, little-endian float32.
+"""
 ALIGNMENT = 8
 LONGEST_HEADER = 65536
 LENGTH_BYTES = 4
 
 
 class BinaryError(Exception):
-    """A body that is not what it should be; one sentence says why."""
+    """A binary body that does not parse; one sentence says why."""
 
 
 def pack(header: Mapping[str, Any], arrays: Sequence[NDArray[Any]]) -> bytes:
-    """A body of these; arrays begin where a reader can use them without a copy."""
+    """A binary body; arrays are aligned, so that a reader needs no copy."""
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(LENGTH_BYTES + len(text)) % ALIGNMENT)
     parts = [np.ascontiguousarray(array, array.dtype.newbyteorder("<")) for array in arrays]
@@ -201,3 +219,75 @@ def cut(
     values = np.frombuffer(data, stored).astype(dtype, copy=False)
     values = np.require(values, requirements=["ALIGNED", "WRITEABLE"])
     return np.split(values, np.cumsum(counts)[:-1]) if counts else []
+
+
+class HttpError(Exception):
+    """An error response: a status and one sentence."""
+
+    def __init__(self, status: int, sentence: str, **headers: str) -> None:
+        super().__init__(sentence)
+        self.status = status
+        self.sentence = sentence
+        self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
+
+    @property
+    def body(self) -> bytes:
+        return json.dumps({"error": self.sentence}).encode()
+
+
+def shed(sentence: str, retry_after_s: float = 1.0) -> HttpError:
+    """Overload: the caller may retry later."""
+    return HttpError(503, sentence, retry_after=str(max(1, math.ceil(retry_after_s))))
+
+
+def draining() -> HttpError:
+    """Shutdown: the caller may ask another instance at once."""
+    return HttpError(
+        503, "the service is draining; ask another", retry_after="1", x_nestpipe_draining="1"
+    )
+
+
+def of_fault(fault: BaseException) -> HttpError:
+    """The error response for an exception."""
+    if isinstance(fault, HttpError):
+        return fault
+    if isinstance(fault, ClosingError):
+        return draining()
+    if isinstance(fault, ShedError):
+        return shed(str(fault), fault.retry_after_s)
+    if isinstance(fault, TimeoutError):
+        return HttpError(504, "the deadline passed before the answer was there; allow more time")
+    if isinstance(fault, NestpipeError) and fault.exit_status == NestpipeError.exit_status:
+        return HttpError(422, str(fault))
+    log.error("a request failed", exc_info=fault)
+    return HttpError(500, "the service failed on this request; its log has the reason")
+
+
+def of_body(error: ValidationError) -> HttpError:
+    """The error response for the first thing that is wrong with a body."""
+    first: Any = error.errors(include_url=False)[0]
+    if first["type"] == "json_invalid":
+        reason = first.get("ctx", {}).get("error", "it does not parse")
+        return HttpError(400, f"the body is not JSON: {reason}; correct it")
+    where = _place(first["loc"])
+    if first["type"] == "missing":
+        return HttpError(422, f"{where} is missing; give it")
+    if first["type"] == "extra_forbidden":
+        return HttpError(422, f"{where} is not known; leave it out")
+    return HttpError(422, f"{where} is {_shown(first['input'])}; {_advice(first['msg'])}")
+
+
+def _place(loc: tuple[int | str, ...]) -> str:
+    """`long.items[3]`, or `the body`."""
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc)
+    return text.lstrip(".") or "the body"
+
+
+def _shown(value: object) -> str:
+    text = json.dumps(value, default=str) if not isinstance(value, bytes) else "not JSON"
+    return text if len(text) <= LONGEST_VALUE else f"{text[: LONGEST_VALUE - 3]}..."
+
+
+def _advice(message: str) -> str:
+    """`Input should be a valid integer` as the end of a sentence."""
+    return message.replace("Input should be", "it should be").rstrip(".")

@@ -14,14 +14,15 @@ from nestpipe.serve.http.app import ServedApp, answer_health, errors, guarded, n
 from nestpipe.serve.http.bodies import (
     MEDIA_TYPE,
     HealthAnswer,
+    HttpError,
     PrefetchAnswer,
     RankAnswer,
     ReloadAnswer,
     ReloadBody,
+    of_fault,
     pack,
     request_schemas,
 )
-from nestpipe.serve.http.errors import HttpError, of_fault
 from nestpipe.serve.http.limits import RequestLimits
 from nestpipe.serve.http.metrics import Metrics
 from nestpipe.serve.http.requests import JSON, HistoryStore, RequestReader, media_type, validated

@@ -1,4 +1,4 @@
-"""What stands before an app: who may come in, how many at a time, and with how much.
+"""Limits in front of an app: token, requests in flight, size and time of bodies.
 
 Bodies are read here, before the app is called, so that no route can forget a limit.
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nestpipe.errors import ConfigError
-from nestpipe.serve.http.errors import HttpError, draining, shed
+from nestpipe.serve.http.bodies import HttpError, draining, shed
 from nestpipe.serve.settings import HttpSettings
 
 OPEN = "/v1/health"
@@ -29,7 +29,7 @@ COUNTED = ("http_shed_requests", "http_shed_bodies", "http_too_large", "http_slo
 
 
 class RequestLimits:
-    """How much is in hand, and whether more is let in. Used by the event loop's thread only."""
+    """Requests and bytes in flight, and whether more are accepted; for the event loop's thread only."""
 
     def __init__(self, settings: HttpSettings) -> None:
         self.settings = settings
@@ -90,7 +90,7 @@ Observe = Callable[[str, int, float], None]
 
 
 class LimitsMiddleware:
-    """An ASGI app around another."""
+    """ASGI middleware: checks the token, reads the body within the limits, times the answer."""
 
     def __init__(
         self, app: ASGIApp, gate: RequestLimits, token: str | None, observe: Observe
@@ -231,9 +231,6 @@ async def _discard(scope: Scope, receive: Receive) -> None:
 
 async def _nothing_more() -> Message:
     return {"type": "http.request", "body": b"", "more_body": False}
-
-
-# Who may call: everybody on this machine, or whoever has the token.
 
 
 TOKEN_VARIABLE = "NESTPIPE_TOKEN"

@@ -95,9 +95,6 @@ def metric_name(name: str) -> str:
     return "nestpipe_" + re.sub(r"\W", "_", name, flags=re.ASCII)
 
 
-# What the numbers of a service are: those that only go up, those that go up and down.
-
-
 Kind = Literal["counter", "gauge", "unknown"]
 
 COUNTERS = {
@@ -174,9 +171,6 @@ def described(name: str) -> MetricInfo:
         if known in GAUGES:
             return MetricInfo("gauge", GAUGES[known])
     return MetricInfo("unknown", name.replace("_", " "))
-
-
-# The numbers of several instances as those of one service.
 
 
 LARGEST = frozenset({"largest_batch"})

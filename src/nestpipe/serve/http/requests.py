@@ -1,4 +1,4 @@
-"""From the bytes of a body to a signal or a ranking that is safe to work on."""
+"""From the bytes of a body to a valid signal or ranking, with histories from a file if need be."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from nestpipe.serve.http.bodies import (
     BinaryError,
     HistoryBody,
     HistoryCounts,
+    HttpError,
     PrefetchBody,
     PrefetchHeader,
     RankBody,
     RankHeader,
     cut,
+    of_body,
     split,
 )
-from nestpipe.serve.http.errors import HttpError, of_body
 from nestpipe.serve.settings import HttpSettings, ServeSettings
 from nestpipe.serve.types import LEAST_DEADLINE_S, History, Ids, RankRequest, Signal
 
@@ -40,7 +41,7 @@ Model = TypeVar("Model", bound=BaseModel)
 
 @dataclass(frozen=True, slots=True)
 class RequestReader:
-    """What a service accepts."""
+    """Decodes and checks requests by the limits of a service."""
 
     settings: ServeSettings
     http: HttpSettings
@@ -200,7 +201,7 @@ def _deadline_s(deadline_ms: float | None, headers: Mapping[str, str]) -> float 
 
 
 class HistoryStore:
-    """Every user's events, oldest first, one user after the other."""
+    """Histories that the service holds, so that requests may leave them out; oldest event first."""
 
     def __init__(
         self, users: list[str], lengths_U: Ids, items_T: Ids, times_T: Ids | None, longest: int

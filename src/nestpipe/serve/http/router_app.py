@@ -18,15 +18,16 @@ from nestpipe.serve.http.bodies import (
     MEDIA_TYPE,
     BinaryError,
     HealthAnswer,
+    HttpError,
     PrefetchAnswer,
     RankAnswer,
     ReloadAnswer,
     User,
     request_schemas,
+    shed,
     split,
 )
 from nestpipe.serve.http.client import Reply
-from nestpipe.serve.http.errors import HttpError, shed
 from nestpipe.serve.http.instance_app import BINARY_ANSWER
 from nestpipe.serve.http.limits import RequestLimits
 from nestpipe.serve.http.metrics import Metrics

@@ -1,1 +1,1 @@
-"""The KV cache of prefixes: device pool, host tier, acquisition."""
+"""The KV cache of prefixes: a bounded device pool, and an LRU host tier with a TTL."""

@@ -1,30 +1,87 @@
-"""One way to a prefix for both legs: in device memory, on its way, in host memory, or not at all.
+"""The KV cache: both legs acquire a prefix here, from the device pool, the host tier, or a fill.
 
-Plain state, without threads: the caller holds a lock, says what time it is, does the work that
-`next_fill`, `next_load` and `next_copy` hand out, and says how it ended.
+Plain state, without threads: the caller holds a lock and gives the time, does the work that
+`next_fill`, `next_load` and `next_copy` hand out, and reports how it ended.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
 from itertools import islice
 from typing import Any
 
-from nestpipe.serve.kv_cache.acquire import (
-    Acquired,
-    Fill,
+from nestpipe.serve.kv_cache.device_pool import (
+    DevicePool,
+    Entry,
+    EntryState,
     FillQueue,
-    Load,
-    Miss,
-    Promised,
-    Purpose,
-    Use,
-    Wait,
+    KVSource,
+    Need,
 )
-from nestpipe.serve.kv_cache.device_pool import DevicePool, Entry, EntryState, KVSource, Need
 from nestpipe.serve.kv_cache.host_tier import HostTier
 from nestpipe.serve.types import KV
+
+
+class Purpose(StrEnum):
+    """Who asks."""
+
+    SIGNAL = "signal"
+    """The early leg: a prefix that is nowhere is to be computed."""
+    RANK = "rank"
+    """The late leg: it never computes, so a lost signal still finds what host memory has."""
+    RANK_AND_KEEP = "rank_and_keep"
+    """A ranking that computes its prefix where it is nowhere, so that it can be kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Promised:
+    """For a signal: it is there or on its way, and will be kept for the ranking."""
+
+    entry: Entry
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """For a ranking: read it now, then say `released`."""
+
+    entry: Entry
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """For a ranking: it is on its way; the ticket comes back when it is there."""
+
+    entry: Entry
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """It comes from host memory because of this call; a ranking waits as above."""
+
+    entry: Entry
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """It is computed because of this call; a ranking waits as above."""
+
+    entry: Entry
+
+
+class Miss(StrEnum):
+    """There is no prefix for this call."""
+
+    NOWHERE = "nowhere"
+    NO_ROOM = "no_room"
+    """All device memory is promised."""
+    TOO_LATE = "too_late"
+    """It is on its way, but not in time."""
+
+
+Acquired = Promised | Use | Wait | Load | Fill | Miss
 
 
 def always(entry: Entry) -> bool:
@@ -33,7 +90,7 @@ def always(entry: Entry) -> bool:
 
 
 class Cache:
-    """DevicePool and host_tier joined; a key is filled or reloaded once at a time."""
+    """Device pool and host tier together; with single flight a key is filled or reloaded once."""
 
     def __init__(
         self,

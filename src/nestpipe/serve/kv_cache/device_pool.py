@@ -1,6 +1,6 @@
-"""Prefixes in device memory: promised, being made, ready, in use, done.
+"""The device pool: prefixes in device memory, each reserved, filling, ready, in use or done.
 
-Plain state, without threads: the caller holds a lock and says what time it is.
+Plain state, without threads: the caller holds a lock and gives the time.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Entry:
 
 
 class DevicePool:
-    """Device memory for prefixes: a hard bound in bytes, and nothing promised is ever evicted."""
+    """Device memory for prefixes: a hard limit in bytes; what is promised is never evicted."""
 
     def __init__(self, bound: int) -> None:
         self.bound = bound
@@ -225,3 +225,39 @@ class DevicePool:
                 and not entry.waiters
             ):
                 yield entry
+
+
+class FillQueue:
+    """Prefixes to fill or reload: those that a ranking waits for first, then FIFO."""
+
+    def __init__(self) -> None:
+        self._awaited: dict[Entry, None] = {}
+        self._promised: dict[Entry, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._awaited) + len(self._promised)
+
+    def __iter__(self) -> Iterator[Entry]:
+        yield from self._awaited
+        yield from self._promised
+
+    def push(self, entry: Entry) -> None:
+        (self._awaited if entry.waiters else self._promised)[entry] = None
+
+    def hurry(self, entry: Entry) -> None:
+        """A ranking waits for it now; one that has left the line stays out of it."""
+        if entry in self._promised:
+            del self._promised[entry]
+            self._awaited[entry] = None
+
+    def remove(self, entry: Entry) -> None:
+        self._awaited.pop(entry, None)
+        self._promised.pop(entry, None)
+
+    def first(self) -> Entry | None:
+        return next(iter(self), None)
+
+    @property
+    def awaited(self) -> bool:
+        """Whether a ranking waits for the first."""
+        return bool(self._awaited)

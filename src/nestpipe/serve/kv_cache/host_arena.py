@@ -1,7 +1,7 @@
-"""`HostArena`: host memory for prefixes that is mapped, and pinned for a GPU, before anybody waits.
+"""`HostArena`: host memory for prefixes, mapped and pinned before the first request.
 
-Pinning half a gigabyte takes tens of milliseconds and holds up everything else that is asked of
-the GPU. So all memory is pinned when an instance starts, and given out in pieces.
+Pinning half a gigabyte takes tens of milliseconds and stalls the GPU. So all memory is pinned when
+an instance starts, and handed out in pieces.
 """
 
 from __future__ import annotations

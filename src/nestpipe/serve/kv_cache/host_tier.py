@@ -1,6 +1,6 @@
-"""Prefixes in host memory, for users who return: least recently used first out, and none for ever.
+"""The host tier: an LRU cache of prefixes with a TTL, and their reload layer by layer.
 
-Plain state, without threads: the caller holds a lock and says what time it is.
+`HostTier` is plain state, without threads: the caller holds a lock and gives the time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class HostEntry:
 
 
 class HostTier:
-    """A store bounded in bytes; room for a copy is made before the copy is."""
+    """LRU host cache with a TTL, bounded in bytes; room is made before a copy begins."""
 
     def __init__(self, bound: int, ttl_s: float) -> None:
         self.bound = bound
@@ -149,7 +149,9 @@ class HostTier:
 
 
 class Reload:
-    """Made and run by one thread, on its present stream.
+    """A prefix on its way from host to device memory, one layer after the other.
+
+    Made and run by one thread, on its current stream.
 
     `kv` may be given to `rank` as soon as it is made: its arrival says when each layer is there.
     """

@@ -1,1 +1,1 @@
-"""The trained ranker as serving calls it."""
+"""The trained ranker as serving calls it: weights of a checkpoint, prefix and rank."""

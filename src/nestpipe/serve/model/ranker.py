@@ -271,9 +271,6 @@ def _bytes_of(weights: Weights) -> Iterable[bytes | memoryview]:
     yield weights.rows_KD.contiguous().numpy().data
 
 
-# From single users to a batch for the model, and from its prefix back to single users.
-
-
 # Shapes: B users, T events of all users together, N events of one, L layers, H heads, A width of
 # keys, V width of values
 

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a ranker, read without the trainer that wrote it."""
+"""Weights of a ranker from a checkpoint, without the trainer, and the lookup of item rows."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def read_weights(path: Path) -> Weights:
 
 
 def reject_non_finite(weights: Weights, where: str) -> None:
-    """Numbers that are none would make scores that are none, for everybody who meets them."""
+    """Reject NaN and inf weights."""
     for name, tensor in {**weights.dense, f"the rows of {TABLE}": weights.rows_KD}.items():
         if not bool(torch.isfinite(tensor).all()):
             raise CheckpointError(
@@ -140,9 +140,6 @@ def _part(file: Path, name: str, columns: int | None = None) -> Tensor:
         if columns is None:
             return opened.get_tensor(name)
         return opened.get_slice(name)[:, :columns]
-
-
-# The rows of items while serving: one tensor on the device, found by sorted keys on the host.
 
 
 # Shapes: K items of the table, T items asked for, U of them that the table does not have, D width

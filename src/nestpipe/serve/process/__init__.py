@@ -1,1 +1,1 @@
-"""The processes of a service: launch, supervise, stop."""
+"""The processes of a service: launcher, worker, server."""

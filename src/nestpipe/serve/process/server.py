@@ -18,7 +18,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from nestpipe.errors import ConfigError
 from nestpipe.serve.http.app import ServedApp, answer_error
-from nestpipe.serve.http.errors import shed
+from nestpipe.serve.http.bodies import shed
 from nestpipe.serve.settings import HttpSettings
 
 log = logging.getLogger("nestpipe.serve")
@@ -76,6 +76,36 @@ class Server(uvicorn.Server):
 
     async def _reload(self) -> None:
         log.warning("%s", await self._served.reload())
+
+
+class AtomicWrites:
+    """Atomic writes: a transport that sends what is written in one turn of the event loop at once.
+
+    uvicorn writes the head of an answer, then its body. Killed between the two, an instance would
+    leave a router with a head that it has passed on, and a ranking that it cannot ask for again.
+    """
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport = transport
+        self._loop = loop
+        self._held: list[bytes] = []
+
+    def write(self, data: bytes) -> None:
+        if not self._held:
+            self._loop.call_soon(self._flush)
+        self._held.append(data)
+
+    def close(self) -> None:
+        self._flush()
+        self._transport.close()
+
+    def _flush(self) -> None:
+        held, self._held = self._held, []
+        if held:
+            self._transport.write(b"".join(held))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
 
 
 class PatientProtocol(H11Protocol):
@@ -149,9 +179,6 @@ def run(served: ServedApp, listener: socket.socket, http: HttpSettings) -> None:
     new_server(served, http).run(sockets=[listener])
 
 
-# A port to listen on.
-
-
 def bind_port(host: str, port: int) -> socket.socket:
     """A socket that is bound and can listen, or a sentence that names the port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -168,36 +195,3 @@ def bind_port(host: str, port: int) -> socket.socket:
         ) from None
     listener.set_inheritable(False)
     return listener
-
-
-# Answers that leave in one piece, so that a process which dies has sent all of one or nothing.
-
-
-class AtomicWrites:
-    """A transport that hands on together what is written in one turn of the event loop.
-
-    uvicorn writes the head of an answer, then its body. Killed between the two, an instance would
-    leave a router with a head that it has passed on, and a ranking that it cannot ask for again.
-    """
-
-    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
-        self._transport = transport
-        self._loop = loop
-        self._held: list[bytes] = []
-
-    def write(self, data: bytes) -> None:
-        if not self._held:
-            self._loop.call_soon(self._flush)
-        self._held.append(data)
-
-    def close(self) -> None:
-        self._flush()
-        self._transport.close()
-
-    def _flush(self) -> None:
-        held, self._held = self._held, []
-        if held:
-            self._transport.write(b"".join(held))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)

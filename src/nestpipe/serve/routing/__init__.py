@@ -1,1 +1,1 @@
-"""Which instance serves a user: hash ring, health, router, nginx."""
+"""Which instance serves a user: consistent hashing, health checks, router, nginx."""

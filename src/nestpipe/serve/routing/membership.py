@@ -1,4 +1,4 @@
-"""Consistent hashing: which instance a user belongs to, computed alike by everybody who asks."""
+"""Consistent hashing of users over instances, membership over time, and health."""
 
 from __future__ import annotations
 

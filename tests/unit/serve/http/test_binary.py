@@ -5,9 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nestpipe.serve.http.bodies import MEDIA_TYPE, BinaryError, cut, pack, split
+from nestpipe.serve.http.bodies import MEDIA_TYPE, BinaryError, HttpError, cut, pack, split
 from nestpipe.serve.http.client import ranking_body, signal_body
-from nestpipe.serve.http.errors import HttpError
 from nestpipe.serve.http.requests import RequestReader
 from nestpipe.serve.settings import HttpSettings, ServeSettings
 from nestpipe.serve.types import History, RankRequest, Signal
