@@ -29,7 +29,7 @@ COUNTED = ("http_shed_requests", "http_shed_bodies", "http_too_large", "http_slo
 
 
 class RequestLimits:
-    """Requests and bytes in flight, and whether more are accepted; for the event loop's thread only."""
+    """Requests and bytes in flight, and whether more are accepted; used by the event loop only."""
 
     def __init__(self, settings: HttpSettings) -> None:
         self.settings = settings
