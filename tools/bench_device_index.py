@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from nestpipe.embedding.optimizers import RowOptimizer, row_optimizer
-from nestpipe.kernels import build_cuda
+from nestpipe.kernels import build
 from nestpipe.kernels.index import library
 from nestpipe.kernels.index.dedup import Owners, dedup
 from nestpipe.kernels.index.device_index import DeviceIndex, FirstValues, KeyCells
@@ -391,15 +391,15 @@ def time_many_tables() -> Figures:
 
 def build_variant(folder: Path, variant: dict[str, int]) -> Path:
     """`row_sums.cu` with other constants, as a library of its own."""
-    text = (build_cuda.SOURCES / "row_sums.cu").read_text(encoding="utf-8")
+    text = (build.CUDA_SOURCES / "row_sums.cu").read_text(encoding="utf-8")
     for name, value in variant.items():
         text, changed = re.subn(rf"(constexpr int {name} = )\d+;", rf"\g<1>{value};", text)
         assert changed == 1, f"row_sums.cu has no constant {name}"
-    text = text.replace('"../native/', f'"{build_cuda.SOURCES.parent}/native/')
+    text = text.replace('"../native/', f'"{build.CUDA_SOURCES.parent}/native/')
     stem = "_".join(f"{name}{value}" for name, value in variant.items())
     source, made = folder / f"{stem}.cu", folder / f"{stem}.so"
     source.write_text(text, encoding="utf-8")
-    command = [str(build_cuda.find_nvcc()), *build_cuda.FLAGS, f"-I{build_cuda.SOURCES}"]
+    command = [str(build.find_nvcc()), *build.CUDA_FLAGS, f"-I{build.CUDA_SOURCES}"]
     subprocess.run([*command, "-o", str(made), str(source)], check=True)
     return made
 

@@ -11,28 +11,29 @@ device. Rows and gradients live on the device.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from nestpipe.comm.mesh import Mesh
-from nestpipe.embedding.batch_state import BatchState, RowGradients, Window
 from nestpipe.embedding.buffers import RowBuffers
 from nestpipe.embedding.lookup import lookup_rows, lookup_window
 from nestpipe.embedding.optimizers import RowOptimizer
 from nestpipe.embedding.replica_sync import merge_gradients, merge_rows, merge_stored
 from nestpipe.embedding.replica_union import Replicas
 from nestpipe.embedding.routing.all_to_all import exchange
-from nestpipe.embedding.routing.owners import make_working_set, union_of
-from nestpipe.embedding.routing.requests import make_requests, make_window, requests_on
+from nestpipe.embedding.routing.lists import OwnerRequests
+from nestpipe.embedding.routing.owners import WorkingSet, make_working_set, union_of
+from nestpipe.embedding.routing.requests import Request, make_requests, make_window, requests_on
 from nestpipe.embedding.routing.wire_format import (
     in_rank_order,
     message_sizes,
     pack_requests,
     unpack_requests,
 )
-from nestpipe.embedding.speculative import exchange_stale_mask, send_patch
+from nestpipe.embedding.speculative import RowPatch, exchange_stale_mask, send_patch
 from nestpipe.embedding.store.protocol import RowStore
 from nestpipe.embedding.table_groups import TableGroup
 from nestpipe.errors import ConfigError
@@ -53,6 +54,47 @@ from nestpipe.schedule.schedule import Exchange, Merge, Retrieval, Shape
 
 # Shapes: P rows that come for a micro-batch, K rows of a working set, D weights, W weights and
 # state, R ranks, M micro-batches, C tables of a group, G groups
+
+RowGradients = tuple[Tensor, list[Tensor]]
+"""The gradients of rows that came: other ranks' in one piece, and this rank's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The rows of a whole window that came, and their gradients so far."""
+
+    rows_PD: Tensor
+    gradients_PD: Tensor
+
+
+@dataclass(slots=True)
+class BatchState:
+    """One batch, group by group.
+
+    On a GPU one stream may still use a tensor when another has issued its last op. So all tensors
+    stay here until the batch is forgotten, after the device has done its update.
+    """
+
+    requests: list[list[Request]]
+    """[group][micro]"""
+    asked_keys: list[Tensor] = field(default_factory=list[Tensor])
+    """[group] (R, M, C) keys that each rank asks this one for ..."""
+    asked_rows: list[Tensor] = field(default_factory=list[Tensor])
+    """... and rows that it wants for them."""
+    asked: list[OwnerRequests] = field(default_factory=list[OwnerRequests])
+    working: list[WorkingSet] = field(default_factory=list[WorkingSet])
+    patches: list[RowPatch] = field(default_factory=list[RowPatch])
+    """[group] stale rows of the first micro-batch, which come again."""
+    received: dict[int, list[Tensor]] = field(default_factory=dict[int, list[Tensor]])
+    """[micro][group] (P, D) rows."""
+    gradients: dict[int, dict[int, RowGradients]] = field(
+        default_factory=dict[int, dict[int, RowGradients]]
+    )
+    """[micro][group] the gradients of those rows, where the model used them."""
+    windows: list[Window] = field(default_factory=list[Window])
+    """[group] where micro-batches share rows."""
+    sums: list[Gradients] = field(default_factory=list[Gradients])
+    """[group] row gradients so far."""
 
 
 class ShardedTables:

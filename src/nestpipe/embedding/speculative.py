@@ -20,7 +20,7 @@ from nestpipe.embedding.routing.lists import peers_then_self
 from nestpipe.kernels.rows.segments import Rows, Segments, empty_rows, segments_on, sum_segments
 
 if TYPE_CHECKING:
-    from nestpipe.embedding.batch_state import BatchState
+    from nestpipe.embedding.sharded import BatchState
 
 # Shapes: P rows of the first micro-batch, by the rank that they go to or come from, peers first,
 # n stale ones among them, K rows of the working set, D weights, R ranks

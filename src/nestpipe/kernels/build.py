@@ -1,7 +1,8 @@
-"""Compile the native sources into one shared library, once per machine and version.
+"""Compile the native sources, and those for GPUs, once per machine and version.
 
-The name of the library carries a hash of everything that went into it, so a library that exists
-is never stale. `python -m nestpipe.kernels.build` builds it ahead of the first use.
+The name of a library carries a hash of everything that went into it, so a library that exists is
+never stale. `python -m nestpipe.kernels.build` builds both ahead of the first use. The one for GPUs
+is fast, not needed: without NVIDIA's compiler, torch and Triton do its work.
 """
 
 # pyright: strict
@@ -30,8 +31,24 @@ FLAGS = (
     *("-std=c++17", "-O3", "-march=native", "-fno-fast-math", "-ffp-contract=off"),
     *("-fvisibility=hidden", "-fPIC", "-shared", "-pthread"),
 )
+CUDA_SOURCES = Path(__file__).parent / "cuda"
+# Bulk copies came with compute capability 9.0; later GPUs compile the same for themselves.
+CUDA_FLAGS = (
+    *("-std=c++17", "-O3", "-gencode", "arch=compute_90,code=[sm_90,compute_90]"),
+    # No contraction: torch, which does one rounding per operation, must agree.
+    *("-fmad=false", "-shared", "-Xcompiler", "-fPIC,-fvisibility=hidden"),
+)
+CUDA_HEADERS = (
+    *sorted(CUDA_SOURCES.glob("*.h")),
+    Path(__file__).parent / "native" / "rows" / "row_math.h",
+)
+USUAL_NVCC = Path("/usr/local/cuda/bin/nvcc")
 COMPILERS = ("g++", "c++", "clang++")
 TWIN = "or set NESTPIPE_NATIVE=0 to use the slow plain twin"
+
+
+class CannotCompileError(Exception):
+    """Why there is no library; those who ask have another way."""
 
 
 def build() -> Path:
@@ -142,6 +159,41 @@ def _compile(compiler: list[str], target: Path) -> None:
         made.replace(target)
 
 
+def build_cuda() -> Path:
+    """The library, compiled now where this machine has none of these sources yet."""
+    compiler = str(find_nvcc())
+    key = hash_of(
+        (*CUDA_FLAGS, compiler, version_of([compiler])), (*_cuda_sources(), *CUDA_HEADERS)
+    )
+    return built_once(f"libnestpipe-cuda-{key}.so", lambda to: _compile_cuda(compiler, to))
+
+
+def find_nvcc() -> Path:
+    """NVIDIA's compiler: in `$CUDA_HOME`, on the path, or where it usually is."""
+    home = os.environ.get("CUDA_HOME")
+    found = shutil.which("nvcc")
+    wanted = [Path(home) / "bin" / "nvcc"] if home else []
+    for path in (*wanted, *([Path(found)] if found else []), USUAL_NVCC):
+        if path.is_file():
+            return path
+    raise CannotCompileError("nvcc is not installed (or name its folder in CUDA_HOME)")
+
+
+def _cuda_sources() -> list[Path]:
+    return sorted(CUDA_SOURCES.glob("*.cu"))
+
+
+def _compile_cuda(compiler: str, target: Path) -> None:
+    sys.stderr.write("compiling for the GPU with nvcc\n")
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        made = Path(folder) / target.name
+        command = [compiler, *CUDA_FLAGS, "-o", str(made), *map(str, _cuda_sources())]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        if result.returncode != 0:
+            raise CannotCompileError(f"nvcc cannot compile: {first_error(result.stderr)}")
+        made.replace(target)
+
+
 def first_error(text: str) -> str:
     """The line of a compiler's output that says what is wrong."""
     lines = text.strip().splitlines() or ["it said nothing"]
@@ -150,8 +202,6 @@ def first_error(text: str) -> str:
 
 def main() -> None:
     """Build the libraries and say where they are."""
-    from nestpipe.kernels.build_cuda import CannotCompileError, build_cuda  # needs this module
-
     _say(build)
     try:
         _say(build_cuda)

@@ -12,8 +12,7 @@ from functools import cache
 import torch
 
 from nestpipe.errors import ConfigError
-from nestpipe.kernels.build import build
-from nestpipe.kernels.build_cuda import CannotCompileError, build_cuda
+from nestpipe.kernels.build import CannotCompileError, build, build_cuda
 
 
 class Status(IntEnum):

@@ -23,7 +23,7 @@ from nestpipe.embedding.routing.lists import WantedKeys
 from nestpipe.embedding.routing.native import request as native_request
 from nestpipe.embedding.store.reference import first_weights
 from nestpipe.errors import ConfigError
-from nestpipe.kernels import build_cuda
+from nestpipe.kernels import build
 from nestpipe.kernels.build import built_once, find_compiler, hash_of
 from nestpipe.kernels.index import library
 from nestpipe.kernels.index.dedup import DedupedKeys, Owners, dedup, plain_dedup
@@ -46,7 +46,7 @@ from nestpipe.kernels.index.segments import (
 from nestpipe.kernels.rows.native import optimizer_struct
 
 CPU = torch.device("cpu")
-SOURCES = [build_cuda.SOURCES / f"{name}.cu" for name in ("index", "dedup", "segments", "row_sums")]
+SOURCES = [build.CUDA_SOURCES / f"{name}.cu" for name in ("index", "dedup", "segments", "row_sums")]
 FAKE_CUDA = Path(__file__).parents[2] / "support" / "cuda_on_cpu"
 FLAGS = ["-std=c++17", "-O1", "-ffp-contract=off", "-DNESTPIPE_EMULATED", "-shared", "-fPIC"]
 ODD_KEYS = [0, 1, -1, 2**63 - 1, -(2**63), 2**32, -(2**32)]
@@ -57,7 +57,7 @@ TABLES_OF_KEYS = st.lists(st.lists(KEYS, max_size=60), min_size=1, max_size=4)
 def compiled() -> ctypes.CDLL:
     """The kernels as a library of the host, made once."""
     compiler = find_compiler()
-    headers = [*FAKE_CUDA.glob("*.h"), build_cuda.SOURCES / "device.h", *build_cuda.HEADERS]
+    headers = [*FAKE_CUDA.glob("*.h"), build.CUDA_SOURCES / "device.h", *build.CUDA_HEADERS]
 
     def make(target: Path) -> None:
         command = [*compiler, *FLAGS, f"-I{FAKE_CUDA}", "-o", str(target), "-x", "c++"]

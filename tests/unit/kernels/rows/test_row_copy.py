@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from nestpipe.kernels import build_cuda as building
-from nestpipe.kernels.build_cuda import CannotCompileError, build_cuda, find_nvcc
+from nestpipe.kernels import build as building
+from nestpipe.kernels.build import CannotCompileError, build_cuda, find_nvcc
 from nestpipe.kernels.library import cuda_library
 from nestpipe.kernels.rows import row_copy_tma
 from nestpipe.kernels.rows.row_copy_tma import (
@@ -81,7 +81,7 @@ def test_another_source_is_another_library(nvcc, monkeypatch, tmp_path):
     nvcc()
     first = build_cuda()
     (tmp_path / "one.cu").write_text("// nothing")
-    monkeypatch.setattr(building, "SOURCES", tmp_path)
+    monkeypatch.setattr(building, "CUDA_SOURCES", tmp_path)
     assert build_cuda() != first
 
 
@@ -92,9 +92,9 @@ def test_nvcc_is_looked_for_in_three_places(nvcc, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(own.parent), prepend=os.pathsep)
     assert find_nvcc() == own
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(building, "USUAL", own)
+    monkeypatch.setattr(building, "USUAL_NVCC", own)
     assert find_nvcc() == own
-    monkeypatch.setattr(building, "USUAL", tmp_path / "none")
+    monkeypatch.setattr(building, "USUAL_NVCC", tmp_path / "none")
     with pytest.raises(CannotCompileError, match="CUDA_HOME"):
         find_nvcc()
 

@@ -1,4 +1,4 @@
-// A batch to be cut into micro-batches ("parts"), and the call that does it.
+// A batch to be split into micro-batches ("parts"), and the call that does it.
 #pragma once
 
 #include <cstdint>

@@ -39,7 +39,7 @@ struct RoutedKeys {
   int64_t num_seen;
 };
 
-// A routed batch that is to be cut into micro-batches; its outputs come by table and micro-batch.
+// A routed batch that is to be split into micro-batches; its outputs come by table and micro-batch.
 struct WholeBatch {
   int64_t tables;
   int64_t ranks;
@@ -120,7 +120,7 @@ struct Neighbours {
 // The requester's side, for one micro-batch or a whole batch.
 NESTPIPE_API int nestpipe_request(const nestpipe::WantedKeys* wanted, nestpipe::RoutedKeys* routed);
 // The same for a window: what was made of a whole batch, micro-batch by micro-batch.
-NESTPIPE_API int nestpipe_window(const nestpipe::WholeBatch* whole, nestpipe::WindowSlices* cut);
+NESTPIPE_API int nestpipe_window(const nestpipe::WholeBatch* whole, nestpipe::WindowSlices* slices);
 // The owner's side, for all micro-batches of a batch.
 NESTPIPE_API int nestpipe_union(const nestpipe::OwnerRequests* asked, nestpipe::KeyUnion* made);
 // An index of unique keys, by table: how many numbers it has, and the index itself.

@@ -1,4 +1,4 @@
-// The requester's routing of a whole batch, cut into micro-batches: each asks for the rows that no
+// The requester's routing of a whole batch, split into micro-batches: each asks for the rows that no
 // earlier one has, and each gradient leaves after the last use of its row.
 #include <algorithm>
 #include <cstdint>
@@ -16,7 +16,7 @@ struct Kept {
   std::vector<int32_t> first, last;   // of each row: the micro-batches of its uses
   std::vector<int32_t> numbers;       // of each row: its number in the window
   std::vector<int32_t> lasts, peers;  // of each row of the window
-  std::vector<int32_t> again;         // ... and 1 + its place among those used again, or 0
+  std::vector<int32_t> reused;        // ... and 1 + its place among those used again, or 0
   std::vector<int32_t> next;
 };
 
@@ -28,9 +28,9 @@ __attribute__((noinline)) Kept& kept() {
 
 class SplitWindow {
  public:
-  SplitWindow(const WholeBatch& whole, WindowSlices& cut, Kept& kept)
+  SplitWindow(const WholeBatch& whole, WindowSlices& slices, Kept& kept)
       : in_(whole),
-        out_(cut),
+        out_(slices),
         micros_(static_cast<size_t>(whole.micros)),
         ranks_(static_cast<size_t>(whole.ranks)),
         tables_(static_cast<size_t>(whole.tables)),
@@ -38,7 +38,7 @@ class SplitWindow {
         first_(kept.first),
         last_(kept.last),
         numbers_(kept.numbers),
-        reused_(kept.again),
+        reused_(kept.reused),
         lasts_(kept.lasts),
         peers_(kept.peers),
         next_(kept.next) {}
@@ -233,9 +233,9 @@ class SplitWindow {
 }  // namespace
 }  // namespace nestpipe
 
-NESTPIPE_API int nestpipe_window(const nestpipe::WholeBatch* whole, nestpipe::WindowSlices* cut) {
+NESTPIPE_API int nestpipe_window(const nestpipe::WholeBatch* whole, nestpipe::WindowSlices* slices) {
   try {
-    nestpipe::SplitWindow(*whole, *cut, nestpipe::kept()).run();
+    nestpipe::SplitWindow(*whole, *slices, nestpipe::kept()).run();
     return nestpipe::kOk;
   } catch (const std::bad_alloc&) {
     return nestpipe::kNoMemory;
