@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
 EXPERIMENTS = sorted((ROOT / "docs/experiments").glob("20*.md"))
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
+LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
 
 
 def blocks(language: str):
@@ -46,8 +46,16 @@ def test_commands_in_the_docs_run(code, capsys):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_between_pages_lead_somewhere(page):
-    for target in LINK.findall(page.read_text()):
-        assert (page.parent / target).exists(), f"{page.name} links to {target}"
+    for target, anchor in LINK.findall(page.read_text()):
+        file = page.parent / target if target else page
+        assert file.exists(), f"{page.name} links to {target}"
+        assert not anchor or anchor in anchors(file), f"{page.name} links to {target}#{anchor}"
+
+
+def anchors(page: Path) -> set[str]:
+    """What the headings of a page can be linked to as."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("page", EXPERIMENTS, ids=lambda page: page.stem)
@@ -74,3 +82,18 @@ def test_the_readme_table_is_what_the_simulator_says():
         assert re.search(
             rf"\| {step} \|.*\| {speedup} \|.*\| {row.scaling_efficiency:.1f} % \|", readme
         )
+
+
+def test_the_page_that_teaches_knows_every_op():
+    from nestpipe.schedule import Kind
+
+    page = (ROOT / "docs/nestpipe.md").read_text()
+    table = page.partition("| op | lane |")[2].partition("\n\n")[0]
+    assert {kind.value for kind in Kind} <= set(re.findall(r"`(\w+) t(?:\.m)?`", table))
+
+
+def test_source_files_that_pages_name_exist():
+    places = (ROOT, ROOT / "src/nestpipe", ROOT / "src/nestpipe/kernels")
+    for page in set(PAGES) - set(EXPERIMENTS):  # those tell of the past
+        for name in re.findall(r"`((?:\w+/)+\w+\.(?:py|cpp|cu|h))`", page.read_text()):
+            assert any((place / name).exists() for place in places), f"{page.name} names {name}"
