@@ -173,7 +173,7 @@ def _with_part(page: Path, name: str, part: str) -> str:
 
 def renamed() -> str:
     """The page `renamed.md`: every old name that works for one release."""
-    parts = ["# Renamed things", "", "Written by `make docs` from `nestpipe/deprecated.py`."]
+    parts = ["# Renamed things", "", "Written by `make docs` from `src/nestpipe/deprecated.py`."]
     parts += ["Each old name works for one release, with a warning that names the new one."]
     fields = {
         f"`{owner}.{old}`": f"`{new}`"
