@@ -7,6 +7,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 NESTPIPE := $(BIN)/nestpipe
+PYTEST := $(BIN)/pytest -q -n 2 --dist worksteal
+MUTMUT := PYTHONPATH=$(VENV)/mutmut $(BIN)/python -m mutmut
 PICTURE := out/scaling.svg
 # The release whose plain build runs without a GPU; with one, install the torch you need and
 # set TORCH to its name.
@@ -18,7 +20,7 @@ SIMULATE_SCALING := simulate --plan nested --micro-batches 8 --workers 1,8,64,51
 VERIFY := verify --plan nested --ranks 2 --steps 8 --set pipeline.micro_batches=4
 TRAIN := train --ranks 2 --set data.synthetic.samples=1500000
 
-.PHONY: demo test check docs bench-deps clean
+.PHONY: demo test test-long slowest mutants mutmut check docs bench-deps clean
 
 demo: $(READY)
 	@mkdir -p $(dir $(PICTURE))
@@ -33,7 +35,25 @@ demo: $(READY)
 	@printf '\nThe baseline is always predicting the mean label. The picture of scaling is in $(PICTURE).\n'
 
 test: check
-	$(BIN)/pytest -q -n 2 --dist worksteal
+	$(PYTEST)
+
+# Property tests draw twenty times as many examples; for a nightly run.
+test-long: check
+	NESTPIPE_EXAMPLES=long $(PYTEST)
+
+slowest: $(READY)
+	$(PYTEST) --durations=20
+
+# Known mistakes, each of which a test must notice (tests/mutants/mutants.toml).
+mutants: $(READY)
+	$(BIN)/python tools/mutants.py
+
+# Random mistakes in the modules that pyproject.toml names; for a nightly run, since it takes hours.
+# `$(MUTMUT) browse` shows the survivors. It comes with a pytest that it can read, in its own folder.
+mutmut: $(READY)
+	@$(BIN)/python -m pip install -qq --upgrade --target $(VENV)/mutmut mutmut==3.8.0 'pytest<9'
+	$(MUTMUT) run --max-children 2
+	$(MUTMUT) results
 
 check: $(READY)
 	$(BIN)/ruff check .
@@ -61,5 +81,5 @@ $(READY): pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) out build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) out build dist mutants .pytest_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -type d -exec rm -rf {} +
