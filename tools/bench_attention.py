@@ -3,10 +3,12 @@
     python tools/bench_attention.py --out attention.json
     python tools/bench_attention.py --only forward,keys --widths 128
 
-Parts: check (against the plain form in float64), sdpa, forward, queries, keys, bias, jagged, short.
-`forward`, `queries` and `keys` try the tiles below and keep the fastest for the parts after them.
-A tile that does not compile or does not fit is reported and left out. TFLOP/s count half of the
-square: 2 products forward, 7 for both directions, whatever the kernels compute again.
+Parts: check (against the plain form in float64), nan (where a result is not a number), sdpa, the
+passes forward, queries, keys, only-keys and values, bias, whole (through autograd), jagged, short.
+Passes try the tiles below and keep the fastest for the parts after them. Keys and values go in one
+pass, `keys`, or in two. A tile that does not compile or does not fit is reported and left out.
+TFLOP/s count half of the square: 2 products forward, 7 for both directions, whatever the kernels
+compute again. torch's figure is that of its fastest backend and layout.
 """
 
 # triton comes with torch's builds for GPUs, and with no other
@@ -21,7 +23,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +41,9 @@ from nestpipe.kernels.fused_attention.launch import Problem, TileShape
 
 HEADS, BATCH, LENGTH = 4, 4, 4096
 POSITIONS, TIME_BUCKETS = 64, 32
-PARTS = ["check", "sdpa", "forward", "queries", "keys", "bias", "jagged", "short"]
+PASSES = {"forward": 2, "queries": 3, "keys": 4, "only-keys": 3, "values": 2, "bias": 2}
+"""Matrix products of each."""
+PARTS = ["check", "nan", "sdpa", *PASSES, "whole", "jagged", "short"]
 BOUND = 1e-2
 """Of the largest value, for bfloat16."""
 FAILURES = (RuntimeError, TritonError)
@@ -48,60 +52,53 @@ FAILURES = (RuntimeError, TritonError)
 # Queries, keys, warps, stages, registers.
 TILES: dict[tuple[str, int], list[TileShape]] = {
     ("forward", 128): [
-        TileShape(128, 64, 8, 3),
-        TileShape(128, 64, 8, 4),
-        TileShape(128, 128, 8, 2),
-        TileShape(128, 64, 4, 3),
-        TileShape(64, 64, 4, 2, 168),
         TileShape(64, 64, 4, 3, 168),
-        TileShape(64, 128, 4, 2),
-        TileShape(128, 32, 8, 4, 128),
-        TileShape(128, 64, 8, 2, 128),
+        TileShape(64, 64, 4, 2, 168),
+        TileShape(64, 64, 4, 3),
+        TileShape(128, 64, 4, 3),
+        TileShape(128, 64, 8, 3),
     ],
     ("queries", 128): [
-        TileShape(128, 64, 8, 2),
         TileShape(128, 64, 8, 3),
-        TileShape(128, 32, 8, 3),
         TileShape(64, 64, 4, 2),
         TileShape(64, 32, 4, 3),
-        TileShape(64, 128, 8, 2),
     ],
     ("keys", 128): [
-        TileShape(64, 128, 8, 2),
+        TileShape(32, 64, 4, 3),
         TileShape(64, 128, 8, 3),
         TileShape(32, 128, 8, 3),
-        TileShape(64, 64, 8, 2),
-        TileShape(32, 64, 4, 3),
-        TileShape(64, 64, 4, 2),
     ],
+    ("only-keys", 128): [TileShape(64, 64, 4, 2), TileShape(64, 128, 8, 3)],
+    ("values", 128): [TileShape(64, 64, 4, 3, 168), TileShape(64, 64, 4, 2, 168)],
     ("forward", 256): [
         TileShape(128, 64, 8, 2),
+        TileShape(64, 32, 4, 2),
         TileShape(128, 32, 8, 3),
-        TileShape(64, 64, 4, 2),
-        TileShape(64, 32, 4, 2),
-        TileShape(128, 32, 8, 4),
     ],
-    ("queries", 256): [
-        TileShape(64, 64, 8, 2),
-        TileShape(128, 32, 8, 2),
-        TileShape(64, 32, 4, 2),
-        TileShape(64, 32, 8, 3),
+    ("queries", 256): [TileShape(128, 32, 8, 2), TileShape(128, 32, 8, 3)],
+    ("keys", 256): [TileShape(64, 64, 8, 2)],
+    ("only-keys", 256): [TileShape(32, 128, 8, 2), TileShape(32, 128, 8, 3)],
+    ("values", 256): [
+        TileShape(64, 128, 8, 2),
+        TileShape(32, 128, 8, 3),
+        TileShape(32, 64, 4, 3),
     ],
-    ("keys", 256): [
-        TileShape(64, 64, 8, 2),
-        TileShape(32, 64, 8, 2),
-        TileShape(32, 64, 8, 3),
-        TileShape(32, 128, 8, 2),
-        TileShape(16, 64, 4, 3),
-    ],
-    ("bias", 128): [TileShape(64, 64, 4, 2), TileShape(64, 64, 8, 2), TileShape(128, 64, 8, 2)],
-    ("bias", 256): [TileShape(64, 64, 8, 1), TileShape(64, 32, 8, 2), TileShape(64, 64, 4, 1)],
 }
+SHORT_TILES = [
+    TileShape(64, 64, 4, 3, 168),
+    TileShape(64, 64, 4, 2, 168),
+    TileShape(128, 64, 4, 3),
+    TileShape(128, 64, 4, 2),
+    TileShape(128, 64, 8, 2),
+    TileShape(128, 64, 8, 2, 128),
+]
+"""Tried for the forward pass of short sequences of width 128."""
 FIELDS = {
     "forward": "forward",
     "queries": "backward_queries",
     "keys": "backward_keys",
-    "bias": "bias",
+    "only-keys": "backward_keys",
+    "values": "backward_values",
 }
 
 
@@ -197,12 +194,25 @@ def tflops(world: World, products: int, ms: float) -> float:
 
 def pass_of(part: str, problem: Problem, grad: Tensor) -> Callable[[], Any]:
     """One kernel, ready to be timed."""
+    tiles, biased = problem.tiles, problem.bias.position_HP is not None
+    grad_k, grad_v = torch.empty_like(problem.k_THA), torch.empty_like(problem.v_THV)
+
+    def half(tile: TileShape | None, *grads: Tensor | None) -> Callable[[], None]:
+        return lambda: launch.run_backward_part(problem, grad, tile or tiles.backward_keys, *grads)
+
+    def bias() -> Callable[[], Any]:
+        _, sums_HXQ = launch.run_backward_queries(problem, grad, sum_scores=True)
+        assert sums_HXQ is not None
+        return lambda: launch.run_bias_gradients(problem, grad, sums_HXQ)
+
     return {
-        "forward": lambda: launch.run_forward(problem),
-        "queries": lambda: launch.run_backward_queries(problem, grad),
-        "keys": lambda: launch.run_backward_keys(problem, grad),
-        "bias": lambda: launch.run_bias_gradients(problem, grad),
-    }[part]
+        "forward": lambda: lambda: launch.run_forward(problem),
+        "queries": lambda: lambda: launch.run_backward_queries(problem, grad, sum_scores=biased),
+        "keys": lambda: half(tiles.backward_keys, grad_k, grad_v),
+        "only-keys": lambda: half(tiles.backward_keys, grad_k, None),
+        "values": lambda: half(tiles.backward_values, None, grad_v),
+        "bias": bias,
+    }[part]()
 
 
 def try_tile(job: tuple[str, int, bool, TileShape]) -> str | None:
@@ -243,12 +253,14 @@ def compile_ahead(jobs: list[Any], workers: int, limit_s: float) -> set[Any]:
 def jobs_of(parts: list[str], widths: list[int]) -> list[tuple[str, int, bool, TileShape]]:
     """Without bias for each tile; with biases for each, too, where that part is wanted."""
     jobs = []
-    for part, width in itertools.product(["forward", "queries", "keys", "bias"], widths):
-        for tile in TILES[part, width]:
-            if part != "bias" and part in parts:
+    for (part, width), tiles in TILES.items():
+        for tile in tiles if width in widths else []:
+            if part in parts:
                 jobs.append((part, width, False, tile))
             if "bias" in parts:
                 jobs.append((part, width, True, tile))
+    if "short" in parts and 128 in widths:
+        jobs += [("forward", 128, False, tile) for tile in SHORT_TILES]
     return list(dict.fromkeys(jobs))
 
 
@@ -276,25 +288,74 @@ def sweep(
     if not found:
         return None
     ms, tile = min(found, key=lambda pair: pair[0])
-    report.best[part + "+bias" * (world.biased and part != "bias"), world.width] = tile
+    report.best[part + "+bias" * world.biased, world.width] = tile
     return tile, ms
 
 
-def time_sdpa(world: World) -> tuple[float, float]:
-    """Milliseconds forward, and forward with backward."""
-    rows = [x.view(BATCH, LENGTH, HEADS, -1).transpose(1, 2) for x in world.rows()]
-    q, k, v = (x.detach().requires_grad_() for x in rows[:3])
+def time_sdpa(world: World) -> dict[str, tuple[float, float]]:
+    """Milliseconds forward, and forward with backward, of each backend and layout."""
+    found = {}
+    for layout, backend in itertools.product(
+        ["rows first", "heads first"],
+        [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION],
+    ):
+        rows = [x.view(BATCH, LENGTH, HEADS, -1).transpose(1, 2) for x in world.rows()]
+        if layout == "heads first":
+            rows = [x.contiguous() for x in rows]
+        q, k, v = (x.detach().requires_grad_() for x in rows[:3])
+
+        def forward(q: Tensor = q, k: Tensor = k, v: Tensor = v) -> Tensor:
+            return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+        def both(q: Tensor = q, k: Tensor = k, v: Tensor = v, grad: Tensor = rows[3]) -> None:
+            torch.autograd.grad(forward(q, k, v), (q, k, v), grad)
+
+        try:
+            with sdpa_kernel(backend):
+                with torch.no_grad():
+                    ms = median_ms(forward)
+                found[f"{backend.name} {layout}"] = ms, median_ms(both)
+        except FAILURES as error:
+            print("left out", backend, layout, str(error).splitlines()[0][:150], flush=True)
+    return found
+
+
+def report_sdpa(world: World, report: Report) -> None:
+    """All of torch's, then the fastest of each direction."""
+    found = time_sdpa(world)
+    for name, (forward_ms, both_ms) in found.items():
+        report.add("sdpa", width=world.width, name=name, forward_ms=forward_ms, both_ms=both_ms)
+        report.say(f"d={world.width} SDPA {name}: {_rates(world, forward_ms, both_ms)}")
+    if found:
+        best = _rates(world, min(f for f, _ in found.values()), min(b for _, b in found.values()))
+        report.say(f"d={world.width} SDPA best: {best}")
+
+
+def time_whole(world: World, report: Report) -> None:
+    """Through autograd with the tiles that users get."""
+    q, k, v, grad = world.rows()
+    bias = world.bias()
+    tables = [t for t in (bias.position_HP, bias.time_HQ) if t is not None]
+    leaves = [x.detach().requires_grad_() for x in (q, k, v, *tables)]
+    q, k, v = leaves[:3]
+    if tables:
+        bias = RelativeBias(leaves[3], leaves[4], bias.times_T)
+    about = world.arguments()
 
     def forward() -> Tensor:
-        return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return attention_by_kernels(
+            q, k, v, about["offsets_B"], norm=float(LENGTH), scale=world.width**-0.5,
+            bias=bias, longest=about["longest"],
+        )  # fmt: skip
 
-    def both() -> None:
-        torch.autograd.grad(forward(), (q, k, v), rows[3])
-
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        with torch.no_grad():
-            ms = median_ms(forward)
-        return ms, median_ms(both)
+    with torch.no_grad():
+        forward_ms = median_ms(forward)
+    both_ms = median_ms(lambda: torch.autograd.grad(forward(), leaves, grad))
+    report.add(
+        "whole", width=world.width, biased=world.biased, forward_ms=forward_ms, both_ms=both_ms
+    )
+    name = f"d={world.width}{' both biases' if world.biased else ''} WHOLE with default tiles"
+    report.say(f"{name}: {_rates(world, forward_ms, both_ms)}")
 
 
 def main_table(widths: list[int], parts: list[str], good: set[Any], report: Report) -> None:
@@ -305,13 +366,10 @@ def main_table(widths: list[int], parts: list[str], good: set[Any], report: Repo
         world = World([LENGTH] * BATCH, width, biased)
         name = f"d={width}{' both biases' if biased else ''}"
         if not biased and "sdpa" in parts:
-            forward_ms, both_ms = time_sdpa(world)
-            report.add("sdpa", width=width, forward_ms=forward_ms, both_ms=both_ms)
-            report.say(f"{name} SDPA flash: {_rates(world, forward_ms, both_ms)}")
-        passes = {"forward": 2, "queries": 3, "keys": 4, **({"bias": 2} if biased else {})}
+            report_sdpa(world, report)
         times: dict[str, float] = {}
-        for part, products in passes.items():
-            if part not in parts and not biased:
+        for part, products in PASSES.items():
+            if part == "bias" or not (part in parts or biased):
                 continue
             if fastest := sweep(part, world, good, report, products):
                 tile, times[part] = fastest
@@ -319,8 +377,34 @@ def main_table(widths: list[int], parts: list[str], good: set[Any], report: Repo
                 shape = f"{tile.queries}x{tile.keys} w{tile.warps} s{tile.stages}"
                 shape += f" r{tile.registers}" if tile.registers else ""
                 report.say(f"{name} {part}: {times[part]:.3f} ms, {rate:.0f} executed, {shape}")
-        if len(times) == len(passes):
-            report.say(f"{name} FUSED: {_rates(world, times['forward'], sum(times.values()))}")
+        if biased:
+            rows = world.rows()
+            times["bias"] = median_ms(pass_of("bias", best_problem(world, rows, report), rows[3]))
+            report.add("bias", width=width, ms=times["bias"])
+            report.say(f"{name} bias: {times['bias']:.3f} ms")
+        if {"forward", "queries", "keys"} <= set(times):
+            report.say(f"{name} FUSED: {_rates(world, times['forward'], total_ms(times))}")
+        if "whole" in parts:
+            time_whole(world, report)
+
+
+def total_ms(times: dict[str, float]) -> float:
+    """Of all passes; keys and values in one pass or in two, whichever is faster."""
+    two = times.get("only-keys", 1e9) + times.get("values", 1e9)
+    together = min(times["keys"], two)
+    return times["forward"] + times["queries"] + together + times.get("bias", 0.0)
+
+
+def best_problem(world: World, rows: tuple[Tensor, ...], report: Report) -> Problem:
+    """With the fastest tiles so far; keys and values in one pass."""
+    best = {
+        FIELDS[part]: tile
+        for (part, width), tile in report.best.items()
+        if width == world.width and part.endswith("+bias") == world.biased
+        for part in [part.removesuffix("+bias")]
+        if part in ("forward", "queries", "keys")
+    }
+    return world.problem(rows).with_tiles(**best)
 
 
 def _rates(world: World, forward_ms: float, both_ms: float) -> str:
@@ -342,11 +426,7 @@ def other_sizes(part: str, widths: list[int], report: Report) -> None:
     for width, name, biased in cases:
         world = World(sizes[name], width, biased)
         rows = world.rows()
-        best = {
-            FIELDS[p]: report.best.get((p + "+bias" * (biased and p != "bias"), width))
-            for p in FIELDS
-        }
-        problem = world.problem(rows).with_tiles(**{k: v for k, v in best.items() if v})
+        problem = best_problem(world, rows, report)
         passes = ["forward", "queries", "keys", *(["bias"] if biased else [])]
         try:
             times = {p: timer(pass_of(p, problem, rows[3])) for p in passes}
@@ -356,6 +436,84 @@ def other_sizes(part: str, widths: list[int], report: Report) -> None:
         report.add(part, width=width, name=name, biased=biased, ms=times)
         rates = _rates(world, times["forward"], sum(times.values()))
         report.say(f"d={width} {name}{' both biases' if biased else ''}: {rates}")
+
+
+def sweep_short(report: Report) -> None:
+    """Forward tiles for short sequences, and whether the block of queries changes a bit."""
+    for lengths in ([256] * 512, [200] * 512):
+        world = World(lengths, 128)
+        rows = world.rows()
+        first = None
+        for tile in SHORT_TILES:
+            problem = world.problem(rows).with_tiles(forward=tile)
+            try:
+                out = launch.run_forward(problem)
+                ms = graph_ms(pass_of("forward", problem, rows[3]))
+            except FAILURES as error:
+                print("left out", tile, str(error).splitlines()[0][:150], flush=True)
+                continue
+            first = out if first is None else first
+            same, rate = torch.equal(out, first), tflops(world, 2, ms)
+            report.add("short tile", lengths=lengths[0], tile=asdict(tile), ms=ms, same_bits=same)
+            shape = f"{tile.queries}x{tile.keys} w{tile.warps} s{tile.stages} r{tile.registers}"
+            report.say(f"d=128 512 of {lengths[0]}: {rate:.0f} forward, {shape}, same {same}")
+
+
+def find_nan(report: Report) -> None:
+    """Small samples with small windows: which results of which variant are not numbers."""
+    base = World([128, 63, 32, 64], 16, True, None, 5)
+    cases = {
+        "as found": (base, 32, True, None),
+        "no window": (replace(base, window=None), 32, True, None),
+        "same widths": (base, 16, True, None),
+        "wider": (replace(base, width=64), 64, True, None),
+        "no bias": (replace(base, biased=False), 32, True, None),
+        "memory not filled": (base, 32, False, None),
+        "keys 64x128 w8 s1": (base, 32, True, TileShape(64, 128, 8, 1)),
+        "keys 64x64 w4 s2": (base, 32, True, TileShape(64, 64, 4, 2)),
+        "keys 64x64 w4 s1": (base, 32, True, TileShape(64, 64, 4, 1)),
+    }
+    for name, (world, value_width, fill, tile) in cases.items():
+        torch.use_deterministic_algorithms(fill)  # new memory then holds NaN
+        try:
+            line = _nan_counts(world, value_width, tile)
+        except FAILURES as error:
+            line = str(error).splitlines()[0][:150]
+        report.say(f"nan, {name}: {line}")
+        print(report.lines[-1], flush=True)
+    torch.use_deterministic_algorithms(False)
+
+
+def _nan_counts(world: World, value_width: int, tile: TileShape | None) -> str:
+    q, k, v, grad = world.rows()
+    v, grad = (torch.cat([x, x], 2)[:, :, :value_width].contiguous() for x in (v, grad))
+    bias = world.bias()
+    problem = world.problem((q, k, v))
+    if world.biased:
+        problem = replace(problem, bias=replace(problem.bias, time_HQ=None, times_T=None))
+        problem, bias = replace(problem, spans=None), RelativeBias(bias.position_HP)
+    if tile is not None:
+        problem = problem.with_tiles(backward_keys=tile)
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    about = world.arguments()
+    wanted = plain_attention(
+        leaves[0], leaves[1], leaves[2], about["offsets_B"], norm=float(LENGTH),
+        scale=world.width**-0.5,
+        bias=RelativeBias(None if bias.position_HP is None else bias.position_HP.double()),
+        max_attention=world.window,
+    )  # fmt: skip
+    wanted.backward(grad.double())
+    found = []
+    for _ in range(2):
+        grad_q, _ = launch.run_backward_queries(problem, grad)
+        found += [launch.run_forward(problem), grad_q, *launch.run_backward_keys(problem, grad)]
+    parts = []
+    for got, right in zip(found, [wanted.detach(), *(x.grad for x in leaves)] * 2, strict=True):
+        assert right is not None
+        rows = torch.unique(got.isnan().nonzero()[:, 0]).tolist()
+        error = float((got.double() - right).nan_to_num().abs().max() / right.abs().max())
+        parts.append(f"{int(got.isnan().sum())} rows {rows[:3]}..{rows[-3:]} else {error:.1e}")
+    return "; ".join(parts)
 
 
 CHECKS = [
@@ -432,7 +590,11 @@ def main(arguments: list[str]) -> int:
     print(f"compiled {len(good)} of {len(jobs)} in {time.perf_counter() - began:.0f} s", flush=True)
     if "check" in options.only:
         check(report)
+    if "nan" in options.only:
+        find_nan(report)
     main_table(options.widths, options.only, good, report)
+    if "short" in options.only and 128 in options.widths:
+        sweep_short(report)
     for part in ("jagged", "short"):
         if part in options.only:
             other_sizes(part, options.widths, report)

@@ -155,8 +155,20 @@ def assert_near(found: list[Tensor], wanted: list[Tensor], bound: float) -> None
             assert error <= bound * b.abs().max(), f"result {number}: {error / b.abs().max()}"
 
 
-@pytest.mark.parametrize("dtype", list(BOUND), ids=str)
-@pytest.mark.parametrize("name", list(CASES))
+FLOAT32 = ["both", "window", "256"]
+"""Slow to compile, so only a few."""
+FLOAT16 = ["no bias", "candidates", "edges", "both", "window", "256"]
+
+
+def pairs_of(names: list[str]) -> list[Any]:
+    """Every case in bfloat16, some in other types."""
+    others = {torch.float32: FLOAT32, torch.float16: FLOAT16}
+    pairs = [(name, torch.bfloat16) for name in names]
+    pairs += [(name, dtype) for dtype, some in others.items() for name in names if name in some]
+    return [pytest.param(name, dtype, id=f"{name}-{dtype}") for name, dtype in pairs]
+
+
+@pytest.mark.parametrize(("name", "dtype"), pairs_of(list(CASES)))
 def test_it_is_the_plain_form(name: str, dtype: torch.dtype):
     world = World.of(CASES[name], dtype)
     wanted = world.run(plain_attention, torch.float64)
@@ -172,23 +184,22 @@ def draw_case(seed: int) -> Case:
     return Case(
         lengths,
         draw.choice([None, targets]),
-        positions=draw.choice([0, 7, 64]),
+        positions=draw.choice([0, 7]),
         time_buckets=draw.choice([0, 20]),
         window=draw.choice([None, 0, 5, 64, 100]),
-        width=draw.choice([16, 64]),
-        value_width=draw.choice([32, 64]),
+        width=16,
+        value_width=32,
     )
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(40))
 def test_lengths_candidates_and_windows_of_any_kind(seed: int):
     world = World.of(draw_case(seed), torch.bfloat16)
     wanted = world.run(plain_attention, torch.float64)
     assert_near(world.run(), wanted, BOUND[torch.bfloat16])
 
 
-@pytest.mark.parametrize("dtype", list(BOUND), ids=str)
-@pytest.mark.parametrize("name", ["both", "128", "256", "many", "long"])
+@pytest.mark.parametrize(("name", "dtype"), pairs_of(["both", "128", "256", "many", "long"]))
 def test_the_same_input_gives_the_same_bits(name: str, dtype: torch.dtype):
     world = World.of(CASES[name], dtype)
     first = world.run()
@@ -196,8 +207,10 @@ def test_the_same_input_gives_the_same_bits(name: str, dtype: torch.dtype):
         assert all(torch.equal(a, b) for a, b in zip(first, world.run(), strict=True))
 
 
-@pytest.mark.parametrize("dtype", list(BOUND), ids=str)
-@pytest.mark.parametrize("name", ["odd", "candidates", "both", "edges", "window", "128", "256"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    pairs_of(["odd", "candidates", "both", "edges", "window", "128", "256"]),
+)
 def test_a_sample_has_the_same_bits_alone_and_in_any_batch(name: str, dtype: torch.dtype):
     world = World.of(CASES[name], dtype)
     together = world.run()[:4]
@@ -207,7 +220,7 @@ def test_a_sample_has_the_same_bits_alone_and_in_any_batch(name: str, dtype: tor
             assert torch.equal(whole[a:b], alone)
 
 
-@pytest.mark.parametrize("dtype", list(BOUND), ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_other_samples_may_hold_anything(dtype: torch.dtype):
     world = World.of(Case([100, 300, 50], [5, 5, 5], positions=0), dtype)
     clean = world.run()[:4]

@@ -38,6 +38,8 @@ class Case:
     width: int = 3
     value_width: int = 5
     dtype: torch.dtype = torch.float64
+    in_order: bool = False
+    """Whether times grow, as those of a history do."""
 
     def leaves(self) -> list[Tensor | None]:
         """Queries, keys, values and both tables, ready for gradients."""
@@ -54,6 +56,8 @@ class Case:
         power = torch.randint(0, self.time_buckets + 2, (total,), generator=generator)
         beside = torch.randint(-1, 2, (total,), generator=generator)
         times = torch.where(torch.rand(total, generator=generator) < 0.4, 0, 2**power + beside)
+        if self.in_order:
+            times = torch.cumsum(times.clamp(0, 9), 0)
         targets = None
         if self.targets is not None:
             targets = torch.tensor(self.targets, dtype=torch.int64)
@@ -240,6 +244,9 @@ INTERPRETED = [
     Case([70, 0, 33, 1], [3, 0, 33, 1], 5, 8, window=7, width=16, value_width=24),
     Case([33, 32], None, 40, 40, window=40, width=20, value_width=8, heads=1),
     Case([64], [30], 1, 1, window=0, width=5, value_width=3, heads=1),
+    Case([200], None, 5, 12, width=4, value_width=4, heads=1, in_order=True),
+    Case([150], None, 0, 12, width=4, value_width=4, heads=2, in_order=True),
+    Case([150], [7], 5, 0, width=4, value_width=4, heads=1),
 ]
 
 

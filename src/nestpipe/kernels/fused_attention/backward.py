@@ -20,6 +20,8 @@ import triton.language as tl
 
 from nestpipe.kernels.fused_attention.pairs import (
     add_biases,
+    add_by_time,
+    even_biases,
     half_silu_and_slope,
     keys_of_queries,
     locate,
@@ -43,6 +45,7 @@ def attend_backward_queries(
     v_HTV,
     grad_HTV,
     grad_q_THA,
+    grad_time_XQ,
     offsets_B,
     num_targets_B,
     position_HP,
@@ -61,11 +64,15 @@ def attend_backward_queries(
     V_BLOCK: tl.constexpr,
     P: tl.constexpr,
     Q: tl.constexpr,
+    Q_BLOCK: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """Writes the gradient of M queries."""
+    """Writes the gradient of M queries, and sums of their gradients of scores by bucket of time.
+
+    The sums are of those tiles without a mask that `bias_gradient` leaves out.
+    """
     sample, head, rank = locate(units, heads, blocks, group)
     start, length, history = sample_rows(offsets_B, num_targets_B, sample)
     first = (tl.cdiv(length, M) - 1 - rank) * M
@@ -79,29 +86,45 @@ def attend_backward_queries(
     q_MA = q_HTA.load([head, start + first, 0]).reshape(M, A_BLOCK)
     grad_MV = grad_HTV.load([head, start + first, 0]).reshape(M, V_BLOCK)
     sum_MA = tl.zeros([M, A_BLOCK], tl.float32)
+    bucket = 0
+    run_M = tl.zeros([M], tl.float32)
+    sums_Q = tl.zeros([Q_BLOCK], tl.float32)
     for key in range(full_start, full_stop, N):
         key_1N = key + tl.arange(0, N)[None, :]
+        key_span = time_span(spans, sample, start, length, key, N)
+        even, near, lowest, highest = even_biases(
+            first, key, span, key_span, history, head, position_HP, time_HQ, P, Q, N
+        )
         k_NA = k_HTA.load([head, start + key, 0]).reshape(N, A_BLOCK)
-        half_MN = tl.dot(q_MA, k_NA.T, input_precision="ieee") * half_scale
+        half_MN = tl.dot(q_MA, k_NA.T, input_precision="ieee") * half_scale + even
         v_NV = v_HTV.load([head, start + key, 0]).reshape(N, V_BLOCK)
         grad_MN = tl.dot(grad_MV, v_NV.T, input_precision="ieee")
         half_MN = add_biases(
-            half_MN, query_M1, key_1N, first, key, span, start, length, history,
-            sample, head, position_HP, time_HQ, times_T, spans, P, Q, N,
+            half_MN, query_M1, key_1N, near, lowest, highest, span, key_span, start, length,
+            history, head, position_HP, time_HQ, times_T, P, Q, FAST,
         )  # fmt: skip
         _, slope_MN = half_silu_and_slope(half_MN, FAST)
-        grad_MN = (grad_MN * slope_MN).to(k_NA.dtype)
-        sum_MA = tl.dot(grad_MN, k_NA, sum_MA, input_precision="ieee")
+        grad_MN *= slope_MN
+        if grad_time_XQ is not None:
+            bucket, run_M, sums_Q = add_by_time(
+                grad_MN, bucket, run_M, sums_Q, query_M1, key_1N, near, lowest, highest, span,
+                key_span, length, start, times_T, Q_BLOCK,
+            )  # fmt: skip
+        sum_MA = tl.dot(grad_MN.to(k_NA.dtype), k_NA, sum_MA, input_precision="ieee")
     for number in range(num_masked):
         key = masked_keys(number, left, full_stop, own, num_left, num_right, N)
         key_1N = key + tl.arange(0, N)[None, :]
+        key_span = time_span(spans, sample, start, length, key, N)
+        even, near, lowest, highest = even_biases(
+            first, key, span, key_span, history, head, position_HP, time_HQ, P, Q, N
+        )
         k_NA = k_HTA.load([head, start + key, 0]).reshape(N, A_BLOCK)
-        half_MN = tl.dot(q_MA, k_NA.T, input_precision="ieee") * half_scale
+        half_MN = tl.dot(q_MA, k_NA.T, input_precision="ieee") * half_scale + even
         v_NV = v_HTV.load([head, start + key, 0]).reshape(N, V_BLOCK)
         grad_MN = tl.dot(grad_MV, v_NV.T, input_precision="ieee")
         half_MN = add_biases(
-            half_MN, query_M1, key_1N, first, key, span, start, length, history,
-            sample, head, position_HP, time_HQ, times_T, spans, P, Q, N,
+            half_MN, query_M1, key_1N, near, lowest, highest, span, key_span, start, length,
+            history, head, position_HP, time_HQ, times_T, P, Q, FAST,
         )  # fmt: skip
         _, slope_MN = half_silu_and_slope(half_MN, FAST)
         seen_MN = visible(query_M1, key_1N, length, history, window)
@@ -111,6 +134,11 @@ def attend_backward_queries(
     # half_scale is half of the scale: the other factor 1/2 is that of the slope.
     factor = half_scale * inverse_norm
     store_rows(grad_q_THA, sum_MA * factor, start, first, length, head, heads, A)
+    if grad_time_XQ is not None:
+        bucket_Q = tl.arange(0, Q_BLOCK)
+        sums_Q += tl.where(bucket_Q == bucket, tl.sum(run_M, 0), 0.0)
+        part = (head * (units // heads) + sample) * blocks + rank
+        tl.store(grad_time_XQ + part * Q_BLOCK + bucket_Q, sums_Q)
 
 
 @triton.jit(do_not_specialize=["units", "heads", "blocks", "group", "window"])
@@ -144,7 +172,7 @@ def attend_backward_keys(
     N: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """Writes the gradients of N keys and of their values."""
+    """Writes the gradients of N keys and of their values; None in place of either leaves it out."""
     sample, head, rank = locate(units, heads, blocks, group)
     start, length, history = sample_rows(offsets_B, num_targets_B, sample)
     first = rank * N  # the oldest keys are seen by most queries
@@ -153,6 +181,7 @@ def attend_backward_keys(
     begin, full_start, full_stop, num_early, num_masked = queries_of_keys(
         first, length, history, window, M, N
     )
+    span = time_span(spans, sample, start, length, first, N)
     key_N1 = first + tl.arange(0, N)[:, None]
     k_NA = k_HTA.load([head, start + first, 0]).reshape(N, A_BLOCK)
     v_NV = v_HTV.load([head, start + first, 0]).reshape(N, V_BLOCK)
@@ -160,40 +189,56 @@ def attend_backward_keys(
     sum_NV = tl.zeros([N, V_BLOCK], tl.float32)
     for query in range(full_start, full_stop, M):
         query_1M = query + tl.arange(0, M)[None, :]
+        query_span = time_span(spans, sample, start, length, query, M)
+        even, near, lowest, highest = even_biases(
+            query, first, query_span, span, history, head, position_HP, time_HQ, P, Q, N
+        )
         q_MA = q_HTA.load([head, start + query, 0]).reshape(M, A_BLOCK)
-        half_NM = tl.dot(k_NA, q_MA.T, input_precision="ieee") * half_scale
+        half_NM = tl.dot(k_NA, q_MA.T, input_precision="ieee") * half_scale + even
         grad_MV = grad_HTV.load([head, start + query, 0]).reshape(M, V_BLOCK)
-        grad_NM = tl.dot(v_NV, grad_MV.T, input_precision="ieee")
-        span = time_span(spans, sample, start, length, query, M)
+        grad_NM = half_NM
+        if grad_k_THA is not None:
+            grad_NM = tl.dot(v_NV, grad_MV.T, input_precision="ieee")
         half_NM = add_biases(
-            half_NM, query_1M, key_N1, query, first, span, start, length, history,
-            sample, head, position_HP, time_HQ, times_T, spans, P, Q, N,
+            half_NM, query_1M, key_N1, near, lowest, highest, query_span, span, start, length,
+            history, head, position_HP, time_HQ, times_T, P, Q, FAST,
         )  # fmt: skip
         weight_NM, slope_NM = half_silu_and_slope(half_NM, FAST)
-        sum_NV = tl.dot(weight_NM.to(grad_MV.dtype), grad_MV, sum_NV, input_precision="ieee")
-        grad_NM = (grad_NM * slope_NM).to(q_MA.dtype)
-        sum_NA = tl.dot(grad_NM, q_MA, sum_NA, input_precision="ieee")
+        if grad_v_THV is not None:
+            sum_NV = tl.dot(weight_NM.to(grad_MV.dtype), grad_MV, sum_NV, input_precision="ieee")
+        if grad_k_THA is not None:
+            grad_NM = (grad_NM * slope_NM).to(q_MA.dtype)
+            sum_NA = tl.dot(grad_NM, q_MA, sum_NA, input_precision="ieee")
     for number in range(num_masked):
         late = full_stop + (number - num_early) * M
         query = tl.where(number < num_early, begin + number * M, late)
         query_1M = query + tl.arange(0, M)[None, :]
+        query_span = time_span(spans, sample, start, length, query, M)
+        even, near, lowest, highest = even_biases(
+            query, first, query_span, span, history, head, position_HP, time_HQ, P, Q, N
+        )
         q_MA = q_HTA.load([head, start + query, 0]).reshape(M, A_BLOCK)
-        half_NM = tl.dot(k_NA, q_MA.T, input_precision="ieee") * half_scale
+        half_NM = tl.dot(k_NA, q_MA.T, input_precision="ieee") * half_scale + even
         grad_MV = grad_HTV.load([head, start + query, 0]).reshape(M, V_BLOCK)
-        grad_NM = tl.dot(v_NV, grad_MV.T, input_precision="ieee")
-        span = time_span(spans, sample, start, length, query, M)
+        grad_NM = half_NM
+        if grad_k_THA is not None:
+            grad_NM = tl.dot(v_NV, grad_MV.T, input_precision="ieee")
         half_NM = add_biases(
-            half_NM, query_1M, key_N1, query, first, span, start, length, history,
-            sample, head, position_HP, time_HQ, times_T, spans, P, Q, N,
+            half_NM, query_1M, key_N1, near, lowest, highest, query_span, span, start, length,
+            history, head, position_HP, time_HQ, times_T, P, Q, FAST,
         )  # fmt: skip
         weight_NM, slope_NM = half_silu_and_slope(half_NM, FAST)
         seen_NM = visible(query_1M, key_N1, length, history, window)
-        weight_NM = tl.where(seen_NM, weight_NM, 0.0).to(grad_MV.dtype)
-        grad_MV = zero_past_end(grad_MV, query, length, M)
-        sum_NV = tl.dot(weight_NM, grad_MV, sum_NV, input_precision="ieee")
-        grad_NM = tl.where(seen_NM, grad_NM * slope_NM, 0.0).to(q_MA.dtype)
-        q_MA = zero_past_end(q_MA, query, length, M)
-        sum_NA = tl.dot(grad_NM, q_MA, sum_NA, input_precision="ieee")
-    factor = half_scale * inverse_norm
-    store_rows(grad_k_THA, sum_NA * factor, start, first, length, head, heads, A)
-    store_rows(grad_v_THV, sum_NV * inverse_norm, start, first, length, head, heads, V)
+        if grad_v_THV is not None:
+            weight_NM = tl.where(seen_NM, weight_NM, 0.0).to(grad_MV.dtype)
+            grad_MV = zero_past_end(grad_MV, query, length, M)
+            sum_NV = tl.dot(weight_NM, grad_MV, sum_NV, input_precision="ieee")
+        if grad_k_THA is not None:
+            grad_NM = tl.where(seen_NM, grad_NM * slope_NM, 0.0).to(q_MA.dtype)
+            q_MA = zero_past_end(q_MA, query, length, M)
+            sum_NA = tl.dot(grad_NM, q_MA, sum_NA, input_precision="ieee")
+    if grad_k_THA is not None:
+        factor = half_scale * inverse_norm
+        store_rows(grad_k_THA, sum_NA * factor, start, first, length, head, heads, A)
+    if grad_v_THV is not None:
+        store_rows(grad_v_THV, sum_NV * inverse_norm, start, first, length, head, heads, V)

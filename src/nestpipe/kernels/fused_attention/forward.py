@@ -13,6 +13,7 @@ import triton.language as tl
 
 from nestpipe.kernels.fused_attention.pairs import (
     add_biases,
+    even_biases,
     half_silu,
     keys_of_queries,
     locate,
@@ -71,11 +72,15 @@ def attend_forward(
     sum_MV = tl.zeros([M, V_BLOCK], tl.float32)
     for key in range(full_start, full_stop, N):
         key_1N = key + tl.arange(0, N)[None, :]
+        key_span = time_span(spans, sample, start, length, key, N)
+        even, near, lowest, highest = even_biases(
+            first, key, span, key_span, history, head, position_HP, time_HQ, P, Q, N
+        )
         k_NA = k_HTA.load([head, start + key, 0]).reshape(N, A_BLOCK)
-        half_MN = tl.dot(q_MA, k_NA.T, input_precision="ieee") * half_scale
+        half_MN = tl.dot(q_MA, k_NA.T, input_precision="ieee") * half_scale + even
         half_MN = add_biases(
-            half_MN, query_M1, key_1N, first, key, span, start, length, history,
-            sample, head, position_HP, time_HQ, times_T, spans, P, Q, N,
+            half_MN, query_M1, key_1N, near, lowest, highest, span, key_span, start, length,
+            history, head, position_HP, time_HQ, times_T, P, Q, FAST,
         )  # fmt: skip
         v_NV = v_HTV.load([head, start + key, 0]).reshape(N, V_BLOCK)
         weight_MN = half_silu(half_MN, FAST).to(v_NV.dtype)
@@ -83,11 +88,15 @@ def attend_forward(
     for number in range(num_masked):
         key = masked_keys(number, left, full_stop, own, num_left, num_right, N)
         key_1N = key + tl.arange(0, N)[None, :]
+        key_span = time_span(spans, sample, start, length, key, N)
+        even, near, lowest, highest = even_biases(
+            first, key, span, key_span, history, head, position_HP, time_HQ, P, Q, N
+        )
         k_NA = k_HTA.load([head, start + key, 0]).reshape(N, A_BLOCK)
-        half_MN = tl.dot(q_MA, k_NA.T, input_precision="ieee") * half_scale
+        half_MN = tl.dot(q_MA, k_NA.T, input_precision="ieee") * half_scale + even
         half_MN = add_biases(
-            half_MN, query_M1, key_1N, first, key, span, start, length, history,
-            sample, head, position_HP, time_HQ, times_T, spans, P, Q, N,
+            half_MN, query_M1, key_1N, near, lowest, highest, span, key_span, start, length,
+            history, head, position_HP, time_HQ, times_T, P, Q, FAST,
         )  # fmt: skip
         seen_MN = visible(query_M1, key_1N, length, history, window)
         v_NV = v_HTV.load([head, start + key, 0]).reshape(N, V_BLOCK)

@@ -98,12 +98,16 @@ class _FusedAttention(torch.autograd.Function):
         problem = _problem_of(inputs, rule)
         wants_q, wants_k, wants_v, wants_position, wants_time, _ = ctx.needs_input_grad
         grads: list[Tensor | None] = [None] * 6
-        if wants_q:
-            grads[0] = launch.run_backward_queries(problem, grad_THV)
+        wants_tables = wants_position or wants_time
+        sums_HXQ = None
+        if wants_q or wants_tables:
+            grads[0], sums_HXQ = launch.run_backward_queries(
+                problem, grad_THV, sum_scores=wants_tables
+            )
         if wants_k or wants_v:
             grads[1], grads[2] = launch.run_backward_keys(problem, grad_THV)
-        if wants_position or wants_time:
-            tables = launch.run_bias_gradients(problem, grad_THV)
+        if sums_HXQ is not None:
+            tables = launch.run_bias_gradients(problem, grad_THV, sums_HXQ)
             for at, (grad, table) in enumerate(zip(tables, inputs[3:], strict=True), start=3):
                 grads[at] = None if grad is None else grad.to(table.dtype)
         return tuple(grads)

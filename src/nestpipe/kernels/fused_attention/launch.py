@@ -60,24 +60,24 @@ class Tiles:
     forward: TileShape
     backward_queries: TileShape
     backward_keys: TileShape
-    bias: TileShape
+    backward_values: TileShape | None = None
+    """Of a pass for values alone; None: keys and values in one. Wide heads need registers more."""
 
     @classmethod
     def of(cls, dtype: torch.dtype, width: int) -> Tiles:
         """For heads of `width`. Products of float32 have no tensor cores, so tiles are small."""
         if dtype == torch.float32:
             small = TileShape(32, 16, 8, 2) if width <= 64 else TileShape(16, 16, 8, 2)
-            return cls(small, small, small, TileShape(16, 16, 4, 2))
-        bias = TileShape(64, 64, 4, 2)
+            return cls(small, small, small)
         if width <= 64:
             tile = TileShape(128, 64, 4, 3)
-            return cls(tile, TileShape(128, 64, 8, 3), TileShape(64, 128, 8, 3), bias)
+            return cls(tile, TileShape(128, 64, 8, 3), TileShape(64, 128, 8, 3))
         if width <= 128:
-            tile = TileShape(128, 64, 8, 3)
-            return cls(tile, TileShape(128, 64, 8, 2), TileShape(64, 128, 8, 2), bias)
-        bias = TileShape(64, 64, 8, 1)
+            tile = TileShape(64, 64, 4, 3, 168)
+            return cls(tile, TileShape(128, 64, 8, 3), TileShape(32, 64, 4, 3))
         tile = TileShape(128, 64, 8, 2)
-        return cls(tile, TileShape(64, 64, 8, 2), TileShape(64, 64, 8, 2), bias)
+        keys, values = TileShape(32, 128, 8, 2), TileShape(64, 128, 8, 2)
+        return cls(tile, TileShape(128, 32, 8, 2), keys, values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class Problem:
     def out_shape(self) -> tuple[int, int, int]:
         return len(self.q_THA), self.heads, self.value_width
 
-    def with_tiles(self, **tiles: TileShape) -> Problem:
+    def with_tiles(self, **tiles: TileShape | None) -> Problem:
         return replace(self, tiles=replace(self.tiles, **tiles))
 
     def order(self, rows: int) -> tuple[int, dict[str, int]]:
@@ -192,13 +192,24 @@ def run_forward(problem: Problem) -> Tensor:
     return out_THV
 
 
-def run_backward_queries(problem: Problem, grad_THV: Tensor) -> Tensor:
-    """(T, H, A) the gradient of the queries."""
+def run_backward_queries(
+    problem: Problem, grad_THV: Tensor, *, sum_scores: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """(T, H, A) the gradient of the queries, and (H, X, Q) sums for `run_bias_gradients`.
+
+    `sum_scores`: whether to sum the gradients of scores by bucket of time where that is easy.
+    """
     grad_q_THA = problem.q_THA.new_empty(len(problem.q_THA), problem.heads, problem.width)
     tile = problem.tiles.backward_queries
     programs, place = problem.order(tile.queries)
+    shared = problem.shared()
+    buckets = triton.next_power_of_2(shared["Q"])
+    sums_HXQ = None
+    if sum_scores:
+        parts = programs // problem.heads
+        sums_HXQ = problem.q_THA.new_zeros(problem.heads, parts, buckets, dtype=torch.float32)
     if not programs or not len(grad_q_THA):
-        return grad_q_THA
+        return grad_q_THA, sums_HXQ
     with _device_of(grad_q_THA):
         attend_backward_queries[(programs,)](
             _rows(problem.q_THA, tile.queries, problem.width),
@@ -206,26 +217,43 @@ def run_backward_queries(problem: Problem, grad_THV: Tensor) -> Tensor:
             _rows(problem.v_THV, tile.keys, problem.value_width),
             _rows(_copyable(grad_THV), tile.queries, problem.value_width),
             grad_q_THA,
+            sums_HXQ,
             spans=problem.spans,
             inverse_norm=1 / problem.norm,
             A=problem.width,
+            Q_BLOCK=buckets,
             **tile.options(),
             **place,
-            **problem.shared(),
+            **shared,
         )
-    return grad_q_THA
+    return grad_q_THA, sums_HXQ
 
 
 def run_backward_keys(problem: Problem, grad_THV: Tensor) -> tuple[Tensor, Tensor]:
     """(T, H, A) and (T, H, V) the gradients of keys and values."""
-    total = len(problem.q_THA)
+    total, tiles = len(problem.q_THA), problem.tiles
     grad_k_THA = problem.k_THA.new_empty(total, problem.heads, problem.width)
     grad_v_THV = problem.v_THV.new_empty(total, problem.heads, problem.value_width)
-    tile = problem.tiles.backward_keys
+    if tiles.backward_values is None:
+        run_backward_part(problem, grad_THV, tiles.backward_keys, grad_k_THA, grad_v_THV)
+    else:
+        run_backward_part(problem, grad_THV, tiles.backward_keys, grad_k_THA, None)
+        run_backward_part(problem, grad_THV, tiles.backward_values, None, grad_v_THV)
+    return grad_k_THA, grad_v_THV
+
+
+def run_backward_part(
+    problem: Problem,
+    grad_THV: Tensor,
+    tile: TileShape,
+    grad_k_THA: Tensor | None,
+    grad_v_THV: Tensor | None,
+) -> None:
+    """Fills the gradients of keys, of values, or of both; None: that one is not wanted."""
     programs, place = problem.order(tile.keys)
-    if not programs or not total:
-        return grad_k_THA, grad_v_THV
-    with _device_of(grad_k_THA):
+    if not programs or not len(problem.q_THA):
+        return
+    with _device_of(problem.q_THA):
         attend_backward_keys[(programs,)](
             _rows(problem.q_THA, tile.queries, problem.width),
             _rows(problem.k_THA, tile.keys, problem.width),
@@ -241,19 +269,24 @@ def run_backward_keys(problem: Problem, grad_THV: Tensor) -> tuple[Tensor, Tenso
             **place,
             **problem.shared(),
         )
-    return grad_k_THA, grad_v_THV
 
 
-def run_bias_gradients(problem: Problem, grad_THV: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """(H, P) and (H, Q) float32 gradients of the tables, where there are tables."""
-    tile, heads = problem.tiles.bias, problem.heads
+def run_bias_gradients(
+    problem: Problem, grad_THV: Tensor, sums_HXQ: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """(H, P) and (H, Q) float32 gradients of the tables, where there are tables.
+
+    `sums_HXQ` is what the pass of the queries has summed.
+    """
+    # The same tiles as there, so that every one is in one of the two sums.
+    tile, heads = replace(problem.tiles.backward_queries, stages=1), problem.heads
     shared = problem.shared()
     parts = max(1, _PARTS // heads)
     zeros = problem.q_THA.new_zeros
     position_XP = time_XQ = scratch_XMN = None
     if problem.bias.position_HP is not None:
         position_XP = zeros(heads * parts, shared["P"], dtype=torch.float32)
-        scratch_XMN = zeros(heads * parts, tile.queries * tile.keys, dtype=torch.float32)
+        scratch_XMN = position_XP.new_empty(heads * parts, tile.queries * tile.keys)
     if problem.bias.time_HQ is not None:
         time_XQ = zeros(heads * parts, shared["Q"], dtype=torch.float32)
     if problem.num_samples and len(problem.q_THA):
@@ -270,17 +303,19 @@ def run_bias_gradients(problem: Problem, grad_THV: Tensor) -> tuple[Tensor | Non
                 samples=problem.num_samples,
                 blocks=triton.cdiv(problem.longest, tile.queries),
                 Q_BLOCK=triton.next_power_of_2(shared["Q"]),
-                D=triton.next_power_of_2(tile.queries + tile.keys - 1),
                 **tile.options(),
                 **shared,
             )
     # 1/2 belongs to the slope of SiLU, which the kernels give twice.
     factor = 0.5 / problem.norm
-    sums = (
-        None if table_X is None else table_X.view(heads, parts, -1).sum(1) * factor
-        for table_X in (position_XP, time_XQ)
-    )
-    grad_position_HP, grad_time_HQ = sums
+    easy_HQ = sums_HXQ.sum(1)
+    grad_position_HP = grad_time_HQ = None
+    if position_XP is not None:
+        grad_position_HP = position_XP.view(heads, parts, -1).sum(1)
+        grad_position_HP[:, -1] += easy_HQ.sum(1)  # easy tiles are far away
+        grad_position_HP *= factor
+    if time_XQ is not None:
+        grad_time_HQ = (time_XQ.view(heads, parts, -1).sum(1) + easy_HQ[:, : shared["Q"]]) * factor
     return grad_position_HP, grad_time_HQ
 
 

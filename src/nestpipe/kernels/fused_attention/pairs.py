@@ -156,48 +156,166 @@ def _tanh(x):
 
 
 @triton.jit
-def add_biases(
-    half,
-    query,
-    key,
+def even_biases(
     first_query,
     first_key,
     query_span,
-    start,
-    length,
+    key_span,
     history,
-    sample,
     head,
     position_HP,
     time_HQ,
-    times_T,
-    spans,
     P: tl.constexpr,
     Q: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """`half` plus both biases, whose tables have halved values.
+    """What all pairs of a tile have in common, before any of them is looked at.
 
-    `query` and `key` are rows of the sample, shaped to broadcast. Where one bucket serves the whole
-    tile, no pair is looked up: even the nearest pair is in the last bucket of distance, or the
-    times of the tile can only be in a single bucket.
+    Gives the sum of the biases that are the same for the whole tile, whether distances are not,
+    and the lowest and the highest bucket of time. Even the nearest pair may be in the last bucket
+    of distance; far apart rows have mostly one bucket of time, which grow as powers of two.
     """
+    even = tl.zeros([], tl.float32)
+    near = False
+    lowest = 0
+    highest = 0
     if position_HP is not None:
-        position = position_HP + head * P
-        if min(first_query, history) - min(first_key + KEYS - 1, history) >= P - 1:
-            half += tl.load(position + P - 1)
-        else:
-            half += tl.load(position + position_bucket(query, key, history, P))
+        near = min(first_query, history) - min(first_key + KEYS - 1, history) < P - 1
+        if not near:
+            even += tl.load(position_HP + head * P + P - 1)
     if time_HQ is not None:
-        time = time_HQ + head * Q
-        key_span = time_span(spans, sample, start, length, first_key, KEYS)
         lowest, highest = bucket_span(query_span, key_span, Q)
         if lowest == highest:
-            half += tl.load(time + lowest)
-        else:
+            even += tl.load(time_HQ + head * Q + lowest)
+    return even, near, lowest, highest
+
+
+@triton.jit
+def add_biases(
+    half,
+    query,
+    key,
+    near,
+    lowest,
+    highest,
+    query_span,
+    key_span,
+    start,
+    length,
+    history,
+    head,
+    position_HP,
+    time_HQ,
+    times_T,
+    P: tl.constexpr,
+    Q: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """`half` plus the biases that differ inside the tile; tables have halved values.
+
+    `query` and `key` are rows of the sample, shaped to broadcast. A tile with two buckets of time
+    needs one comparison for a pair.
+    """
+    if position_HP is not None:  # noqa: SIM102  the compiler decides this one, the GPU the other
+        if near:
+            bucket = position_bucket(query, key, history, P)
+            half += look_up(position_HP + head * P, bucket, FAST)
+    if time_HQ is not None:
+        table = time_HQ + head * Q
+        if one_step(lowest, highest, query_span, key_span):
+            late = is_late(times_T + start, query, key, length, lowest, query_span, key_span)
+            half += tl.where(late, tl.load(table + highest), tl.load(table + lowest))
+        elif lowest != highest:
             passed = time_passed(times_T + start, query, key, length)
-            half += tl.load(time + time_bucket(passed, Q))
+            half += look_up(table, time_bucket(passed, Q), FAST)
     return half
+
+
+@triton.jit
+def one_step(lowest, highest, query_span, key_span):
+    """Whether a tile has two buckets of time, and times close enough for 32 bits."""
+    spread = query_span[1] - query_span[0] + (key_span[1] - key_span[0])
+    return (highest - lowest == 1) & (spread < 2147483647)
+
+
+@triton.jit
+def is_late(times, query, key, length, lowest, query_span, key_span):
+    """Whether each pair of such a tile is in the higher bucket; from 2**lowest on it is."""
+    query_time = tl.load(times + tl.minimum(query, length - 1)) - query_span[0]
+    key_time = key_span[1] - tl.load(times + tl.minimum(key, length - 1))
+    one = tl.full([], 1, tl.int64)
+    edge = (one << lowest.to(tl.int64)) - (query_span[0] - key_span[1])
+    return query_time.to(tl.int32) >= (edge - key_time).to(tl.int32)
+
+
+@triton.jit
+def is_easy(near, lowest, highest, query_span, key_span):
+    """Whether the pass of the queries sums a tile's gradients by bucket, as `add_by_time` does."""
+    few = (lowest == highest) | one_step(lowest, highest, query_span, key_span)
+    return few & (not near)
+
+
+@triton.jit
+def add_by_time(
+    grad_MN,
+    bucket,
+    run_M,
+    sums_Q,
+    query_M1,
+    key_1N,
+    near,
+    lowest,
+    highest,
+    query_span,
+    key_span,
+    length,
+    start,
+    times_T,
+    Q_BLOCK: tl.constexpr,
+):
+    """Adds the gradients of an easy tile to their buckets.
+
+    Tiles come by age, so that the same bucket comes many times in a row. Its sum stays with the
+    queries, `run_M`, until another bucket comes.
+    """
+    bucket_Q = tl.arange(0, Q_BLOCK)
+    if times_T is None:
+        run_M += tl.where(near, 0.0, tl.sum(grad_MN, 1))
+    elif is_easy(near, lowest, highest, query_span, key_span):
+        if highest != bucket:
+            sums_Q += tl.where(bucket_Q == bucket, tl.sum(run_M, 0), 0.0)
+            run_M = tl.zeros_like(run_M)
+            bucket = highest
+        if lowest == highest:
+            run_M += tl.sum(grad_MN, 1)
+        else:
+            late_MN = is_late(
+                times_T + start, query_M1, key_1N, length, lowest, query_span, key_span
+            )
+            run_M += tl.sum(tl.where(late_MN, grad_MN, 0.0), 1)
+            sums_Q += tl.where(bucket_Q == bucket, tl.sum(run_M, 0), 0.0)
+            run_M = tl.sum(tl.where(late_MN, 0.0, grad_MN), 1)
+            bucket = lowest
+    return bucket, run_M, sums_Q
+
+
+@triton.jit
+def look_up(table, index, FAST: tl.constexpr):
+    """Values of a table of float32 for a tile of indices.
+
+    `FAST` loads where the indices are: a plain load has a layout of its own, and moving a tile
+    from that to the products' costs more than the load.
+    """
+    if FAST:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b64 place; mad.wide.s32 place, $2, 4, $1; ld.global.nc.f32 $0, [place]; }",
+            "=f,l,r",
+            [table.to(tl.int64), index],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+    return tl.load(table + index)
 
 
 @triton.jit
