@@ -15,7 +15,7 @@ from nestpipe.kernels.attention.reference import Mask, RelativeBias, hstu_attent
 from nestpipe.models import Hstu, HstuConfig, PrefixParts, Tokens
 
 pytest.importorskip("triton", reason="triton comes with torch's builds for GPUs alone")
-from nestpipe.kernels.attention.triton_forward import STRETCH
+from nestpipe.kernels.attention.triton_forward import SPLIT_KEYS
 
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 """Of the largest value; bfloat16 tells 256 values apart between a power of two and the next."""
@@ -51,8 +51,8 @@ CASES = {
     "wide": Case([150, 20], [40, 1], [100, 2], heads=1, width=256, value_width=256),
     "long": Case([4096, 4000], [256, 0], [3800, 4000], time_buckets=16),
     "long, new": Case([4096, 1], [0, 0], [1024, 0], width=128, value_width=128),
-    "stretches": Case([5000, 2100, 300, 4096], [64, 40, 5, 0], [4900, 2040, 100, 4095]),
-    "wide stretches": Case([4200], [90], [2000], heads=1, width=256, value_width=256),
+    "splits": Case([5000, 2100, 300, 4096], [64, 40, 5, 0], [4900, 2040, 100, 4095]),
+    "wide splits": Case([4200], [90], [2000], heads=1, width=256, value_width=256),
     "many": Case([300] * 40, [64] * 40, [200] * 40, heads=4, width=32, value_width=32),
 }
 
@@ -239,7 +239,7 @@ def test_a_past_is_not_copied():
         return attend_with_past(*rows, world.offsets, longest=new, **arguments)
 
     _, grown = peak_of(work)
-    parts = -(-(length + new) // STRETCH) * world.q.numel() * 4  # what each stretch found
+    parts = -(-(length + new) // SPLIT_KEYS) * world.q.numel() * 4  # what each split found
     assert grown < past.numel() * past.element_size() / 20 + parts
 
 

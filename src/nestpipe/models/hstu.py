@@ -26,7 +26,7 @@ from torch.nn import functional
 
 from nestpipe.config import not_negative, positive
 from nestpipe.jagged import Join, offsets_of, rows_within
-from nestpipe.kernels.attention.inference import attend, attend_with_past, places_of_layers
+from nestpipe.kernels.attention.inference import attend, attend_with_past, prefix_pointers
 from nestpipe.kernels.attention.reference import (
     Mask,
     RelativeBias,
@@ -219,7 +219,9 @@ class HstuBlock(nn.Module):
         if isinstance(past, _PastParts):
             assert view.query_offsets_B is not None
             rows = q_THA, k_THA, v_THV, past.keys, past.values
-            return attend_with_past(*rows, view.query_offsets_B, places_3B=past.places_3B, **rule)
+            return attend_with_past(
+                *rows, view.query_offsets_B, pointers_3B=past.pointers_3B, **rule
+            )
         attention = hstu_attention if torch.is_grad_enabled() else attend
         offsets_B = offsets_of(view.lengths_B)
         return attention(
@@ -241,7 +243,7 @@ class _PastParts:
 
     keys: Sequence[Tensor]
     values: Sequence[Tensor]
-    places_3B: Tensor | None
+    pointers_3B: Tensor | None
 
 
 def _joined(
@@ -268,13 +270,13 @@ def _pasts(
 
 def _parts_of_blocks(prefix: PrefixParts, blocks: int) -> Iterator[_PastParts]:
     assert not torch.is_grad_enabled(), "parts of a prefix are for inference, without gradients"
-    places = places_of_layers(prefix.keys, prefix.values)
+    pointers = prefix_pointers(prefix.keys, prefix.values)
     for number in range(blocks):
         prefix.wait_for(number)
         yield _PastParts(
             [part[number] for part in prefix.keys],
             [part[number] for part in prefix.values],
-            None if places is None else places[number],
+            None if pointers is None else pointers[number],
         )
 
 

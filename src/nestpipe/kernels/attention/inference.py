@@ -71,15 +71,15 @@ def attend_with_past(
     mask: Mask = CAUSAL,
     bias: RelativeBias = NO_BIAS,
     longest: int | None = None,
-    places_3B: Tensor | None = None,
+    pointers_3B: Tensor | None = None,
 ) -> Tensor:
     """`attend` for rows that follow others: `offsets_B` counts the new ones alone.
 
     `past_keys` and `past_values` have the older rows of each sample, (N, H, A) and (N, H, V). On a
     GPU they are read where they lie and must stay there until the work is done. They are history:
     candidates are among the new rows. `bias.times_T` has the times of all rows, each sample's past
-    before its new rows. No sample has more than `longest` new rows. `places_3B` is the part of
-    `places_of_layers` for this layer, where it is known.
+    before its new rows. No sample has more than `longest` new rows. `pointers_3B` is the part of
+    `prefix_pointers` for this layer, where it is known.
     """
     for old, new in [*((x, k_THA) for x in past_keys), *((x, v_THV) for x in past_values)]:
         found, wanted = ((x.dtype, x.device, tuple(x.shape[1:])) for x in (old, new))
@@ -88,12 +88,12 @@ def attend_with_past(
     if kernel_serves(q_THA) and len(q_THA):
         from nestpipe.kernels.attention.triton_forward import Keys, attend_by_kernel
 
-        if places_3B is None:
-            places_3B = _places([past_keys], [past_values])[0]
+        if pointers_3B is None:
+            pointers_3B = _pointers([past_keys], [past_values])[0]
         time_offsets_B = offsets_B
         if bias.time_HQ is not None:
-            time_offsets_B = offsets_B + functional.pad(torch.cumsum(places_3B[2], 0), (1, 0))
-        keys = Keys(k_THA, v_THV, offsets_B, time_offsets_B, places_3B)
+            time_offsets_B = offsets_B + functional.pad(torch.cumsum(pointers_3B[2], 0), (1, 0))
+        keys = Keys(k_THA, v_THV, offsets_B, time_offsets_B, pointers_3B)
         new = len(q_THA) if longest is None else longest
         most = max(len(past) for past in past_keys) + new
         return attend_by_kernel(q_THA, offsets_B, keys, rule, longest, most)
@@ -107,7 +107,7 @@ def attend_with_past(
     return out_THV
 
 
-def places_of_layers(keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor | None:
+def prefix_pointers(keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor | None:
     """(L, 3, B) for `attend_with_past` of each layer, by a single copy; None: it needs none.
 
     From (L, N, H, A) and (L, N, H, V) of each sample.
@@ -115,13 +115,13 @@ def places_of_layers(keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor
     if not keys or not kernel_serves(keys[0]):
         return None
     layers = range(keys[0].shape[0])
-    return _places(
+    return _pointers(
         [[part[layer] for part in keys] for layer in layers],
         [[part[layer] for part in values] for layer in layers],
     )
 
 
-def _places(keys: Sequence[Sequence[Tensor]], values: Sequence[Sequence[Tensor]]) -> Tensor:
+def _pointers(keys: Sequence[Sequence[Tensor]], values: Sequence[Sequence[Tensor]]) -> Tensor:
     """(L, 3, B) where keys and values of each layer and sample start, and the number of rows."""
     table = [
         [[_address(x) for x in k], [_address(x) for x in v], [len(x) for x in k]]

@@ -1,15 +1,15 @@
-"""HSTU's attention on a GPU, forwards only: scores live in registers, block by block.
+"""HSTU's attention on a GPU, forward only: scores live in registers, block by block.
 
-A program has a block of queries of one sample and head, and adds up what blocks of keys give them.
-It reads only keys that some of its queries see: history up to its last query, and of candidates
-each one itself. Keys so far away that all have the same position bias, and that all queries see, go
-through a loop without mask and lookup. The keys of a sample may lie in two places, its past and its
+A program has a block of queries of one sample and head, and loops over blocks of keys. It reads
+only keys that some of its queries see: history up to its last query, and of candidates each one
+itself. Keys so far away that all have the same position bias, and that all queries see, go through
+a loop without mask and lookup. The keys of a sample may lie in two places, a cached prefix and its
 new rows, and neither is copied.
 
 A few queries of a long history, a ranking with a prefix, would be a handful of programs that each
-read all of it. There the history is cut into stretches, with a program for each; what they found is
-added up in order. Weights are not normalised over keys, so nothing else is needed. Stretches begin
-at fixed rows of a sample, so its result does not depend on who else is in the batch.
+read all of it. There keys are split (split-K), with a program for each split, and the partial sums
+are added in order. Weights are not normalised over keys, so nothing else is needed. Splits begin at
+fixed rows of a sample, so its result does not depend on the rest of the batch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from nestpipe.kernels.attention.inference import Rule
 # triton comes with torch's builds for GPUs, and with no other
 # pyright: reportMissingImports=false, reportIndexIssue=false
 
-
 # Shapes: B samples, T rows of all samples together, H heads, A width of queries and keys, V width
 # of values, P and Q buckets of the biases; in the kernel M queries and N keys at a time
 
@@ -38,7 +37,7 @@ _ADDED = 1024
 """Numbers that a program adds up."""
 # Sizes that differ from call to call are kept out of what a kernel is compiled for: else each one
 # that is 1, or a multiple of 16 where others were not, would be compiled anew, for seconds.
-STRETCH = 2048
+SPLIT_KEYS = 2048
 """Keys that a program reads where there are few queries; a multiple of what it reads at a time."""
 
 
@@ -52,7 +51,7 @@ class Keys:
     """(B + 1,) where the rows of each sample start in `k_THA`."""
     time_offsets_B: Tensor
     """(B + 1,) where the times of each sample start, those of its past included."""
-    places_3B: Tensor | None = None
+    pointers_3B: Tensor | None = None
     """Rows before those: the address of their keys, of their values, and how many they are."""
 
 
@@ -99,11 +98,11 @@ def attend_by_kernel(
     most = total if longest is None else min(longest, total)
     tile = tile_of(q_THA.dtype, max(width, value_width), most)
     blocks = triton.cdiv(most, tile.queries)
-    stretches = _stretches(most, longest_keys)
+    splits = _num_splits(most, longest_keys)
     parts_STHV = out_THV
-    if stretches > 1:
-        parts_STHV = out_THV.new_zeros(stretches, *out_THV.shape, dtype=torch.float32)
-    grid = (blocks * stretches, heads, len(query_offsets_B) - 1)
+    if splits > 1:
+        parts_STHV = out_THV.new_zeros(splits, *out_THV.shape, dtype=torch.float32)
+    grid = (blocks * splits, heads, len(query_offsets_B) - 1)
     with torch.cuda.device(q_THA.device) if q_THA.is_cuda else nullcontext():
         _attend[grid](
             q_THA,
@@ -112,7 +111,7 @@ def attend_by_kernel(
             parts_STHV,
             query_offsets_B,
             keys.offsets_B,
-            keys.places_3B,
+            keys.pointers_3B,
             rule.num_targets_B,
             None if position_HP is None else position_HP.contiguous(),
             None if time_HQ is None else time_HQ.contiguous(),
@@ -139,20 +138,20 @@ def attend_by_kernel(
             # What a past's addresses are multiples of, in bytes: torch's own memory is aligned
             # to more, but layers and heads of odd widths are not.
             ALIGNED=_aligned(k_THA) and _aligned(v_THV),
-            STRETCHES=stretches > 1,
-            KEYS=STRETCH,
+            SPLIT=splits > 1,
+            KEYS=SPLIT_KEYS,
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
-        if stretches > 1:
+        if splits > 1:
             _add_parts(parts_STHV, out_THV, rule.norm)
     return out_THV
 
 
-def _stretches(queries: int, longest_keys: int | None) -> int:
+def _num_splits(queries: int, longest_keys: int | None) -> int:
     """Into how many parts the keys of the longest sample are cut."""
     few = longest_keys is not None and queries < _MANY_QUERIES
-    return triton.cdiv(longest_keys, STRETCH) if few else 1
+    return triton.cdiv(longest_keys, SPLIT_KEYS) if few else 1
 
 
 def _add_parts(parts_STHV: Tensor, out_THV: Tensor, norm: float) -> None:
@@ -178,7 +177,7 @@ def _attend(
     out_THV,
     query_offsets_B,
     offsets_B,
-    places_3B,
+    pointers_3B,
     num_targets_B,
     position_HP,
     time_HQ,
@@ -203,7 +202,7 @@ def _attend(
     M: tl.constexpr,
     N: tl.constexpr,
     ALIGNED: tl.constexpr,
-    STRETCHES: tl.constexpr,
+    SPLIT: tl.constexpr,
     KEYS: tl.constexpr,
 ):
     head, sample, samples = tl.program_id(1), tl.program_id(2), tl.num_programs(2)
@@ -212,7 +211,7 @@ def _attend(
     num_queries = (tl.load(query_offsets_B + sample + 1) - first_query).to(tl.int32)
     # The last queries see most: they start first.
     block = blocks - 1 - tl.program_id(0) % blocks
-    stretch = tl.program_id(0) // blocks
+    split = tl.program_id(0) // blocks
     if block * M >= num_queries:
         return
 
@@ -220,8 +219,8 @@ def _attend(
     first_new = tl.load(offsets_B + sample)
     num_new = (tl.load(offsets_B + sample + 1) - first_new).to(tl.int32)
     num_past = 0
-    if places_3B is not None:
-        num_past = tl.load(places_3B + 2 * samples + sample).to(tl.int32)
+    if pointers_3B is not None:
+        num_past = tl.load(pointers_3B + 2 * samples + sample).to(tl.int32)
     history = num_past + num_new
     if num_targets_B is not None:
         history -= tl.load(num_targets_B + sample).to(tl.int32)
@@ -246,16 +245,16 @@ def _attend(
 
     # Of the keys up to `end`, those before `far` are seen by all queries, P - 1 positions away.
     end = min(history, stop)
-    # The keys of this program; of a sample that has none in its stretch, the sum stays zero.
+    # The keys of this program; of a sample that has none in its split, the sum stays zero.
     first, last = 0, end
-    if STRETCHES:
-        first, last = stretch * KEYS, min(end, (stretch + 1) * KEYS)
-        if (first >= end) & (stretch > 0):
+    if SPLIT:
+        first, last = split * KEYS, min(end, (split + 1) * KEYS)
+        if (first >= end) & (split > 0):
             return
     far = max(min(min(start, history) - (P - 1) + 1, end), 0)
-    if places_3B is not None:
-        past_k = tl.load(places_3B + sample).to(tl.pointer_type(k_THA.dtype.element_ty))
-        past_v = tl.load(places_3B + samples + sample).to(tl.pointer_type(v_THV.dtype.element_ty))
+    if pointers_3B is not None:
+        past_k = tl.load(pointers_3B + sample).to(tl.pointer_type(k_THA.dtype.element_ty))
+        past_v = tl.load(pointers_3B + samples + sample).to(tl.pointer_type(v_THV.dtype.element_ty))
         past_k += head * A
         past_v += head * V
         past_end = min(end, num_past)
@@ -291,36 +290,31 @@ def _attend(
     if num_targets_B is not None:
         sum_MV += from_itself(
             q_MA, new_k, new_v, k_row, v_row, row_M - num_past,
-            (row_M >= history) & (row_M < stop) & (stretch == 0), position, time, scale,
+            (row_M >= history) & (row_M < stop) & (split == 0), position, time, scale,
             A, V, A_BLOCK, V_BLOCK,
         )  # fmt: skip
     column_V = tl.arange(0, V_BLOCK)
-    out = out_THV + ((stretch * total + first_query + block * M) * heads + head) * V
+    out = out_THV + ((split * total + first_query + block * M) * heads + head) * V
     place_MV = out + tl.arange(0, M)[:, None] * (heads * V) + column_V[None, :]
     inside_MV = (row_M < stop)[:, None] & (column_V < V)[None, :]
-    if not STRETCHES:
+    if not SPLIT:
         sum_MV = sum_MV / norm
     tl.store(place_MV, sum_MV.to(out_THV.dtype.element_ty), mask=inside_MV)
 
 
-@triton.jit(do_not_specialize=["numbers", "stretches"])
-def _add_up(parts_SX, out_X, norm, numbers, stretches, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["numbers", "splits"])
+def _add_up(parts_SX, out_X, norm, numbers, splits, BLOCK: tl.constexpr):
     """The parts of every number, first to last, divided by `norm`."""
     x = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     sum_X = tl.zeros([BLOCK], tl.float32)
-    for stretch in range(stretches):
-        at = parts_SX + stretch * numbers.to(tl.int64) + x
+    for split in range(splits):
+        at = parts_SX + split * numbers.to(tl.int64) + x
         sum_X += tl.load(at, mask=x < numbers, other=0.0)
     tl.store(out_X + x, (sum_X / norm).to(out_X.dtype.element_ty), mask=x < numbers)
 
 
-# What the kernel of HSTU's attention does with a block of queries: functions that run on a GPU.
-
-
-# triton comes with torch's builds for GPUs, and with no other
-# pyright: reportMissingImports=false, reportIndexIssue=false
-
-
+# What the kernel does with a block of queries.
+#
 # Shapes: M queries and N keys at a time, A width of queries and keys, V width of values, P and Q
 # buckets of the biases
 

@@ -221,14 +221,14 @@ def test_a_bias_by_time_needs_times():
 
 def by_kernel(case: Case) -> dict[str, tuple[Tensor, Tensor]]:
     """Found and wanted, by form."""
-    from nestpipe.kernels.attention.inference import _places
+    from nestpipe.kernels.attention.inference import _pointers
     from nestpipe.kernels.attention.triton_forward import Keys, attend_by_kernel
 
     (q, k, v), (new, offsets, older) = case.rows(), case.split()
     arguments, ends, expected = case.arguments(), case.ends(case.lengths), case.expected()
     rule = Rule(16.0, 0.5, arguments["mask"].num_targets_B, arguments["bias"])
     past_k, past_v = [k[rows].clone() for rows in older], [v[rows].clone() for rows in older]
-    apart = Keys(k[new], v[new], offsets, ends, _places([past_k], [past_v])[0])
+    apart = Keys(k[new], v[new], offsets, ends, _pointers([past_k], [past_v])[0])
     together = Keys(k, v, ends, ends)
     longest = int(offsets.diff().max())
     # A view whose rows and heads are not side by side, as those of the encoder are

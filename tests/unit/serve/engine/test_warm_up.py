@@ -57,7 +57,7 @@ def test_the_sizes_lie_on_either_side_of_where_kernels_change():
         for name, value in re.findall(r"^(\w+) = (\d+)$", Path(found.origin).read_text(), re.M)
     }
     assert FEW < sizes["_MANY_QUERIES"] <= MANY
-    assert FEW <= sizes["STRETCH"] < LONG
+    assert FEW <= sizes["SPLIT_KEYS"] < LONG
 
 
 def test_a_model_on_the_cpu_is_not_touched():
