@@ -10,12 +10,13 @@ import inspect
 import io
 import os
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import peer_figures
+from typer.main import get_command
 
 import nestpipe
 from nestpipe import deprecated
@@ -26,27 +27,6 @@ from nestpipe.trace import svg
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 WHOLE_WORDS: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
-COMMANDS = (
-    (),
-    ("train",),
-    ("eval",),
-    ("verify",),
-    ("data",),
-    ("data", "describe"),
-    ("data", "synth"),
-    ("bench",),
-    ("bench", "store"),
-    ("bench", "train"),
-    ("bench", "pipeline"),
-    ("bench", "clustering"),
-    ("bench", "groups"),
-    ("serve",),
-    ("load",),
-    ("draw",),
-    ("check",),
-    ("simulate",),
-    ("simulate", "paper"),
-)
 
 
 def help_text(command: tuple[str, ...]) -> str:
@@ -61,10 +41,17 @@ def help_text(command: tuple[str, ...]) -> str:
 def reference() -> str:
     """The page `reference.md`."""
     parts = ["# Command-line reference", "", "Written by `make docs` from the program itself."]
-    for command in COMMANDS:
+    for command in _commands(get_command(app)):
         title = " ".join(("nestpipe", *command))
         parts += ["", f"## `{title}`", "", "```text", help_text(command), "```"]
     return "\n".join([*parts, ""])
+
+
+def _commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Every command of the program, a group before its members."""
+    yield path
+    for name, below in getattr(command, "commands", {}).items():
+        yield from _commands(below, (*path, name))
 
 
 def api() -> str:
