@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from nestpipe.cli.options import JsonFile
-from nestpipe.cli.output import STDOUT, console, progress_bar, write_json
+from nestpipe.cli.output import STDOUT, console, figures_table, progress_bar, write_json
 from nestpipe.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
@@ -61,10 +60,8 @@ def store(
     if json is not None:
         write_json(json, asdict(reading))
     if json != STDOUT:
-        table = Table(title=f"{case.rows:,} rows of {dim} numbers, {case.threads} threads")
-        table.add_column("")
-        table.add_column("GB/s", justify="right")
-        table.add_column("rows/s", justify="right")
+        title = f"{case.rows:,} rows of {dim} numbers, {case.threads} threads"
+        table = figures_table(title, "", "", ("GB/s", "rows/s"))
         row_gb = dim * 4 / 1e9
         for name, rate in (
             ("gather by key", reading.gather_gb_per_s),
@@ -136,28 +133,35 @@ def _run(case: str, ranks: int, options: list[str]) -> dict[str, Any]:
         return json_module.loads(out.read_text())
 
 
+SYSTEMS = {
+    "nestpipe": ("NestPipe", None),
+    "torchrec": ("TorchRec", "ratio"),
+    "torchrec_dedup": ("TorchRec, distinct keys", "ratio_dedup"),
+}
+"""What `bench train` times, its name in the table, and the key of our speed over it."""
+
+
 def train_table(results: list[dict[str, Any]]) -> Table:
     """Speeds of both systems, with and without dedup of the peer's keys."""
-    table = Table(
-        title="samples per second, all ranks: median round (slowest..fastest)",
-        caption="dedup: TorchRec with torch.unique before the lookup; FBGEMM has none on a CPU.",
+    table = figures_table(
+        "samples per second, all ranks",
+        "median over rounds; range: slowest and fastest round; x: NestPipe over it;\n"
+        "distinct keys: torch.unique before the lookup, since FBGEMM has no dedup on a CPU",
+        "case, system",
+        ("samples/s", "range", "x"),
     )
-    for name in ("case", "NestPipe", "TorchRec", "ratio", "with dedup", "ratio"):
-        table.add_column(name, justify="left" if name == "case" else "right")
     for result in results:
-        cells = [result["config"], _speed(result, "nestpipe")]
-        for name, key in (("torchrec", "ratio"), ("torchrec_dedup", "ratio_dedup")):
-            ratio = result[key]
-            cells += [_speed(result, name), "" if ratio is None else f"{ratio:.2f}x"]
-        table.add_row(*cells)
+        for key, (name, ratio) in SYSTEMS.items():
+            if result[f"{key}_samples_per_s"] is None:
+                continue
+            low, high = result[f"{key}_samples_per_s_range"]
+            table.add_row(
+                f"{result['config']}, {name}",
+                f"{result[f'{key}_samples_per_s']:,.0f}",
+                f"{low:,.0f}..{high:,.0f}",
+                f"{result[ratio]:.2f}x" if ratio else "",
+            )
     return table
-
-
-def _speed(result: dict[str, Any], name: str) -> str:
-    if result[f"{name}_samples_per_s"] is None:
-        return ""
-    low, high = result[f"{name}_samples_per_s_range"]
-    return f"{result[f'{name}_samples_per_s']:,.0f} ({low:,.0f}..{high:,.0f})"
 
 
 # `nestpipe bench groups`: one dimension and groups of ranks on the same work.
@@ -195,7 +199,7 @@ def bench_groups(
         results = [asdict(reading) for reading in readings]
         write_json(json, {"case": asdict(chosen), "hosts": hosts, "results": results})
     if json != STDOUT:
-        console().print(_groups_table(f"{chosen.ranks} ranks of {chosen.batch} samples", readings))
+        console().print(groups_table(f"{chosen.ranks} ranks of {chosen.batch} samples", readings))
 
 
 def _numbers(text: str) -> list[int]:
@@ -208,16 +212,20 @@ def _numbers(text: str) -> list[int]:
     return numbers
 
 
-def _groups_table(title: str, readings: list[GroupReading]) -> Table:
-    table = Table(title=title, caption="x: gain over one dimension.", box=SIMPLE_HEAD)
-    table.add_column("")
-    for name in ("step, ms", "x", "MB sent per rank", "of one dimension"):
-        table.add_column(name, justify="right")
+def groups_table(title: str, readings: list[GroupReading]) -> Table:
+    """One row per way to group the ranks."""
+    table = figures_table(
+        title,
+        "median over rounds; range: fastest and slowest round; x: gain over one dimension",
+        "groups",
+        ("step, ms", "range", "x", "MB sent per rank", "of one dimension"),
+    )
     one = readings[0]
     for reading in readings:
         table.add_row(
             reading.variant.name,
             f"{reading.step_ms:,.0f}",
+            f"{min(reading.rounds_ms):,.0f}..{max(reading.rounds_ms):,.0f}",
             f"{one.step_ms / reading.step_ms:.2f}",
             f"{reading.sent_mb:.2f}",
             f"{100 * reading.sent_mb / one.sent_mb:.0f} %",
@@ -263,7 +271,7 @@ def bench_clustering(
         write_json(json, {"samples": samples, "items": items, "draws": draws, "results": results})
     if json != STDOUT:
         console().print(
-            _clustering_table(readings, f"{samples} users, {items} items, {draws} draws")
+            clustering_table(readings, f"{samples} users, {items} items, {draws} draws")
         )
         if movielens is None:
             console().print(
@@ -282,12 +290,10 @@ def _parts(micro_batches: str) -> tuple[int, ...]:
         ) from None
 
 
-def _clustering_table(readings: list[ClusteringReading], title: str) -> Table:
-    table = Table(title=title)
-    for name in ("data", "N", "cut"):
-        table.add_column(name)
-    for name in ("keys sent", "fewer", "removed", "tokens", "ms", "CPU ms"):
-        table.add_column(name, justify="right")
+def clustering_table(readings: list[ClusteringReading], title: str) -> Table:
+    """One row per data set, number of micro-batches and way to cut."""
+    columns = ("N", "cut", "keys sent", "fewer", "removed", "tokens", "ms", "CPU ms")
+    table = figures_table(title, "", "data", columns)
     for reading in readings:
         table.add_row(
             reading.data,

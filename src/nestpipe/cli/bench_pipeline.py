@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from nestpipe.cli.options import JsonFile
-from nestpipe.cli.output import STDOUT, console, write_json
+from nestpipe.cli.output import STDOUT, console, figures_table, write_json
 from nestpipe.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -85,10 +84,11 @@ def bench_pipeline(
         write_json(json, _as_json(chosen, hosts, points))
     if json != STDOUT:
         for point in points:
-            console().print(_table(chosen, point))
+            console().print(steps_table(chosen, point))
+            console().print(lanes_table(point))
         if len(points) > 1:
-            console().print(_curve("strict", points, lambda seen: seen.over_strict))
-            console().print(_curve("async", points, lambda seen: seen.over_async))
+            console().print(curve_table("strict", points, lambda seen: seen.over_strict))
+            console().print(curve_table("async", points, lambda seen: seen.over_async))
 
 
 def _case(
@@ -126,59 +126,68 @@ def _as_json(case: PipelineCase, hosts: bool, points: Sequence[PointReport]) -> 
     return {**what, "points": found} if case.curve else {**what, **found[0]}
 
 
-def _table(case: PipelineCase, point: PointReport) -> Table:
-    shares = ", ".join(f"{name} {100 * part:.0f} %" for name, part in point.shares.items())
-    table = Table(
-        title=f"{case.name}: {case.ranks} ranks of {case.batch} samples ({case.device})",
-        caption=f"step: ms, median over rounds; range: fastest and slowest round. Of the strict "
-        f"serial step: {shares}. strict, async: gain over the fastest strict and async serial"
-        f"{'' if case.device == 'cuda' else ', which are the same loop on a CPU'}. "
-        "busy: of the busiest lane, over the step. predicted: by the simulator, from the traces of "
-        "strict serial.",
-        box=SIMPLE_HEAD,
-        padding=(0, 0, 0, 1),
+def steps_table(case: PipelineCase, point: PointReport) -> Table:
+    """One row per variant: its step, what it gains over both baselines, what was predicted."""
+    same = "" if case.device == "cuda" else ", which are the same loop on a CPU"
+    table = figures_table(
+        f"{case.name}: {case.ranks} ranks of {case.batch} samples ({case.device})",
+        "step: ms, median over rounds; range: fastest and slowest round;\n"
+        f"strict, async: gain over the fastest strict and async serial{same};\n"
+        "predicted: by the simulator, from the traces of strict serial",
+        "plan, rows, micro-batches",
+        ("step", "range", "strict", "async", "predicted", "error"),
     )
-    table.add_column("plan, rows, N", no_wrap=True)
-    for name in ("step", "range", "strict", "async", "busy", "lookup", "exchange", "predicted"):
-        table.add_column(name, justify="right", no_wrap=True)
     for seen in point.variants:
-        table.add_row(*_cells(seen))
+        error = seen.error
+        table.add_row(
+            " ".join(seen.variant.words),
+            _ms(seen.step_ms),
+            f"{_ms(min(seen.rounds_ms))}..{_ms(max(seen.rounds_ms))}",
+            f"{seen.over_strict:.2f}x",
+            f"{seen.over_async:.2f}x",
+            "" if seen.predicted_ms is None else _ms(seen.predicted_ms),
+            "" if error is None else f"{100 * error:+.0f} %",
+        )
     return table
 
 
-def _cells(seen: VariantReport) -> list[str]:
-    variant, error = seen.variant, seen.error
-    return [
-        " ".join(variant.words),
-        _ms(seen.step_ms),
-        f"{_ms(min(seen.rounds_ms))}..{_ms(max(seen.rounds_ms))}",
-        f"{seen.over_strict:.2f}x",
-        f"{seen.over_async:.2f}x",
-        f"{seen.efficiency:.2f} {seen.busiest_lane}",
-        _ms(seen.lookup_ms),
-        _ms(seen.exchange_ms),
-        "" if error is None else f"{_ms(seen.predicted_ms or 0.0)} {100 * error:+.0f} %",
-    ]
+def lanes_table(point: PointReport) -> Table:
+    """One row per variant: what bounds its step, and what of it no compute hides."""
+    shares = ", ".join(f"{name} {100 * part:.0f} %" for name, part in point.shares.items())
+    table = figures_table(
+        "Where the time of a step goes",
+        f"of the strict serial step: {shares};\n"
+        "busy: of the busiest lane, over the step; lookup, exchange, idle: ms that nothing hides",
+        "plan, rows, micro-batches",
+        ("busy", "lane", "compute", "lookup", "exchange", "idle", "samples/s"),
+    )
+    for seen in point.variants:
+        parts = (seen.compute_ms, seen.lookup_ms, seen.exchange_ms, seen.idle_ms)
+        table.add_row(
+            " ".join(seen.variant.words),
+            f"{seen.efficiency:.2f}",
+            seen.busiest_lane,
+            *(_ms(part) for part in parts),
+            f"{seen.samples_per_s:,.0f}",
+        )
+    return table
 
 
 def _ms(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
 
 
-def _curve(
+def curve_table(
     loop: str, points: Sequence[PointReport], gain: Callable[[VariantReport], float]
 ) -> Table:
     """What each plan gains over the fastest serial, from much moving to much computing."""
-    names = [seen.variant for seen in points[0].variants if not seen.variant.serial]
-    table = Table(
-        title=f"gain over the fastest {loop} serial", caption="by (lookup + exchange) / compute"
+    table = figures_table(
+        f"gain over the fastest {loop} serial, by (lookup + exchange) / compute",
+        "",
+        "plan, rows, micro-batches",
+        [f"{point.moved_over_compute:.2f}" for point in points],
     )
-    table.add_column("ratio", justify="right")
-    for variant in names:
-        table.add_column(" ".join(variant.words), justify="right")
-    for point in points:
-        gains = {seen.variant: gain(seen) for seen in point.variants}
-        table.add_row(
-            f"{point.moved_over_compute:.2f}", *(f"{gains[variant]:.2f}" for variant in names)
-        )
+    for variant in (seen.variant for seen in points[0].variants if not seen.variant.serial):
+        gains = [gain(s) for point in points for s in point.variants if s.variant == variant]
+        table.add_row(" ".join(variant.words), *(f"{gained:.2f}" for gained in gains))
     return table

@@ -10,12 +10,18 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from nestpipe.cli.load_jobs import require
 from nestpipe.cli.options import JsonFile
-from nestpipe.cli.output import STDOUT, console, progress_bar, write_json
+from nestpipe.cli.output import (
+    STDOUT,
+    console,
+    figures_table,
+    progress_bar,
+    short_ms,
+    write_json,
+)
 from nestpipe.config import build, positive
 from nestpipe.errors import ConfigError
 from nestpipe.loadtest.settings import LoadSettings
@@ -177,8 +183,8 @@ def _tell(
         write_json(json, {**about, "results": results, "conclusion": sentence})
     if json != STDOUT:
         terminal = console()
-        terminal.print(_times_table(case, readings))
-        terminal.print(_answers_table(readings))
+        terminal.print(times_table(case, readings))
+        terminal.print(answers_table(readings))
         for line in [*notes, sentence]:
             terminal.print(line, markup=False, soft_wrap=True)
 
@@ -193,36 +199,40 @@ def _sizes_line(case: RelayCase, sizes: Sizes) -> str:
     )
 
 
-def _times_table(case: RelayCase, readings: Sequence[RelayReading]) -> Table:
+def times_table(case: RelayCase, readings: Sequence[RelayReading]) -> Table:
+    """One row per front and arm: how fast, how long a history."""
     workload, target = case.settings.workload, f"{case.settings.serve.target_ms:g} ms"
-    table = _table(
+    table = figures_table(
         f"{workload.rate:g} requests/s, {workload.length:,} events, {workload.candidates} "
         f"candidates, {case.rounds} rounds of {workload.seconds:g} s",
-        f"within: answered at full length in {target}; asked, used: events, means;\n"
-        "late: P99 of the driver's own delay.",
-        ("requests", "P50, ms", "P99, ms", "within", "asked", "used", "late, ms"),
+        f"P50, P99, late: ms; within: answered at full length in {target};\n"
+        "asked, used: events, means; late: P99 of the driver's own delay.",
+        "front: arm",
+        ("requests", "P50", "P99", "within", "asked", "used", "late"),
     )
     for one in readings:
         told, latency = one.told, one.told.latency
         table.add_row(
             f"{one.front}: {told.name}",
             f"{told.requests:,}",
-            f"{latency.p50_ms:.1f}" if latency else "-",
-            f"{latency.p99_ms:.1f}" if latency else "-",
+            short_ms(latency.p50_ms) if latency else "-",
+            short_ms(latency.p99_ms) if latency else "-",
             f"{told.compliant / max(1, told.requests):.1%}",
             f"{told.asked.mean:,.0f}",
             f"{told.used.mean:,.0f}",
-            f"{told.late_p99_ms:.1f}",
+            short_ms(told.late_p99_ms),
         )
     return table
 
 
-def _answers_table(readings: Sequence[RelayReading]) -> Table:
-    table = _table(
+def answers_table(readings: Sequence[RelayReading]) -> Table:
+    """One row per front and arm: where answers came from, and whether they are right."""
+    table = figures_table(
         "How requests were answered, and whether their scores are right",
         "hbm, late, dram: with a prefix that was ready, on its way, still in host memory;\n"
         "reloads: prefixes from host memory, most of them for the signal; cut: answers that rest\n"
         "on fewer events than asked for; wrong: by more than 1e-5 of the scores' deviation.",
+        "front: arm",
         ("hbm", "late", "dram", "inline", "reloads", "cut", "lost", "wrong", "compared"),
     )
     for one in readings:
@@ -237,12 +247,4 @@ def _answers_table(readings: Sequence[RelayReading]) -> Table:
             str(one.scores.wrong),
             f"{one.scores.compared:,}",
         )
-    return table
-
-
-def _table(title: str, caption: str, columns: Sequence[str]) -> Table:
-    table = Table(title=title, caption=caption, box=SIMPLE_HEAD)
-    table.add_column("", no_wrap=True)
-    for name in columns:
-        table.add_column(name, justify="right", no_wrap=True)
     return table

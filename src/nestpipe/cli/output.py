@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -26,6 +27,30 @@ LOG_EVERY_S = 5.0
 def console() -> Console:
     """The terminal, or a plain log of 100 columns when output is piped."""
     return Console(width=None if sys.stdout.isatty() else 100, highlight=False)
+
+
+def figures_table(title: str, caption: str, first: str, columns: Sequence[str]) -> Table:
+    """A table of figures: a column of names, then numbers, with no wider gaps than two spaces.
+
+    Nothing is wrapped or cut, so whoever adds columns keeps the rows within 100 columns.
+    """
+    table = Table(
+        title=title,
+        caption=caption,
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+        show_edge=False,
+    )
+    table.add_column(first, no_wrap=True)
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def short_ms(value: float) -> str:
+    """Milliseconds in at most six characters up to a quarter of an hour."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}"
 
 
 def write_text(target: str, text: str) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from nestpipe.cli.app import main
-from nestpipe.cli.load_tables import found_table, invalid_lines, results_table, step_line
+from nestpipe.cli.load_jobs import found_table, invalid_lines, results_table, step_line
 from nestpipe.cli.output import console
 from nestpipe.errors import RunError
 from nestpipe.loadtest.driver import drive
