@@ -12,8 +12,8 @@ from nestpipe.bench.relay import report as relay_kill
 from nestpipe.bench.relay import run as relay
 from nestpipe.bench.relay.report import Reference
 from nestpipe.bench.relay.service import write_random
+from nestpipe.loadtest.run import RandomModel
 from nestpipe.loadtest.settings import LoadSettings, WorkloadSettings
-from nestpipe.loadtest.target import RandomModel
 from nestpipe.serve.model.ranker import HstuRankModel
 from nestpipe.serve.settings import ServeSettings
 from nestpipe.serve.types import RealClock

@@ -142,7 +142,7 @@ def _reference(checkpoint: Path | None, random: str | None) -> Generator[tuple[P
 
     from nestpipe.bench.relay.report import Reference
     from nestpipe.bench.relay.service import write_random
-    from nestpipe.loadtest.target import random_model
+    from nestpipe.loadtest.run import random_model
     from nestpipe.serve.model.ranker import HstuRankModel
 
     sizes, before = random_model(random or ""), torch.get_num_threads()

@@ -11,8 +11,7 @@ import typer
 from nestpipe.cli.options import JsonFile
 from nestpipe.config import build
 from nestpipe.errors import ConfigError
-from nestpipe.loadtest.arms import ARMS, arms_of
-from nestpipe.loadtest.settings import TOLERANCE, LoadSettings, check_tolerance
+from nestpipe.loadtest.settings import ARMS, TOLERANCE, LoadSettings, arms_of, check_tolerance
 
 NOT_VALID = 1
 """Exit status of a load test whose driver was late."""

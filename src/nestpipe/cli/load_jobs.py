@@ -28,10 +28,10 @@ from nestpipe.loadtest.settings import LoadSettings
 
 if TYPE_CHECKING:
     from nestpipe.loadtest.advise import Memory
-    from nestpipe.loadtest.arms import Arm
     from nestpipe.loadtest.driver import Run
     from nestpipe.loadtest.report import Report
     from nestpipe.loadtest.search import Found, Step
+    from nestpipe.loadtest.settings import Arm
     from nestpipe.serve.engine.cost_model import Costs
     from nestpipe.serve.model.ranker import HstuRankModel
 
@@ -60,7 +60,7 @@ class Model:
         """So many of the same: each instance has its own."""
         import torch
 
-        from nestpipe.loadtest.target import model_maker, random_model
+        from nestpipe.loadtest.run import model_maker, random_model
 
         cores = os.cpu_count() or 1
         torch.set_num_threads(self.threads or max(1, cores // self.instances))
@@ -277,7 +277,7 @@ def _tell(name: str, what: str, json: str | None, step: Step) -> None:
 
 
 def _calibrate(model: HstuRankModel, settings: LoadSettings, longest: int) -> Costs:
-    from nestpipe.loadtest.target import measure_costs
+    from nestpipe.loadtest.run import measure_costs
     from nestpipe.serve.types import RealClock
 
     workload = settings.workload

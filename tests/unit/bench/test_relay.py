@@ -25,8 +25,8 @@ from nestpipe.config import build
 from nestpipe.errors import ConfigError
 from nestpipe.loadtest.driver import Record, Run
 from nestpipe.loadtest.report import report
+from nestpipe.loadtest.run import RandomModel
 from nestpipe.loadtest.settings import LoadSettings
-from nestpipe.loadtest.target import RandomModel
 from nestpipe.loadtest.workload import Visit
 from nestpipe.serve.engine.cost_model import Costs, Fit, Work
 from nestpipe.serve.model.ranker import HstuRankModel

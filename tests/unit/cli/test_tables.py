@@ -21,10 +21,9 @@ from nestpipe.cli import bench, bench_pipeline, bench_relay, load_jobs
 from nestpipe.cli import simulate as simulation
 from nestpipe.cli.output import summary_table
 from nestpipe.loadtest.advise import Memory
-from nestpipe.loadtest.arms import ARMS
 from nestpipe.loadtest.report import Latency, Lengths, Report
 from nestpipe.loadtest.search import Found, Step
-from nestpipe.loadtest.settings import LoadSettings
+from nestpipe.loadtest.settings import ARMS, LoadSettings
 from nestpipe.schedule import Kind, PlanOptions, plan
 from nestpipe.serve.types import Path
 from nestpipe.sim import Scale, choose_groups, paper_cluster, paper_rows, scaling_curve

@@ -22,9 +22,8 @@ from nestpipe.bench.relay.service import Behind, serving
 from nestpipe.errors import ConfigError
 from nestpipe.loadtest.driver import Record, Run
 from nestpipe.loadtest.report import report
-from nestpipe.loadtest.run import drive_service
+from nestpipe.loadtest.run import drive_service, measure_costs
 from nestpipe.loadtest.settings import LoadSettings, WorkloadSettings
-from nestpipe.loadtest.target import measure_costs
 from nestpipe.loadtest.workload import Leg, legs, visits
 from nestpipe.serve.engine.cost_model import Costs
 from nestpipe.serve.model.ranker import HstuRankModel

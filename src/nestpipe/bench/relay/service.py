@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import save_file
 
 from nestpipe.errors import RunError
-from nestpipe.loadtest.target import RandomModel
+from nestpipe.loadtest.run import RandomModel
 from nestpipe.serve.http.client import Client
 from nestpipe.serve.http.metrics import totals
 from nestpipe.serve.model.ranker import HstuRankModel

@@ -11,11 +11,10 @@ from nestpipe.cli.app import main
 from nestpipe.cli.load_jobs import found_table, invalid_lines, results_table, step_line
 from nestpipe.cli.output import console
 from nestpipe.errors import RunError
-from nestpipe.loadtest.driver import drive
+from nestpipe.loadtest.driver import FormulaService, VirtualTime, drive
 from nestpipe.loadtest.report import report
 from nestpipe.loadtest.search import Found, Step
 from nestpipe.loadtest.settings import LoadSettings, WorkloadSettings
-from nestpipe.loadtest.virtual import FormulaService, VirtualTime
 from nestpipe.loadtest.workload import legs, visits
 from nestpipe.serve.engine.cost_model import Costs, Fit, Work
 from nestpipe.serve.types import Answer, Path

@@ -8,10 +8,8 @@ import pytest
 import torch
 
 from nestpipe.errors import ConfigError
-from nestpipe.loadtest.arms import ARMS, arms_of
 from nestpipe.loadtest.driver import Record, drive
-from nestpipe.loadtest.settings import WorkloadSettings
-from nestpipe.loadtest.target import (
+from nestpipe.loadtest.run import (
     EmulatedRemoteFetch,
     RandomModel,
     model_maker,
@@ -19,6 +17,7 @@ from nestpipe.loadtest.target import (
     random_model,
     remote_fit,
 )
+from nestpipe.loadtest.settings import ARMS, WorkloadSettings, arms_of
 from nestpipe.loadtest.workload import Visit, legs
 from nestpipe.models import HstuConfig
 from nestpipe.serve.engine.calibration import lengths_up_to

@@ -3,11 +3,10 @@
 import pytest
 
 from nestpipe.errors import ConfigError
-from nestpipe.loadtest.driver import drive
+from nestpipe.loadtest.driver import FormulaService, VirtualTime, drive
 from nestpipe.loadtest.report import Report, report
 from nestpipe.loadtest.search import search
 from nestpipe.loadtest.settings import WorkloadSettings
-from nestpipe.loadtest.virtual import FormulaService, VirtualTime
 from nestpipe.loadtest.workload import Visit, legs
 
 SETTINGS = WorkloadSettings(length=128, short=16)

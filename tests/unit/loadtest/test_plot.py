@@ -3,7 +3,7 @@
 import pytest
 
 from nestpipe.errors import ConfigError
-from nestpipe.loadtest.driver import drive
+from nestpipe.loadtest.driver import FormulaService, VirtualTime, drive
 from nestpipe.loadtest.plot import (
     check_plot,
     full_length_curve,
@@ -14,7 +14,6 @@ from nestpipe.loadtest.plot import (
 from nestpipe.loadtest.report import report
 from nestpipe.loadtest.search import Step
 from nestpipe.loadtest.settings import WorkloadSettings
-from nestpipe.loadtest.virtual import FormulaService, VirtualTime
 from nestpipe.loadtest.workload import legs, visits
 
 SETTINGS = WorkloadSettings(rate=20, seconds=2, length=128, delay_jitter=0)

@@ -7,11 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from nestpipe.loadtest.arms import ARMS, arms_of
-from nestpipe.loadtest.driver import RealPace, by_threads, drive
+from nestpipe.loadtest.driver import FormulaService, RealPace, VirtualTime, by_threads, drive
 from nestpipe.loadtest.report import Latency, Report, percentile, report
-from nestpipe.loadtest.settings import WorkloadSettings
-from nestpipe.loadtest.virtual import FormulaService, VirtualTime
+from nestpipe.loadtest.settings import ARMS, WorkloadSettings, arms_of
 from nestpipe.loadtest.workload import Visit, legs, visits
 from nestpipe.serve.types import AdmissionOutcome, Answer, Path, RealClock
 
