@@ -18,16 +18,18 @@ MOST_INSTANCES = 64
 
 def serve(
     checkpoint: Annotated[
-        Path, typer.Argument(help="A checkpoint of a ranker, or a folder of them: the latest.")
+        Path, typer.Argument(help="Checkpoint of a ranker, or a folder of them: the latest.")
     ],
-    instances: Annotated[int, typer.Option(help="Instances, each a process with the model.")] = 2,
+    instances: Annotated[
+        int, typer.Option(help="Number of instances, each a process with the model.")
+    ] = 2,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[
         int, typer.Option(help="Port of the service; instances take those after it. 0: any.")
     ] = 8900,
     router: Annotated[
         Literal["builtin", "nginx", "none"],
-        typer.Option(help="What sends both legs of a user to the same instance."),
+        typer.Option(help="Router that sends both legs of a user to the same instance."),
     ] = "builtin",
     settings: Annotated[
         list[str] | None,
@@ -39,24 +41,25 @@ def serve(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Parquet or npz with users' histories; requests may leave them out then.",
+            help="Parquet or npz file of user histories, so that requests may leave them out.",
         ),
     ] = None,
     token_file: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Callers need the token in it; or set NESTPIPE_TOKEN. Needed beyond this machine.",
+            help="File with the token of callers, or set NESTPIPE_TOKEN; needed beyond loopback.",
         ),
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     dtype: Annotated[
-        Literal["float32", "bfloat16"], typer.Option(help="Of weights, and of what is kept.")
+        Literal["float32", "bfloat16"],
+        typer.Option(help="Data type of weights and cached prefixes."),
     ] = "float32",
 ) -> None:
     """Serve a trained ranker over HTTP until SIGTERM or Ctrl-C.
 
-    SIGHUP reads the checkpoint's folder again.
+    SIGHUP reloads the latest checkpoint of the folder.
 
     Example: nestpipe serve runs/ranker --instances 2 --port 8900 --set target_ms=20
     """

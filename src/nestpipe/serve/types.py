@@ -88,7 +88,7 @@ class RankRequest:
     user: str
     long: History
     short: History
-    """Events after the long history; never kept."""
+    """Events after the long history; never cached."""
     candidates_C: Ids
     time: int | None = None
     """When it is asked, for models that read times."""
@@ -108,13 +108,13 @@ class Path(StrEnum):
     HBM_HIT = "hbm_hit"
     """The prefix was ready in device memory."""
     LATE_HIT = "late_hit"
-    """It was on its way, and worth waiting for."""
+    """It was on its way, and ready in time."""
     DRAM_HIT = "dram_hit"
-    """It came from host memory."""
+    """It was reloaded from host memory."""
     MISS_FULL = "miss_full"
-    """All of it was computed at once, at full length ..."""
+    """Inline, at full length."""
     MISS_CUT = "miss_cut"
-    """... or with the newest events only, because the target left no time for more."""
+    """Inline, truncated to the newest events to meet the target."""
 
 
 class AdmissionOutcome(StrEnum):
@@ -259,7 +259,7 @@ class RankModel(Protocol):
 
 
 class ClosingError(ShedError):
-    """The instance closes: another may answer at once, and nobody has too much to do."""
+    """The instance closes: unlike after overload, another may answer at once."""
 
 
 class Clock(Protocol):
@@ -285,7 +285,7 @@ class RankService(Protocol):
         ...
 
     def rank(self, request: RankRequest) -> Future[Answer]:
-        """Always answered, unless the request itself is bad."""
+        """An answer, unless the request itself is bad."""
         ...
 
     def stats(self) -> dict[str, float]:

@@ -38,7 +38,7 @@ class EngineLoad:
 
 
 class AdmissionPolicy(Protocol):
-    """Which signals are acted on; `AdmissionControl` is one."""
+    """Decides which signals are acted on; `AdmissionControl` is one."""
 
     @property
     def costs(self) -> Predicts: ...
@@ -68,7 +68,7 @@ def fits_window(
 
 
 def fits_memory(num_bytes: int, live_bytes: int, settings: ServeSettings) -> bool:
-    """Whether device memory has room for the prefix: a hard bound."""
+    """Whether device memory has room for the prefix, a hard limit."""
     return live_bytes + num_bytes <= device_bytes(settings)
 
 
@@ -90,7 +90,7 @@ def seconds_apart(length: int, num_bytes: int, costs: Costs, settings: ServeSett
 
 
 class TokenBucket:
-    """Seconds that fill at one per second and are spent by admissions.
+    """A token bucket in seconds: it gains one per second, and admissions spend them.
 
     It may be overdrawn by one admission, so that one that costs more than the bucket holds is late,
     not impossible; over any time T at most T + burst + one admission is spent.
@@ -112,7 +112,7 @@ class TokenBucket:
 
 
 class AdmissionControl:
-    """AdmissionPolicy about signals and counts what it decided; may be called from any thread."""
+    """Decides about signals and counts its decisions; thread-safe."""
 
     def __init__(
         self, settings: ServeSettings, costs: Costs, kv_bytes: Callable[[int], int], clock: Clock
@@ -127,7 +127,7 @@ class AdmissionControl:
         self._lock = threading.Lock()
 
     def decide(self, length: int, candidates: int, load: EngineLoad) -> AdmissionOutcome:
-        """Whether to prepare the prefix; a fault in here is an outcome too, never an error."""
+        """Whether to fill the prefix; a fault in here is an outcome, never an error."""
         try:
             outcome = self._decide(length, candidates, load)
         except Exception:  # noqa: BLE001  without a decision the ranking runs inline

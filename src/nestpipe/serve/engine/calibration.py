@@ -27,7 +27,7 @@ from nestpipe.serve.settings import ServeSettings
 from nestpipe.serve.types import KV, Clock, History, Ids, PrefixItem, RankItem, RankModel, RealClock
 
 HIGH = 0.8
-"""Part of the readings that may be below the one that counts: of five, the fourth."""
+"""Quantile of the readings that counts: of five, the fourth."""
 PAUSE_S = 0.002
 """Before a reading: long enough for idle threads to fall asleep."""
 
@@ -42,7 +42,7 @@ Point = tuple[Work, int, int]
 
 
 def at_once(reading: Callable[[], float]) -> float:
-    """Here and now."""
+    """Read at once, on this thread."""
     return reading()
 
 
@@ -208,7 +208,7 @@ def _history(events: int) -> History:
 _log = logging.getLogger(__name__)
 
 SHARE = 0.05
-"""Part of the thread's time that they take where requests leave it none."""
+"""Fraction of the thread's time for measurements under load."""
 
 Probe = tuple[Callable[[], float], Future[float]]
 Recalibrate = Callable[[RankModel, Run], None]
@@ -241,7 +241,7 @@ class Probes:
         return lambda: self._run(act, future)
 
     def cancel(self) -> None:
-        """Let nobody wait for what will not be measured."""
+        """Cancel the measurements that wait."""
         while self._line:
             self._line.popleft()[1].cancel()
 

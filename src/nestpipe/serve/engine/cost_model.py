@@ -1,4 +1,4 @@
-"""What serving costs: milliseconds fitted to a start-up measurement, corrected by live requests."""
+"""The cost model: milliseconds fitted to a calibration, corrected by live requests."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _not_negative_least_squares(rows_ST: np.ndarray, wanted_S: np.ndarray) -> np
 
 
 class Predicts(Protocol):
-    """Milliseconds that work will take; `Costs` is one."""
+    """Predicts the milliseconds of work; `Costs` is one."""
 
     def inline_ms(self, length: int, candidates: int) -> float: ...
     def prefix_ms(self, length: int) -> float: ...

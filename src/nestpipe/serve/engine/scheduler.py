@@ -37,7 +37,7 @@ class PendingRanking:
 
     request: RankRequest
     model: RankModel
-    """The one that was served when it came."""
+    """The one that served when it came."""
     arrived: float
     settings: ServeSettings
     future: Future[Answer] = field(default_factory=Future[Answer])
@@ -46,7 +46,7 @@ class PendingRanking:
     """The prefix that it reads, or waits for."""
     waiting: bool = False
     queued: float = 0.0
-    """When it had what it needs."""
+    """When it was ready to compute."""
     predicted_ms: float = 0.0
 
     @property
@@ -97,7 +97,7 @@ class PlannedRanking:
 
 
 class Predictions:
-    """What costs say, or nothing where there are none or they fail: then all is taken to fit."""
+    """Predicted milliseconds of work; 0 without costs, or if they fail: then everything fits."""
 
     def __init__(self, admission: AdmissionPolicy | None, settings: ServeSettings) -> None:
         self.admission = admission
@@ -111,23 +111,23 @@ class Predictions:
         return self._ask(lambda costs: costs.cached_ms(length, candidates))
 
     def cut_ms(self, ranking: PendingRanking) -> float:
-        """Of the shortest answer that there can be."""
+        """Of the ranking, truncated."""
         length = min(ranking.length, self.settings.cut_length)
         return self.inline_ms(length, ranking.num_candidates)
 
     def rest_ms(self, entry: Entry) -> float:
-        """Of what an entry still lacks."""
+        """Of the rest of a fill or reload."""
         if entry.source is KVSource.HOST:
             return self._ask(lambda costs: costs.reload_ms(entry.num_bytes))
         done, all_of_it = entry.num_events, entry.key.length
         return self._ask(lambda costs: costs.prefix_ms(all_of_it) - costs.prefix_ms(done))
 
     def layer_ms(self, entry: Entry, layers: int) -> float:
-        """Until the first layer of a reload is there."""
+        """Of the first layer of a reload."""
         return self._ask(lambda costs: costs.reload_ms(-(-entry.num_bytes // layers)))
 
     def observe(self, planned: list[PlannedRanking], ms: float) -> None:
-        """Share the time of a batch among its rankings, as was predicted."""
+        """Split the measured time of a batch among its rankings as predicted."""
         total_ms = sum(p.predicted_ms for p in planned)
         for p in planned:
             part = p.predicted_ms / total_ms if total_ms > 0 else 1 / len(planned)
@@ -158,7 +158,7 @@ class Predictions:
 def plan(
     rankings: Iterable[PendingRanking], now: float, settings: ServeSettings, costs: Predictions
 ) -> list[PlannedRanking]:
-    """What to compute for each, together: from its prefix, whole, or cut where time is short."""
+    """Plan a batch: each ranking from its prefix, in full, or truncated if time is short."""
     planned: list[PlannedRanking] = []
     before_ms = 0.0
     for ranking in rankings:
@@ -171,7 +171,7 @@ def plan(
 def plan_one(
     ranking: PendingRanking, start: float, settings: ServeSettings, costs: Predictions
 ) -> PlannedRanking:
-    """What to compute for a ranking whose turn comes at `start`."""
+    """Plan one ranking that starts at `start`."""
     request, candidates = ranking.request, ranking.num_candidates
     if ranking.entry is not None:
         past = ranking.entry.kv
@@ -209,7 +209,7 @@ def error_for_caller(error: Exception, ranking: PendingRanking) -> Exception:
 
 
 def wait_for_device(kv: KV) -> None:
-    """Return when it is computed: others may read it from any stream, and chunks do not pile up."""
+    """Synchronize: then any stream may read it, and chunks do not pile up."""
     if kv.keys_LNHA.is_cuda:
         torch.cuda.current_stream(kv.keys_LNHA.device).synchronize()
 
@@ -266,20 +266,20 @@ class RankQueue:
         heapq.heappush(self._give_up, (until, next(self._serial), ranking))
 
     def next_give_up(self) -> float | None:
-        """When the next of them may have waited long enough."""
+        """When the next wait may be over."""
         while self._give_up and not self._give_up[0][2].waiting:
             heapq.heappop(self._give_up)
         return self._give_up[0][0] if self._give_up else None
 
     def overdue(self, now: float) -> list[PendingRanking]:
-        """Those that have waited long enough."""
+        """Rankings whose wait is over."""
         found: list[PendingRanking] = []
         while (until := self.next_give_up()) is not None and until <= now:
             found.append(heapq.heappop(self._give_up)[2])
         return found
 
     def next_batch(self, most: int) -> list[PendingRanking]:
-        """The first in line, and those after it that the same model can compute with it."""
+        """The first in the queue, and those after it that have the same model."""
         batch: list[PendingRanking] = []
         others: list[PendingRanking] = []
         while self._line and len(batch) < most:
@@ -291,7 +291,7 @@ class RankQueue:
         return batch
 
     def answered(self, rankings: Iterable[PendingRanking]) -> None:
-        """The batch is done with."""
+        """The batch is answered."""
         self.num_running = 0
         for ranking in rankings:
             self.open.pop(ranking, None)

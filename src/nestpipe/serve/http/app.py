@@ -1,4 +1,4 @@
-"""What the apps of instances and of the router have in common."""
+"""What the HTTP apps of instances and of the router share: errors, health, metrics, OpenAPI."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ Asked = Callable[[], Awaitable[dict[str, float]]]
 
 @dataclass(frozen=True, slots=True)
 class ServedApp:
-    """An app with all that stands around it."""
+    """An app with its limits, metrics and shutdown."""
 
     app: ASGIApp
-    """What the server calls: the guard."""
+    """What the server calls: the app behind its limits."""
     inner: FastAPI
     gate: RequestLimits
     metrics: Metrics
@@ -79,7 +79,7 @@ async def _none() -> dict[str, float]:
 def guarded(
     app: FastAPI, gate: RequestLimits, token: str | None, metrics: Metrics, asked: Asked = _none
 ) -> ASGIApp:
-    """The app behind its limits, with /metrics; `asked` gives numbers that take a while."""
+    """The app behind its limits, with /metrics; `asked` gives numbers that must be awaited."""
 
     @app.get("/metrics", response_class=Response, responses=_metrics_page())
     async def scraped() -> Response:
@@ -96,7 +96,7 @@ def answer_error(error: HttpError, headers: Any = None) -> Response:
 
 
 def answer_health(request: Request, ready: bool, draining: bool, version: str) -> Response:
-    """200 or 503; strangers hear no more than that."""
+    """200 or 503; callers without the token get no version."""
     told = version if request.scope.get("nestpipe.authorised", True) else None
     body = HealthAnswer(ready=ready and not draining, draining=draining, version=told)
     status = 200 if body.ready else 503

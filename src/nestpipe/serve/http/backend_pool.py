@@ -23,11 +23,11 @@ from nestpipe.serve.types import AdmissionOutcome, RealClock
 SIGNALS_AT_ONCE = 64
 """Signals that wait for an instance at the same time; more wait for their turn."""
 PROBE_S = 1.0
-"""An instance that takes longer to say how it is, is not well."""
+"""Timeout of a health check."""
 PASSED_ON = ("content-type", "accept", "authorization", "x-user")
-"""Headers of a request that an instance is to see."""
+"""Request headers that are forwarded."""
 RETURNED = ("content-type", "retry-after")
-"""Headers of an answer that the caller is to see."""
+"""Response headers that are returned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Call:
 
 
 class RefusedError(NestpipeError):
-    """An instance said no and meant it; the caller is to hear its own words."""
+    """An instance refused for good; the caller gets its reply."""
 
     def __init__(self, reply: Reply) -> None:
         super().__init__(f"the instance answered with status {reply.status}")
@@ -91,7 +91,7 @@ class HttpBackend:
         raise RefusedError(reply) if final else fault
 
     async def send(self, method: str, call: Call, patient: bool = False) -> Reply:
-        """Whatever the instance says; `RunError` where it says nothing in time."""
+        """The reply of the instance; `RunError` if there is none in time."""
         waited_ms = (time.monotonic() - call.arrived) * 1e3
         headers = {**call.headers, WAITED_HEADER: f"{waited_ms:.3f}"}
         timeout = httpx.Timeout(None, connect=CONNECT_S) if patient else self._http.timeout
@@ -104,7 +104,7 @@ class HttpBackend:
         return Reply(reply.status_code, reply.headers, reply.content)
 
     async def numbers(self, call: Call) -> dict[str, float]:
-        """The counters of the instance; none where it does not answer."""
+        """The counters of the instance; none if it does not answer."""
         try:
             reply = await self.send("GET", call)
         except RunError:
@@ -112,7 +112,7 @@ class HttpBackend:
         return read_stats(reply.body.decode()) if reply.status == 200 else {}
 
     def drain(self, timeout_s: float) -> bool:
-        """An instance is stopped by whoever started it."""
+        """Nothing to do: the launcher drains instances."""
         return True
 
 
@@ -142,7 +142,7 @@ class BackendPool:
 
     @contextlib.asynccontextmanager
     async def connected(self) -> AsyncIterator[None]:
-        """Open connections, and look at every instance now and then until left."""
+        """Open connections and check the health of every instance until left."""
         loop = asyncio.get_running_loop()
         async with connections(self._http.answer_s) as sender, connections(PROBE_S) as prober:
             self.backends = {
@@ -168,12 +168,12 @@ class BackendPool:
 
     @property
     def ready(self) -> bool:
-        """Whether any instance is well."""
+        """Whether any instance is healthy."""
         return any(version is not None for version in self._versions.values())
 
     @property
     def version(self) -> str:
-        """What they serve; more than one version while a reload is under way."""
+        """The versions that they serve; more than one during a reload."""
         return ", ".join(sorted({version for version in self._versions.values() if version}))
 
     async def prefetch(self, call: Call) -> AdmissionOutcome:
@@ -186,7 +186,7 @@ class BackendPool:
         return await asyncio.wrap_future(self.router.rank(call))
 
     async def totals(self) -> dict[str, float]:
-        """The instances' own numbers, of all that answer together."""
+        """The numbers of all instances that answer, summed."""
         call = Call("", "/metrics", b"", self._headers)
         found = await asyncio.gather(*(one.numbers(call) for one in self.backends.values()))
         return totals(found)
@@ -197,13 +197,13 @@ class BackendPool:
             await self._look(probed)
 
     async def _look(self, probed: list[HttpBackend]) -> None:
-        """Ask every instance how it is, all at once, and tell the router."""
+        """Check all instances at once, and tell the router."""
         found = await asyncio.gather(*(self._version_of(one) for one in probed))
         self._versions = {one.name: version for one, version in zip(probed, found, strict=True)}
         self.router.check(lambda name: self._versions[name] is not None)
 
     async def _version_of(self, backend: HttpBackend) -> str | None:
-        """None: not well."""
+        """None: unhealthy."""
         try:
             reply = await backend.send("GET", Call("", "/v1/health", b"", self._headers))
             if reply.status != 200:

@@ -1,4 +1,4 @@
-"""A service that is somewhere else, called over HTTP."""
+"""An HTTP client of a service."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PREFIX = "nestpipe_"
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What came back."""
+    """An HTTP response."""
 
     status: int
     headers: Mapping[str, str]
@@ -186,7 +186,7 @@ def read_stats(text: str) -> dict[str, float]:
 
 
 def fault_of(reply: Reply) -> NestpipeError | TimeoutError:
-    """The error that a reply which is no result stands for."""
+    """The error that a reply other than 200 stands for."""
     sentence = _sentence(reply)
     if reply.status == 503 and "x-nestpipe-draining" not in reply.headers:
         return ShedError(sentence, float(reply.headers.get("retry-after", 1)))

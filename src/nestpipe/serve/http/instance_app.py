@@ -51,7 +51,7 @@ def instance_app(
     token: str | None = None,
     histories: HistoryStore | None = None,
 ) -> ServedApp:
-    """The routes of one instance behind its guard."""
+    """The routes of one instance behind its limits."""
     schemas = request_schemas(settings, http, histories is not None)
     app, gate = new_app("NestPipe instance", schemas), RequestLimits(http)
     metrics = Metrics(service.stats, gate.stats)

@@ -24,7 +24,7 @@ OPEN = "/v1/health"
 
 
 LINGER_S = 0.25
-"""How long what is left of a refused body is thrown away before the connection is closed."""
+"""How long the rest of a refused body is discarded before the connection is closed."""
 COUNTED = ("http_shed_requests", "http_shed_bodies", "http_too_large", "http_slow")
 
 
@@ -40,12 +40,12 @@ class RequestLimits:
         self._left: asyncio.Event | None = None
 
     def enter(self) -> None:
-        """One more request, or the reason why not."""
+        """Accept one more request, or raise."""
         if self.draining:
             raise draining()
         if self.requests >= self.settings.requests:
             self.counts["http_shed_requests"] += 1
-            raise shed(f"{self.requests} requests are in hand already; ask again in a second")
+            raise shed(f"{self.requests} requests are in flight already; ask again in a second")
         self.requests += 1
 
     def leave(self, body_bytes: int) -> None:
@@ -64,11 +64,11 @@ class RequestLimits:
             )
         if self.body_bytes + more_bytes > self.settings.bodies_bytes:
             self.counts["http_shed_bodies"] += 1
-            raise shed("the bodies in hand fill their memory; ask again in a second")
+            raise shed("the bodies in flight fill their memory; ask again in a second")
         self.body_bytes += more_bytes
 
     async def emptied(self, timeout_s: float) -> bool:
-        """Whether every request that was let in is answered within this time."""
+        """Whether every accepted request is answered within this time."""
         self._left = asyncio.Event()
         try:
             async with asyncio.timeout(timeout_s):
@@ -145,7 +145,7 @@ class LimitsMiddleware:
 
 
 class _BodyReader:
-    """One body on its way in, and what the gate holds for it."""
+    """One body as it arrives, and the bytes that the limits count for it."""
 
     def __init__(self, gate: RequestLimits) -> None:
         self._gate = gate
@@ -212,13 +212,13 @@ def _header(scope: Scope, name: bytes) -> bytes | None:
 
 
 def _announced(scope: Scope) -> int:
-    """The length that the caller promises, if any; the server holds it to that."""
+    """Content-Length, if any; the server enforces it."""
     length = _header(scope, b"content-length")
     return int(length) if length is not None and length.isdigit() else 0
 
 
 async def _discard(scope: Scope, receive: Receive) -> None:
-    """Let a body that is on its way pass by for a moment: callers listen when they have sent it."""
+    """Discard a body that still arrives for a moment: callers read the answer after sending it."""
     if _header(scope, b"expect") is not None:
         return
     with contextlib.suppress(TimeoutError):

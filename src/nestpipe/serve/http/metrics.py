@@ -1,4 +1,4 @@
-"""/metrics: the counters of a service, and how long its answers took."""
+"""/metrics: counters, gauges and latency histograms of a service for Prometheus."""
 
 from __future__ import annotations
 
@@ -36,28 +36,28 @@ Stats = Callable[[], Mapping[str, float]]
 
 
 class Metrics:
-    """Everything that a process tells Prometheus."""
+    """Everything that a process exports to Prometheus."""
 
     def __init__(self, *stats: Stats) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(_Stats(stats))
         self._http = Histogram(
             "nestpipe_http_seconds",
-            "Time from a request's headers to the end of its answer",
+            "Latency from the headers of a request to the end of its response",
             ["page", "status"],
             buckets=SECONDS,
             registry=self._registry,
         )
         self._rank = Histogram(
             "nestpipe_rank_seconds",
-            "Time that a ranking took, by the way in which it was computed",
+            "Latency of rankings by path",
             ["path"],
             buckets=SECONDS,
             registry=self._registry,
         )
 
     def observe_http(self, page: str, status: int, seconds: float) -> None:
-        """One answer; pages that do not exist share a name, so that nobody can make more."""
+        """One response; unknown pages share a label, so that callers cannot add more."""
         self._http.labels(page if page in PAGES else "other", str(status)).observe(seconds)
 
     def observe_rank(self, path: str, seconds: float) -> None:
@@ -72,7 +72,7 @@ class Metrics:
 
 
 class _Stats(Collector):
-    """The numbers of a service, asked for when scraped."""
+    """The numbers of a service, collected at each scrape."""
 
     def __init__(self, stats: Iterable[Stats]) -> None:
         self._stats = tuple(stats)
@@ -98,60 +98,60 @@ def metric_name(name: str) -> str:
 Kind = Literal["counter", "gauge", "unknown"]
 
 COUNTERS = {
-    **{f"path_{path}": f"Rankings answered by way of {path}" for path in Path},
+    **{f"path_{path}": f"Rankings with path {path}" for path in Path},
     **{f"outcome_{outcome}": f"Signals that were {outcome}" for outcome in AdmissionOutcome},
-    "fills": "Prefixes that were computed",
-    "failed_fills": "Prefixes whose computation failed",
-    "abandoned_fills": "Prefixes that nobody wanted any more before they were complete",
-    "wasted_prefixes": "Prefixes that were ready and never read",
-    "discarded": "Prefixes thrown away because the model failed on them",
-    "reloads": "Prefixes that came back from host memory",
+    "fills": "Prefixes filled",
+    "failed_fills": "Fills that failed",
+    "abandoned_fills": "Fills abandoned before they were complete",
+    "wasted_prefixes": "Prefixes whose ranking did not come in time",
+    "discarded": "Prefixes discarded because the model failed on them",
+    "reloads": "Prefixes reloaded from host memory",
     "failed_reloads": "Reloads that failed",
-    "offloads": "Prefixes copied to host memory",
-    "failed_offloads": "Copies to host memory that failed",
-    "batches": "Batches of rankings that were computed",
+    "offloads": "Prefixes offloaded to host memory",
+    "failed_offloads": "Offloads that failed",
+    "batches": "Batches of rankings",
     "batched_rankings": "Rankings in those batches",
-    "failed_batches": "Batches on which the model failed, so that each ranking was tried alone",
-    "failed_rankings": "Rankings that failed alone and whole",
-    "early_batches": "Batches that began before all layers of a prefix were back",
-    "cancelled": "Rankings that nobody waited for any more",
-    "shed": "Rankings turned away because too many waited",
-    "refused_closing": "Signals and rankings turned away because the instance was closing",
-    "faults": "Faults that cost time, but no answer",
-    "device_evicted": "Read prefixes that made room in device memory",
-    "host_evicted": "Prefixes that made room in host memory",
-    "host_expired": "Prefixes in host memory that nobody used for too long",
-    "http_shed_requests": "Requests turned away because too many were in hand",
-    "http_shed_bodies": "Requests turned away because bodies filled their memory",
+    "failed_batches": "Batches that failed and were retried one by one",
+    "failed_rankings": "Rankings that failed alone and inline",
+    "early_batches": "Batches that began before all layers of a prefix were reloaded",
+    "cancelled": "Rankings cancelled by their callers",
+    "shed": "Rankings shed because the queue was full",
+    "refused_closing": "Signals and rankings refused because the instance was closing",
+    "faults": "Faults after which a ranking ran inline",
+    "device_evicted": "Prefixes evicted from device memory",
+    "host_evicted": "Prefixes evicted from host memory",
+    "host_expired": "Prefixes in host memory whose TTL ended",
+    "http_shed_requests": "Requests shed because too many were in flight",
+    "http_shed_bodies": "Requests shed because bodies filled their memory",
     "http_too_large": "Requests whose body was too large",
     "http_slow": "Requests whose body took too long",
-    "router_signals": "Signals that came to the router",
-    "router_lost_signals": "Signals that met a fault of an instance",
-    "router_rankings": "Rankings that came to the router",
-    "router_retries": "Rankings asked for again at the next instance",
-    "router_sheds": "Rankings that instances turned away to the end",
-    "router_errors": "Rankings that failed everywhere, or were bad",
+    "router_signals": "Signals at the router",
+    "router_lost_signals": "Signals lost to a fault of an instance",
+    "router_rankings": "Rankings at the router",
+    "router_retries": "Rankings retried at the next instance",
+    "router_sheds": "Rankings shed by the instances",
+    "router_errors": "Rankings that failed at every instance, or were bad",
 }
 GAUGES = {
     **{f"entries_{state}": f"Prefixes in device memory that are {state}" for state in EntryState},
-    "device_bytes": "Device memory that prefixes hold or are promised",
-    "device_bytes_bound": "Most device memory for prefixes",
-    "host_bytes": "Host memory that prefixes hold",
-    "host_bytes_bound": "Most host memory for prefixes",
+    "device_bytes": "Device memory of prefixes, reservations included",
+    "device_bytes_bound": "Limit of device memory for prefixes",
+    "host_bytes": "Host memory of prefixes",
+    "host_bytes_bound": "Limit of host memory for prefixes",
     "host_entries": "Prefixes in host memory",
     "open_rankings": "Rankings that are not answered yet",
-    "queue_rankings": "Rankings in line",
-    "queue_fills": "Prefixes to be computed",
-    "queue_reloads": "Prefixes to be reloaded, or on their way",
-    "queue_offloads": "Prefixes to be copied to host memory",
-    "largest_batch": "Most rankings that were computed together so far",
-    "broken": "1 where the thread that computes has failed",
-    "http_requests": "Requests in hand",
-    "http_body_bytes": "Bytes of the bodies in hand",
-    "router_in_flight": "Rankings that the router waits for",
-    "router_members": "Instances that share the users",
-    "router_members_alive": "Instances that are taken to be alive",
-    "router_imbalance": "Most first choices of an instance over the mean",
+    "queue_rankings": "Rankings in the rank queue",
+    "queue_fills": "Prefixes to fill",
+    "queue_reloads": "Prefixes to reload, those under way included",
+    "queue_offloads": "Prefixes to offload",
+    "largest_batch": "Largest batch of rankings so far",
+    "broken": "1 if a thread of the instance has died",
+    "http_requests": "Requests in flight",
+    "http_body_bytes": "Bytes of the bodies in flight",
+    "router_in_flight": "Rankings in flight at the router",
+    "router_members": "Instances on the hash ring",
+    "router_members_alive": "Healthy instances",
+    "router_imbalance": "Load of the busiest instance over the mean",
 }
 
 
@@ -174,11 +174,11 @@ def described(name: str) -> MetricInfo:
 
 
 LARGEST = frozenset({"largest_batch"})
-"""Numbers that are the most that was seen: of several instances the largest counts."""
+"""Maxima: of several instances the largest counts."""
 
 
 def totals(of_each: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Every number added up, or the largest where a sum would say nothing."""
+    """The sum of every number over instances, or its maximum."""
     found: dict[str, float] = {}
     for numbers in of_each:
         for name, number in numbers.items():

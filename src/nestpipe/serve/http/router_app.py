@@ -51,7 +51,7 @@ def router_app(
     token: str | None = None,
     histories: bool = False,
 ) -> ServedApp:
-    """The routes of the router behind its guard; `urls` are the instances' by their names.
+    """The routes of the router behind its limits; `urls` are the instances' by name.
 
     `histories`: the instances have some themselves.
     """

@@ -29,44 +29,44 @@ class Purpose(StrEnum):
     """Who asks."""
 
     SIGNAL = "signal"
-    """The early leg: a prefix that is nowhere is to be computed."""
+    """The early leg: fill a prefix that is not cached."""
     RANK = "rank"
-    """The late leg: it never computes, so a lost signal still finds what host memory has."""
+    """The late leg: never fills, but reloads what the host tier has."""
     RANK_AND_KEEP = "rank_and_keep"
-    """A ranking that computes its prefix where it is nowhere, so that it can be kept."""
+    """A ranking that fills a prefix that is not cached, to keep it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Promised:
-    """For a signal: it is there or on its way, and will be kept for the ranking."""
+    """For a signal: it is cached or on its way, and is kept for the ranking."""
 
     entry: Entry
 
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """For a ranking: read it now, then say `released`."""
+    """For a ranking: read it now, then call `released`."""
 
     entry: Entry
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """For a ranking: it is on its way; the ticket comes back when it is there."""
+    """For a ranking: it is on its way; the ticket is returned when it is readable."""
 
     entry: Entry
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """It comes from host memory because of this call; a ranking waits as above."""
+    """This call queued a reload; a ranking waits as above."""
 
     entry: Entry
 
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """It is computed because of this call; a ranking waits as above."""
+    """This call queued a fill; a ranking waits as above."""
 
     entry: Entry
 
@@ -108,16 +108,16 @@ class Cache:
         self.single_flight = single_flight
         self.loading = 0
         self.fills = FillQueue()
-        """Entries to be computed, the one in the making included."""
+        """Entries to fill, those under way included."""
         self.loads = FillQueue()
-        """Entries to be reloaded, those under way not included."""
+        """Entries to reload, those under way excluded."""
         self.counts: Counter[str] = Counter()
         self._retired: set[str] = set()
 
     # Asking
 
     def has(self, need: Need, now: float) -> bool:
-        """Whether a signal for it would find it, or find it on its way."""
+        """Whether it is cached or on its way."""
         entry = self.device_pool.find(need.key)
         if entry and (entry.complete or self.single_flight):
             return True
@@ -198,7 +198,7 @@ class Cache:
         self._settle(entry)
 
     def discard(self, entry: Entry) -> None:
-        """It is of no use to anybody: let it go once the rankings that read it have."""
+        """Hide a bad prefix, and free it after its last reader."""
         self.counts["discarded"] += 1
         self.device_pool.unlist(entry)
         self._want_no_more(entry)
@@ -206,7 +206,7 @@ class Cache:
     # Working
 
     def next_fill(self) -> Entry | None:
-        """What to compute a chunk of."""
+        """The entry to fill next."""
         while entry := self.fills.first():
             if entry.wanted:
                 entry.state = EntryState.FILLING
@@ -216,7 +216,7 @@ class Cache:
         return None
 
     def next_fills(self, events: int, entries: int) -> list[Entry]:
-        """What to compute together: the first in line, and what ends with it in so many events.
+        """Entries to fill in one batch: the first in the queue, and those that end within `events`.
 
         Those after it join in their order while they fit whole, have the same model, and are
         as urgent: nobody who waits is held up by what nobody waits for.
@@ -235,7 +235,7 @@ class Cache:
         return chosen
 
     def filled(self, entry: Entry, kv: KV, now: float) -> list[Any]:
-        """More of it is there; once all of it is, the tickets that may now read it."""
+        """A chunk is computed; once it is complete, the tickets that may now read it."""
         assert entry.accepts(kv), f"{len(kv)} events after {entry.num_events} of {entry.key}"
         entry.kv = kv
         if len(kv) < entry.key.length:
@@ -245,7 +245,7 @@ class Cache:
         return self._ready(entry, now)
 
     def next_load(self, now: float) -> tuple[Entry, KV] | None:
-        """What to copy to device memory; None also while enough is under way."""
+        """The reload to do next; None while `reloads` are under way."""
         while self.loading < self.reloads and (entry := self.loads.first()):
             if entry.wanted:
                 assert self.host_tier is not None, "there is no host memory"
@@ -257,7 +257,7 @@ class Cache:
         return None
 
     def begun(self, entry: Entry, kv: KV, now: float) -> list[Any]:
-        """Its layers arrive from now on; the tickets that may read them as they do.
+        """Its layers arrive from now on; the tickets that may read them meanwhile.
 
         Host memory stays pinned, and the entry stays, until `loaded` or `failed` is said.
         """
@@ -266,7 +266,7 @@ class Cache:
         return self._ready(entry, now)
 
     def loaded(self, entry: Entry, kv: KV, now: float) -> list[Any]:
-        """It is in device memory again; the tickets that may now read it."""
+        """The reload is complete; the tickets that may now read it."""
         self.counts["reloads"] += 1
         self.loading -= 1
         self._unpin(entry)
@@ -283,7 +283,7 @@ class Cache:
         assert len(kv) == entry.key.length, f"{len(kv)} events of {entry.key}"
 
     def failed(self, entry: Entry) -> list[Any]:
-        """Its fill or reload came to nothing: the tickets that must do without.
+        """Its fill or reload failed; the tickets that go inline.
 
         Rankings that read it already are not among them: they find out, and then leave it.
         """
@@ -306,7 +306,7 @@ class Cache:
         return []
 
     def next_copy(self, now: float) -> tuple[Entry, KV] | None:
-        """What to copy to host memory."""
+        """The offload to do next."""
         while self.host_tier is not None and (entry := self.device_pool.oldest_idle()):
             assert entry.kv is not None
             if self.host_tier.begin(entry.key, entry.num_bytes, now):
@@ -317,7 +317,7 @@ class Cache:
         return None
 
     def copied(self, entry: Entry, kv: KV | None, now: float) -> None:
-        """The copy is complete, or, without `kv`, came to nothing."""
+        """The offload is complete, or, without `kv`, failed."""
         assert self.host_tier is not None, "there is no host memory"
         entry.copying = False
         if kv is None or entry.key.version in self._retired:
@@ -333,7 +333,7 @@ class Cache:
     # Time and versions
 
     def expire(self, now: float) -> bool:
-        """Give up promises whose ranking did not come; whether there were any."""
+        """End promises whose TTL is over; whether there were any."""
         some = False
         for entry in self.device_pool.ended(now):
             some = True
@@ -350,7 +350,7 @@ class Cache:
         return some
 
     def retire(self, version: str) -> None:
-        """A model that nobody will ask for again: let its prefixes go as they fall free."""
+        """A model was replaced: free its prefixes after their last readers."""
         self._retired.add(version)
         for entry in [e for e in self.device_pool if e.key.version == version]:
             self._want_no_more(entry)
@@ -358,7 +358,7 @@ class Cache:
             self.host_tier.drop_where(lambda key: key.version == version)
 
     def revive(self, version: str) -> None:
-        """A model that is asked for (again)."""
+        """A model serves (again)."""
         self._retired.discard(version)
 
     # The life of an entry
@@ -389,12 +389,12 @@ class Cache:
         return tickets
 
     def _want_no_more(self, entry: Entry) -> None:
-        """Nobody is to come for it: it goes once those who read or wait for it have left."""
+        """Free it once those who read or wait for it have left."""
         entry.promises, entry.lasting = 0, False
         self._settle(entry)
 
     def _settle(self, entry: Entry) -> None:
-        """Move an entry on after somebody left it."""
+        """Move an entry to its next state after somebody left it."""
         if entry.users or entry.waiters:
             return
         if entry.promises:

@@ -16,16 +16,16 @@ from nestpipe.serve.types import KV, History, PrefixKey, RankModel
 
 
 class EntryState(StrEnum):
-    """Where an entry is in its life; before RESERVED and after DONE it does not exist."""
+    """The state of an entry; it begins RESERVED and is freed after DONE."""
 
     RESERVED = "reserved"
-    """Its memory is set aside; nothing has been computed or copied."""
+    """Its memory is reserved; nothing is computed or copied yet."""
     FILLING = "filling"
     READY = "ready"
     """Complete, or layers arrive one by one; promised to a ranking that has not come yet."""
     IN_USE = "in_use"
     DONE = "done"
-    """Promised to nobody: it may be copied to host memory, and makes room where room is needed."""
+    """Promised to nobody: it may be offloaded or evicted."""
 
 
 class KVSource(StrEnum):
@@ -37,7 +37,7 @@ class KVSource(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """A prefix that somebody needs, and all that it takes to compute it."""
+    """A prefix that a request needs, and what it takes to compute it."""
 
     key: PrefixKey
     history: History
@@ -52,7 +52,7 @@ class Need:
 
 @dataclass(eq=False, slots=True)
 class Entry:
-    """One prefix in device memory, or the memory set aside for it."""
+    """One prefix in device memory, or its reservation."""
 
     need: Need
     source: KVSource
@@ -69,17 +69,17 @@ class Entry:
     """End of the last promise."""
     used: bool = False
     lasting: bool = False
-    """It is computed to be kept, whether or not a ranking is there to use it."""
+    """It is filled to be kept, even if no ranking uses it."""
     spent_s: float = 0.0
     """Time that computing it has taken so far."""
     loading_since: float | None = None
-    """When it began to come from host memory."""
+    """When its reload began."""
     copying: bool = False
-    """It is being copied to host memory, whatever else happens to it."""
+    """It is being offloaded."""
     arriving: bool = False
-    """It may be read, but its layers are still being copied from host memory."""
+    """Readable, while its layers are still being reloaded."""
     listed: bool = True
-    """Whether it can be found; one that is not goes when nobody touches it any more."""
+    """Whether `find` returns it; one that is not listed is freed after its last reader."""
 
     @property
     def key(self) -> PrefixKey:
@@ -91,7 +91,7 @@ class Entry:
 
     @property
     def num_events(self) -> int:
-        """Events of the prefix that are there."""
+        """Events that are computed."""
         return 0 if self.kv is None else len(self.kv)
 
     @property
@@ -101,7 +101,7 @@ class Entry:
 
     @property
     def num_missing(self) -> int:
-        """Events of the prefix that are not there."""
+        """Events that are not computed yet."""
         return self.key.length - self.num_events
 
     @property
@@ -110,7 +110,7 @@ class Entry:
         return self.state in (EntryState.READY, EntryState.IN_USE, EntryState.DONE)
 
     def accepts(self, kv: KV) -> bool:
-        """Whether this can be more of it, or all of it, in the memory that was set aside."""
+        """Whether this is more of the prefix, within the reserved memory."""
         return self.num_events < len(kv) <= self.key.length and kv.num_bytes <= self.num_bytes
 
 
@@ -135,7 +135,7 @@ class DevicePool:
         yield from self._unlisted
 
     def find(self, key: PrefixKey) -> Entry | None:
-        """The entry of that key that is furthest in its life."""
+        """The most complete entry of that key."""
         entries = self._entries.get(key, ())
         return max(entries, key=lambda entry: (entry.complete, entry.num_events), default=None)
 
@@ -144,7 +144,7 @@ class DevicePool:
         return self.promised_bytes + num_bytes <= self.bound
 
     def reserve(self, need: Need, source: KVSource) -> Entry | None:
-        """Memory for a prefix, or None where there is none but what is promised."""
+        """Reserve memory, evicting what is done; None if the rest is promised."""
         if not self.fits(need.num_bytes):
             return None
         while self.num_bytes + need.num_bytes > self.bound:
@@ -166,7 +166,7 @@ class DevicePool:
         entry.kv = None
 
     def unlist(self, entry: Entry) -> None:
-        """Let nobody find it any more."""
+        """Hide it from `find`."""
         self.busy(entry)
         if entry.listed:
             entry.listed = False
@@ -178,20 +178,20 @@ class DevicePool:
 
     @property
     def promised_bytes(self) -> int:
-        """Memory that nobody else can have now."""
+        """Memory that cannot be evicted now."""
         return self.num_bytes - self._idle_bytes
 
     # What is done, and in which order
 
     def idle(self, entry: Entry) -> None:
-        """It is done: room for others, until somebody comes for it or copies it."""
+        """It is done: evictable until it is read or offloaded."""
         entry.state = EntryState.DONE
         if not entry.copying and entry not in self._idle:
             self._idle[entry] = None
             self._idle_bytes += entry.num_bytes
 
     def busy(self, entry: Entry) -> None:
-        """It is no longer room for others."""
+        """It is not evictable any more."""
         if entry in self._idle:
             del self._idle[entry]
             self._idle_bytes -= entry.num_bytes
@@ -245,7 +245,7 @@ class FillQueue:
         (self._awaited if entry.waiters else self._promised)[entry] = None
 
     def hurry(self, entry: Entry) -> None:
-        """A ranking waits for it now; one that has left the line stays out of it."""
+        """A ranking waits for it now; no effect on one that has left the queue."""
         if entry in self._promised:
             del self._promised[entry]
             self._awaited[entry] = None

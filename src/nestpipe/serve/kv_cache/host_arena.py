@@ -23,13 +23,13 @@ from nestpipe.errors import CapacityError
 from nestpipe.kernels.host_memory import PinnedMemory, map_pages
 
 GRAIN = 4096
-"""Pieces begin and end at multiples of so many bytes."""
+"""Alignment of pieces, in bytes."""
 SPARE = 16
-"""One part in so many more than the prefixes need: free pieces are never all in one place."""
+"""One part in so many is added, against fragmentation."""
 
 
 class HostArena:
-    """Pieces of one mapping; a piece comes back by itself when the last tensor in it is gone."""
+    """An allocator in one mapping; a piece is freed with the last tensor in it."""
 
     def __init__(self, num_bytes: int, *, pinned: bool) -> None:
         wanted = num_bytes + num_bytes // SPARE
@@ -57,7 +57,7 @@ class HostArena:
             return sum(end - start for start, end in self._free)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A tensor with any content."""
+        """An uninitialised tensor."""
         size = math.prod(shape) * dtype.itemsize
         start, end = self._take(size)
         view = np.frombuffer(self._memory, np.uint8, size, start)
@@ -97,7 +97,7 @@ class HostArena:
 
 @runtime_checkable
 class KeepsInArena(Protocol):
-    """A model whose prefixes go to such memory, if it is given some."""
+    """A model that offloads prefixes into an arena, if it has one."""
 
     arena: HostArena | None
 
@@ -108,7 +108,7 @@ class KeepsInArena(Protocol):
 
 
 def give_arena(model: object, num_bytes: int) -> None:
-    """Set host memory aside for a model that wants it; what it has is kept if it is enough."""
+    """Give an arena to a model that wants one and has none of that size."""
     if isinstance(model, KeepsInArena) and model.wants_arena:
         before = model.arena
         if before is None or before.num_bytes < num_bytes:
@@ -116,6 +116,6 @@ def give_arena(model: object, num_bytes: int) -> None:
 
 
 def hand_over_arena(old: object, new: object) -> None:
-    """Another model takes the place of one: what the old one has kept stays there."""
+    """A new model takes over the arena of the old one, with what is in it."""
     if isinstance(old, KeepsInArena) and isinstance(new, KeepsInArena) and new.wants_arena:
         new.arena = new.arena or old.arena

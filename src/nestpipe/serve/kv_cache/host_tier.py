@@ -60,7 +60,7 @@ class HostTier:
     # Out of device memory
 
     def begin(self, key: PrefixKey, num_bytes: int, now: float) -> bool:
-        """Make room for a copy; False where it is here already, or there is no room."""
+        """Reserve room for a copy; False if it is here already, or there is no room."""
         if key in self._kept or not self._make_room(num_bytes, now):
             return False
         self._kept[key] = HostEntry(num_bytes, now + self.ttl_s)
@@ -75,7 +75,7 @@ class HostTier:
         self._touch(key, now)
 
     def cancel(self, key: PrefixKey) -> None:
-        """The copy that was begun will not come."""
+        """The copy failed."""
         assert self._kept[key].kv is None, f"the copy of {key} has come"
         self._drop(key)
 
@@ -118,7 +118,7 @@ class HostTier:
             self._drop(key)
 
     def expire(self, now: float) -> None:
-        """Drop what nobody came for in time; what was used last expires last."""
+        """Drop entries whose TTL is over."""
         for key, kept in list(self._old(now)):
             if not kept.pinned:
                 self.expired += 1
@@ -176,7 +176,7 @@ class Reload:
 
     @torch.inference_mode()
     def run(self) -> KV:
-        """Bring all layers; the prefix without an arrival, complete when this returns."""
+        """Copy all layers; the complete prefix."""
         try:
             for layer in range(len(self._host.keys_LNHA)):
                 self.copy(layer)
@@ -188,7 +188,7 @@ class Reload:
         return replace(self.kv, layer_events=None)
 
     def copy(self, layer: int) -> None:
-        """Ask for one layer; from pinned memory this does not wait for the device."""
+        """Enqueue the copy of one layer; asynchronous from pinned memory."""
         for host, here in (
             (self._host.keys_LNHA, self.kv.keys_LNHA),
             (self._host.values_LNHV, self.kv.values_LNHV),
@@ -201,7 +201,7 @@ class Reload:
         return copied_N
 
     def _event(self) -> torch.cuda.Event | None:
-        """Comes when all that was asked of this thread's stream so far is done."""
+        """An event after all that is enqueued on this thread's stream."""
         if self._device.type != "cuda":
             return None
         event = torch.cuda.Event()
@@ -215,7 +215,7 @@ class Reload:
 
 @runtime_checkable
 class ReloadsByLayer(Protocol):
-    """A model whose prefixes can come back one layer after the other; others do by `to_device`."""
+    """A model that reloads by layer; others reload by `to_device`."""
 
     def begin_reload(self, host: KV) -> Reload:
         """The copy that is to be run; `rank` may use its `kv` meanwhile."""

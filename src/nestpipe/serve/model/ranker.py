@@ -122,7 +122,7 @@ class HstuRankModel:
 
     @property
     def version(self) -> str:
-        """Says which weights these are: the step of the checkpoint, and a hash of all of them."""
+        """The step of the checkpoint, and a hash of all weights."""
         return self._version
 
     @property
@@ -174,7 +174,7 @@ class HstuRankModel:
         return [part.copy() for part in np.split(logits_C, ends[:-1])]
 
     def full(self, items: Sequence[RankItem]) -> list[Scores]:
-        """Scores without anything computed before: what `rank` must come to."""
+        """Scores without a past: the reference of `rank`."""
         assert all(item.past is None for item in items), "give the whole history instead of a past"
         return self.rank(items)
 

@@ -145,12 +145,12 @@ def _part(file: Path, name: str, columns: int | None = None) -> Tensor:
 # Shapes: K items of the table, T items asked for, U of them that the table does not have, D width
 
 SPARSEST = 8
-"""Keys may be spread so thin for a list of places by key: more would waste host memory."""
+"""Largest span of keys per row for a direct index; sparser keys are searched."""
 
 
 @dataclass(frozen=True, slots=True)
 class FirstRows:
-    """What training would begin with for an item that it never saw."""
+    """The initial row of an item that training never saw."""
 
     seed: int
     std: float
@@ -165,7 +165,7 @@ class FirstRows:
 
 
 class ItemRows:
-    """Looks items up; those that the table does not have get their first row, or zeros.
+    """Looks rows up; unknown items get their initial row, or zeros.
 
     Unknown items are normal: new ones appear before the next training run. Where the checkpoint
     says how the table's rows begin, that is what they get, as in training; else a row of zeros.

@@ -1,4 +1,4 @@
-"""Router and instances as processes of this machine, kept alive until told to stop."""
+"""The launcher: router and instances as processes of this machine, restarted when they die."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ RouterKind = Literal["builtin", "nginx", "none"]
 
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
-"""Time before a process that died is started again: doubled each time, up to this."""
+"""Backoff before a restart: doubled each time, up to this."""
 STEADY_S = 60.0
-"""Having run for so long, a process begins again with the first pause."""
+"""After running for so long a process starts again with the first pause."""
 LOOK_S = 0.1
 STOP_MORE_S = 10.0
-"""What a process may take to stop beyond the time that its requests have."""
+"""Time to stop beyond the time to drain."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """One process: what it is called, how it is started and told to stop, where it listens."""
+    """One process: its name, command, address and stop signal."""
 
     name: str
     command: Sequence[str]
@@ -55,7 +55,7 @@ class _PartProcess:
 
 
 class Launcher:
-    """Starts parts, starts those that die again, and stops all; one thread calls it."""
+    """Starts processes, restarts those that die, and stops all; one thread calls it."""
 
     def __init__(
         self, environment: Mapping[str, str], say: Callable[[str], None], drain_s: float

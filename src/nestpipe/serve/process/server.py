@@ -1,4 +1,4 @@
-"""An app on a port, until it is told to stop and all that it accepted is answered."""
+"""A uvicorn server with graceful shutdown, header timeouts and atomic writes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Server(uvicorn.Server):
                 loop.remove_signal_handler(number)
 
     def stop(self) -> None:
-        """Drain; told a second time, leave at once."""
+        """Drain; the second time, exit at once."""
         if self._served.gate.draining:
             self.force_exit = self.should_exit = True
             return
@@ -109,7 +109,7 @@ class AtomicWrites:
 
 
 class PatientProtocol(H11Protocol):
-    """Closes connections whose headers take too long, and turns away those that are too many."""
+    """Closes connections whose headers take too long, and refuses those above the limit."""
 
     header_timeout_s = 10.0
     most_connections = 2048
@@ -149,7 +149,7 @@ class PatientProtocol(H11Protocol):
 
 
 async def too_many(scope: Scope, receive: Receive, send: Send) -> None:
-    """What a connection hears that is one too many."""
+    """The response on a connection above the limit."""
     error = shed("there are too many connections; ask again in a second")
     await answer_error(error, {"connection": "close"})(scope, receive, send)
 

@@ -28,7 +28,7 @@ from nestpipe.serve.settings import HttpSettings, ServeSettings
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Role:
-    """What a process of the service is told."""
+    """The configuration of one process of the service."""
 
     kind: Literal["instance", "router"]
     host: str
@@ -160,7 +160,7 @@ def command_of(role: Role) -> list[str]:
 
 
 def environment_of(token: str | None, processes: int) -> Mapping[str, str]:
-    """What such a process finds around it: cores shared out, and the token."""
+    """The environment of such a process: its share of the cores, and the token."""
     from nestpipe.serve.http.limits import TOKEN_VARIABLE
 
     found = dict(os.environ)
@@ -171,7 +171,7 @@ def environment_of(token: str | None, processes: int) -> Mapping[str, str]:
 
 
 def freeze_gc() -> None:
-    """Keep all that is there by now out of later collections of garbage.
+    """Freeze the garbage collector's view of all present objects.
 
     Modules are 200,000 objects; to go through them takes 100 ms, in the middle of some request.
     """
@@ -181,7 +181,7 @@ def freeze_gc() -> None:
 
 @contextmanager
 def gc_frozen() -> Generator[None]:
-    """The same for a while."""
+    """The same inside a `with` block."""
     freeze_gc()
     try:
         yield

@@ -11,17 +11,17 @@ from hashlib import blake2b
 from nestpipe.errors import RunError
 
 POINTS = 160
-"""Places on the ring that each member has."""
+"""Points of each member on the ring."""
 
 
 def place(text: str) -> int:
-    """Where a text is on the ring, of 2^64 places: the same in every process and release."""
+    """The point of a text on the ring of 2^64: the same in every process and release."""
     digest = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8, person=b"nestpipe.ring")
     return int.from_bytes(digest.digest(), "big")
 
 
 class Ring:
-    """Members on a circle; a user belongs to the first member at or after the user's place.
+    """A consistent hash ring; a user belongs to the first member at or after the user's point.
 
     A value: it never changes, and depends on the set of members alone.
     """
@@ -37,7 +37,7 @@ class Ring:
         self._holders = [member for _, member in points]
 
     def walk(self, user: str) -> Iterator[str]:
-        """Every member once: the owner, then those who come next."""
+        """Every member once, from the owner on along the ring."""
         seen: set[str] = set()
         start = bisect_left(self._places, place(user))
         for step in range(len(self._holders)):
@@ -55,13 +55,13 @@ class Ring:
         raise RunError("there is no instance to send a user to; add one")
 
     def order(self, user: str) -> tuple[str, ...]:
-        """The owner, then the others in the order in which they stand in for it."""
+        """The owner, then the others in the order of fallback."""
         return tuple(self.walk(user))
 
 
 @dataclass(frozen=True, slots=True)
 class Era:
-    """A ring, and since when it has been the current one."""
+    """A ring, and since when it is current."""
 
     since: float
     ring: Ring
@@ -88,7 +88,7 @@ class Membership:
         return self._eras[-1].ring
 
     def change(self, members: Iterable[str], now: float) -> None:
-        """From now on these are the members."""
+        """Replace the members."""
         ring = Ring(members)
         if ring.members != self.ring.members:
             self._eras = (*self._counting(now), Era(now, ring))
@@ -98,13 +98,13 @@ class Membership:
         return tuple(era.ring for era in reversed(self._counting(now)))
 
     def owners(self, user: str, now: float) -> tuple[str, ...]:
-        """Whom a signal goes to, each once; whom a ranking goes to is the last of them."""
+        """Members that a signal goes to, each once; the ranking goes to the last of them."""
         owners = (next(ring.walk(user), None) for ring in reversed(self.rings(now)))
         oldest_first = list(dict.fromkeys(owner for owner in owners if owner is not None))
         return tuple(reversed(oldest_first))
 
     def members(self, now: float) -> frozenset[str]:
-        """Everybody who may still be sent a leg."""
+        """All members that may still be sent a leg."""
         return frozenset(member for ring in self.rings(now) for member in ring.members)
 
     def _counting(self, now: float) -> tuple[Era, ...]:
@@ -117,13 +117,13 @@ class Membership:
 @dataclass(slots=True)
 class _Record:
     faults: int = 0
-    """In a row."""
+    """Consecutive."""
     probe_at: float | None = None
-    """When an instance that is taken to be dead may be tried again; None: it is alive."""
+    """When an unhealthy member may be probed again; None: it is healthy."""
 
 
 class Health:
-    """Dead after some faults in a row, tried again now and then; safe from any thread."""
+    """Health of members: unhealthy after some faults in a row, then probed; thread-safe."""
 
     def __init__(self, members: Iterable[str], faults: int, probe_s: float):
         self._faults = faults
@@ -132,7 +132,7 @@ class Health:
         self._lock = threading.Lock()
 
     def usable(self, member: str, now: float) -> bool:
-        """Whether to send something there; of a dead one's probes only one caller hears yes."""
+        """Whether to send a request there; a due probe is given to one caller only."""
         with self._lock:
             record = self._records.get(member)
             if record is None or record.probe_at is None:
@@ -143,19 +143,19 @@ class Health:
             return due
 
     def alive(self, member: str) -> bool:
-        """What `usable` believes, without using up a probe."""
+        """Whether it is healthy, without using up a probe."""
         with self._lock:
             record = self._records.get(member)
             return record is not None and record.probe_at is None
 
     def answered(self, member: str) -> None:
-        """It is alive."""
+        """It answered: it is healthy."""
         with self._lock:
             if record := self._records.get(member):
                 record.faults, record.probe_at = 0, None
 
     def failed(self, member: str, now: float) -> None:
-        """One more fault; the one too many makes it dead."""
+        """One more fault; enough of them in a row make it unhealthy."""
         with self._lock:
             if record := self._records.get(member):
                 record.faults += 1
@@ -163,13 +163,13 @@ class Health:
                     record.probe_at = now + self._probe_s
 
     def mark_dead(self, member: str, now: float) -> None:
-        """Somebody who asked it knows."""
+        """A health check failed."""
         with self._lock:
             if record := self._records.get(member):
                 record.faults, record.probe_at = self._faults, now + self._probe_s
 
     def add(self, member: str) -> None:
-        """A new instance is alive until it shows otherwise; of a known one all is forgotten."""
+        """A new member is healthy; the record of a known one is reset."""
         with self._lock:
             self._records[member] = _Record()
 

@@ -1,4 +1,4 @@
-"""The built-in router: both legs of a user to the same instance, and an answer while one lives.
+"""The built-in router: both legs of a user to the same instance, with retries on the next one.
 
 It keeps nothing about users, so any number of routers over the same members agree.
 """
@@ -55,18 +55,18 @@ class Backend(Protocol[SignalT_contra, RankT_contra, AnswerT]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RouterSettings:
-    """How instances are chosen, and when one is taken to be dead."""
+    """How instances are chosen, and when one is unhealthy."""
 
     affinity: Literal["user", "random"] = "user"
     """`user`: by consistent hashing; `random`: each leg anywhere, to show what affinity gives."""
     life_s: float = 0.5
     """Longest time between the legs of a request; a former ring counts for so long."""
     faults: int = 2
-    """Faults in a row after which an instance is taken to be dead."""
+    """Faults in a row after which an instance is unhealthy."""
     probe_s: float = 1.0
-    """How often a dead one is tried again, by one request."""
+    """Interval at which one request probes an unhealthy instance."""
     seed: int = 0
-    """Of the random choices."""
+    """Seed of the random choices."""
 
     def __post_init__(self) -> None:
         for name in ("life_s", "faults", "probe_s"):
@@ -106,7 +106,7 @@ class Router(Generic[SignalT, RankT, AnswerT]):
         """Guards all of the above that changes."""
 
     def prefetch(self, signal: SignalT) -> AdmissionOutcome:
-        """To wherever the ranking will go; lost where that fails."""
+        """Send the signal to the instance that its ranking will go to; lost if that fails."""
         self._count("signals")
         if self._draining:
             return AdmissionOutcome.FAILED
@@ -128,7 +128,7 @@ class Router(Generic[SignalT, RankT, AnswerT]):
         return outcome
 
     def rank(self, request: RankT) -> Future[AnswerT]:
-        """By the first instance that answers, in the user's order."""
+        """Rank at the first instance that answers, in the user's order."""
         line = self._line(request.user)
         answer: Future[AnswerT] = Future()
         answer.set_running_or_notify_cancel()
@@ -143,7 +143,7 @@ class Router(Generic[SignalT, RankT, AnswerT]):
         return answer
 
     def add(self, member: str, backend: Backend[SignalT, RankT, AnswerT]) -> None:
-        """Give it its share of the users, within `life_s`."""
+        """Add a member; it gets its share of the users within `life_s`."""
         with self._changed:
             self._backends[member] = backend
             self._leaving.pop(member, None)
@@ -152,7 +152,7 @@ class Router(Generic[SignalT, RankT, AnswerT]):
             self._membership.change({*ring.members, member}, self._clock.now())
 
     def remove(self, member: str) -> None:
-        """Take its users away; keep it running for `life_s` more, legs in flight end there."""
+        """Remove a member; keep it running for `life_s` more, legs in flight end there."""
         with self._changed:
             now, ring = self._clock.now(), self._membership.ring
             if member in ring.members:
@@ -161,11 +161,11 @@ class Router(Generic[SignalT, RankT, AnswerT]):
 
     @property
     def members(self) -> tuple[str, ...]:
-        """Who shares the users now."""
+        """Members of the current ring."""
         return self._membership.ring.members
 
     def check(self, healthy: Callable[[str], bool]) -> None:
-        """Ask every member how it is; one that says no, or fails to say, is taken to be dead."""
+        """Check the health of every member; a check that fails or raises marks it unhealthy."""
         self._forget()
         for member in tuple(self._backends):
             try:
@@ -178,7 +178,7 @@ class Router(Generic[SignalT, RankT, AnswerT]):
                 self._health.mark_dead(member, self._clock.now())
 
     def stats(self) -> dict[str, float]:
-        """The router's own counters; instances have theirs."""
+        """The router's own counters, without those of instances."""
         members = self.members
         with self._changed:
             counts = dict(self._counts)
@@ -191,7 +191,7 @@ class Router(Generic[SignalT, RankT, AnswerT]):
         return {**own, "router_imbalance": imbalance}
 
     def drain(self, timeout_s: float) -> bool:
-        """Shed what is new, wait for what is under way, then drain every instance."""
+        """Shed new requests, wait for those in flight, then drain every instance."""
         start = self._clock.now()
         with self._changed:
             self._draining = True
@@ -217,12 +217,12 @@ class Router(Generic[SignalT, RankT, AnswerT]):
     def _meeting_places(
         self, orders: list[tuple[str, ...]], usable: Callable[[str], bool]
     ) -> Iterator[str]:
-        """On each ring the first member that lives: there signal and ranking meet."""
+        """The first healthy member on each ring: there signal and ranking meet."""
         for order in orders:
             yield from filter(None, [next(filter(usable, order), None)])
 
     def _line(self, user: str) -> Iterator[str]:
-        """Whom a ranking asks, nobody twice: the living in the user's order, then the dead.
+        """Members to try, each once: healthy ones in the user's order, then the others.
 
         Read one by one, each time by what is known then: members may come while a ranking waits.
         """
@@ -242,7 +242,7 @@ class Router(Generic[SignalT, RankT, AnswerT]):
             yield member
 
     def _usable_at(self, now: float) -> Callable[[str], bool]:
-        """One and the same answer about a member for one request."""
+        """Health at one moment, the same for a whole request."""
         return cache(lambda member: self._health.usable(member, now))
 
     def _backend(self, member: str) -> Backend[SignalT, RankT, AnswerT]:
@@ -252,7 +252,7 @@ class Router(Generic[SignalT, RankT, AnswerT]):
         return backend
 
     def _forget(self) -> None:
-        """Let go of members that left `life_s` ago."""
+        """Drop members that left `life_s` ago."""
         if not self._leaving:
             return
         now = self._clock.now()
@@ -263,7 +263,7 @@ class Router(Generic[SignalT, RankT, AnswerT]):
                 self._health.remove(member)
 
     def _judge(self, member: str, fault: BaseException) -> None:
-        """Shedding and refusing bad input are signs of life."""
+        """Overload and bad input do not count against the health of a member."""
         if _is_verdict(fault):
             self._health.answered(member)
         else:
@@ -280,13 +280,13 @@ class Router(Generic[SignalT, RankT, AnswerT]):
 
 
 def _is_verdict(fault: BaseException) -> bool:
-    """Whether an instance that is well said no: to bad input, or because it has too much to do."""
+    """Whether a healthy instance refused: bad input, or overload."""
     refused = isinstance(fault, NestpipeError) and fault.exit_status == 2
     return refused or isinstance(fault, ShedError)
 
 
 class _RoutedRanking(Generic[RankT, AnswerT]):
-    """One ranking on its way along the line."""
+    """One ranking and its retries."""
 
     def __init__(
         self,
@@ -332,7 +332,7 @@ class _RoutedRanking(Generic[RankT, AnswerT]):
         self._router._ended()
 
     def _failed(self, member: str, fault: BaseException) -> None:
-        """Bad input and a second shedding are final; anything else goes to the next in line."""
+        """Bad input and a second overload are final; other faults are retried at the next member."""
         self._router._judge(member, fault)
         if isinstance(fault, ShedError):
             if self._shed is not None:
