@@ -332,7 +332,7 @@ class _RoutedRanking(Generic[RankT, AnswerT]):
         self._router._ended()
 
     def _failed(self, member: str, fault: BaseException) -> None:
-        """Bad input and a second overload are final; other faults are retried at the next member."""
+        """Bad input and a second overload are final; other faults go to the next member."""
         self._router._judge(member, fault)
         if isinstance(fault, ShedError):
             if self._shed is not None:

@@ -77,7 +77,7 @@ def test_every_number_of_instance_router_and_http_service_has_a_type_and_a_help(
     assert families["nestpipe_fills"].type == "counter"
     assert families["nestpipe_router_members_alive"].type == "gauge"
     assert families["nestpipe_rank_seconds"].type == "histogram"
-    assert "\n# HELP nestpipe_fills_total Prefixes that were computed\n" in page
+    assert "\n# HELP nestpipe_fills_total Prefixes filled\n" in page
 
 
 def test_what_a_client_reads_has_the_names_and_values_that_the_service_has():
