@@ -45,7 +45,7 @@ _SCALE = {"k": 1e3, "m": 1e6, "g": 1e9}
 
 
 @dataclass(frozen=True, slots=True)
-class Host:
+class ShapedHost:
     """One namespace with its own network."""
 
     number: int
@@ -79,7 +79,7 @@ def bits_per_s(rate: str) -> float:
 
 
 @contextmanager
-def shaped_hosts(count: int, rate: str) -> Iterator[list[Host]]:
+def shaped_hosts(count: int, rate: str) -> Iterator[list[ShapedHost]]:
     """So many hosts on one switch, each link of that rate both ways; gone when left."""
     bits_per_s(rate)
     if not 1 <= count <= MOST_HOSTS:
@@ -90,16 +90,16 @@ def shaped_hosts(count: int, rate: str) -> Iterator[list[Host]]:
         switch = held.enter_context(_namespace())
         _call(switch, "ip link add switch type bridge")
         _call(switch, "ip link set switch up")
-        hosts: list[Host] = []
+        hosts: list[ShapedHost] = []
         for number in range(count):
             holder = held.enter_context(_namespace())
-            host = Host(number, f"10.77.0.{number + 1}", holder, switch)
+            host = ShapedHost(number, f"10.77.0.{number + 1}", holder, switch)
             _connect(host, rate)
             hosts.append(host)
         yield hosts
 
 
-def _connect(host: Host, rate: str) -> None:
+def _connect(host: ShapedHost, rate: str) -> None:
     """A cable from the host to the switch, slowed where each end sends."""
     port = f"port{host.number}"
     shape = f"root tbf rate {rate} burst {BURST_BYTES} latency {QUEUE_MS}ms"
@@ -174,7 +174,7 @@ KEEP_MEMORY = {
 all."""
 
 
-def launch_on_hosts(hosts: Sequence[Host], command: Sequence[str]) -> int:
+def launch_on_hosts(hosts: Sequence[ShapedHost], command: Sequence[str]) -> int:
     """Run the command once per host and return the exit status of the run.
 
     A host has one core of the machine, which it shares where hosts are more than cores: ranks that
@@ -192,7 +192,9 @@ def launch_on_hosts(hosts: Sequence[Host], command: Sequence[str]) -> int:
             _stop(ranks)
 
 
-def _start(host: Host, size: int, master: str, command: Sequence[str]) -> subprocess.Popen[bytes]:
+def _start(
+    host: ShapedHost, size: int, master: str, command: Sequence[str]
+) -> subprocess.Popen[bytes]:
     environment = {
         "RANK": str(host.number),
         "WORLD_SIZE": str(size),

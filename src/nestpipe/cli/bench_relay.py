@@ -28,7 +28,7 @@ from nestpipe.loadtest.settings import LoadSettings
 
 if TYPE_CHECKING:
     from nestpipe.bench.relay.report import Reference, RelayReading
-    from nestpipe.bench.relay.run import Asked, RelayCase, Sizes
+    from nestpipe.bench.relay.run import AskedSizes, RelayCase, Sizes
 
 NOT_SOUND = 1
 """Exit status where a request was lost or a score wrong."""
@@ -84,11 +84,11 @@ def bench_relay(
     build(LoadSettings, {}, overrides=settings or [])  # a wrong name is told before the work
     require("torch", "safetensors", "fastapi", "httpx", "prometheus_client", "uvicorn")
     from nestpipe.bench.relay.report import is_sound
-    from nestpipe.bench.relay.run import Asked, find_nginx
+    from nestpipe.bench.relay.run import AskedSizes, find_nginx
 
     notes = [NO_NGINX] if nginx and find_nginx() is None else []
     fronts = ("builtin", "nginx") if nginx and not notes else ("builtin",)
-    asked = Asked(length=length, target_ms=target_ms, rate=rate)
+    asked = AskedSizes(length=length, target_ms=target_ms, rate=rate)
     plan = _Plan(asked, seconds, rounds, candidates, fronts, settings or [])
     with _reference(checkpoint, random) as (path, reference):
         case, sizes = plan.case(path, reference)
@@ -104,7 +104,7 @@ def bench_relay(
 class _Plan:
     """What the command line says of the comparison."""
 
-    asked: Asked
+    asked: AskedSizes
     seconds: float
     rounds: int
     candidates: int

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from nestpipe.loadtest.advise import Memory
     from nestpipe.loadtest.driver import Run
     from nestpipe.loadtest.report import Report
-    from nestpipe.loadtest.search import Found, Step
+    from nestpipe.loadtest.search import Found, SearchStep
     from nestpipe.loadtest.settings import Arm
     from nestpipe.serve.engine.cost_model import Costs
     from nestpipe.serve.model.ranker import HstuRankModel
@@ -251,7 +251,7 @@ def _fitting(settings: LoadSettings, model: HstuRankModel) -> LoadSettings:
 
 
 def _search(
-    aim: Aim, settings: LoadSettings, measure: Measure, told: Callable[[Step], None]
+    aim: Aim, settings: LoadSettings, measure: Measure, told: Callable[[SearchStep], None]
 ) -> Found:
     from nestpipe.loadtest.search import search
 
@@ -271,7 +271,7 @@ def _search(
     return exactly(attempt, float(workload.length), low=low, high=high, step=LENGTH_STEP)
 
 
-def _tell(name: str, what: str, json: str | None, step: Step) -> None:
+def _tell(name: str, what: str, json: str | None, step: SearchStep) -> None:
     if json != STDOUT:
         console().print(step_line(name, what, step), markup=False, soft_wrap=True)
 
@@ -399,7 +399,7 @@ def invalid_lines(reports: Sequence[Report]) -> list[str]:
     ]
 
 
-def step_line(name: str, what: str, step: Step) -> str:
+def step_line(name: str, what: str, step: SearchStep) -> str:
     """One value that was tried."""
     runs: list[str] = []
     for told in step.reports:

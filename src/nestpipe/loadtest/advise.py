@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from nestpipe.loadtest.log import Asked, Logged, Reuse, reuse
+from nestpipe.loadtest.log import Logged, LoggedRequest, Reuse, reuse
 from nestpipe.loadtest.report import percentile
 from nestpipe.serve.engine.admission import at_risk, fits_window
 from nestpipe.serve.engine.cost_model import Costs
@@ -71,7 +71,7 @@ class Memory:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Facts:
+class LogFacts:
     """What the log and the costs say, before any judgement. Loads are per instance."""
 
     requests: int
@@ -108,7 +108,7 @@ class Facts:
 class Advice:
     """The answer; `load_advice_text` says it in words."""
 
-    facts: Facts
+    facts: LogFacts
     memory: list[Memory]
     chosen: Memory
     """The shortest TTL that gives nearly all of the reuse."""
@@ -195,13 +195,13 @@ def _can_help(one: _Request, question: Question) -> bool:
     return one.in_time and one.cached_ms <= question.allowed_ms
 
 
-def _asked(one: _Request) -> Asked:
-    return Asked(one.logged.time, (one.logged.user, one.prefix), one.num_bytes)
+def _asked(one: _Request) -> LoggedRequest:
+    return LoggedRequest(one.logged.time, (one.logged.user, one.prefix), one.num_bytes)
 
 
 def _memory(found: Reuse, log: Sequence[Logged], share_kept: float, instances: int) -> list[Memory]:
     """A row per TTL; users are spread over the instances, so each needs its part of the memory."""
-    seen = reuse([Asked(one.time, (one.user, 0), 0) for one in log])
+    seen = reuse([LoggedRequest(one.time, (one.user, 0), 0) for one in log])
     rows: list[Memory] = []
     for ttl_s in TTLS_S:
         reused = found.share(ttl_s=ttl_s)
@@ -213,13 +213,13 @@ def _memory(found: Reuse, log: Sequence[Logged], share_kept: float, instances: i
 
 def _facts(
     log: Sequence[Logged], requests: Sequence[_Request], host_ms: float, question: Question
-) -> Facts:
+) -> LogFacts:
     seconds = log[-1].time - log[0].time
     # Requests per second times ms is device time; a log of n requests has n - 1 gaps.
     load = (len(log) - 1) / seconds / question.instances / 1e3 if seconds > 0 else 0.0
     lengths = [one.history_length for one in log]
     inline_ms = [one.inline_ms for one in requests]
-    return Facts(
+    return LogFacts(
         requests=len(log),
         users=len({one.user for one in log}),
         seconds=seconds,

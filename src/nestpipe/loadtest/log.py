@@ -171,7 +171,7 @@ NEVER = float("inf")
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class LoggedRequest:
     """One request, as far as reuse is concerned."""
 
     time_s: float
@@ -208,7 +208,7 @@ class Reuse:
         return float(kept_R[place - 1]) if place <= len(kept_R) else None
 
 
-def reuse(asked: Sequence[Asked], progress: Callable[[], None] = lambda: None) -> Reuse:
+def reuse(asked: Sequence[LoggedRequest], progress: Callable[[], None] = lambda: None) -> Reuse:
     """Stack distances in bytes and gaps in time; `asked` is in the order of time."""
     recent = _Sums(len(asked))
     last: dict[tuple[str, int], int] = {}
@@ -226,9 +226,11 @@ def reuse(asked: Sequence[Asked], progress: Callable[[], None] = lambda: None) -
     return Reuse(bytes_R, gaps_R)
 
 
-def share_by_replay(asked: Sequence[Asked], num_bytes: float, ttl_s: float = NEVER) -> float:
+def share_by_replay(
+    asked: Sequence[LoggedRequest], num_bytes: float, ttl_s: float = NEVER
+) -> float:
     """What `Reuse.share` says, by keeping the store itself: the slow twin, for one size."""
-    store: OrderedDict[tuple[str, int], Asked] = OrderedDict()
+    store: OrderedDict[tuple[str, int], LoggedRequest] = OrderedDict()
     held = served = 0
     for one in asked:
         kept = store.pop(one.key, None)

@@ -9,7 +9,7 @@ from typing import Any
 from nestpipe.errors import ConfigError
 from nestpipe.loadtest.driver import Run
 from nestpipe.loadtest.report import percentile
-from nestpipe.loadtest.search import Step
+from nestpipe.loadtest.search import SearchStep
 
 KINDS = (".png", ".svg", ".pdf")
 SIZE = (9.0, 5.0)
@@ -34,7 +34,7 @@ def full_length_curve(run: Run, warmup_s: float = 0.0) -> tuple[list[float], lis
     return times_ms, [(place + 1) / len(records) for place in range(len(times_ms))]
 
 
-def p99_curve(steps: Sequence[Step]) -> tuple[list[float], list[float]]:
+def p99_curve(steps: Sequence[SearchStep]) -> tuple[list[float], list[float]]:
     """Values that a search tried, and the median P99 of their runs, where there is one."""
     points: list[tuple[float, float]] = []
     for step in steps:
@@ -65,7 +65,7 @@ def plot_latencies(
 
 
 def plot_search(
-    path: Path, found: Mapping[str, Sequence[Step]], target_ms: float, what: str
+    path: Path, found: Mapping[str, Sequence[SearchStep]], target_ms: float, what: str
 ) -> None:
     """P99 of every value that was tried, a line per arm; filled where the target was kept."""
     figure, axes = _axes()

@@ -11,11 +11,11 @@ from nestpipe.loadtest.settings import TOLERANCE, check_tolerance
 
 Try = Callable[[float, int], Report]
 """A run at a value, with a seed."""
-Told = Callable[["Step"], None]
+Told = Callable[["SearchStep"], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class SearchStep:
     """What was tried at one value."""
 
     value: float
@@ -32,7 +32,7 @@ class Found:
     """The largest value that kept the target; None: not even the smallest did."""
     bounded: bool
     """Whether a larger value was tried and did not; else the limit of the search was met."""
-    steps: tuple[Step, ...]
+    steps: tuple[SearchStep, ...]
 
 
 def search(
@@ -53,7 +53,7 @@ def search(
     check_tolerance(tolerance)
     if not low <= start <= high:
         raise ConfigError(f"the search starts at {start:g}; start between {low:g} and {high:g}")
-    steps: list[Step] = []
+    steps: list[SearchStep] = []
 
     def kept(value: float) -> bool:
         steps.append(_try(attempt, value, seeds))
@@ -92,7 +92,7 @@ def _bracket(
     return None, value
 
 
-def _try(attempt: Try, value: float, seeds: Sequence[int]) -> Step:
+def _try(attempt: Try, value: float, seeds: Sequence[int]) -> SearchStep:
     """Runs at one value, until most seeds agree."""
     enough = len(seeds) // 2 + 1
     reports: list[Report] = []
@@ -101,7 +101,7 @@ def _try(attempt: Try, value: float, seeds: Sequence[int]) -> Step:
         kept = sum(report.keeps_target for report in reports)
         if kept >= enough or len(reports) - kept >= enough:
             break
-    return Step(value, tuple(reports), kept >= enough)
+    return SearchStep(value, tuple(reports), kept >= enough)
 
 
 def _round(value: float, step: float) -> float:

@@ -18,7 +18,7 @@ from nestpipe.bench.relay.report import (
     conclusion,
     is_sound,
 )
-from nestpipe.bench.relay.run import ARMS, Asked, choose, sections, turned
+from nestpipe.bench.relay.run import ARMS, AskedSizes, choose, sections, turned
 from nestpipe.bench.relay.service import write_random
 from nestpipe.cli.app import main
 from nestpipe.config import build
@@ -43,7 +43,7 @@ COSTS = Costs(
 
 
 def chosen(**asked):
-    return choose(COSTS, Asked(**asked), candidates=16, short=64, instances=2)
+    return choose(COSTS, AskedSizes(**asked), candidates=16, short=64, instances=2)
 
 
 def test_inline_misses_the_target_at_the_chosen_length_and_a_kept_prefix_does_not():

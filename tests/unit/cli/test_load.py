@@ -13,7 +13,7 @@ from nestpipe.cli.output import console
 from nestpipe.errors import RunError
 from nestpipe.loadtest.driver import FormulaService, VirtualTime, drive
 from nestpipe.loadtest.report import report
-from nestpipe.loadtest.search import Found, Step
+from nestpipe.loadtest.search import Found, SearchStep
 from nestpipe.loadtest.settings import LoadSettings, WorkloadSettings
 from nestpipe.loadtest.workload import legs, visits
 from nestpipe.serve.engine.cost_model import Costs, Fit, Work
@@ -220,7 +220,7 @@ def test_a_late_driver_ends_with_status_1(run, monkeypatch):
 
 
 def test_what_was_found_is_compared_with_the_first_arm(capsys):
-    step = Step(512, (virtual_report(10),), True)
+    step = SearchStep(512, (virtual_report(10),), True)
     found = {
         "B": Found(512, True, (step,)),
         "D": Found(1024, False, ()),

@@ -22,7 +22,7 @@ from nestpipe.cli import simulate as simulation
 from nestpipe.cli.output import summary_table
 from nestpipe.loadtest.advise import Memory
 from nestpipe.loadtest.report import Latency, Lengths, Report
-from nestpipe.loadtest.search import Found, Step
+from nestpipe.loadtest.search import Found, SearchStep
 from nestpipe.loadtest.settings import ARMS, LoadSettings
 from nestpipe.schedule import Kind, PlanOptions, plan
 from nestpipe.serve.types import Path
@@ -64,7 +64,8 @@ SETTINGS = LoadSettings()
 
 def load_tables() -> list[Table]:
     found = {
-        one.name: Found(12_288.0, True, (Step(12_288.0, (one,), kept=True),)) for one in REPORTS
+        one.name: Found(12_288.0, True, (SearchStep(12_288.0, (one,), kept=True),))
+        for one in REPORTS
     }
     memory = [Memory(86_400.0, 1.0, 1.0, dict.fromkeys(("50 %", "80 %", "95 %"), 123_456.7))]
     return [

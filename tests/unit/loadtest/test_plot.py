@@ -12,7 +12,7 @@ from nestpipe.loadtest.plot import (
     plot_search,
 )
 from nestpipe.loadtest.report import report
-from nestpipe.loadtest.search import Step
+from nestpipe.loadtest.search import SearchStep
 from nestpipe.loadtest.settings import WorkloadSettings
 from nestpipe.loadtest.workload import legs, visits
 
@@ -38,7 +38,7 @@ def test_a_curve_ends_at_the_share_of_full_answers():
 
 
 def test_p99_over_what_was_tried_is_in_order():
-    steps = [Step(40, (told(10),), True), Step(20, (told(5),), True)]
+    steps = [SearchStep(40, (told(10),), True), SearchStep(20, (told(5),), True)]
     values, p99_ms = p99_curve(steps)
     assert values == [20, 40]
     assert p99_ms[0] < p99_ms[1]
@@ -52,7 +52,7 @@ def test_pictures_are_written(tmp_path, kind):
     plot_latencies(path, {"A": run(1), "B": run(1, cut_length=64)}, 50.0)
     assert path.stat().st_size > 1000
     path.unlink()
-    plot_search(path, {"A": [Step(20, (told(5),), True)]}, 50.0, "requests per second")
+    plot_search(path, {"A": [SearchStep(20, (told(5),), True)]}, 50.0, "requests per second")
     assert path.stat().st_size > 1000
 
 

@@ -5,14 +5,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nestpipe.loadtest.log import Asked, reuse, share_by_replay
+from nestpipe.loadtest.log import LoggedRequest, reuse, share_by_replay
 from nestpipe.serve.kv_cache.host_tier import HostTier
 from nestpipe.serve.types import KV, PrefixKey
 
 
-def asked(text: str, num_bytes: int = 10) -> list[Asked]:
+def asked(text: str, num_bytes: int = 10) -> list[LoggedRequest]:
     """Users by letter, one a second."""
-    return [Asked(float(t), (user, 0), num_bytes) for t, user in enumerate(text)]
+    return [LoggedRequest(float(t), (user, 0), num_bytes) for t, user in enumerate(text)]
 
 
 def test_distances_by_hand():
@@ -38,7 +38,13 @@ def test_memory_for_a_share():
 
 
 def test_a_prefix_that_grew_is_another():
-    found = reuse([Asked(0, ("A", 256), 1), Asked(1, ("A", 512), 2), Asked(2, ("A", 512), 2)])
+    found = reuse(
+        [
+            LoggedRequest(0, ("A", 256), 1),
+            LoggedRequest(1, ("A", 512), 2),
+            LoggedRequest(2, ("A", 512), 2),
+        ]
+    )
     assert found.gaps_R.tolist() == [np.inf, np.inf, 1]
 
 
@@ -47,13 +53,13 @@ requests = st.lists(
 )
 
 
-def made(draws) -> list[Asked]:
+def made(draws) -> list[LoggedRequest]:
     time = 0.0
-    found: list[Asked] = []
+    found: list[LoggedRequest] = []
     for user, step, gap in draws:
         time += gap
         size = 3 * (step + 1) + ord(user) % 5
-        found.append(Asked(time, (user, step), size))
+        found.append(LoggedRequest(time, (user, step), size))
     return found
 
 

@@ -50,7 +50,7 @@ SHORTEST, LONGEST, STEP = 256, 4096, 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
+class AskedSizes:
     """What the user fixed; None: to be chosen."""
 
     length: int | None = None
@@ -73,7 +73,9 @@ class Sizes:
     cached_ms: float
 
 
-def measure(model: HstuRankModel, asked: Asked, candidates: int, short: int, clock: Clock) -> Costs:
+def measure(
+    model: HstuRankModel, asked: AskedSizes, candidates: int, short: int, clock: Clock
+) -> Costs:
     """Time the model as an instance does when it starts, up to lengths that may be chosen."""
     longest = asked.length
     if longest is None:
@@ -84,7 +86,7 @@ def measure(model: HstuRankModel, asked: Asked, candidates: int, short: int, clo
     return measure_costs(model, longest, candidates, clock, short, CHUNK)
 
 
-def choose(costs: Costs, asked: Asked, candidates: int, short: int, instances: int) -> Sizes:
+def choose(costs: Costs, asked: AskedSizes, candidates: int, short: int, instances: int) -> Sizes:
     """A length at which inline ranking takes longer than the target, and a low rate."""
 
     def inline_ms(length: int) -> float:
