@@ -29,7 +29,7 @@ scales = [Scale(workers) for workers in (8, 64, 256)]
 print("simulated: ms per step, and the share of it that computes")
 print(f"{'workers':12}" + "".join(f"{scale.workers:>12}" for scale in scales))
 for name in ("serial", "dual_buffer", "nested"):
-    curve = scaling_curve(plan(name, PlanOptions(micros=4)), cluster, scales, batches=16)
+    curve = scaling_curve(plan(name, PlanOptions(micro_batches=4)), cluster, scales, batches=16)
     steps = [f"{point.figures.step_ms:.0f} ({point.figures.utilisation:.0%})" for point in curve]
     print(f"{name:12}" + "".join(f"{step:>12}" for step in steps))
 

@@ -15,6 +15,7 @@ from nestpipe import (
     DataConfig,
     Dlrm,
     DlrmConfig,
+    Merge,
     ParallelSettings,
     SyntheticConfig,
     Trainer,
@@ -27,8 +28,8 @@ from nestpipe import (
 
 FORMS = {
     "one group": ParallelSettings(),
-    "two groups, exact": ParallelSettings(groups=2, merge="exact"),
-    "two groups, averaged every 4": ParallelSettings(groups=2, merge="averaged", merge_every=4),
+    "two groups, exact": ParallelSettings(groups=2, merge=Merge.EXACT),
+    "two groups, averaged every 4": ParallelSettings(groups=2, merge=Merge.AVERAGED, merge_every=4),
 }
 
 

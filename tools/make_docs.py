@@ -12,6 +12,7 @@ import os
 import textwrap
 from collections.abc import Iterator, Mapping
 from contextlib import redirect_stdout
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,19 @@ def _signature(function: object) -> str:
 
 
 def _field_docs(thing: type) -> dict[str, str]:
-    """The strings under the fields of a class, with the fields' defaults."""
+    """The strings under the fields of a class and of those it inherits, with their defaults."""
+    found: dict[str, str] = {}
+    for cls in reversed(thing.__mro__[:-1]):
+        if cls.__module__.startswith("nestpipe"):
+            found |= _own_field_docs(cls)
+    if is_dataclass(thing):
+        helped = {known.name: known for known in fields(thing) if "help" in known.metadata}
+        for name, known in helped.items():
+            found[name] = f"{known.metadata['help']} Default: `{known.default!s}`."
+    return found
+
+
+def _own_field_docs(thing: type) -> dict[str, str]:
     tree = ast.parse(inspect.getsource(thing)).body[0]
     assert isinstance(tree, ast.ClassDef)
     found: dict[str, str] = {}

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         RecModel,
         SampledSoftmaxConfig,
     )
+    from nestpipe.schedule import Exchange, Merge, Retrieval
     from nestpipe.train import (
         DenseSettings,
         ParallelSettings,
@@ -38,6 +39,9 @@ __version__ = "0.1.0"
 
 _MODULE_OF = {
     "Batch": "batch",
+    "Exchange": "schedule",
+    "Merge": "schedule",
+    "Retrieval": "schedule",
     "Communicator": "comm",
     "DataConfig": "data",
     "DenseSettings": "train",
@@ -74,16 +78,19 @@ __all__ = [
     "DenseSettings",
     "Dlrm",
     "DlrmConfig",
+    "Exchange",
     "HstuConfig",
     "HstuRanker",
     "HstuRetriever",
     "Jagged",
     "LocalCommunicator",
     "Loss",
+    "Merge",
     "ParallelSettings",
     "ParquetConfig",
     "PipelineSettings",
     "RecModel",
+    "Retrieval",
     "RowSettings",
     "SampledSoftmaxConfig",
     "Source",

@@ -11,7 +11,7 @@ class ConfigError(NestpipeError):
     """A config or hardware file, or an option, holds a value that cannot be used."""
 
 
-class PlanError(NestpipeError):
+class PlanError(ConfigError):
     """A plan was asked for by a name or with a setting that does not exist."""
 
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from nestpipe.schedule import Exchange, Merge, Retrieval, Shape
 from nestpipe.schedule.effects import CARRIES, STATE
 from nestpipe.schedule.op import Kind, Op
-from nestpipe.schedule.schedule import Exchange, Merge, Retrieval, Shape
 
 K = Kind
 PRIME = 2_147_483_647

@@ -16,6 +16,7 @@ from nestpipe.comm.mesh import Mesh, make_mesh
 from nestpipe.config import build
 from nestpipe.embedding.optimizers import OPTIMIZERS
 from nestpipe.errors import ConfigError
+from nestpipe.schedule import Retrieval
 from nestpipe.train.config import PipelineSettings
 from nestpipe.train.trainer import Trainer
 from nestpipe.train.verify.compare import Trained, compare
@@ -90,7 +91,7 @@ def compared(
 ) -> Agreement:
     """A job in groups, nested, and the same in one dimension, serial."""
     plain, grouped = make_world(**more), make_world(parallel=parallel, **more)
-    nested = PipelineSettings(plan="nested", micro_batches=2, retrieval="new")
+    nested = PipelineSettings(plan="nested", micro_batches=2, retrieval=Retrieval.NEW)
 
     def one(comm) -> Agreement:
         trainers = [
@@ -208,7 +209,7 @@ def test_averaged_groups_are_trainings_of_their_own_that_meet(
 
     def one(comm):
         mesh = make_mesh(comm, groups, layout)
-        pipeline = PipelineSettings(plan="nested", micro_batches=2, retrieval="new")
+        pipeline = PipelineSettings(plan="nested", micro_batches=2, retrieval=Retrieval.NEW)
         plain = twin.trainer(replace(pipeline, plan="serial"), mesh.shards)
         for start in range(0, steps, every):
             plain.fit(OfGroup(twin.source, mesh), steps=min(every, steps - start))

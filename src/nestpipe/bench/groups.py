@@ -25,6 +25,7 @@ from nestpipe.bench.pipeline.model import Repeated, make_batches, make_model, ma
 from nestpipe.bench.pipeline.rank import connect_ranks
 from nestpipe.comm import Communicator
 from nestpipe.errors import ConfigError, NestpipeError, RunError
+from nestpipe.schedule import Retrieval
 from nestpipe.train.config import (
     DenseSettings,
     ParallelSettings,
@@ -127,7 +128,7 @@ class GroupTimer:
             pipeline=PipelineSettings(
                 plan="nested",
                 micro_batches=case.micro_batches,
-                retrieval="new",
+                retrieval=Retrieval.NEW,
                 first=case.first,
                 last=case.last,
                 comm_dtype=case.comm_dtype,

@@ -8,39 +8,28 @@ import typer
 
 from nestpipe.cli.options import (
     Batches,
-    Buffers,
-    EarlyRows,
-    ExchangeForm,
     JsonFile,
-    Micros,
-    MirrorEvery,
-    RetrievalForm,
-    Stages,
-    plan_options,
     schedule_from,
+    with_plan_options,
 )
 from nestpipe.cli.output import write_json
 from nestpipe.errors import ScheduleError
-from nestpipe.schedule import PLANS, Exchange, Retrieval, redundant_edges, violations
+from nestpipe.schedule import PLANS, PlanOptions, redundant_edges, violations
 from nestpipe.schedule import check as prove
 
 REFUSED = 1
 """Exit status of a schedule that the checker refuses."""
 
 
+@with_plan_options(micro_batches=2)
 def check(
     source: Annotated[
         str,
         typer.Argument(metavar="PLAN", help=f"A plan ({', '.join(PLANS)}) or a schedule file."),
     ],
     batches: Batches = 8,
-    micro_batches: Micros = 2,
-    retrieval: RetrievalForm = Retrieval.WHOLE,
-    stages: Stages = 4,
-    merge_every: MirrorEvery = 0,
-    exchange: ExchangeForm = Exchange.MICRO,
-    speculative_rows: EarlyRows = False,
-    buffers: Buffers = 2,
+    *,
+    options: PlanOptions,
     stale: Annotated[
         str | None,
         typer.Option(metavar="PLAN", help="Accept this plan although it is stale."),
@@ -51,15 +40,6 @@ def check(
 
     Example: nestpipe check nested --micro-batches 8 --retrieval new
     """
-    options = plan_options(
-        micro_batches,
-        retrieval,
-        stages,
-        merge_every,
-        exchange,
-        speculative_rows=speculative_rows,
-        buffers=buffers,
-    )
     schedule = schedule_from(source, options, batches)
     if json is not None:
         found = list(violations(schedule, stale=stale))

@@ -12,21 +12,14 @@ import typer
 
 from nestpipe.cli.options import (
     Batches,
-    Buffers,
-    EarlyRows,
-    ExchangeForm,
-    Micros,
-    MirrorEvery,
-    RetrievalForm,
-    Stages,
     looks_like_path,
-    plan_options,
     read_text,
     schedule_from,
+    with_plan_options,
 )
 from nestpipe.cli.output import STDOUT, console, write_text
 from nestpipe.errors import PlanError
-from nestpipe.schedule import PLANS, Exchange, PlanOptions, Retrieval, nominal_trace, to_text
+from nestpipe.schedule import PLANS, PlanOptions, nominal_trace, to_text
 from nestpipe.trace import Trace, grid, read_chrome, svg, to_chrome
 
 
@@ -39,6 +32,7 @@ class Format(StrEnum):
     SCHEDULE = "schedule"
 
 
+@with_plan_options(micro_batches=2)
 def draw(
     source: Annotated[
         str,
@@ -48,13 +42,8 @@ def draw(
         ),
     ],
     batches: Batches = 3,
-    micro_batches: Micros = 2,
-    retrieval: RetrievalForm = Retrieval.WHOLE,
-    stages: Stages = 4,
-    merge_every: MirrorEvery = 0,
-    exchange: ExchangeForm = Exchange.MICRO,
-    speculative_rows: EarlyRows = False,
-    buffers: Buffers = 2,
+    *,
+    options: PlanOptions,
     format: Annotated[  # noqa: A002 - the option is called so
         Format,
         typer.Option(
@@ -72,15 +61,6 @@ def draw(
 
     Example: nestpipe draw nested --batches 3 --micro-batches 2 --format svg -o nested.svg
     """
-    options = plan_options(
-        micro_batches,
-        retrieval,
-        stages,
-        merge_every,
-        exchange,
-        speculative_rows=speculative_rows,
-        buffers=buffers,
-    )
     if format is Format.SCHEDULE:
         if _is_trace(source):
             raise PlanError(f"{source!r} is a trace, which has no edges; draw it as text or svg")

@@ -2,76 +2,63 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 import sys
+from collections.abc import Callable
+from dataclasses import Field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from nestpipe.config import build, read
 from nestpipe.errors import ConfigError, ParseError
-from nestpipe.schedule import PLANS, Exchange, PlanOptions, Retrieval, Schedule, from_text, plan
+from nestpipe.schedule import PLANS, PlanOptions, Schedule, from_text, plan
 
 if TYPE_CHECKING:
     from nestpipe.train.job import JobConfig
 
 MOST_BATCHES = 1000
 
-Micros = Annotated[int, typer.Option("--micro-batches", help="Micro-batches per batch.")]
 Batches = Annotated[int, typer.Option("--batches", help="Batches.")]
-RetrievalForm = Annotated[
-    Retrieval,
-    typer.Option("--retrieval", help="Rows fetched per batch: the whole working set, or new ones."),
-]
-ExchangeForm = Annotated[
-    Exchange,
-    typer.Option("--exchange", help="Deduplicate row requests per micro-batch or per batch."),
-]
-Stages = Annotated[
-    int, typer.Option("--stages", help="Batches over which lookup is spread, 1 to 4.")
-]
-MirrorEvery = Annotated[
-    int,
-    typer.Option("--merge-every", help="Merge replicas every N batches; 0 turns it off."),
-]
-EarlyRows = Annotated[
-    bool,
-    typer.Option(
-        "--speculative-rows",
-        help="Prefetch the first micro-batch's rows during the previous batch.",
-    ),
-]
-Buffers = Annotated[
-    int,
-    typer.Option(
-        "--buffers", help="Device buffers of rows, 2 or 3: then writing back overlaps reading."
-    ),
-]
 JsonFile = Annotated[
     str | None, typer.Option("--json", metavar="FILE", help="Write the figures; - for stdout.")
 ]
 
 
-def plan_options(
-    micro_batches: int,
-    retrieval: Retrieval,
-    stages: int,
-    merge_every: int,
-    exchange: Exchange = Exchange.MICRO,
-    *,
-    speculative_rows: bool = False,
-    buffers: int = 2,
-) -> PlanOptions:
-    """The choices about a plan that the command line offers."""
-    return PlanOptions(
-        micro_batches=micro_batches,
-        retrieval=retrieval,
-        stages=stages,
-        merge_every=merge_every,
-        exchange=exchange,
-        speculative_rows=speculative_rows,
-        buffers=buffers,
+def with_plan_options(**defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command a flag for every plan option; it takes all of them as `options`.
+
+    A flag has the option's own default, but for those that the command chooses otherwise.
+    """
+    flags = [_flag(known, defaults.get(known.name, known.default)) for known in fields(PlanOptions)]
+
+    def wrap(command: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(command, eval_str=True)
+        others = [p for name, p in signature.parameters.items() if name != "options"]
+
+        @functools.wraps(command)
+        def wrapped(**given: Any) -> None:
+            options = PlanOptions(**{flag.name: given.pop(flag.name) for flag in flags})
+            command(**given, options=options)
+
+        place = list(signature.parameters).index("options")
+        parameters = [*others[:place], *flags, *others[place:]]
+        del wrapped.__wrapped__  # typer reads the annotations of what it wraps
+        wrapped.__annotations__ = {each.name: each.annotation for each in parameters}
+        wrapped.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return wrapped
+
+    return wrap
+
+
+def _flag(known: Field[Any], default: object) -> inspect.Parameter:
+    flag = typer.Option(f"--{known.name.replace('_', '-')}", help=known.metadata["help"])
+    annotation = Annotated[type(default), flag]
+    return inspect.Parameter(
+        known.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
     )
 
 

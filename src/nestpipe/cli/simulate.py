@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+<<<<<<< HEAD
 from nestpipe.cli.options import (
     Buffers,
     EarlyRows,
@@ -27,10 +28,22 @@ from nestpipe.cli.output import (
     progress_bar,
     write_json,
     write_text,
+=======
+from nestpipe.cli.options import JsonFile, with_plan_options
+from nestpipe.cli.output import STDOUT, console, progress_bar, write_json, write_text
+from nestpipe.cli.simulate_tables import (
+    curve_table,
+    groups_answer,
+    groups_table,
+    paper_table,
+    print_2d,
+    print_assumptions,
+    print_unreconciled,
+>>>>>>> cc70994 (One definition per option: config sections, shape, text and flags are made from it, so that none can drift)
 )
 from nestpipe.config import build, read
 from nestpipe.errors import ConfigError
-from nestpipe.schedule import PLANS, Exchange, Merge, Plan, PlanOptions, Retrieval
+from nestpipe.schedule import PLANS, Merge, Plan, PlanOptions
 from nestpipe.sim import (
     Cluster,
     FittedCosts,
@@ -79,6 +92,7 @@ simulate_app = typer.Typer(rich_markup_mode=None)
 
 
 @simulate_app.callback(invoke_without_command=True)
+@with_plan_options(micro_batches=8, merge_every=1)
 def simulate(
     context: typer.Context,
     plan_name: Annotated[
@@ -87,12 +101,8 @@ def simulate(
     workers: Annotated[
         str, typer.Option(help="Numbers of workers, separated by commas.")
     ] = "1,8,64,512,1536,4096",
-    micro_batches: Micros = 8,
-    retrieval: RetrievalForm = Retrieval.WHOLE,
-    stages: Stages = 4,
-    exchange: ExchangeForm = Exchange.MICRO,
-    speculative_rows: EarlyRows = False,
-    buffers: Buffers = 2,
+    *,
+    options: PlanOptions,
     groups: Annotated[
         str,
         typer.Option(
@@ -100,13 +110,6 @@ def simulate(
             "which is best."
         ),
     ] = "1",
-    merge_every: Annotated[
-        int, typer.Option(help="Groups merge their copies every so many batches; 0: never.")
-    ] = 1,
-    merge: Annotated[
-        Merge,
-        typer.Option(help="What they merge: touched rows, averaged, or every batch's gradients."),
-    ] = Merge.AVERAGED,
     layout: Annotated[
         Layout,
         typer.Option(help="Neighbours in a node: replicas of a shard, or shards of a group."),
@@ -150,25 +153,10 @@ def simulate(
     if print_hardware:
         write_text(STDOUT, to_toml(cluster))
         return
-    if not 0 <= merge_every <= MOST_BETWEEN:
-        raise ConfigError(
-            f"merge-every is {merge_every}; give a number of batches from 0 to {MOST_BETWEEN:,}"
-        )
-    if merge is Merge.EXACT and merge_every != 1:
-        raise ConfigError(
-            f"merge-every is {merge_every} and the copies are exact, so they merge in every batch; "
-            "use --merge-every 1 or --merge averaged"
-        )
-    options = PlanOptions(
-        micro_batches=micro_batches,
-        retrieval=retrieval,
-        stages=stages,
-        exchange=exchange,
-        merge_every=merge_every,
-        merge=merge,
-        speculative_rows=speculative_rows,
-        buffers=buffers,
-    )
+    if options.merge_every > MOST_BETWEEN:
+        raise ConfigError(f"merge_every is {options.merge_every}; use at most {MOST_BETWEEN:,}")
+    if options.merge is Merge.EXACT and options.merge_every == 0:
+        raise ConfigError("merge_every is 0 and merge 'exact'; use --merge-every 1")
     plan_for(plan_name, options, 1)  # refuses what cannot be, before anything is read
     numbers = _numbers("workers", workers, MOST_WORKERS)
     if batches < 12:
@@ -191,7 +179,7 @@ def simulate(
             chosen, cluster, scales, batches=batches, fitted=fitted, progress=advance
         )
     if svg is not None:
-        title = f"{plan_name}, {micro_batches} micro-batches: where a step's time goes"
+        title = f"{plan_name}, {options.micro_batches} micro-batches: where a step's time goes"
         write_text(svg, chart(points, title))
     if trace is not None:
         _write_trace(trace, chosen, cluster, scales[-1], fitted, batches)

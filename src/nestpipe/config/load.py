@@ -1,6 +1,6 @@
 """From TOML to a frozen dataclass: a section is a dataclass, a key is one of its fields.
 
-A field may be an int, a float, a bool, a str, a Literal, a dataclass, `tuple[X, ...]` of
+A field may be an int, a float, a bool, a str, a Literal, a StrEnum, a dataclass, `tuple[X, ...]` of
 these, or one of these or None. A key that is left out takes the field's default.
 """
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from difflib import get_close_matches
-from typing import Any, Literal, cast, get_args, get_origin
+from enum import StrEnum
+from typing import Any, Literal, TypeGuard, cast, get_args, get_origin
 
 from nestpipe.errors import ConfigError
 
@@ -43,16 +44,18 @@ _GIVE_LIST = {
 
 
 def fit_leaf(wanted: Any, given: object, where: str) -> object:
-    """`given` as an int, float, bool, str or Literal, or an error that names the key `where`."""
+    """`given` as an int, float, bool, str or one of the allowed words, or an error with its key."""
     if not _fits(wanted, given):
         raise ConfigError(f"{where} is {show(given)}; {advice(wanted, given)}")
-    return float(cast("float", given)) if wanted is float else given
+    if wanted is float:
+        return float(cast("float", given))
+    return wanted(given) if _is_enum(wanted) else given
 
 
 def advice(wanted: Any, given: object = None) -> str:
     """What to write for a key of type `wanted`, where `given` was written."""
-    if get_origin(wanted) is Literal:
-        return _advise_choice(get_args(wanted), given)
+    if choices := _choices(wanted):
+        return _advise_choice(choices, given)
     if get_origin(wanted) is tuple:
         return f"give {_GIVE_LIST.get(get_args(wanted)[0], 'a list')}"
     return f"give {_GIVE[wanted]}"
@@ -75,10 +78,23 @@ def _fits(wanted: Any, given: object) -> bool:
     """Compare types exactly: a bool is no int here. Only a float field takes an int too."""
     if get_origin(wanted) is Literal:
         return any(type(given) is type(choice) and given == choice for choice in get_args(wanted))
+    if _is_enum(wanted):
+        return isinstance(given, str) and given in list(wanted)
     if wanted is float:
         return type(given) in (int, float) and _is_number(cast("float", given))
     assert wanted in _GIVE or get_origin(wanted) is tuple, f"a config field cannot be {wanted}"
     return type(given) is wanted
+
+
+def _is_enum(wanted: Any) -> TypeGuard[type[StrEnum]]:
+    return isinstance(wanted, type) and issubclass(wanted, StrEnum)
+
+
+def _choices(wanted: Any) -> tuple[object, ...]:
+    """The values that a Literal or an enum allows; none for other types."""
+    if get_origin(wanted) is Literal:
+        return get_args(wanted)
+    return tuple(member.value for member in wanted) if _is_enum(wanted) else ()
 
 
 def _is_number(value: float) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor
 from nestpipe.embedding.routing.owners import RowSelection, WorkingSet
 from nestpipe.embedding.store.protocol import RowStore
 from nestpipe.embedding.transports import BufferRows, choose_transport
-from nestpipe.schedule.schedule import Retrieval, Shape
+from nestpipe.schedule import Retrieval, Shape
 
 # Shapes: K rows of a working set, W weights and state
 

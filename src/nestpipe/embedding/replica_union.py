@@ -17,7 +17,7 @@ from torch import Tensor
 from nestpipe.comm.communicator import Communicator
 from nestpipe.embedding.routing.lists import KeyUnion
 from nestpipe.kernels.rows.segments import Segments, ends_of
-from nestpipe.schedule.schedule import Merge, Shape
+from nestpipe.schedule import Merge, Shape
 
 # Shapes: K keys of a working set, U keys that replicas merge, S all of their keys as they come,
 # G groups of ranks, C tables

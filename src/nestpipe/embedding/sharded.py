@@ -50,7 +50,7 @@ from nestpipe.kernels.rows.segments import (
     sum_segments,
     use_native,
 )
-from nestpipe.schedule.schedule import Exchange, Merge, Retrieval, Shape
+from nestpipe.schedule import Exchange, Merge, Retrieval, Shape
 
 # Shapes: P rows that come for a micro-batch, K rows of a working set, D weights, W weights and
 # state, R ranks, M micro-batches, C tables of a group, G groups

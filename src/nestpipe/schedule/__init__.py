@@ -10,10 +10,19 @@ from nestpipe.schedule.check import (
     violations,
 )
 from nestpipe.schedule.op import COLLECTIVES, MICRO_KINDS, Kind, Lane, Op
+from nestpipe.schedule.options import (
+    Exchange,
+    Merge,
+    PipelineOptions,
+    PlanOptions,
+    ReplicaOptions,
+    Retrieval,
+    plan_options_of,
+    with_default,
+)
 from nestpipe.schedule.plans import (
     PLANS,
     Plan,
-    PlanOptions,
     plan,
     usable,
     with_early_rows,
@@ -21,7 +30,7 @@ from nestpipe.schedule.plans import (
     with_separate_key_group,
     with_third_buffer,
 )
-from nestpipe.schedule.schedule import Exchange, Merge, Retrieval, Schedule, Shape, Step
+from nestpipe.schedule.schedule import Schedule, Shape, Step
 from nestpipe.schedule.text import from_text, nominal_trace, to_text
 
 __all__ = [
@@ -34,8 +43,10 @@ __all__ = [
     "Lane",
     "Merge",
     "Op",
+    "PipelineOptions",
     "Plan",
     "PlanOptions",
+    "ReplicaOptions",
     "Retrieval",
     "Schedule",
     "Shape",
@@ -46,10 +57,12 @@ __all__ = [
     "happens_before",
     "nominal_trace",
     "plan",
+    "plan_options_of",
     "redundant_edges",
     "to_text",
     "usable",
     "violations",
+    "with_default",
     "with_early_rows",
     "with_separate_dense_group",
     "with_separate_key_group",

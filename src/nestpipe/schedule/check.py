@@ -24,7 +24,8 @@ from nestpipe.schedule.effects import (
     reference_position,
 )
 from nestpipe.schedule.op import MICRO_KINDS, SPECULATIVE_KINDS, Kind, Op
-from nestpipe.schedule.schedule import Retrieval, Schedule, Shape
+from nestpipe.schedule.options import Retrieval
+from nestpipe.schedule.schedule import Schedule, Shape
 from nestpipe.schedule.text import nominal_trace
 from nestpipe.trace import Trace, grid
 

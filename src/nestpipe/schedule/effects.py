@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from nestpipe.schedule.op import Kind, Op
-from nestpipe.schedule.schedule import Exchange, Merge, Retrieval, Shape
+from nestpipe.schedule.options import Exchange, Merge, Retrieval
+from nestpipe.schedule.schedule import Shape
 
 K = Kind
 Cell = tuple[str, int]

@@ -9,12 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
-from nestpipe.deprecated import renamed_fields
 from nestpipe.errors import PlanError
 from nestpipe.schedule.dependencies import waits
 from nestpipe.schedule.op import Kind, Op
-from nestpipe.schedule.schedule import Exchange, Merge, Retrieval, Schedule, Shape, Step
+from nestpipe.schedule.options import (
+    LOOKUP_STAGES,
+    Exchange,
+    PlanOptions,
+    Retrieval,
+    plan_options_of,
+)
+from nestpipe.schedule.schedule import Schedule, Shape, Step
 from nestpipe.schedule.ticks import (
     Ahead,
     Slot,
@@ -29,12 +36,6 @@ from nestpipe.schedule.ticks import (
 )
 
 K = Kind
-LOOKUP_STAGES = 4
-"""Stages before forward and backward: prefetch, copy, route, retrieve."""
-
-
-MOST_MICROS = 1024
-"""More than any batch could be cut into with profit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,43 +162,6 @@ def _exists(op: Op, end: int | None) -> bool:
     return op.batch >= 0 and (end is None or op.batch < end)
 
 
-@renamed_fields
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanOptions:
-    """What a caller may choose about any plan."""
-
-    micro_batches: int = 1
-    """Micro-batches per batch."""
-    retrieval: Retrieval = Retrieval.WHOLE
-    """Which rows travel between host memory and the device."""
-    stages: int = LOOKUP_STAGES
-    """Over how many batches the lookup may be spread; 1 prefetches in a single stage."""
-    exchange: Exchange = Exchange.MICRO
-    """Whether micro-batches of a window share rows, or each asks for its own."""
-    merge_every: int = 0
-    """Merge replicas in every so manieth batch (2D parallelism); 0: no replicas."""
-    merge: Merge = Merge.AVERAGED
-    """What of replicas is merged: rows after `update`, or the gradients of every batch before."""
-    speculative_rows: bool = False
-    """Send the rows of the first micro-batch under the last one of the batch before."""
-    buffers: int = 2
-    """For rows on the device; with 3, rows are written back while the next are read."""
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.micro_batches <= MOST_MICROS:
-            raise PlanError(f"micro-batches cannot be {self.micro_batches}; use 1 to {MOST_MICROS}")
-        if not 1 <= self.stages <= LOOKUP_STAGES:
-            raise PlanError(f"lookup stages cannot be {self.stages}; use 1 to {LOOKUP_STAGES}")
-        if self.merge_every < 0:
-            raise PlanError(f"mirror interval cannot be {self.merge_every}; use 0 or more")
-        if self.buffers not in (2, 3):
-            raise PlanError(f"buffers cannot be {self.buffers}; use 2 or 3")
-        if self.merge is Merge.EXACT and self.merge_every > 1:
-            raise PlanError(
-                f"mirror interval cannot be {self.merge_every} where replicas are exact; use 1"
-            )
-
-
 def serial(options: PlanOptions) -> Plan:
     """Nothing overlaps: the reference for every other plan."""
     return _plan("serial", options, Ahead(), lookup_first, taking_turns, overlaps=False)
@@ -287,17 +251,16 @@ def _plan(
     lookahead = ahead.prefetch + 1
     # One micro-batch is a window of its own: both exchanges are the same.
     exchange = options.exchange if options.micro_batches > 1 else Exchange.MICRO
+    chosen: dict[str, Any] = dict(plan_options_of(options))
+    chosen["exchange"] = exchange
+    chosen["buffers"] = 1 if whole and ahead.retrieve == 0 else 2
+    chosen["speculative_rows"] = False  # `with_early_rows` turns it on
     shape = Shape(
+        **chosen,
         plan=name,
-        micro_batches=options.micro_batches,
-        retrieval=options.retrieval,
         lookahead=lookahead,
         slots=lookahead if whole else lookahead + 1,
-        buffers=1 if whole and ahead.retrieve == 0 else 2,
         receive=_receive(options.micro_batches, exchange, window),
-        merge_every=options.merge_every,
-        merge=options.merge,
-        exchange=exchange,
         overlaps=overlaps,
         window_overlaps=window is overlapped,
         retrieves_ahead=ahead.retrieve > 0,

@@ -4,37 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import StrEnum
 
 from nestpipe.schedule.op import COLLECTIVES, ROUTING_COLLECTIVES, Kind, Lane, Op
-
-
-class Retrieval(StrEnum):
-    """Which rows `retrieve` reads and `writeback` writes."""
-
-    WHOLE = "whole"
-    """The batch's whole working set, as in the paper."""
-    NEW = "new"
-    """Only rows that the active buffer does not hold are read, only rows that leave are written."""
-
-
-class Exchange(StrEnum):
-    """What the micro-batches of a window ask other ranks for, and what they send back."""
-
-    MICRO = "micro"
-    """Each its own rows and gradients, as in the paper."""
-    WINDOW = "window"
-    """Each only rows that no earlier one has, and gradients after the last use of their row."""
-
-
-class Merge(StrEnum):
-    """How replicas of a row in other groups of workers are kept together (2D parallelism)."""
-
-    AVERAGED = "averaged"
-    """Weights and state of all rows that changed since the last time, after `update`."""
-    EXACT = "exact"
-    """The gradients of every batch, before `update`: replicas never differ."""
-
+from nestpipe.schedule.options import Merge, PlanOptions, Retrieval
 
 _USUAL_LANE = {
     Kind.PREFETCH: Lane.LOADER,
@@ -59,32 +31,23 @@ _USUAL_LANE = {
 """Where a kind of op runs unless the shape says otherwise; `Shape.lane` is the answer."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """What a schedule promises to stay within; every op's memory follows from it."""
+@dataclass(frozen=True, kw_only=True)
+class Shape(PlanOptions):
+    """What a schedule promises to stay within; every op's memory follows from it.
+
+    Options are those that the plan has a use for: `buffers` may be 1, where nothing is read ahead.
+    With three, `retrieve` takes over on the device what is not yet stored: rows that the batch
+    before the last has, and the last one has not.
+    """
 
     plan: str
     """The name of the plan that made it: a label for people, nothing depends on it."""
-    micro_batches: int
-    """Micro-batches in one frozen window."""
-    retrieval: Retrieval
-    """Which rows travel between host memory and the device buffers."""
     lookahead: int
     """Batches in flight at most, from their `prefetch` to the end of their `retire` op."""
     slots: int
     """Places on the device for a batch's samples and key lists, used in turn."""
-    buffers: int
-    """Device buffers for rows with their state, used in turn. With three of them rows are written
-    back while the next are read, and `retrieve` takes over on the device what is not yet stored:
-    rows that the batch before the last has, and the last one has not."""
     receive: int
     """Places for the rows and row gradients of a micro-batch, used in turn."""
-    merge_every: int = 0
-    """Replicas are merged in every so manieth batch; 0: there are no replicas."""
-    merge: Merge = Merge.AVERAGED
-    """What of them is merged, and when in the batch."""
-    exchange: Exchange = Exchange.MICRO
-    """Whether the micro-batches of a window share the rows that come, and their gradients."""
     overlaps: bool = True
     """Whether ops of different lanes may run at a time; else each starts where the one before it in
     issue order has ended."""
@@ -101,9 +64,8 @@ class Shape:
     """Whether dense gradients are summed in a network of their own, begun by the last `dense` and
     ended by `reduce`, which then applies them; `update` is left with the rows."""
 
-    speculative_rows: bool = False
-    """Whether the rows of the first micro-batch are sent before the batch before has been updated;
-    those that it changes are sent again by `fresh`."""
+    def __post_init__(self) -> None:
+        """A plan or a file says what is so; the checker judges it."""
 
     def lane(self, kind: Kind) -> Lane:
         """Where an op runs, the one answer to that question."""

@@ -12,78 +12,59 @@ Blank lines and whatever follows a `#` are ignored.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import TypeVar
+from collections.abc import Iterator
+from dataclasses import MISSING, fields
+from enum import StrEnum
+from typing import Any
 
 from nestpipe.deprecated import WORDS, current_word
 from nestpipe.errors import ParseError
 from nestpipe.schedule.op import Kind, Lane, Op
-from nestpipe.schedule.schedule import Exchange, Merge, Retrieval, Schedule, Shape, Step
+from nestpipe.schedule.schedule import Schedule, Shape, Step
 from nestpipe.trace import Span, Trace
 
-_T = TypeVar("_T")
-_EXAMPLE_OF = {
+_TOLD_FIRST = [
+    "micro_batches",
+    "retrieval",
+    "lookahead",
+    "slots",
+    "buffers",
+    "receive",
+    "merge_every",
+]
+_ALWAYS_TOLD = frozenset((*_TOLD_FIRST, "stale"))
+"""Facts that a reader looks for; the others are told where they are not as usual."""
+_KNOWN = {known.name: known for known in fields(Shape) if known.name != "plan"}
+FACTS = (*_TOLD_FIRST, *(name for name in _KNOWN if name not in _TOLD_FIRST))
+"""The fields of the shape, in the order of the text."""
+_EXAMPLES = {
     "schedule": "nested",
     "batches": "3",
     "micro_batches": "2",
-    "retrieval": "whole",
     "lookahead": "5",
     "slots": "5",
-    "buffers": "2",
     "receive": "2",
-    "merge_every": "0",
     "merge": "exact",
     "exchange": "window",
-    "overlaps": "yes",
-    "window_overlaps": "no",
-    "retrieves_ahead": "no",
-    "stale": "no",
-    "separate_key_group": "no",
-    "separate_dense_group": "no",
-    "speculative_rows": "no",
 }
-"""Every fact at the head of a schedule, with a value it may have."""
-_USUAL = {
-    "merge": "averaged",
-    "exchange": "micro",
-    "overlaps": "yes",
-    "window_overlaps": "no",
-    "retrieves_ahead": "no",
-    "separate_key_group": "no",
-    "separate_dense_group": "no",
-    "speculative_rows": "no",
-}
-"""Facts that are only told where they are otherwise."""
-
-
-OLD_FACTS = frozenset(old for old, new in WORDS.items() if new in _EXAMPLE_OF)
+"""Values for facts that have no usual one, or one that would teach little."""
+_WORDS = {"schedule", "batches", *FACTS}
+OLD_FACTS = frozenset(old for old, new in WORDS.items() if new in _WORDS)
 
 
 def to_text(schedule: Schedule) -> str:
     """The schedule as text: a line per fact, then a line per step in issue order."""
     shape = schedule.shape
-    facts = {
-        "schedule": shape.plan,
-        "batches": schedule.batches,
-        "micro_batches": shape.micro_batches,
-        "retrieval": shape.retrieval,
-        "lookahead": shape.lookahead,
-        "slots": shape.slots,
-        "buffers": shape.buffers,
-        "receive": shape.receive,
-        "merge_every": shape.merge_every,
-        "merge": shape.merge,
-        "exchange": shape.exchange,
-        "overlaps": "yes" if shape.overlaps else "no",
-        "window_overlaps": "yes" if shape.window_overlaps else "no",
-        "retrieves_ahead": "yes" if shape.retrieves_ahead else "no",
-        "stale": "yes" if shape.stale else "no",
-        "separate_key_group": "yes" if shape.separate_key_group else "no",
-        "separate_dense_group": "yes" if shape.separate_dense_group else "no",
-        "speculative_rows": "yes" if shape.speculative_rows else "no",
-    }
-    head = [f"{name} {value}" for name, value in facts.items() if _USUAL.get(name) != value]
+    head = [f"schedule {shape.plan}", f"batches {schedule.batches}"]
+    for name in FACTS:
+        value = getattr(shape, name)
+        if name in _ALWAYS_TOLD or value != _KNOWN[name].default:
+            head.append(f"{name} {_word(value)}")
     return "\n".join([*head, "", *map(str, schedule), ""])
+
+
+def _word(value: object) -> str:
+    return ("no", "yes")[value] if isinstance(value, bool) else str(value)
 
 
 def from_text(text: str) -> Schedule:
@@ -94,7 +75,7 @@ def from_text(text: str) -> Schedule:
     for number, line in lines:
         word, _, rest = line.partition(" ")
         word = current_word(word) if word in OLD_FACTS else word
-        if word in _EXAMPLE_OF:
+        if word in _WORDS:
             if steps:
                 raise ParseError(f"line {number}: {line!r} is a fact; put it above the first op")
             if word in facts:
@@ -122,65 +103,45 @@ def _step(number: int, line: str) -> Step:
 
 
 def _schedule(facts: dict[str, str], steps: list[Step]) -> Schedule:
-    facts = {**_USUAL, **facts}
     if not steps:
         raise ParseError("the schedule has no op; add lines like `prefetch 0`")
-    shape = Shape(
-        plan=_read(facts, "schedule", _name),
-        micro_batches=_read(facts, "micro_batches", _at_least(1)),
-        retrieval=_read(facts, "retrieval", Retrieval),
-        lookahead=_read(facts, "lookahead", _at_least(1)),
-        slots=_read(facts, "slots", _at_least(1)),
-        buffers=_read(facts, "buffers", _at_least(1)),
-        receive=_read(facts, "receive", _at_least(1)),
-        merge_every=_read(facts, "merge_every", _at_least(0)),
-        merge=_read(facts, "merge", Merge),
-        exchange=_read(facts, "exchange", Exchange),
-        overlaps=_read(facts, "overlaps", _yes),
-        window_overlaps=_read(facts, "window_overlaps", _yes),
-        retrieves_ahead=_read(facts, "retrieves_ahead", _yes),
-        stale=_read(facts, "stale", _yes),
-        separate_key_group=_read(facts, "separate_key_group", _yes),
-        separate_dense_group=_read(facts, "separate_dense_group", _yes),
-        speculative_rows=_read(facts, "speculative_rows", _yes),
-    )
-    batches = _read(facts, "batches", _at_least(1))
+    told = [name for name in FACTS if name in facts or name in _ALWAYS_TOLD]
+    values = {name: _read(facts, name) for name in told}
+    shape = Shape(plan=_read(facts, "schedule"), **values)
+    batches = _read(facts, "batches")
     for name, count in (("batches", batches), ("micro_batches", shape.micro_batches)):
         if count > len(steps):
             raise ParseError(f"{count} {name} cannot fit into {len(steps)} ops; mend that line")
     return Schedule(shape, batches, tuple(steps))
 
 
-def _read(facts: dict[str, str], name: str, read: Callable[[str], _T]) -> _T:
-    example = f"{name} {_EXAMPLE_OF[name]}"
+def _read(facts: dict[str, str], name: str) -> Any:
+    """The value of a fact, of the type that the field has."""
+    usual = _KNOWN[name].default if name in _KNOWN else MISSING
+    example = f"{name} {_EXAMPLES.get(name, _word(usual))}"
     if name not in facts:
         raise ParseError(f"the schedule does not say its {name!r}; add a line like `{example}`")
     try:
-        return read(facts[name])
+        return _value(name, facts[name], usual)
     except ValueError:
         raise ParseError(f"{name!r} cannot be {facts[name]!r}; write it like `{example}`") from None
 
 
-def _at_least(least: int) -> Callable[[str], int]:
-    def read(text: str) -> int:
-        value = int(text)
-        if value < least:
+def _value(name: str, text: str, usual: object) -> object:
+    if name == "schedule":
+        if not text.isidentifier():
             raise ValueError
-        return value
-
-    return read
-
-
-def _name(text: str) -> str:
-    if not text.isidentifier():
+        return text
+    if isinstance(usual, StrEnum):
+        return type(usual)(text)
+    if isinstance(usual, bool):
+        if text not in ("yes", "no"):
+            raise ValueError
+        return text == "yes"
+    least = 0 if usual == 0 else 1
+    if int(text) < least:
         raise ValueError
-    return text
-
-
-def _yes(text: str) -> bool:
-    if text not in ("yes", "no"):
-        raise ValueError
-    return text == "yes"
+    return int(text)
 
 
 # A schedule laid out in time with nominal durations, so that it can be drawn.

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from nestpipe.schedule.op import Kind
-from nestpipe.schedule.schedule import Merge, Retrieval, Shape
+from nestpipe.schedule.options import Merge, Retrieval
+from nestpipe.schedule.schedule import Shape
 
 K = Kind
 

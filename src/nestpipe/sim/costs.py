@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from math import log2
 
+from nestpipe.schedule import Exchange, Merge, Retrieval, Shape
 from nestpipe.schedule.op import Kind
-from nestpipe.schedule.schedule import Exchange, Merge, Retrieval, Shape
 from nestpipe.sim.cluster import Cluster, Network, Workload, shards_of
 
 K = Kind

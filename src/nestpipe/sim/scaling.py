@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 
-from nestpipe.schedule.plans import Plan, PlanOptions, plan
+from nestpipe.schedule import Plan, PlanOptions, plan
 from nestpipe.sim.cluster import Cluster
 from nestpipe.sim.costs import Layout, Scale, merged_bytes
 from nestpipe.sim.report import DEFAULT_BATCHES, Figures, simulate

@@ -16,6 +16,7 @@ from statistics import median
 import numpy as np
 
 from nestpipe.errors import ParseError
+from nestpipe.schedule import Retrieval
 from nestpipe.schedule.op import (
     COLLECTIVES,
     MICRO_KINDS,
@@ -25,7 +26,6 @@ from nestpipe.schedule.op import (
     parse_kind,
 )
 from nestpipe.schedule.plans import Plan
-from nestpipe.schedule.schedule import Retrieval
 from nestpipe.sim.cluster import Cluster
 from nestpipe.sim.costs import Costs, Scale, costs
 from nestpipe.sim.replay import CostOf, Sharing, replay_shared

@@ -5,68 +5,59 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from nestpipe.config import positive
+from nestpipe.config import not_negative, positive
 from nestpipe.deprecated import renamed_fields
 from nestpipe.errors import ConfigError
 from nestpipe.schedule import (
     PLANS,
-    Exchange,
     Merge,
+    PipelineOptions,
     Plan,
     PlanOptions,
+    ReplicaOptions,
     Retrieval,
     plan,
+    plan_options_of,
     usable,
+    with_default,
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ParallelSettings:
+@dataclass(frozen=True, kw_only=True)
+class ParallelSettings(ReplicaOptions):
     """Two-dimensional parallelism: every group of ranks has all tables, sharded among them."""
 
     groups: int = 1
     """Groups of ranks; keys, rows and row gradients never leave one."""
-    merge: Literal["exact", "averaged"] = "exact"
-    """How groups keep together: `exact` sums the row gradients of every batch over all groups;
-    `averaged` lets each group train on its own samples, and averages the rows now and then."""
-    merge_every: int = 1
-    """averaged: batches from one time to the next."""
+    # Groups are exact unless told: then they train as one group does.
+    merge: Merge = with_default(ReplicaOptions, "merge", Merge.EXACT)
+    merge_every: int = with_default(ReplicaOptions, "merge_every", 1)
     layout: Literal["auto", "replicas", "shards"] = "auto"
     """Which ranks are neighbours: the replicas of a shard, or the shards of a group; `auto`:
     replicas, where they fit into one machine."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         positive("groups", self.groups)
         positive("merge_every", self.merge_every)
-        if self.merge == "exact" and self.merge_every != 1:
-            raise ConfigError(
-                f"merge_every is {self.merge_every} and merge 'exact'; exact groups merge every "
-                "batch, so leave it at 1, or use merge 'averaged'"
-            )
 
 
 @renamed_fields
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PipelineSettings:
+@dataclass(frozen=True, kw_only=True)
+class PipelineSettings(PipelineOptions):
     """The schedule of a run: how fast training is.
 
-    The plan and the retrieval never change what comes out; micro-batches, their cut, their
-    sizes and their exchange change only the order of sums; a wire of bfloat16 rounds.
+    The plan, the retrieval, the stages, speculative rows and buffers never change what comes out.
+    Micro-batches, how samples are dealt to them, their sizes and their exchange change only the
+    order of sums; a `comm_dtype` of bfloat16 rounds.
     """
 
     plan: str = "serial"
     """How ops overlap: one of the plans of `nestpipe draw`."""
-    micro_batches: int = 1
-    """Slices of one batch inside a frozen window; 1 turns the inner pipeline off."""
-    retrieval: Literal["whole", "new"] = "whole"
-    """Rows fetched per batch: the whole working set, or only what the device does not hold."""
-    exchange: Literal["micro", "window"] = "micro"
-    """Between ranks: each micro-batch asks for its own rows, or only for those that no earlier
-    one of the batch has, and sends a row's gradient after its last use."""
     comm_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Numbers of rows and row gradients between ranks; bfloat16 halves what is sent."""
+    """Type of rows and row gradients between ranks; bfloat16 halves what is sent."""
     micro_batching: Literal["contiguous", "random", "clustered"] = "contiguous"
-    """How samples are dealt to micro-batches; `clustered`: those that share keys meet."""
+    """How samples are dealt to micro-batches; `clustered` puts those that share keys together."""
     first: float = 1.0
     """Size of the first micro-batch over that of those in the middle: no compute hides the exchange
     of its rows."""
@@ -74,40 +65,23 @@ class PipelineSettings:
     """Size of the last one: none hides the exchange of its gradients, but its backward pass hides
     the sum of dense gradients."""
 
-    speculative_rows: bool = False
-    """nested: send the rows of the first micro-batch under the last one of the batch before, and
-    then, when that is updated, once more those that it changed."""
-    buffers: int = 2
-    """dual_buffer and nested, of new rows: buffers of rows on the device. With 3, rows are written
-    back while the next are read, and a row that skips one batch stays on the device."""
-
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.plan not in PLANS:
             raise ConfigError(f"plan is {self.plan!r}; use one of {', '.join(PLANS)}")
-        positive("micro_batches", self.micro_batches)
         positive("first", self.first)
         positive("last", self.last)
-        if self.buffers not in (2, 3):
-            raise ConfigError(f"buffers is {self.buffers}; use 2 or 3")
-        whole = self.retrieval != "new"
+        whole = self.retrieval is Retrieval.WHOLE
         if self.buffers == 3 and whole and plan(self.plan).shape.refreshes_ahead:
             raise ConfigError(
-                f"buffers is 3 and retrieval {self.retrieval!r}; a third buffer is for rows that "
-                "are not read again, so set retrieval = 'new', or two buffers"
+                "buffers is 3 and retrieval 'whole'; a third buffer is for rows that are not read "
+                "again, so set retrieval = 'new', or two buffers"
             )
 
     def make_plan(self, parallel: ParallelSettings | None = None) -> Plan:
         """The plan, with what several groups of ranks add to it."""
-        replicas = parallel is not None and parallel.groups > 1
-        options = PlanOptions(
-            micro_batches=self.micro_batches,
-            retrieval=Retrieval(self.retrieval),
-            exchange=Exchange(self.exchange),
-            merge_every=parallel.merge_every if parallel is not None and replicas else 0,
-            speculative_rows=self.speculative_rows,
-            buffers=self.buffers,
-            merge=Merge(parallel.merge) if parallel is not None and replicas else Merge.AVERAGED,
-        )
+        replicas = [parallel] if parallel is not None and parallel.groups > 1 else []
+        options = PlanOptions(**dict(plan_options_of(self, *replicas)))
         return plan(self.plan, usable(self.plan, options))
 
 
@@ -149,9 +123,9 @@ class DenseSettings:
         positive("lr", self.lr)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainSettings:
-    """Everything about a run that is not its data or its model."""
+@dataclass(frozen=True, kw_only=True)
+class ExecutionSettings:
+    """What every rank computes with, whoever drives it."""
 
     batch: int = 512
     """Samples of a global batch, over all ranks."""
@@ -169,10 +143,17 @@ class TrainSettings:
     there itself. The system cannot use that memory for anything else. The result is the same."""
     store_threads: int = 0
     """Threads of the host store; 0: as many as torch uses."""
+
+    def __post_init__(self) -> None:
+        positive("batch", self.batch)
+        not_negative("store_threads", self.store_threads)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSettings(ExecutionSettings):
+    """Everything about a trainer that is not its data or its model."""
+
     pipeline: PipelineSettings = field(default_factory=PipelineSettings)
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
     rows: RowSettings = field(default_factory=RowSettings)
     dense: DenseSettings = field(default_factory=DenseSettings)
-
-    def __post_init__(self) -> None:
-        positive("batch", self.batch)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 import torch
@@ -31,6 +31,7 @@ from nestpipe.models import (
 )
 from nestpipe.train.config import (
     DenseSettings,
+    ExecutionSettings,
     ParallelSettings,
     PipelineSettings,
     RowSettings,
@@ -83,26 +84,14 @@ class ModelConfig:
         not_negative("num_items", self.num_items)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunConfig:
-    """`[run]`: how long, where, and what is written on the way."""
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(ExecutionSettings):
+    """`[run]`: what to compute with, how long, and what is written on the way."""
 
-    batch: int = 512
-    """Samples of a global batch, over all ranks."""
     epochs: int = 1
     """Passes over the data."""
     steps: int = 0
     """Stop after so many batches; 0: only after the epochs."""
-    seed: int = 0
-    """Same seed, same data, same ranks, same micro-batches: the same bits."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to compute; `auto`: a GPU if there is one."""
-    native: bool = True
-    """Keep rows in the native host store; off: in its plain twin, slow and readable."""
-    in_place: bool = True
-    """Remember where rows in flight live; on the host, use them there if possible."""
-    pin_rows: bool = True
-    """With a GPU: pin the rows in host memory, so that it reads and writes them itself."""
     timeout_s: float = DEFAULT_TIMEOUT_S
     """Seconds that a rank waits for its peers in one collective before it gives up."""
     eval_every: int = 0
@@ -117,7 +106,7 @@ class RunConfig:
     """Folder for TensorBoard; empty: none."""
 
     def __post_init__(self) -> None:
-        positive("batch", self.batch)
+        super().__post_init__()
         positive("epochs", self.epochs)
         positive("timeout_s", self.timeout_s)
         if self.timeout_s > MOST_TIMEOUT_S:
@@ -139,14 +128,9 @@ class JobConfig:
     dense: DenseSettings = field(default_factory=DenseSettings)
 
     def settings(self) -> TrainSettings:
-        run = self.run
+        shared = {known.name: getattr(self.run, known.name) for known in fields(ExecutionSettings)}
         return TrainSettings(
-            batch=run.batch,
-            seed=run.seed,
-            device=run.device,
-            native=run.native,
-            in_place=run.in_place,
-            pin_rows=run.pin_rows,
+            **shared,
             pipeline=self.pipeline,
             parallel=self.parallel,
             rows=self.rows,

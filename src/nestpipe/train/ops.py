@@ -20,8 +20,8 @@ from nestpipe.embedding.sharded import ShardedTables
 from nestpipe.errors import RunError
 from nestpipe.models.protocol import RecModel
 from nestpipe.runtime import StopSignal
+from nestpipe.schedule import Merge
 from nestpipe.schedule.op import Kind, Op
-from nestpipe.schedule.schedule import Merge
 from nestpipe.train.grad_buckets import EarlySums
 
 K = Kind

@@ -93,8 +93,8 @@ def test_the_paper_ends_with_2d_and_with_4096_workers(run):
         (["--groups", "some"], "groups cannot be 'some'; give whole numbers"),
         (["--groups", "1,5", "--workers", "64"], "64 workers cannot form 5 equal groups"),
         (["--groups", "0"], "groups cannot be '0'"),
-        (["--merge", "exact", "--merge-every", "4"], "merge-every is 4 and the copies are exact"),
-        (["--merge-every", "-1"], "merge-every is -1; give a number of batches"),
+        (["--merge", "exact", "--merge-every", "4"], "merge_every is 4 and merge 'exact'"),
+        (["--merge-every", "-1"], "merge_every is -1; use 0 or more"),
         (["--groups", "auto", "--svg", "a.svg"], "give one number of groups"),
     ],
 )

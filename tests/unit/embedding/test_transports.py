@@ -29,7 +29,7 @@ from nestpipe.embedding.transports import (
     choose_transport,
 )
 from nestpipe.kernels.rows.native import RowPointers, copy_rows
-from nestpipe.schedule.schedule import Retrieval
+from nestpipe.schedule import Retrieval
 
 CPU = torch.device("cpu")
 TABLES, DIM, STATE = 2, 5, 2

@@ -118,7 +118,7 @@ def test_a_third_buffer_is_not_for_whole_working_sets(name: str) -> None:
 
 
 def test_there_are_two_buffers_or_three() -> None:
-    with pytest.raises(PlanError, match="buffers cannot be 4; use 2 or 3"):
+    with pytest.raises(PlanError, match="buffers is 4; use 2 or 3"):
         PlanOptions(buffers=4)
 
 
@@ -365,11 +365,11 @@ def test_a_reader_of_a_long_stream_remembers_only_recent_ops(
 @pytest.mark.parametrize(
     ("ask", "sentence"),
     [
-        (lambda: PlanOptions(micro_batches=0), "micro-batches cannot be 0; use 1 to 1024"),
-        (lambda: PlanOptions(micro_batches=1025), "micro-batches cannot be 1025; use 1 to 1024"),
-        (lambda: PlanOptions(stages=0), "lookup stages cannot be 0; use 1 to 4"),
-        (lambda: PlanOptions(stages=5), "lookup stages cannot be 5; use 1 to 4"),
-        (lambda: PlanOptions(merge_every=-1), "mirror interval cannot be -1; use 0 or more"),
+        (lambda: PlanOptions(micro_batches=0), "micro_batches is 0; use 1 to 1024"),
+        (lambda: PlanOptions(micro_batches=1025), "micro_batches is 1025; use 1 to 1024"),
+        (lambda: PlanOptions(stages=0), "stages is 0; use 1 to 4"),
+        (lambda: PlanOptions(stages=5), "stages is 5; use 1 to 4"),
+        (lambda: PlanOptions(merge_every=-1), "merge_every is -1; use 0 or more"),
         (lambda: plan("nested").schedule(0), "cannot plan 0 batches; ask for at least 1"),
         (
             lambda: plan("nestled"),

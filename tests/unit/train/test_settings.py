@@ -4,7 +4,7 @@ import pytest
 
 from nestpipe.config import build
 from nestpipe.errors import ConfigError, PlanError
-from nestpipe.schedule import PLANS, Kind
+from nestpipe.schedule import PLANS, Kind, Retrieval
 from nestpipe.train.config import ParallelSettings, PipelineSettings
 
 IN_GROUPS = [
@@ -28,7 +28,7 @@ def test_groups_refuse_rows_that_are_sent_early(given):
 
 @pytest.mark.parametrize("name", ["serial", "sparse_dist", "frozen_window"])
 def test_a_third_buffer_is_of_no_use_where_nothing_is_looked_up_ahead(name):
-    three, two = (PipelineSettings(plan=name, retrieval="new", buffers=n) for n in (3, 2))
+    three, two = (PipelineSettings(plan=name, retrieval=Retrieval.NEW, buffers=n) for n in (3, 2))
     assert three.make_plan() == two.make_plan()
 
 

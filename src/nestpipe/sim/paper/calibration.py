@@ -13,8 +13,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from nestpipe.schedule import PlanOptions, plan
 from nestpipe.schedule.op import Kind
-from nestpipe.schedule.plans import PlanOptions, plan
 from nestpipe.schedule.schedule import Shape
 from nestpipe.sim.cluster import Cluster, Compute, Host, Network, Workload
 from nestpipe.sim.costs import Layout, Scale, all_to_all_ms, costs, message_ms

@@ -7,9 +7,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from itertools import product
 
+from nestpipe.schedule import Plan, PlanOptions, Retrieval, plan
 from nestpipe.schedule.op import Kind
-from nestpipe.schedule.plans import Plan, PlanOptions, plan
-from nestpipe.schedule.schedule import Retrieval
 from nestpipe.sim.cluster import Cluster
 from nestpipe.sim.costs import Scale, costs
 from nestpipe.sim.paper import published as paper
