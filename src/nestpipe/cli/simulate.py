@@ -11,16 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-<<<<<<< HEAD
-from nestpipe.cli.options import (
-    Buffers,
-    EarlyRows,
-    ExchangeForm,
-    JsonFile,
-    Micros,
-    RetrievalForm,
-    Stages,
-)
+from nestpipe.cli.options import JsonFile, with_plan_options
 from nestpipe.cli.output import (
     STDOUT,
     console,
@@ -28,18 +19,6 @@ from nestpipe.cli.output import (
     progress_bar,
     write_json,
     write_text,
-=======
-from nestpipe.cli.options import JsonFile, with_plan_options
-from nestpipe.cli.output import STDOUT, console, progress_bar, write_json, write_text
-from nestpipe.cli.simulate_tables import (
-    curve_table,
-    groups_answer,
-    groups_table,
-    paper_table,
-    print_2d,
-    print_assumptions,
-    print_unreconciled,
->>>>>>> cc70994 (One definition per option: config sections, shape, text and flags are made from it, so that none can drift)
 )
 from nestpipe.config import build, read
 from nestpipe.errors import ConfigError
