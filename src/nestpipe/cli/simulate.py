@@ -22,7 +22,7 @@ from nestpipe.cli.output import (
 )
 from nestpipe.config import build, read
 from nestpipe.errors import ConfigError
-from nestpipe.schedule import PLANS, Merge, Plan, PlanOptions
+from nestpipe.schedule import PLANS, Exchange, Merge, Plan, PlanOptions
 from nestpipe.sim import (
     Cluster,
     FittedCosts,
