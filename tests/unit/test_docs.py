@@ -97,3 +97,9 @@ def test_source_files_that_pages_name_exist():
     for page in set(PAGES) - set(EXPERIMENTS):  # those tell of the past
         for name in re.findall(r"`((?:\w+/)+\w+\.(?:py|cpp|cu|h))`", page.read_text()):
             assert any((place / name).exists() for place in places), f"{page.name} names {name}"
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=lambda page: page.name)
+def test_lines_of_pages_fit_120_columns(page):
+    long = [n for n, line in enumerate(page.read_text().splitlines(), 1) if len(line) > 120]
+    assert not long, f"{page.name} has long lines: {long}"
