@@ -32,7 +32,7 @@ WAYS: dict[str, tuple[How, Balance]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClusteringCase:
-    """What is measured."""
+    """Sizes of the clustering benchmark."""
 
     samples: int = 512
     items: int = 200
@@ -101,7 +101,7 @@ def measure_clustering(
 
 
 def steps(case: ClusteringCase, movielens: bool) -> int:
-    """How often `progress` is told."""
+    """Calls of `progress`."""
     return len(case.parts) * case.draws * (2 if movielens else 1)
 
 

@@ -112,7 +112,7 @@ def measure_groups(
 
 
 class GroupTimer:
-    """A trainer of one variant, and what its rounds came to."""
+    """A trainer of one variant, with the step times and bytes of its rounds."""
 
     def __init__(self, case: PipelineCase, variant: GroupVariant, comm: Communicator) -> None:
         parallel = ParallelSettings(

@@ -74,7 +74,7 @@ class Peer:
     shares: tuple[float, ...] = SHARES
     """Parts of the rows that its device cache holds; the fastest counts."""
     limit_s: float = 240.0
-    """It is stopped after so many seconds; what it has timed counts."""
+    """Seconds after which it is stopped; readings up to then count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +157,7 @@ def _fastest(readings: Sequence[LabReading]) -> LabReading | None:
 
 
 def lab_case(config: str, steps: int = TIMED_STEPS) -> PipelineCase:
-    """The case of a configuration, with so many steps on the clock."""
+    """The case of a configuration, with `steps` steps on the clock."""
     if config not in CONFIGS:
         raise ConfigError(f"unknown configuration {config!r}; use {', '.join(CONFIGS)}")
     if steps < 1:

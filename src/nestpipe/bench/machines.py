@@ -30,7 +30,7 @@ PROGRAMS = {
     **dict.fromkeys(("ip", "tc"), "iproute2"),
     **dict.fromkeys(("unshare", "nsenter", "taskset"), "util-linux"),
 }
-"""What is called here and to start ranks, and the package that has it."""
+"""External programs, and the distribution package of each."""
 LINK = "eth0"
 """The name of a host's link, inside the host."""
 MOST_HOSTS = 64
@@ -80,7 +80,7 @@ def bits_per_s(rate: str) -> float:
 
 @contextmanager
 def shaped_hosts(count: int, rate: str) -> Iterator[list[ShapedHost]]:
-    """So many hosts on one switch, each link of that rate both ways; gone when left."""
+    """Hosts on one switch, links shaped to `rate` both ways, removed on exit."""
     bits_per_s(rate)
     if not 1 <= count <= MOST_HOSTS:
         raise ConfigError(f"{count} hosts cannot be made; ask for 1 to {MOST_HOSTS}")
@@ -304,7 +304,7 @@ def mps_daemon() -> Iterator[None]:
 
 
 def _stop_daemon(folder: Path) -> None:
-    """Ask it to end; it may wait for ever for ranks that were killed, and is then ended too."""
+    """Ask the daemon to quit; kill it where it still waits for ranks that were killed."""
     ask = [CONTROL]
     try:
         subprocess.run(ask, input=b"quit\n", stdout=subprocess.DEVNULL, check=False, timeout=QUIT_S)

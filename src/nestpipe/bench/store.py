@@ -31,7 +31,7 @@ call needs."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoreCase:
-    """What is measured."""
+    """Sizes of the store benchmark."""
 
     gb: float = 4.0
     """Rows of the store in GB, without its index."""

@@ -19,7 +19,7 @@ from nestpipe.serve.settings import ServeSettings
 TTLS_S = (10.0, 60.0, 600.0, 3600.0, 21_600.0)
 """Times to live that are looked at."""
 SHARES = (0.5, 0.75, 0.9, 0.95, 1.0)
-"""Parts of the reuse that a TTL allows, for which the memory is told."""
+"""Shares of the reuse that a TTL allows; the memory for each is reported."""
 NEARLY_ALL = 0.95
 """A TTL or a size is enough when it gives this part of what no limit would; one of `SHARES`."""
 MOST_MISSES = 0.01
@@ -33,11 +33,11 @@ MB = 2**20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Question:
-    """What is known besides the log."""
+    """Costs and settings, besides the log."""
 
     costs: Costs
     kv_bytes: Callable[[int], int]
-    """Memory of a prefix of so many events."""
+    """Bytes of a prefix by its number of events."""
     settings: ServeSettings
     """Target, window, life, margin and risk are taken from here."""
     instances: int = 1
@@ -45,7 +45,7 @@ class Question:
     short: int = 64
     """Newest events of a history, which are no part of the prefix."""
     grow_by: int = 256
-    """A prefix is made anew when a history has grown by so many events."""
+    """Events by which a history grows before its prefix is computed anew."""
 
     @property
     def allowed_ms(self) -> float:

@@ -57,7 +57,7 @@ class Pace(Protocol):
 
 
 class RealPace:
-    """Time that passes by itself."""
+    """Wall-clock time."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -119,7 +119,7 @@ class Run:
 
     records: list[Record]
     counted: dict[str, float] = field(default_factory=dict[str, float])
-    """How far each number of `RankService.stats` went up."""
+    """Increase of each counter of `RankService.stats`."""
 
 
 def drive(

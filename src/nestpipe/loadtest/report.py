@@ -1,4 +1,4 @@
-"""What a run shows: latencies, hits, lengths really used, and what of it counts."""
+"""The figures of a run: latencies, cache hits, history lengths used, requests within target."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Report:
     """How late the driver was."""
     late_max_ms: float
     counted: dict[str, float]
-    """What the service counted by itself."""
+    """Counters of the service."""
 
     @property
     def offered_per_s(self) -> float:

@@ -147,7 +147,7 @@ class RandomModel:
     heads: int = 4
     items: int = 10_000
     max_len: int = 4096
-    """What attention is divided by, and positions that are told apart."""
+    """The divisor of attention, and the number of distinct positions."""
     time_buckets: int = 0
     seed: int = 0
 
@@ -174,7 +174,7 @@ class RandomModel:
 
 
 def random_model(text: str) -> RandomModel:
-    """`layers=4,dim=128` as what it says."""
+    """Parse sizes such as `layers=4,dim=128`."""
     assignments = [part.strip() for part in text.split(",") if part.strip()]
     wrong = [part for part in assignments if "=" not in part]
     if wrong:
@@ -222,7 +222,7 @@ class Bench:
 
 
 def run_arm(arm: Arm, bench: Bench, progress: Progress = lambda: None) -> tuple[Report, Run]:
-    """Serve all requests in one arm, with instances that know nobody yet."""
+    """Serve all requests in one arm, with cold instances."""
     serve, workload = bench.settings.serve, bench.settings.workload
     sent = list(legs(workload, visits(workload), arm.cap(serve)))
     with (

@@ -16,7 +16,7 @@ Told = Callable[["SearchStep"], None]
 
 @dataclass(frozen=True, slots=True)
 class SearchStep:
-    """What was tried at one value."""
+    """The runs at one value."""
 
     value: float
     reports: tuple[Report, ...]

@@ -19,7 +19,7 @@ TOLERANCE = 0.05
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkloadSettings:
-    """Requests of an open loop: nobody waits for an earlier answer before asking again."""
+    """Open-loop requests: arrivals do not wait for earlier answers."""
 
     rate: float = 50.0
     """Requests per second on average; gaps between them are exponential (Poisson)."""
@@ -50,7 +50,7 @@ class WorkloadSettings:
     new_events: int = 2
     """Events that a user has more at each visit."""
     grow_by: int = 256
-    """New events pass from the short to the long history so many at a time."""
+    """Events that move from the short to the long history at a time."""
     candidates: int = 128
     """Candidates of a request."""
     retrieval_ms: float = 60.0
@@ -101,7 +101,7 @@ class LoadSettings:
 
 
 def check_tolerance(tolerance: float) -> None:
-    """Refuse what a search cannot end with, and what is no search."""
+    """Refuse tolerances outside (0, 1)."""
     if not 0 < tolerance <= 1:
         raise ConfigError(f"tolerance is {tolerance:g}; give a number above 0, and at most 1")
 

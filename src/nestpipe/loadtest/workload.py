@@ -196,7 +196,7 @@ def _part(history: History, begin: int, end: int) -> History:
 
 @dataclass(frozen=True, slots=True)
 class Leg:
-    """What is sent, and when."""
+    """A signal or a ranking, and when it is due."""
 
     due_s: float
     visit: Visit

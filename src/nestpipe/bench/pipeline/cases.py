@@ -23,7 +23,7 @@ from nestpipe.schedule import (
 )
 
 EXACT_PLANS = ("serial", "sparse_dist", "dual_buffer", "frozen_window", "nested")
-"""What is compared unless told otherwise: every plan that is never stale."""
+"""Compared by default: every plan that never reads stale rows."""
 CURVE = (0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
 """(lookup + communication) / compute of the serial step, point by point."""
 
@@ -84,7 +84,7 @@ class PipelineCase:
     curve: bool = False
     """Scale the compute so that the serial step runs through the ratios of `CURVE`."""
     plans: str = ",".join(EXACT_PLANS)
-    """Compared unless told otherwise, separated by commas."""
+    """Plans compared by default, separated by commas."""
 
     def __post_init__(self) -> None:
         for field in (
@@ -110,7 +110,7 @@ class PipelineCase:
 
 
 WARM_STEPS, TIMED_STEPS = 6, 12
-"""How TorchRec's lab script times a pipeline: so many batches on the clock, after so many."""
+"""Batches that warm up, and batches on the clock, for TorchRec as for NestPipe."""
 LAST_STEPS = 2
 """Batches that follow, so that the clock stops in the middle of the run."""
 

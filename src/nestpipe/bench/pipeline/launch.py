@@ -110,13 +110,13 @@ def trace_file(folder: Path, point: int, variant: Variant, number: int, rank: in
 
 
 def write_points(folder: Path, passes: Sequence[int], stored_bytes: int) -> None:
-    """Say what was done."""
+    """Write the amounts of compute that ran, for the command."""
     done = {"passes": list(passes), "stored_bytes": stored_bytes}
     (folder / "points.json").write_text(json.dumps(done))
 
 
 def read_points(folder: Path) -> Points:
-    """What was done."""
+    """Read the amounts of compute that ran."""
     done = json.loads((folder / "points.json").read_text())
     return Points(tuple(done["passes"]), done["stored_bytes"])
 

@@ -150,7 +150,7 @@ def fill_store(trainer: Trainer, case: PipelineCase) -> int:
 
 
 class Repeated:
-    """A source that yields given batches in turn, so many in all."""
+    """A source that cycles through given batches, `count` in all."""
 
     def __init__(self, batches: Sequence[Batch], count: int) -> None:
         self._batches = batches

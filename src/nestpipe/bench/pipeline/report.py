@@ -129,7 +129,7 @@ class PointReport:
 
     @property
     def moved_over_compute(self) -> float:
-        """All of the serial step that is not compute, over what is."""
+        """Time of the strict serial step outside compute, over its compute."""
         serial = self.serial()
         return (serial.step_ms - serial.compute_ms) / serial.compute_ms
 
@@ -175,7 +175,7 @@ def report(
 
 
 def _serial(variant: Variant) -> Variant:
-    """What it is measured against."""
+    """The strict serial run with the same bits."""
     return replace(
         variant, plan="serial", speculative_rows=False, buffers=2, loop=str(SerialLoop.STRICT)
     )

@@ -147,7 +147,7 @@ class RelayReading:
     scores: Compared
     kill: Kill | None = None
     faults: tuple[str, ...] = ()
-    """What callers of lost requests were told, each once."""
+    """Distinct error messages of lost requests."""
 
     @property
     def lost(self) -> int:

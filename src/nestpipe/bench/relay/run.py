@@ -135,7 +135,7 @@ def _refuse_tight(target_ms: float, length: int, inline_ms: float) -> None:
 
 
 def _inline_ms(model: HstuRankModel, length: int, candidates: int, clock: Clock) -> float:
-    """Once for nothing, once by the clock."""
+    """Time one inline ranking after a warm-up."""
     events_N, ids_C = np.arange(length), np.arange(candidates)
     item = RankItem(History(events_N, events_N), ids_C, time=length)
     model.full([item])
@@ -210,7 +210,7 @@ class RelayCase:
 
     @property
     def minutes(self) -> float:
-        """Time for which requests come, all told."""
+        """Total time for which requests arrive."""
         rounds = self.rounds * len(ARMS) + 1
         return len(self.fronts) * rounds * self.settings.workload.seconds / 60
 
