@@ -42,7 +42,7 @@ class ServedApp:
     app: ASGIApp
     """What the server calls: the app behind its limits."""
     inner: FastAPI
-    gate: RequestLimits
+    limits: RequestLimits
     metrics: Metrics
     drain: Callable[[float], Coroutine[Any, Any, bool]]
     """Finish what was accepted."""
@@ -77,7 +77,7 @@ async def _none() -> dict[str, float]:
 
 
 def guarded(
-    app: FastAPI, gate: RequestLimits, token: str | None, metrics: Metrics, asked: Asked = _none
+    app: FastAPI, limits: RequestLimits, token: str | None, metrics: Metrics, asked: Asked = _none
 ) -> ASGIApp:
     """The app behind its limits, with /metrics; `asked` gives numbers that must be awaited."""
 
@@ -86,7 +86,7 @@ def guarded(
         """Counters, gauges and histograms in Prometheus' text format."""
         return Response(metrics.text(await asked()), media_type=CONTENT_TYPE)
 
-    return LimitsMiddleware(app, gate, token, metrics.observe_http)
+    return LimitsMiddleware(app, limits, token, metrics.observe_http)
 
 
 def answer_error(error: HttpError, headers: Any = None) -> Response:

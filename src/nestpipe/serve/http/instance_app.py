@@ -53,8 +53,8 @@ def instance_app(
 ) -> ServedApp:
     """The routes of one instance behind its limits."""
     schemas = request_schemas(settings, http, histories is not None)
-    app, gate = new_app("NestPipe instance", schemas), RequestLimits(http)
-    metrics = Metrics(service.stats, gate.stats)
+    app, limits = new_app("NestPipe instance", schemas), RequestLimits(http)
+    metrics = Metrics(service.stats, limits.stats)
     _add_legs(app, service, RequestReader(settings, http, histories), metrics)
     reloading = _add_reload(app, reload)
 
@@ -65,14 +65,14 @@ def instance_app(
     )
     async def health(request: Request) -> Response:
         """Whether to send requests here."""
-        return answer_health(request, well(), gate.draining, version())
+        return answer_health(request, well(), limits.draining, version())
 
     async def drain(timeout_s: float) -> bool:
-        gate.draining = True
-        empty = await gate.emptied(timeout_s)
+        limits.draining = True
+        empty = await limits.emptied(timeout_s)
         return await asyncio.to_thread(service.drain, timeout_s) and empty
 
-    return ServedApp(guarded(app, gate, token, metrics), app, gate, metrics, drain, reloading)
+    return ServedApp(guarded(app, limits, token, metrics), app, limits, metrics, drain, reloading)
 
 
 def _add_legs(app: FastAPI, service: RankService, reader: RequestReader, metrics: Metrics) -> None:

@@ -93,10 +93,10 @@ class LimitsMiddleware:
     """ASGI middleware: checks the token, reads the body within the limits, times the answer."""
 
     def __init__(
-        self, app: ASGIApp, gate: RequestLimits, token: str | None, observe: Observe
+        self, app: ASGIApp, limits: RequestLimits, token: str | None, observe: Observe
     ) -> None:
         self._app = app
-        self._gate = gate
+        self._limits = limits
         self._token = token
         self._observe = observe
 
@@ -104,7 +104,7 @@ class LimitsMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        answer = _Answer(scope, send, self._gate, self._observe)
+        answer = _Response(scope, send, self._limits, self._observe)
         try:
             scope["nestpipe.authorised"] = self._check_token(scope)
             if scope["method"] == "POST":
@@ -133,29 +133,29 @@ class LimitsMiddleware:
         )
 
     async def _with_body(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._gate.enter()
-        body = _BodyReader(self._gate)
+        self._limits.enter()
+        body = _BodyReader(self._limits)
         try:
             if not await body.read(scope, receive):
                 return
             scope["nestpipe.body"] = body.data
             await self._app(scope, _nothing_more, send)
         finally:
-            self._gate.leave(body.held)
+            self._limits.leave(body.held)
 
 
 class _BodyReader:
     """One body as it arrives, and the bytes that the limits count for it."""
 
-    def __init__(self, gate: RequestLimits) -> None:
-        self._gate = gate
+    def __init__(self, limits: RequestLimits) -> None:
+        self._limits = limits
         self.data = bytearray()
         self.held = 0
 
     async def read(self, scope: Scope, receive: Receive) -> bool:
         """All of it; false where the caller has gone."""
         self._hold(_announced(scope))
-        timeout_s = self._gate.settings.body_timeout_s
+        timeout_s = self._limits.settings.body_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
                 more = True
@@ -168,7 +168,7 @@ class _BodyReader:
                     self.data += part
                     more = message.get("more_body", False)
         except TimeoutError:
-            self._gate.counts["http_slow"] += 1
+            self._limits.counts["http_slow"] += 1
             raise HttpError(
                 408, f"the body did not arrive within {timeout_s:g} s; send it faster"
             ) from None
@@ -176,22 +176,22 @@ class _BodyReader:
 
     def _hold(self, more_bytes: int) -> None:
         if more_bytes > 0:
-            self._gate.hold(more_bytes, self.held)
+            self._limits.hold(more_bytes, self.held)
             self.held += more_bytes
 
 
-class _Answer:
+class _Response:
     """Sends an answer, and says when it was complete."""
 
-    def __init__(self, scope: Scope, send: Send, gate: RequestLimits, observe: Observe) -> None:
-        self._scope, self._send, self._gate, self._observe = scope, send, gate, observe
+    def __init__(self, scope: Scope, send: Send, limits: RequestLimits, observe: Observe) -> None:
+        self._scope, self._send, self._limits, self._observe = scope, send, limits, observe
         self._start = time.monotonic()
         self.status = 0
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            if self._gate.draining:
+            if self._limits.draining:
                 message["headers"] = [*message.get("headers", []), (b"connection", b"close")]
         await self._send(message)
         if message["type"] == "http.response.body" and not message.get("more_body", False):

@@ -63,8 +63,8 @@ def router_app(
             yield
 
     schemas = request_schemas(settings, http, histories)
-    app, gate = new_app("NestPipe router", schemas, lifespan), RequestLimits(http)
-    metrics = Metrics(lambda: instances.router.stats(), lambda: gate.stats("router_"))
+    app, limits = new_app("NestPipe router", schemas, lifespan), RequestLimits(http)
+    metrics = Metrics(lambda: instances.router.stats(), lambda: limits.stats("router_"))
     _add_legs(app, instances)
     _add_reload(app, instances)
 
@@ -75,17 +75,17 @@ def router_app(
     )
     async def health(request: Request) -> Response:
         """Whether to send requests here."""
-        return answer_health(request, instances.ready, gate.draining, instances.version)
+        return answer_health(request, instances.ready, limits.draining, instances.version)
 
     async def drain(timeout_s: float) -> bool:
-        gate.draining = True
-        return await gate.emptied(timeout_s)
+        limits.draining = True
+        return await limits.emptied(timeout_s)
 
     async def reload() -> str:
         return "a router has no checkpoint; reload the instances"
 
-    around = guarded(app, gate, token, metrics, instances.totals)
-    return ServedApp(around, app, gate, metrics, drain, reload)
+    around = guarded(app, limits, token, metrics, instances.totals)
+    return ServedApp(around, app, limits, metrics, drain, reload)
 
 
 def _add_legs(app: FastAPI, instances: BackendPool) -> None:

@@ -52,10 +52,10 @@ class Server(uvicorn.Server):
 
     def stop(self) -> None:
         """Drain; the second time, exit at once."""
-        if self._served.gate.draining:
+        if self._served.limits.draining:
             self.force_exit = self.should_exit = True
             return
-        self._served.gate.draining = True
+        self._served.limits.draining = True
         self._run(self._drain())
 
     def reload(self) -> None:

@@ -529,7 +529,7 @@ def test_a_flood_is_shed_and_nothing_else_happens():
                 for number in range(400)
             ]
             done, held = await asyncio.wait(tasks, timeout=0.5)
-            assert served.gate.requests == len(held) <= 20
+            assert served.limits.requests == len(held) <= 20
             for request, future in zip(fake.requests, fake.held, strict=True):
                 future.set_result(fake.answer(request))
             return [task.result() for task in done] + [await task for task in held]
@@ -537,8 +537,8 @@ def test_a_flood_is_shed_and_nothing_else_happens():
     replies = asyncio.run(flood())
     assert {reply.status_code for reply in replies} == {200, 503}
     assert all("retry-after" in reply.headers for reply in replies if reply.status_code == 503)
-    assert (served.gate.requests, served.gate.body_bytes) == (0, 0)
-    assert served.gate.stats()["http_shed_requests"] > 0
+    assert (served.limits.requests, served.limits.body_bytes) == (0, 0)
+    assert served.limits.stats()["http_shed_requests"] > 0
 
 
 def test_bodies_in_hand_never_take_more_memory_than_allowed():
@@ -559,7 +559,7 @@ def test_bodies_in_hand_never_take_more_memory_than_allowed():
                 for _ in range(30)
             ]
             done, held = await asyncio.wait(tasks, timeout=0.3)
-            most = served.gate.body_bytes
+            most = served.limits.body_bytes
             for request, future in zip(fake.requests, fake.held, strict=True):
                 future.set_result(fake.answer(request))
             return [task.result().status_code for task in done] + [
@@ -569,7 +569,7 @@ def test_bodies_in_hand_never_take_more_memory_than_allowed():
     statuses = asyncio.run(flood())
     assert 5000 < most <= http.bodies_bytes
     assert (statuses.count(200), set(statuses)) == (most // 5000, {200, 503})
-    assert served.gate.body_bytes == 0
+    assert served.limits.body_bytes == 0
 
 
 def test_the_page_of_the_api_names_the_limits_of_this_service():

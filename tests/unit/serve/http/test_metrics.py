@@ -63,8 +63,8 @@ def router_stats() -> dict[str, float]:
 
 
 def test_every_number_of_instance_router_and_http_service_has_a_type_and_a_help():
-    gate = RequestLimits(HttpSettings())
-    stats = {**instance_stats(), **router_stats(), **gate.stats(), **gate.stats("router_")}
+    limits = RequestLimits(HttpSettings())
+    stats = {**instance_stats(), **router_stats(), **limits.stats(), **limits.stats("router_")}
     assert [name for name in stats if described(name).kind == "unknown"] == []
     assert not COUNTERS.keys() & GAUGES.keys()
     metrics = Metrics(lambda: stats)

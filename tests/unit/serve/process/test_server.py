@@ -248,8 +248,8 @@ def test_a_body_that_does_not_come_is_not_waited_for():
         status, body = said(slow)
         assert status == 408
         assert "did not arrive" in json.loads(body)["error"]
-        assert at.served.gate.requests == at.served.gate.body_bytes == 0
-        assert at.served.gate.stats()["http_slow"] == 1
+        assert at.served.limits.requests == at.served.limits.body_bytes == 0
+        assert at.served.limits.stats()["http_slow"] == 1
         with Client(at.url) as client:
             client.rank(ranking()).result()
 
@@ -296,7 +296,7 @@ def test_a_body_in_pieces_is_cut_off_when_it_is_too_large():
         large.sendall(b"258\r\n" + b" " * 600 + b"\r\n")
         large.sendall(b"258\r\n" + b" " * 600 + b"\r\n")
         assert said(large)[0] == 413
-        assert at.served.gate.body_bytes == 0
+        assert at.served.limits.body_bytes == 0
 
 
 def test_a_connection_too_many_is_turned_away_and_told_when_to_come_again():
@@ -333,8 +333,8 @@ def test_a_caller_that_leaves_in_the_middle_leaves_nothing_behind():
             gone.sendall((HEAD + "Content-Length: 100\r\n\r\n{").encode())
         with Client(at.url) as client:
             client.rank(ranking()).result()
-            until(lambda: not at.served.gate.requests)  # the server has heard of it
-        assert at.served.gate.body_bytes == 0
+            until(lambda: not at.served.limits.requests)  # the server has heard of it
+        assert at.served.limits.body_bytes == 0
         assert len(fake.users) == 1
 
 
@@ -456,7 +456,7 @@ def test_a_draining_instance_loses_no_ranking(two: Any):
         accepted = client.rank(ranking(user))
         assert fakes["instance-0"].came.wait(60)
         places["instance-0"].call(places["instance-0"].server.stop)
-        until(lambda: places["instance-0"].served.gate.draining)
+        until(lambda: places["instance-0"].served.limits.draining)
         assert client.rank(ranking(user)).result().version == "instance-1"
         request, future = fakes["instance-0"].held[0]
         future.set_result(fakes["instance-0"].answer(request))
