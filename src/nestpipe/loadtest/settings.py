@@ -101,7 +101,7 @@ class LoadSettings:
 
 
 def check_tolerance(tolerance: float) -> None:
-    """Refuse tolerances outside (0, 1)."""
+    """Refuse tolerances that are not above 0 and at most 1."""
     if not 0 < tolerance <= 1:
         raise ConfigError(f"tolerance is {tolerance:g}; give a number above 0, and at most 1")
 
