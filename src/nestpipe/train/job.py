@@ -95,7 +95,7 @@ class RunConfig(ExecutionSettings):
     timeout_s: float = DEFAULT_TIMEOUT_S
     """Seconds that a rank waits for its peers in one collective before it gives up."""
     eval_every: int = 0
-    """Evaluate after every so many batches; 0: after each epoch."""
+    """Evaluate every N batches, and at the end; 0: after each epoch."""
     eval_split: Literal["validation", "test"] = "test"
     """What to evaluate on."""
     checkpoint: str = ""

@@ -75,15 +75,15 @@ def train_job(job: Job, tell: Tell) -> TrainResult:
     writer = _writer(config.run.log, comm.rank)
     with writer or nullcontext():
         while not _finished(job):
-            start = time.perf_counter()
+            start, epoch = time.perf_counter(), job.trainer.progress.epoch
             job.trainer.fit(
                 job.train,
                 steps=_until_next_stop(job),
-                epochs=config.run.epochs,
+                epochs=config.run.epochs if config.run.eval_every else epoch + 1,
                 on_step=_logged(on_step, writer),
             )
             seconds += time.perf_counter() - start
-            if _due(job, config.run.eval_every) or _finished(job):
+            if _eval_due(job, epoch) or _finished(job):
                 metrics = evaluate(job.trainer, job.held_out())
                 _log_metrics(writer, metrics, job.trainer.progress.step)
             if config.run.checkpoint and _due(job, config.run.checkpoint_every):
@@ -163,6 +163,12 @@ def _until_next_stop(job: Job) -> int | None:
     if run.steps:
         stops.append(run.steps - step)
     return min(stops) if stops else None
+
+
+def _eval_due(job: Job, epoch: int) -> bool:
+    """Whether to evaluate now, where training has gone on since `epoch`."""
+    every = job.config.run.eval_every
+    return _due(job, every) if every else job.trainer.progress.epoch > epoch
 
 
 def _due(job: Job, every: int) -> bool:
