@@ -17,6 +17,7 @@ from nestpipe import (
     TrainSettings,
     open_source,
 )
+from unit.test_layers import LAYER
 
 PACKAGE = Path(nestpipe.__file__).parent
 PAGE = Path(__file__).parents[2] / "docs/architecture.md"
@@ -46,9 +47,10 @@ def test_each_walk_is_told_in_ten_sentences():
         assert len(re.findall(r"[.!?](?:\s|$)", told)) <= MOST_SENTENCES, title
 
 
-def test_every_room_has_a_line():
+def test_every_room_has_a_line_with_its_layer():
     rooms = {path.parent.name for path in PACKAGE.glob("*/*.py")}
-    assert rooms == set(re.findall(r"^\| \d \| `(\w+)/` \|", section("Rooms"), re.MULTILINE))
+    lines = re.findall(r"^\| (\d) \| `(\w+)/` \|", section("Rooms"), re.MULTILINE)
+    assert {room: int(layer) for layer, room in lines} == {room: LAYER[room] for room in rooms}
 
 
 def test_a_batch_passes_through_the_files_that_are_named():
