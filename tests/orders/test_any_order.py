@@ -21,10 +21,11 @@ from nestpipe.schedule import (
     with_separate_dense_group,
     with_separate_key_group,
 )
+from support.examples import num_examples
 from support.toy_schedule import Interpreter, Outcome, ToyData
 
 BATCHES = 8
-SEEDS = 200
+SEEDS = num_examples("orders")
 EXACT = [name for name in PLANS if name != "stale_prefetch"]
 EVERY = [
     pytest.param(name, retrieval, id=f"{name}-{retrieval}")

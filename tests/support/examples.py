@@ -9,7 +9,15 @@ import os
 
 from hypothesis import HealthCheck, settings
 
-COUNTS = {"few": 25, "some": 40, "more": 60, "default": 100, "many": 150, "most": 300}
+COUNTS = {
+    "few": 25,
+    "some": 40,
+    "more": 60,
+    "default": 100,
+    "orders": 100,
+    "many": 150,
+    "most": 300,
+}
 """Slow worlds take few; what costs microseconds takes many."""
 PROFILES = {"default": 1, "long": 20}
 
