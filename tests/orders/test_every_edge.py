@@ -1,8 +1,9 @@
-"""Every edge of every plan is either implied by the others, or training breaks without it.
+"""Every tie of every plan is either implied by the others, or training breaks without it.
 
-An edge is implied when the happens-before relation is the same without it; the checker must then
-still accept the schedule. Every other edge is necessary: without it the checker must refuse, and a
-run of the interpreter must show why (another table, a deadlock, or an overrun of the look-ahead).
+A tie is implied when happens-before and the order of issue are the same without it; the checker
+must then still accept the schedule. Every other tie is necessary: without it the checker must
+refuse, and a run of the interpreter must show why (another table, a deadlock, or an overrun of the
+look-ahead).
 """
 
 import random
@@ -16,25 +17,30 @@ import pytest
 from nestpipe.schedule import (
     PLANS,
     Exchange,
+    HappensBefore,
     Merge,
     Op,
     PlanOptions,
     Retrieval,
     Schedule,
     Step,
+    Tie,
     happens_before,
+    issued_before,
     plan,
-    redundant_edges,
+    redundant_ties,
     to_text,
     violations,
     with_early_rows,
+    with_separate_dense_group,
+    with_separate_key_group,
 )
 from support.toy_schedule import Interpreter, Outcome, ToyData
 
 BATCHES = 8
 """Enough for every place that is used in turn to be used twice."""
 MOST_RUNS = 200
-"""A necessary edge is shown by the first run in most cases; some deadlocks need a ring of ranks."""
+"""A necessary tie is shown by the first run in most cases; some deadlocks need a ring of ranks."""
 Refuses = Callable[[Schedule], bool]
 Golden = Callable[[str, str], None]
 
@@ -45,30 +51,31 @@ def refuses(schedule: Schedule) -> bool:
 
 @dataclass(frozen=True)
 class Case:
-    """A plan whose edges are removed one by one."""
+    """A plan whose ties are removed one by one."""
 
     name: str
     options: PlanOptions
     early: bool = False
+    separate: bool = False
+    """Keys and dense gradients have networks of their own, as on a GPU."""
 
     def __str__(self) -> str:
         o = self.options
-        facts = [
-            self.name,
-            str(o.retrieval),
-            f"micros {o.micro_batches}",
-            f"stages {o.stages}",
-        ]
+        facts = [self.name, str(o.retrieval), f"micros {o.micro_batches}", f"stages {o.stages}"]
         facts += ["window exchange"] if o.exchange is Exchange.WINDOW else []
         facts += ["early rows"] if self.early else []
         facts += ["three buffers"] if o.buffers == 3 else []
         facts += ["exact groups"] if o.merge is Merge.EXACT else []
+        facts += ["separate networks"] if self.separate else []
         return ", ".join([*facts, f"mirror every {o.merge_every}"] if o.merge_every else facts)
 
     @cached_property
     def schedule(self) -> Schedule:
         made = plan(self.name, self.options)
-        return (with_early_rows(made) if self.early else made).schedule(BATCHES)
+        made = with_early_rows(made) if self.early else made
+        if self.separate:
+            made = with_separate_dense_group(with_separate_key_group(made))
+        return made.schedule(BATCHES)
 
     @cached_property
     def interpreter(self) -> Interpreter:
@@ -86,13 +93,14 @@ def data_of(case: Case, seed: int) -> ToyData:
         batches=BATCHES,
         micro_batches=micro_batches,
         groups=groups,
-        vocabulary=8 * micro_batches,
+        # A batch that merges has the keys of all groups since the last one.
+        vocabulary=8 * micro_batches * groups * max(1, case.options.merge_every),
     )
 
 
 @cache
 def expected_of(case: Case, seed: int) -> Outcome:
-    """Where the plan ends with all its edges."""
+    """Where the plan ends with all its ties."""
     return case.interpreter.run_in_issue_order(data_of(case, seed))
 
 
@@ -161,7 +169,32 @@ THIRD_CASES = [
     )
 ]
 """Rows are written back while the next are read."""
-MORE_CASES = [*WINDOW_CASES, *EARLY_CASES, *THIRD_CASES]
+SEPARATE_CASES = [
+    Case(name, PlanOptions(micro_batches=micro_batches, retrieval=retrieval), early, separate=True)
+    for name, micro_batches, retrieval, early in (
+        ("serial", 2, Retrieval.WHOLE, False),
+        ("sparse_dist", 2, Retrieval.NEW, False),
+        ("stale_prefetch", 2, Retrieval.WHOLE, False),
+        ("dual_buffer", 2, Retrieval.NEW, False),
+        ("frozen_window", 2, Retrieval.WHOLE, False),
+        ("nested", 1, Retrieval.WHOLE, False),
+        ("nested", 2, Retrieval.WHOLE, True),
+        ("nested", 2, Retrieval.NEW, False),
+        ("nested", 4, Retrieval.NEW, True),
+    )
+]
+"""Dense gradients are summed alongside the last `dense`, behind what else the device exchanges."""
+REPLICA_CASES = [
+    Case(
+        "nested",
+        PlanOptions(micro_batches=2, retrieval=retrieval, merge_every=every, merge=merge),
+        separate=True,
+    )
+    for retrieval in Retrieval
+    for every, merge in ((1, Merge.EXACT), (3, Merge.AVERAGED))
+]
+"""Replicas are merged on GPUs."""
+MORE_CASES = [*WINDOW_CASES, *EARLY_CASES, *THIRD_CASES, *SEPARATE_CASES, *REPLICA_CASES]
 
 
 def in_pairs(cases: list[Case]) -> Iterator[Case]:
@@ -173,33 +206,33 @@ def in_pairs(cases: list[Case]) -> Iterator[Case]:
 
 
 class Mutations:
-    """Removes each edge of a case in turn and collects what is wrong with the verdicts."""
+    """Removes each tie of a case in turn and collects what is wrong with the verdicts."""
 
     def __init__(self, case: Case, refuses: Refuses, most_runs: int = MOST_RUNS) -> None:
         self.case = case
         self.refuses = refuses
         self.most_runs = most_runs
         self.schedule = case.schedule
-        self.order = happens_before(self.schedule)
-        self.implied: set[tuple[Op, Op]] = set()
+        self.order = orders_of(self.schedule)
+        self.implied: set[Tie] = set()
         self.troubles: Counter[str] = Counter()
         self.runs = 0
         self.faults: list[str] = []
         if refuses(self.schedule):
             self.faults.append(f"{case}: the checker refuses the plan itself")
-        for before, after in self.schedule.edges:
-            self._remove(before, after)
+        for tie in self.schedule.ties:
+            self._remove(tie)
 
-    def _remove(self, before: Op, after: Op) -> None:
-        mutant = self.schedule.without_edge(before, after)
+    def _remove(self, tie: Tie) -> None:
+        mutant = self.schedule.without(tie)
         refused = self.refuses(mutant)
-        gone = f"{self.case}: `{after}` no longer waits for `{before}`"
-        if happens_before(mutant).earlier == self.order.earlier:
-            self.implied.add((before, after))
+        gone = f"{self.case}: no longer {tie}"
+        if orders_of(mutant) == self.order:
+            self.implied.add(tie)
             if refused:
                 self.faults.append(f"{gone}, which changes nothing, and the checker refuses it")
             return
-        trouble = self._first_trouble(mutant, before, after)
+        trouble = self._first_trouble(mutant, tie.before, tie.op)
         if trouble:
             self.troubles[trouble] += 1
         else:
@@ -218,15 +251,20 @@ class Mutations:
         return ""
 
 
+def orders_of(schedule: Schedule) -> tuple[HappensBefore, HappensBefore]:
+    """All that the ties promise."""
+    return happens_before(schedule), issued_before(schedule)
+
+
 @pytest.mark.parametrize("case", [*in_pairs(CASES), *MORE_CASES], ids=str)
 def test_every_edge_is_implied_or_necessary(case: Case) -> None:
     mutations = Mutations(case, refuses)
     assert not mutations.faults, "\n".join(["", *mutations.faults])
-    # Not vacuous: both sorts of edge are there, and each sort of trouble was seen.
+    # Not vacuous: both sorts of tie are there, and each sort of trouble was seen.
     assert mutations.implied
     assert set(mutations.troubles) == {"another table", "deadlock", "overrun"}
-    assert mutations.troubles.total() + len(mutations.implied) == len(mutations.schedule.edges)
-    assert mutations.implied == redundant_edges(mutations.schedule)
+    assert mutations.troubles.total() + len(mutations.implied) == len(mutations.schedule.ties)
+    assert mutations.implied == redundant_ties(mutations.schedule)
 
 
 def test_every_implied_edge_is_in_the_golden_list(golden: Golden) -> None:
@@ -235,18 +273,17 @@ def test_every_implied_edge_is_in_the_golden_list(golden: Golden) -> None:
 
 def report_of_implied_edges() -> str:
     lines = [
-        "# Edges that other edges imply. They stay in the schedules: each says what an op needs,",
-        "# and it must hold where the edges that imply it (mostly the network order) are changed.",
+        "# Ties that other ties imply. They stay in the schedules: each says what an op needs,",
+        "# and it must hold where the ties that imply it (mostly the network order) are changed.",
         "# `3 of 8`: implied in three of eight batches; at both ends of a run it can be otherwise.",
     ]
-    for case in sorted(CASES, key=by_plan_then_options):
-        schedule = case.schedule
-        implied = redundant_edges(schedule)
-        counts = f"{len(schedule.edges)} edges, {len(schedule.edges) - len(implied)} necessary"
+    for case in sorted([*CASES, *SEPARATE_CASES], key=by_plan_then_options):
+        ties, implied = case.schedule.ties, redundant_ties(case.schedule)
+        counts = f"{len(ties)} ties, {len(ties) - len(implied)} necessary"
         lines += ["", f"{case}: {counts}, {len(implied)} implied"]
-        if case.options.micro_batches == 2:  # more micro-batches repeat the edges of two
-            total = Counter(template(*edge) for edge in schedule.edges)
-            found = Counter(template(*edge) for edge in schedule.edges if edge in implied)
+        if case.options.micro_batches == 2:  # more micro-batches repeat the ties of two
+            total = Counter(map(template, ties))
+            found = Counter(template(tie) for tie in ties if tie in implied)
             lines += [f"  {text}: {n} of {total[text]}" for text, n in found.items()]
     return "\n".join([*lines, ""])
 
@@ -254,15 +291,16 @@ def report_of_implied_edges() -> str:
 def by_plan_then_options(case: Case) -> tuple[int, ...]:
     options = case.options
     places = list(PLANS).index(case.name), list(Retrieval).index(options.retrieval)
-    return *places, options.merge_every, -options.stages, options.micro_batches
+    return *places, case.separate, options.merge_every, -options.stages, options.micro_batches
 
 
-def template(before: Op, after: Op) -> str:
-    """The edge of any batch t, e.g. `retrieve t after writeback t-2`."""
-    away = before.batch - after.batch
+def template(tie: Tie) -> str:
+    """The tie of any batch t, e.g. `retrieve t after writeback t-2`."""
+    before, op = tie.before, tie.op
+    away = before.batch - op.batch
     micro = "" if before.micro is None else f".{before.micro}"
-    own = "" if after.micro is None else f".{after.micro}"
-    return f"{after.kind} t{own} after {before.kind} t{f'{away:+d}' if away else ''}{micro}"
+    own = "" if op.micro is None else f".{op.micro}"
+    return f"{op.kind} t{own} {tie.how} {before.kind} t{f'{away:+d}' if away else ''}{micro}"
 
 
 @pytest.mark.parametrize("case", [*CASES, *MORE_CASES], ids=str)
@@ -274,11 +312,10 @@ def test_a_schedule_without_edges_is_refused(case: Case) -> None:
 @pytest.mark.parametrize("case", [*CASES, *MORE_CASES], ids=str)
 def test_dropping_every_implied_edge_changes_nothing(case: Case) -> None:
     """Not only one by one: all together they add nothing to the order."""
-    schedule = case.schedule
-    implied = redundant_edges(schedule)
-    steps = (Step(s.op, tuple(b for b in s.after if (b, s.op) not in implied)) for s in schedule)
-    reduced = Schedule(schedule.shape, BATCHES, tuple(steps))
-    assert happens_before(reduced) == happens_before(schedule)
+    schedule = reduced = case.schedule
+    for tie in redundant_ties(schedule):
+        reduced = reduced.without(tie)
+    assert orders_of(reduced) == orders_of(schedule)
     assert not refuses(reduced)
 
 
@@ -286,18 +323,18 @@ def test_dropping_every_implied_edge_changes_nothing(case: Case) -> None:
     "case", [c for c in (*CASES, *MORE_CASES) if c.options.micro_batches == 2], ids=str
 )
 def test_what_the_checker_accepts_runs_as_before_and_what_it_refuses_does_not(case: Case) -> None:
-    """Removes several edges at once: an implied edge can be the one that saves the day."""
+    """Removes several ties at once: an implied tie can be the one that saves the day."""
     rng = random.Random(0)
     schedule = case.schedule
-    edges = schedule.edges
-    implied = sorted(redundant_edges(schedule), key=str)
+    ties = schedule.ties
+    implied = sorted(redundant_ties(schedule), key=str)
     accepted = 0
     faults: list[str] = []
     for seed in range(40):
-        gone = rng.sample(implied, rng.randrange(1, 5)) + rng.sample(edges, seed % 2)
+        gone = rng.sample(implied, rng.randrange(1, 5)) + rng.sample(ties, seed % 2)
         mutant = schedule
-        for edge in gone:
-            mutant = mutant.without_edge(*edge)
+        for tie in gone:
+            mutant = mutant.without(tie)
         remedy = next((v.missing for v in violations(mutant, stale=case.name)), None)
         run = Interpreter(mutant)
         if remedy is None:
@@ -315,8 +352,8 @@ def differs(run: Interpreter, case: Case, remedy: tuple[Op, Op], seed: int) -> b
     return run.run_against(data_of(case, seed), *remedy, seed) != expected_of(case, seed)
 
 
-def described(edges: list[tuple[Op, Op]]) -> str:
-    return "; ".join(f"`{after}` no longer waits for `{before}`" for before, after in edges)
+def described(ties: list[Tie]) -> str:
+    return "; ".join(f"no longer {tie}" for tie in ties)
 
 
 SMALL = Case("nested", PlanOptions(micro_batches=1))
@@ -324,7 +361,7 @@ SMALL = Case("nested", PlanOptions(micro_batches=1))
 
 def test_a_checker_that_refuses_nothing_would_be_found_out() -> None:
     mutations = Mutations(SMALL, lambda schedule: False, most_runs=20)
-    necessary = len(mutations.schedule.edges) - len(mutations.implied)
+    necessary = len(mutations.schedule.ties) - len(mutations.implied)
     assert len(mutations.faults) == necessary > 0
     assert all(fault.endswith("the checker accepts it") for fault in mutations.faults)
 
@@ -345,12 +382,12 @@ def test_a_checker_with_one_blind_spot_would_be_found_out() -> None:
         return to_text(schedule) != to_text(blind) and refuses(schedule)
 
     assert Mutations(SMALL, refuses_all_but_one, most_runs=20).faults == [
-        f"{SMALL}: `sync 3` no longer waits for `update 2`, and the checker accepts it"
+        f"{SMALL}: no longer `sync 3` after `update 2`, and the checker accepts it"
     ]
 
 
 def test_an_interpreter_that_notices_nothing_would_be_found_out() -> None:
     mutations = Mutations(SMALL, refuses, most_runs=0)
-    necessary = len(mutations.schedule.edges) - len(mutations.implied)
+    necessary = len(mutations.schedule.ties) - len(mutations.implied)
     assert len(mutations.faults) == necessary > 0
     assert all(fault.endswith("0 runs end as before") for fault in mutations.faults)

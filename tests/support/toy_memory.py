@@ -47,7 +47,14 @@ class Rank:
     asked: list[dict[int, MicroKeys]]
     marks: list[frozenset[int]]
     """Of the first micro-batch: the keys whose rows come a second time."""
+    own: list[frozenset[int]]
+    """The keys that a batch itself asked for ..."""
     owned: list[frozenset[int]]
+    """... and those of its working set: with replicas more."""
+    touched: list[frozenset[int]]
+    """Of the last batches, the keys that each asked for."""
+    merged: list[frozenset[int]]
+    """Of a batch that merges replicas, the keys that any of them touched."""
     shared: list[frozenset[int]]
     taken: list[frozenset[int]]
     """Of a batch's keys, those that only the batch before the last has too."""
@@ -56,7 +63,10 @@ class Rank:
     sent: list[dict[int, int]]
     active: int = 0
     row_sum: dict[int, int] = field(default_factory=dict[int, int])
+    losses: list[int] = field(default_factory=list[int])
+    totals: list[int] = field(default_factory=list[int])
     dense_sum: int = 0
+    dense_total: int = GARBAGE
     weights: int = 5
     updates: int = 0
     stored: dict[int, Row] = field(default_factory=dict[int, Row])
@@ -103,7 +113,10 @@ def new_world(
             wanted=[{} for _ in range(shape.slots)],
             sizes=[{} for _ in range(shape.slots)],
             asked=[{} for _ in range(shape.slots)],
+            own=[anything_odd] * shape.slots,
             owned=[anything_odd] * shape.slots,
+            touched=[anything] * (shape.merge_every + shape.lookahead),
+            merged=[anything] * shape.slots,
             shared=[anything] * shape.slots,
             taken=[anything] * shape.slots,
             buffers=[{} for _ in range(shape.buffers)],
@@ -111,6 +124,8 @@ def new_world(
             received=[{} for _ in range(shape.places)],
             sent=[{} for _ in range(shape.receive)],
             active=shape.buffers - 1,  # not that of the first batch
+            losses=[GARBAGE] * shape.slots,
+            totals=[GARBAGE] * shape.slots,
         )
         for r in range(len(data))
     ]
@@ -148,12 +163,29 @@ def _union(world: World, rank: Rank, t: int) -> None:
     keys = frozenset(
         k for micro_batches in rank.asked[t % slots].values() for ks in micro_batches for k in ks
     )
-    rank.owned[t % slots] = keys
+    rank.own[t % slots] = keys
+    if not world.shape.merges_replicas(t):  # else the working set is not known yet
+        rank.owned[t % slots] = keys
+    rank.shared[t % slots] = rank.taken[t % slots] = frozenset()
+    _compare(world, rank, t, keys)
+    if world.shape.merge_every:
+        rank.touched[t % len(rank.touched)] = keys
+
+
+def _compare(world: World, rank: Rank, t: int, keys: frozenset[int]) -> None:
+    """Find which of these keys the batches before have too."""
+    slots = world.shape.slots
     if world.shape.handover is K.SYNC:
         before = rank.owned[(t - 1) % slots] if t > 0 else frozenset[int]()
-        rank.shared[t % slots] = keys & before
+        rank.shared[t % slots] |= keys & before
         older = rank.owned[(t - 2) % slots] if t > 1 else frozenset[int]()
-        rank.taken[t % slots] = (keys & older) - before
+        rank.taken[t % slots] |= (keys & older) - before
+
+
+def _replica_union(world: World, rank: Rank, t: int) -> None:
+    slot = t % world.shape.slots
+    rank.owned[slot] = rank.own[slot] | rank.merged[slot]
+    _compare(world, rank, t, rank.merged[slot] - rank.own[slot])
 
 
 def _retrieve(world: World, rank: Rank, t: int) -> None:
@@ -188,14 +220,32 @@ def _swap(world: World, rank: Rank, t: int) -> None:
     rank.active = t % world.shape.buffers
 
 
-def _dense(world: World, rank: Rank, t: int, m: int) -> None:
+def _inputs(world: World, rank: Rank, t: int, m: int) -> tuple[tuple[int, ...], dict[int, int]]:
+    """The keys of a micro-batch, in the order of its samples, and the rows that came for it."""
+    shape = world.shape
+    micro_batches = rank.batch[t % shape.slots]
+    keys = micro_batches[m] if m < len(micro_batches) else ()
+    if shape.exchange is not Exchange.WINDOW:
+        return keys, rank.received[shape.place(t, m)]
+    parts = [rank.received[shape.place(t, micro)] for micro in range(m + 1)]
+    return keys, {key: row for part in parts for key, row in part.items()}
+
+
+def _forward(world: World, rank: Rank, t: int, m: int) -> None:
+    """The first part of `dense`: the loss."""
+    slot = t % world.shape.slots
+    keys, came = _inputs(world, rank, t, m)
+    loss = rank.losses[slot] * 7 + m + 1 if m > 0 else 1
+    for key in keys:
+        loss = (loss * 5 + came.get(key, GARBAGE) * 3 + rank.weights) % PRIME
+    rank.losses[slot] = loss % PRIME
+
+
+def _backward(world: World, rank: Rank, t: int, m: int) -> None:
+    """The rest of it: gradients. It reads again what the first part has read."""
     shape = world.shape
     micro_batches = rank.batch[t % world.shape.slots]
-    keys = micro_batches[m] if m < len(micro_batches) else ()
-    came = rank.received[shape.place(t, m)]
-    if world.shape.exchange is Exchange.WINDOW:
-        parts = [rank.received[shape.place(t, micro)] for micro in range(m + 1)]
-        came = {key: row for part in parts for key, row in part.items()}
+    keys, came = _inputs(world, rank, t, m)
     gradients: dict[int, int] = {}
     for sample, key in enumerate(keys):
         row = came.get(key, GARBAGE)
@@ -219,20 +269,22 @@ def _add_to_window(rank: Rank, micro_batches: MicroKeys, m: int, gradients: dict
 
 
 def _update(world: World, rank: Rank, t: int) -> None:
-    rows = rank.buffers[rank.active]
-    for key in rank.owned[t % world.shape.slots]:
+    slot, rows = t % world.shape.slots, rank.buffers[rank.active]
+    averaged = world.shape.merge is Merge.AVERAGED
+    for key in (rank.own if averaged else rank.owned)[slot]:
         weight, state = rows.get(key, GARBAGE_ROW)
-        gradient = rank.row_sum.get(key, GARBAGE)
+        gradient = rank.row_sum.get(key, GARBAGE) * (rank.totals[slot] + 1) % PRIME
         state = (state + gradient * gradient + 1) % PRIME
         rows[key] = ((weight * 3 - gradient * state) % PRIME, state)
     rank.row_sum = {}
     rank.updates += 1
     if not world.shape.separate_dense_group:
-        _apply_dense(rank)
+        _apply(world, rank, t)
 
 
-def _apply_dense(rank: Rank) -> None:
-    rank.weights = (rank.weights * 5 - rank.dense_sum) % PRIME
+def _apply(world: World, rank: Rank, t: int) -> None:
+    scale = rank.totals[t % world.shape.slots] + 1
+    rank.weights = (rank.weights * 5 - rank.dense_total * scale) % PRIME
     rank.dense_sum = 0
 
 
@@ -273,7 +325,7 @@ def _cut(micro_batches: MicroKeys, sizes: dict[int, int], peer: int) -> MicroKey
     return tuple(kept)
 
 
-def _marks(world: World, members: list[Rank], t: int) -> None:
+def _stale_mask(world: World, members: list[Rank], t: int) -> None:
     slot = t % world.shape.slots
     for rank in members:
         rank.marks[slot] = frozenset(
@@ -302,7 +354,7 @@ def _rows(world: World, members: list[Rank], t: int, m: int) -> None:
         rank.received[place] = arriving[rank.number]
 
 
-def _fresh(world: World, members: list[Rank], t: int) -> None:
+def _patch(world: World, members: list[Rank], t: int) -> None:
     slot, place = t % world.shape.slots, world.shape.place(t, 0)
     for rank in members:
         for owner in members:
@@ -327,21 +379,44 @@ def _reduce(world: World, members: list[Rank], t: int) -> None:
     for rank in members:
         total = (total * 19 + rank.dense_sum) % PRIME
     for rank in members:
-        rank.dense_sum = total
-        if world.shape.separate_dense_group:
-            _apply_dense(rank)
+        rank.dense_total = total
+    if not world.shape.separate_dense_group:
+        _totals(world, members, t)
 
 
-def _mirror(world: World, members: list[Rank], t: int) -> None:
+def _totals(world: World, members: list[Rank], t: int) -> None:
+    slot, total = t % world.shape.slots, 0
+    for rank in members:
+        total = (total * 37 + rank.losses[slot]) % PRIME
+    for rank in members:
+        rank.totals[slot] = total
+
+
+def _is_merged(key: int) -> bool:
+    """Not every row is averaged here: else none could leave the device before a merge."""
+    return key % 4 != 1
+
+
+def _replica_keys(world: World, members: list[Rank], t: int) -> None:
+    batches = world.shape.merged_batches(t)
+    keys = frozenset[int]().union(
+        *(rank.touched[batch % len(rank.touched)] for rank in members for batch in batches)
+    )
+    if world.shape.merge is Merge.AVERAGED:
+        keys = frozenset(filter(_is_merged, keys))
+    for rank in members:
+        rank.merged[t % world.shape.slots] = keys
+
+
+def _replica_sync(world: World, members: list[Rank], t: int) -> None:
     if world.shape.merge is Merge.EXACT:
         _sum_over_replicas(world, members, t)
         return
     slot, buffer = t % world.shape.slots, t % world.shape.buffers
-    for key in frozenset[int]().union(*(rank.owned[slot] for rank in members)):
-        holders = [rank for rank in members if key in rank.owned[slot]]
-        rows = [rank.buffers[buffer].get(key, GARBAGE_ROW) for rank in holders]
+    for key in filter(_is_merged, frozenset[int]().union(*(rank.owned[slot] for rank in members))):
+        rows = [rank.buffers[buffer].get(key, GARBAGE_ROW) for rank in members]
         merged = (sum(w for w, _ in rows) % PRIME, sum(s for _, s in rows) % PRIME)
-        for rank in holders:
+        for rank in members:
             rank.buffers[buffer][key] = merged
 
 
@@ -361,19 +436,23 @@ LOCAL_WORK: dict[Kind, Callable[[World, Rank, int], None]] = {
     K.COPY: _copy,
     K.DEDUP: _dedup,
     K.UNION: _union,
+    K.REPLICA_UNION: _replica_union,
     K.RETRIEVE: _retrieve,
     K.SYNC: _sync,
     K.SWAP: _swap,
+    K.APPLY: _apply,
     K.UPDATE: _update,
     K.WRITEBACK: _writeback,
 }
 COLLECTIVE_WORK: dict[Kind, Callable[[World, list[Rank], int], None]] = {
     K.COUNTS: _counts,
     K.KEYS: _keys,
-    K.STALE_MASK: _marks,
-    K.PATCH: _fresh,
+    K.REPLICA_KEYS: _replica_keys,
+    K.STALE_MASK: _stale_mask,
+    K.PATCH: _patch,
+    K.TOTALS: _totals,
     K.REDUCE: _reduce,
-    K.REPLICA_SYNC: _mirror,
+    K.REPLICA_SYNC: _replica_sync,
 }
 MICRO_COLLECTIVE_WORK: dict[Kind, Callable[[World, list[Rank], int, int], None]] = {
     K.ROWS: _rows,
@@ -384,9 +463,21 @@ MICRO_COLLECTIVE_WORK: dict[Kind, Callable[[World, list[Rank], int, int], None]]
 def do_local(world: World, rank: Rank, op: Op) -> None:
     """Let one rank do an op that concerns only itself."""
     if op.kind is K.DENSE:
-        _dense(world, rank, op.batch, op.micro or 0)
+        start_local(world, rank, op)
+        end_local(world, rank, op)
     else:
         LOCAL_WORK[op.kind](world, rank, op.batch)
+
+
+def start_local(world: World, rank: Rank, op: Op) -> None:
+    """The first part of an op that others run alongside."""
+    assert op.kind is K.DENSE, f"nothing runs alongside `{op}`"
+    _forward(world, rank, op.batch, op.micro or 0)
+
+
+def end_local(world: World, rank: Rank, op: Op) -> None:
+    """The rest of it."""
+    _backward(world, rank, op.batch, op.micro or 0)
 
 
 def do_collective(world: World, members: list[Rank], op: Op) -> None:
@@ -399,6 +490,6 @@ def do_collective(world: World, members: list[Rank], op: Op) -> None:
 
 def members_of(world: World, rank: Rank, op: Op) -> tuple[int, ...]:
     """The ranks that must meet in a collective that this rank has reached."""
-    if op.kind is K.REDUCE:
+    if op.kind in (K.TOTALS, K.REDUCE):
         return tuple(range(len(world.ranks)))
-    return rank.replicas if op.kind is K.REPLICA_SYNC else rank.group
+    return rank.replicas if op.kind in (K.REPLICA_KEYS, K.REPLICA_SYNC) else rank.group

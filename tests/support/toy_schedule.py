@@ -1,8 +1,10 @@
-"""The interpreter: runs a schedule over the toy world in any order that its edges allow.
+"""The interpreter: runs a schedule over the toy world in any order that its ties allow.
 
-It knows edges and collectives, not lanes. A rank that has started a collective starts no other
-before that one ends, and it ends when every member has arrived: two ranks that start collectives
-in different orders wait for each other for ever, as they would in a real process group.
+It knows ties and collectives, not lanes. What a rank starts on the network of the hosts, or on
+those of the device, ends in the order in which it was started, and when every member has come to
+it. Two ranks that start collectives in different orders wait for each other for ever, as devices do
+that share a queue. An op that others run alongside has two parts; they may start after the
+first.
 """
 
 from __future__ import annotations
@@ -13,15 +15,17 @@ from dataclasses import dataclass
 
 from nestpipe.schedule.effects import CARRIES
 from nestpipe.schedule.op import Kind, Op
-from nestpipe.schedule.schedule import Schedule
+from nestpipe.schedule.schedule import DEVICE_NETWORKS, DRAINING, How, Schedule
 from support.toy_memory import (
     MicroKeys,
     Row,
     World,
     do_collective,
     do_local,
+    end_local,
     members_of,
     new_world,
+    start_local,
 )
 
 Table = tuple[tuple[int, int, tuple[tuple[int, Row], ...]], ...]
@@ -76,19 +80,47 @@ class Interpreter:
     """A schedule made ready to be run many times."""
 
     def __init__(
-        self, schedule: Schedule, carries: Mapping[Kind, frozenset[str]] = CARRIES
+        self,
+        schedule: Schedule,
+        carries: Mapping[Kind, frozenset[str]] = CARRIES,
+        *,
+        one_queue: bool = True,
     ) -> None:
+        """`one_queue`: the device does all its collectives in the order of issue, which is when
+        ranks can hang; else each network goes its own way, and only what ops wait for counts."""
+        ties = [t for t in schedule.ties if one_queue or t.how is not How.BEHIND]
+        networks = {schedule.shape.network(op.kind) for op in schedule.ops}
+        self.apart = (
+            Interpreter(schedule, carries, one_queue=False)
+            if one_queue and len(networks & DEVICE_NETWORKS) > 1
+            else self
+        )
         self.schedule = schedule
         self.carries = carries
         self.ops = schedule.ops
         number = {op: i for i, op in enumerate(self.ops)}
-        self.befores = [sorted({number[b] for b in step.after}) for step in schedule]
-        self.followers: list[list[int]] = [[] for _ in self.ops]
-        for i, befores in enumerate(self.befores):
-            for before in befores:
-                self.followers[before].append(i)
+        count = len(self.ops)
+        self.befores: list[list[int]] = [[] for _ in self.ops]
+        self.waits = [0] * count
+        self.at_start: list[list[int]] = [[] for _ in self.ops]
+        """What may start once an op has started ..."""
+        self.at_end: list[list[int]] = [[] for _ in self.ops]
+        """... and once it has ended."""
+        self.in_parts = bytearray(count)
+        """Ops that others run alongside."""
+        self.drained = [-1] * count
+        """The op whose end a collective needs, all of whose output it takes."""
+        for tie in dict.fromkeys(ties):
+            before, op = number[tie.before], number[tie.op]
+            self.befores[op].append(before)
+            self.waits[op] += 1
+            (self.at_end if tie.how is How.AFTER else self.at_start)[before].append(op)
+            if tie.how is How.ALONGSIDE:
+                self.in_parts[before] = 1
+                self.drained[op] = before if tie.op.kind in DRAINING else -1
         self.retirement = [self._must_retire_first(op, number) for op in self.ops]
-        self.networks = [schedule.shape.network(op.kind) for op in self.ops]
+        network_of = [schedule.shape.network(op.kind) for op in self.ops]
+        self.queue_of = [_queue(n) for n in network_of] if one_queue else network_of
 
     def _must_retire_first(self, op: Op, number: dict[Op, int]) -> int | None:
         shape = self.schedule.shape
@@ -97,55 +129,12 @@ class Interpreter:
         return number.get(shape.retire(op.batch - shape.lookahead))
 
     def run(self, data: ToyData, choose: Choose) -> Outcome:
-        """Run every op of every rank once, taking the next one as `choose` says."""
-        world = new_world(self.schedule.shape, data.keys, data.groups, self.carries)
-        missing = [[len(befores) for befores in self.befores] for _ in world.ranks]
-        done = [bytearray(len(self.ops)) for _ in world.ranks]
-        runnable = [(r, i) for r in range(len(world.ranks)) for i in self._free_at_start()]
-        inside: dict[tuple[int, str | None], int] = {}
-        """Which collective each rank is waiting in, by network."""
-        held: list[tuple[int, int]] = []
-        """Ready, but for a network in which their rank is waiting."""
-        network = self.networks
+        """Run every op of every rank once, taking the next one as `choose` says.
 
-        def finish(r: int, i: int) -> None:
-            done[r][i] = 1
-            counts = missing[r]
-            for follower in self.followers[i]:
-                counts[follower] -= 1
-                if counts[follower] == 0:
-                    waits = (r, network[follower]) in inside
-                    (held if waits else runnable).append((r, follower))
-
-        left = len(self.ops) * len(world.ranks)
-        while left:
-            if not runnable:
-                waiting = {r: str(self.ops[i]) for (r, _), i in sorted(inside.items())}
-                return Outcome(None, f"deadlock: ranks wait in {waiting}")
-            r, i = runnable.pop(choose(runnable))
-            op, retire = self.ops[i], self.retirement[i]
-            if retire is not None and not done[r][retire]:
-                return Outcome(None, f"overrun: `{op}` starts beyond the look-ahead")
-            if (of_op := network[i]) is None:
-                do_local(world, world.ranks[r], op)
-                finish(r, i)
-                left -= 1
-                continue
-            inside[r, of_op] = i
-            members = members_of(world, world.ranks[r], op)
-            if all(inside.get((member, of_op)) == i for member in members):
-                do_collective(world, [world.ranks[member] for member in members], op)
-                for member in members:
-                    del inside[member, of_op]
-                    finish(member, i)
-                left -= len(members)
-            ready, runnable, held = runnable + held, [], []
-            for r, i in ready:
-                (held if (r, network[i]) in inside else runnable).append((r, i))
-        return Outcome(_table(world))
-
-    def _free_at_start(self) -> list[int]:
-        return [i for i, befores in enumerate(self.befores) if not befores]
+        The second part of an op that others run alongside has the number of the op plus that of
+        all ops.
+        """
+        return _Run(self, data).to_the_end(choose)
 
     def run_in_issue_order(self, data: ToyData) -> Outcome:
         """Run as the schedule lists its ops: the reference of a deterministic plan."""
@@ -158,9 +147,11 @@ class Interpreter:
         single ops are held back or hurried for as long as the edges allow.
         """
         rng = random.Random(seed)
+        if seed % 4 > 1 and self.apart is not self:
+            return self.apart.run_at_random(data, seed)
         if seed % 2 == 0:
             return self.run(data, lambda runnable: rng.randrange(len(runnable)))
-        urgency = [[rng.random() for _ in self.ops] for _ in data.keys]
+        urgency = [[rng.random() for _ in self.ops * 2] for _ in data.keys]
         return self.run(data, lambda runnable: _argmin([urgency[r][i] for r, i in runnable]))
 
     def run_against(self, data: ToyData, before: Op, after: Op, seed: int) -> Outcome:
@@ -168,15 +159,18 @@ class Interpreter:
 
         Every other rank does so too or not, by chance: some deadlocks need a ring of such ranks.
         """
+        if seed % 2 and self.apart is not self:
+            return self.apart.run_against(data, before, after, seed)
         rng = random.Random(seed)
-        urgency = [[rng.random() for _ in self.ops] for _ in data.keys]
+        urgency = [[rng.random() for _ in self.ops * 2] for _ in data.keys]
         hold, hurry = self.ops.index(before), self.ops.index(after)
         needed = self._needed_by(hurry)
         for r in range(len(data.keys)):
             if r == 0 or rng.random() < 0.5:
                 for i in needed:
                     urgency[r][i] -= 1.0
-                urgency[r][hold] = 2.0
+                    urgency[r][i + len(self.ops)] -= 1.0
+                urgency[r][hold] = urgency[r][hold + len(self.ops)] = 2.0
         return self.run(data, lambda runnable: _argmin([urgency[r][i] for r, i in runnable]))
 
     def _needed_by(self, target: int) -> set[int]:
@@ -187,6 +181,97 @@ class Interpreter:
                     needed.add(before)
                     todo.append(before)
         return needed
+
+
+def _queue(network: str | None) -> str | None:
+    """Networks of the device share what their collectives wait in."""
+    return "devices" if network in DEVICE_NETWORKS else network
+
+
+class _Run:
+    """One run of an interpreter's schedule."""
+
+    def __init__(self, made: Interpreter, data: ToyData) -> None:
+        self.made = made
+        self.world = new_world(made.schedule.shape, data.keys, data.groups, made.carries)
+        ranks = range(len(self.world.ranks))
+        self.missing = [list(made.waits) for _ in ranks]
+        self.done = [bytearray(len(made.ops)) for _ in ranks]
+        free = [i for i, waits in enumerate(made.waits) if not waits]
+        self.runnable = [(r, i) for r in ranks for i in free]
+        self.started: dict[tuple[int, str], list[int]] = {}
+        """The collectives that a rank has started and that have not ended, oldest first."""
+        self.left = len(made.ops) * len(ranks)
+
+    def to_the_end(self, choose: Choose) -> Outcome:
+        made, count = self.made, len(self.made.ops)
+        while self.left:
+            if not self.runnable:
+                heads = {(r, w): str(made.ops[i[0]]) for (r, w), i in self.started.items() if i}
+                waiting = {r: op for (r, _), op in sorted(heads.items())}
+                return Outcome(None, f"deadlock: ranks wait in {waiting}")
+            r, i = self.runnable.pop(choose(self.runnable))
+            if i >= count:
+                self._end(r, i - count)
+                continue
+            retire = made.retirement[i]
+            if retire is not None and not self.done[r][retire]:
+                return Outcome(None, f"overrun: `{made.ops[i]}` starts beyond the look-ahead")
+            self._start(r, i)
+        return Outcome(_table(self.world))
+
+    def _start(self, r: int, i: int) -> None:
+        made, rank, op = self.made, self.world.ranks[r], self.made.ops[i]
+        queue = made.queue_of[i]
+        if queue is not None:
+            self.started.setdefault((r, queue), []).append(i)
+            self._release(r, made.at_start[i])
+            self._settle(r, i)
+        elif made.in_parts[i]:
+            start_local(self.world, rank, op)
+            self._release(r, made.at_start[i])
+            self.runnable.append((r, i + len(made.ops)))
+        else:
+            do_local(self.world, rank, op)
+            self._finish(r, i)
+
+    def _end(self, r: int, i: int) -> None:
+        """The second part of an op; a collective may have waited for its output."""
+        end_local(self.world, self.world.ranks[r], self.made.ops[i])
+        self._finish(r, i)
+        for follower in self.made.at_start[i]:
+            self._settle(r, follower)
+
+    def _finish(self, r: int, i: int) -> None:
+        self.done[r][i] = 1
+        self.left -= 1
+        self._release(r, self.made.at_end[i])
+
+    def _release(self, r: int, followers: list[int]) -> None:
+        missing = self.missing[r]
+        for follower in followers:
+            missing[follower] -= 1
+            if missing[follower] == 0:
+                self.runnable.append((r, follower))
+
+    def _settle(self, r: int, i: int) -> None:
+        """End the collective if it is next on all its members, then those that it held up."""
+        todo = [(r, i)]
+        while todo:
+            r, i = todo.pop()
+            queue, drained = self.made.queue_of[i], self.made.drained[i]
+            if queue is None:
+                continue
+            members = members_of(self.world, self.world.ranks[r], self.made.ops[i])
+            queues = [self.started.get((m, queue), []) for m in members]
+            here = all(started[:1] == [i] for started in queues)
+            if not here or not all(drained < 0 or self.done[m][drained] for m in members):
+                continue
+            do_collective(self.world, [self.world.ranks[m] for m in members], self.made.ops[i])
+            for member, started in zip(members, queues, strict=True):
+                started.pop(0)
+                self._finish(member, i)
+                todo += [(member, started[0])] if started else []
 
 
 def _argmin(values: Sequence[float]) -> int:

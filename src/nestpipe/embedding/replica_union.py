@@ -8,8 +8,9 @@ there as from any other.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -56,41 +57,44 @@ class Replicas:
         self._comm = comm
         self._tables = list(tables)
         self._shape = shape
-        self._touched = self._nothing()
-        self._batches = 0
+        self._touched: dict[int, list[Tensor]] = {}
+        """[batch][table of any store] the keys that it asked for, until they are merged."""
 
-    def unite(self, batch: int, unions: Sequence[KeyUnion]) -> list[ReplicaUnion] | None:
-        """Note what a batch touches; what to work on where it merges replicas, else None."""
-        for of_store, one in zip(self._touched, unions, strict=True):
-            for noted, keys in zip(
-                of_store, torch.split(one.keys_K, one.table_counts), strict=True
-            ):
-                noted.append(keys)
-        self._batches += 1
-        if not self._shape.merges_replicas(batch):
-            return None
+    def note(self, batch: int, unions: Sequence[KeyUnion]) -> None:
+        """Remember what a batch touches."""
+        self._touched[batch] = [
+            keys for one in unions for keys in torch.split(one.keys_K, one.table_counts)
+        ]
+
+    def exchange(self, batch: int) -> list[list[Tensor]]:
+        """[table][group] the keys that each replica has touched up to a batch that merges."""
+        return self._exchange(self._shape.merged_batches(batch))
+
+    def extend(
+        self, unions: Sequence[KeyUnion], touched: Sequence[Sequence[Tensor]]
+    ) -> list[ReplicaUnion]:
+        """The working sets of a batch that merges replicas, from its own keys and all touched."""
         exact = self._shape.merge is Merge.EXACT
-        merged = self.take()
+        merged = self._merged(touched)
         return [extend_union(o, m, exact=exact) for o, m in zip(unions, merged, strict=True)]
 
     @property
     def pending(self) -> bool:
         """Whether batches have touched rows that are not merged yet; the same on all ranks."""
-        return self._batches > 0
+        return bool(self._touched)
 
-    def take(self) -> list[MergedKeys]:
+    def take_rest(self) -> list[MergedKeys]:
         """What any replica has touched since the last merge, store by store."""
-        mine = [unique_keys(parts) for of_store in self._touched for parts in of_store]
-        self._touched, self._batches = self._nothing(), 0
-        all_C = everyones_keys(self._comm, mine)
-        found: list[MergedKeys] = []
-        for tables in self._tables:
-            of_store, all_C = all_C[:tables], all_C[tables:]
-            found.append(merged_keys(of_store))
-        return found
+        return self._merged(self._exchange(sorted(self._touched)))
 
-    def _nothing(self) -> list[list[list[Tensor]]]:
-        return [[[] for _ in range(tables)] for tables in self._tables]
+    def _exchange(self, batches: Iterable[int]) -> list[list[Tensor]]:
+        of_batches = [self._touched.pop(batch) for batch in batches]
+        mine = [unique_keys(parts) for parts in zip(*of_batches, strict=True)]
+        return everyones_keys(self._comm, mine)
+
+    def _merged(self, touched: Sequence[Sequence[Tensor]]) -> list[MergedKeys]:
+        tables = iter(touched)
+        return [merged_keys(list(islice(tables, count))) for count in self._tables]
 
 
 def merged_keys(of_groups_C: Sequence[Sequence[Tensor]]) -> MergedKeys:

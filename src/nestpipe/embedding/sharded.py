@@ -22,9 +22,9 @@ from nestpipe.embedding.buffers import RowBuffers
 from nestpipe.embedding.lookup import lookup_rows, lookup_window
 from nestpipe.embedding.optimizers import RowOptimizer
 from nestpipe.embedding.replica_sync import merge_gradients, merge_rows, merge_stored
-from nestpipe.embedding.replica_union import Replicas
+from nestpipe.embedding.replica_union import Replicas, ReplicaUnion
 from nestpipe.embedding.routing.all_to_all import exchange
-from nestpipe.embedding.routing.lists import OwnerRequests
+from nestpipe.embedding.routing.lists import KeyUnion, OwnerRequests
 from nestpipe.embedding.routing.owners import WorkingSet, make_working_set, union_of
 from nestpipe.embedding.routing.requests import Request, make_requests, make_window, requests_on
 from nestpipe.embedding.routing.wire_format import (
@@ -82,6 +82,10 @@ class BatchState:
     asked_rows: list[Tensor] = field(default_factory=list[Tensor])
     """... and rows that it wants for them."""
     asked: list[OwnerRequests] = field(default_factory=list[OwnerRequests])
+    unions: list[KeyUnion] = field(default_factory=list[KeyUnion])
+    """[group] its keys, until the working set is made of them."""
+    touched: list[list[Tensor]] = field(default_factory=list[list[Tensor]])
+    """[table][replica] keys, in a batch that merges replicas."""
     working: list[WorkingSet] = field(default_factory=list[WorkingSet])
     patches: list[RowPatch] = field(default_factory=list[RowPatch])
     """[group] stale rows of the first micro-batch, which come again."""
@@ -222,18 +226,39 @@ class ShardedTables:
         ]
 
     def union(self, batch: int) -> None:
-        """Deduplicate what was asked for into the working set; compare it with the batch before."""
+        """Deduplicate what was asked for into the working set; compare it with the batch before.
+
+        A batch that merges replicas does so in `replica_union`, with all that they touched.
+        """
+        state = self.in_flight[batch]
+        state.unions = [union_of(asked) for asked in state.asked]
+        if self.replicas is not None:
+            self.replicas.note(batch, state.unions)
+        if not self.shape.merges_replicas(batch):
+            self._make_working_sets(batch, None)
+
+    def replica_keys(self, batch: int) -> None:
+        """Replicas tell each other which keys they touched since the last merge."""
+        assert self.replicas is not None
+        self.in_flight[batch].touched = self.replicas.exchange(batch)
+
+    def replica_union(self, batch: int) -> None:
+        """Widen the working set to all of these keys."""
+        assert self.replicas is not None
+        state = self.in_flight[batch]
+        self._make_working_sets(batch, self.replicas.extend(state.unions, state.touched))
+        state.touched = []
+
+    def _make_working_sets(self, batch: int, replicas: Sequence[ReplicaUnion] | None) -> None:
         state = self.in_flight[batch]
         before = self.in_flight.get(batch - 1) if self.shape.buffers > 1 else None
         older = self.in_flight.get(batch - 2) if self.shape.takes_over else None
-        unions = [union_of(asked) for asked in state.asked]
-        replicas = self.replicas.unite(batch, unions) if self.replicas is not None else None
         state.working = [
             make_working_set(
                 asked,
                 before.working[g] if before else None,
                 self.device,
-                union=unions[g],
+                union=state.unions[g],
                 replica=replicas[g] if replicas else None,
                 speculative=self.shape.speculative_rows,
                 older=older.working[g] if older else None,
@@ -241,7 +266,7 @@ class ShardedTables:
             )
             for g, asked in enumerate(state.asked)
         ]
-        state.asked = []
+        state.asked, state.unions = [], []
 
     def stale_mask(self, batch: int) -> None:
         """Owners tell which rows of the first micro-batch are stale when they are sent."""
@@ -431,7 +456,9 @@ class ShardedTables:
         """After a run: merge in host memory what its last batches touched."""
         if self.replicas is None or not self.replicas.pending:
             return
-        for group, store, merged in zip(self.groups, stores, self.replicas.take(), strict=True):
+        for group, store, merged in zip(
+            self.groups, stores, self.replicas.take_rest(), strict=True
+        ):
             merge_stored(self.mesh.replicas, store, merged, self.optimizer, group.dim, self.device)
 
 

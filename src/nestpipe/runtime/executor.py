@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 
-from nestpipe.runtime.collective_order import CollectiveOrder
 from nestpipe.runtime.lanes import Act, Event, Lanes, Work
 from nestpipe.runtime.spans import HostSpans, Spans
 from nestpipe.schedule import COLLECTIVES, Kind, Op, Plan, Shape
@@ -42,7 +41,6 @@ def run(
     lane_of = {kind: plan.shape.lane(kind) for kind in work}
     acts = {k: _until(batches, spans.timed(act, lane_of[k])) for k, act in work.items()}
     done: dict[Op, Event] = {}
-    order = CollectiveOrder(plan.shape)
     spans.begin()
     with quiet_interpreter(), lanes:
         for step in plan.stream(batches):
@@ -50,9 +48,13 @@ def run(
             if op.kind is Kind.PREFETCH:
                 _make_room(op.batch, plan.shape, done)
                 between_batches(op.batch)
-            lane = lanes[lane_of[op.kind]]
-            after, behind = [done[b] for b in step.after], order.behind(op)
-            done[op] = lane.submit(acts[op.kind], op, after, done[behind] if behind else None)
+            done[op] = lanes[lane_of[op.kind]].submit(
+                acts[op.kind],
+                op,
+                [done[before] for before in step.after],
+                alongside=None if step.alongside is None else done[step.alongside],
+                behind=[done[before] for before in step.behind],
+            )
     return spans.trace({**_facts(plan.shape), **(facts or {})})
 
 

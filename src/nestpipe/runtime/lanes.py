@@ -35,12 +35,19 @@ class LaneQueue(Protocol):
     """One lane, as the issuing loop sees it."""
 
     def submit(
-        self, act: Act, op: Op, after: Sequence[Event], behind: Event | None = None
+        self,
+        act: Act,
+        op: Op,
+        after: Sequence[Event],
+        *,
+        alongside: Event | None = None,
+        behind: Sequence[Event] = (),
     ) -> Event:
         """Run `act(op)` after all that was submitted before and after the events.
 
-        The act is called when that of `behind` has returned, whether its op has ended or not.
-        Raises the first failure of any lane, once there is one.
+        The act is called when that of `alongside` has been called, and when those of `behind` have
+        returned, whether their ops have ended or not. Raises the first failure of any lane, once
+        there is one.
         """
         ...
 
@@ -91,7 +98,13 @@ class _InlineLane:
     begin: Callable[[], None]
 
     def submit(
-        self, act: Act, op: Op, after: Sequence[Event], behind: Event | None = None
+        self,
+        act: Act,
+        op: Op,
+        after: Sequence[Event],
+        *,
+        alongside: Event | None = None,
+        behind: Sequence[Event] = (),
     ) -> Event:
         """Run the op; what it waits for was issued earlier and has ended."""
         try:

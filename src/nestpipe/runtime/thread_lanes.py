@@ -133,6 +133,9 @@ class Halt:
 class _End:
     """The end of one op: first its thread is past it, then whatever the thread started."""
 
+    started: threading.Event = field(default_factory=threading.Event)
+    awaited: Sequence[Mark] = ()
+    """Set before `started`: what has ended on the device when the op starts there."""
     issued: threading.Event = field(default_factory=threading.Event)
     mark: Mark | None = None
     """Set before `issued`; stays None where the op was skipped or has failed."""
@@ -148,17 +151,22 @@ class _Task:
     act: Act
     op: Op
     after: Sequence[_End]
-    behind: _End | None
+    alongside: _End | None
+    behind: Sequence[_End]
     end: _End = field(default_factory=_End)
 
     def run(self, lane: Lane, place: Place, halt: Halt) -> None:
         try:
-            for end in self.after:
+            for end in (*self.after, *self.behind):
                 end.issued.wait()
-            if self.behind is not None:
-                self.behind.issued.wait()
+            if self.alongside is not None:
+                self.alongside.started.wait()
             if not halt.called:
-                place.wait_for([end.mark for end in self.after if end.mark is not None])
+                marks = [end.mark for end in self.after if end.mark is not None]
+                marks += self.alongside.awaited if self.alongside is not None else ()
+                place.wait_for(marks)
+                self.end.awaited = marks
+                self.end.started.set()
                 self.act(self.op)
                 self.end.mark = place.mark()
         except BaseException as error:  # noqa: BLE001  raised again by the issuing thread
@@ -166,6 +174,7 @@ class _Task:
             halt.call(error)
         finally:
             # Also after a failure: whoever waits for it wakes up and finds the halt.
+            self.end.started.set()
             self.end.issued.set()
 
 
@@ -181,11 +190,23 @@ class LaneThread:
         self._thread.start()
 
     def submit(
-        self, act: Act, op: Op, after: Sequence[Event], behind: Event | None = None
+        self,
+        act: Act,
+        op: Op,
+        after: Sequence[Event],
+        *,
+        alongside: Event | None = None,
+        behind: Sequence[Event] = (),
     ) -> Event:
         self._halt.check()
         # Lanes of one set, so all are ours.
-        task = _Task(act, op, cast("Sequence[_End]", after), cast("_End | None", behind))
+        task = _Task(
+            act,
+            op,
+            cast("Sequence[_End]", after),
+            cast("_End | None", alongside),
+            cast("Sequence[_End]", behind),
+        )
         self._tasks.put(task)
         return task.end
 

@@ -6,7 +6,9 @@ from nestpipe.schedule.check import (
     Violation,
     check,
     happens_before,
+    issued_before,
     redundant_edges,
+    redundant_ties,
     violations,
 )
 from nestpipe.schedule.op import COLLECTIVES, MICRO_KINDS, Kind, Lane, Op
@@ -30,7 +32,7 @@ from nestpipe.schedule.plans import (
     with_separate_key_group,
     with_third_buffer,
 )
-from nestpipe.schedule.schedule import Schedule, Shape, Step
+from nestpipe.schedule.schedule import How, Schedule, Shape, Step, Tie
 from nestpipe.schedule.text import from_text, nominal_trace, to_text
 
 __all__ = [
@@ -39,6 +41,7 @@ __all__ = [
     "PLANS",
     "Exchange",
     "HappensBefore",
+    "How",
     "Kind",
     "Lane",
     "Merge",
@@ -51,14 +54,17 @@ __all__ = [
     "Schedule",
     "Shape",
     "Step",
+    "Tie",
     "Violation",
     "check",
     "from_text",
     "happens_before",
+    "issued_before",
     "nominal_trace",
     "plan",
     "plan_options_of",
     "redundant_edges",
+    "redundant_ties",
     "to_text",
     "usable",
     "violations",

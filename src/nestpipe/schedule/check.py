@@ -1,6 +1,6 @@
-"""The checker: proves from the edges alone that a schedule trains exactly and cannot hang.
+"""The checker: proves from its ties alone that a schedule trains exactly and cannot hang.
 
-It holds for every order that the edges allow, whatever the lanes do. Plans repeat themselves with a
+It holds for every order that the ties allow, whatever the lanes do. Plans repeat themselves with a
 period of one batch and their edges reach back `lookahead + 1` batches at most, so a finite
 schedule of a few batches more than that stands for the endless stream.
 """
@@ -17,15 +17,16 @@ from nestpipe.schedule.effects import (
     CARRIES,
     CONTENT_OF,
     STATE,
+    STREAMED,
     SUMS,
     WRITTEN_AT_START,
     Cell,
     effects,
     reference_position,
 )
-from nestpipe.schedule.op import MICRO_KINDS, SPECULATIVE_KINDS, Kind, Op
+from nestpipe.schedule.op import MICRO_KINDS, Kind, Op
 from nestpipe.schedule.options import Retrieval
-from nestpipe.schedule.schedule import Schedule, Shape
+from nestpipe.schedule.schedule import DEVICE_NETWORKS, DRAINING, How, Schedule, Shape, Tie
 from nestpipe.schedule.text import nominal_trace
 from nestpipe.trace import Trace, grid
 
@@ -41,6 +42,8 @@ class Violation:
     ops: tuple[Op, ...]
     missing: tuple[Op, Op] | None = None
     """(before, after): the edge to add; None where no single edge helps."""
+    how: How = How.AFTER
+    """How the second must be tied to the first."""
 
 
 def check(
@@ -85,6 +88,7 @@ def violations(
     shape = schedule.shape
     allow_stale = shape.stale and stale == shape.plan
     yield from _one_network_order(schedule, order)
+    yield from _one_issue_order(schedule)
     yield from _bounded_lookahead(schedule, order)
     yield from _safe_memory(schedule, order)
     yield from _stored_rows_land_in_order(schedule, order)
@@ -108,6 +112,22 @@ def _one_network_order(schedule: Schedule, order: HappensBefore) -> Iterator[Vio
                 f"them in different orders and hang; make `{second}` wait for `{first}`",
                 (first, second),
                 (first, second),
+            )
+
+
+def _one_issue_order(schedule: Schedule) -> Iterator[Violation]:
+    """Collectives of all networks of the devices start in one order, the same on every rank."""
+    on_device = [op for op in schedule.ops if schedule.shape.network(op.kind) in DEVICE_NETWORKS]
+    order = issued_before(schedule)
+    for first, second in pairwise(on_device):
+        if not order(first, second):
+            yield Violation(
+                "one issue order",
+                f"`{first}` and `{second}` have no fixed order of issue on the device, so ranks "
+                f"can start them in different orders and hang; issue `{second}` behind `{first}`",
+                (first, second),
+                (first, second),
+                How.BEHIND,
             )
 
 
@@ -152,12 +172,14 @@ def _accesses(ops: tuple[Op, ...], shape: Shape, batches: int) -> Mapping[Cell, 
 def _safe_memory(schedule: Schedule, order: HappensBefore) -> Iterator[Violation]:
     """Ops that share memory keep the serial order: written before read, read before reused."""
     touched = _accesses(schedule.ops, schedule.shape, schedule.batches)
+    alongside = {step.op: step.alongside for step in schedule if step.alongside is not None}
     for cell, accesses in touched.items():
         writer: Op | None = None
         readers: list[Op] = []
         for access in accesses:
             if access.reads:
-                if writer is not None and not order(writer, access.op):
+                streamed = cell[0] in STREAMED and alongside.get(access.op) == writer
+                if writer is not None and not streamed and not order(writer, access.op):
                     yield _read_too_early(access.op, writer, cell)
                 if writer is None and cell[0] not in WRITTEN_AT_START:
                     yield _never_written(access.op, cell)
@@ -332,11 +354,7 @@ def _all_ops(shape: Shape, batches: int) -> Set[Op]:
 def ops_of_batch(batch: int, shape: Shape) -> Iterator[Op]:
     """Every op that one batch consists of."""
     for kind in Kind:
-        if kind in (K.SYNC, K.SWAP) and kind is not shape.handover:
-            continue
-        if kind is K.REPLICA_SYNC and not shape.merges_replicas(batch):
-            continue
-        if kind in SPECULATIVE_KINDS and not shape.speculative_rows:
+        if not shape.contains(Op(kind, batch)):
             continue
         if kind in MICRO_KINDS:
             yield from (Op(kind, batch, micro) for micro in range(shape.micro_batches))
@@ -348,7 +366,11 @@ def _deadlocks(schedule: Schedule) -> Iterator[Malformation]:
     position = {op: i for i, op in enumerate(schedule.ops)}
     backwards: list[tuple[Op, Op]] = []
     for i, step in enumerate(schedule):
-        for before in step.after:
+        if step.alongside != (due := schedule.shape.alongside(step.op)) and step.alongside:
+            instead = f"let it run alongside `{due}`" if due else "remove that"
+            yield f"`{step.op}` cannot run alongside `{step.alongside}`; {instead}", (step.op,)
+            return
+        for before in (tie.before for tie in step.ties):
             if (place := position.get(before)) is None:
                 yield (
                     f"`{step.op}` waits for `{before}`, which never runs; remove the edge",
@@ -374,7 +396,7 @@ def _deadlocks(schedule: Schedule) -> Iterator[Malformation]:
 
 def _find_cycle(schedule: Schedule) -> list[Op]:
     """Ops that wait for each other in a ring, each for the next; empty when there is none."""
-    after = {step.op: step.after for step in schedule}
+    after = {step.op: tuple(tie.before for tie in step.ties) for step in schedule}
     waiting = {op: len(set(befores)) for op, befores in after.items()}
     followers: dict[Op, list[Op]] = {}
     for op, befores in after.items():
@@ -398,16 +420,18 @@ def _find_cycle(schedule: Schedule) -> list[Op]:
         path.append(following)
 
 
-# Happens-before, from the edges alone: who is certain to have finished before whom.
+# Happens-before, from the ties alone: who is certain to have finished before whom.
 
 
 @dataclass(frozen=True, slots=True)
 class HappensBefore:
-    """The transitive closure of a schedule's edges; the order of lanes plays no part."""
+    """The transitive closure of a schedule's ties; the order of lanes plays no part."""
 
     index: Mapping[Op, int]
     earlier: tuple[int, ...]
     """For each op, the set of ops certain to end before it starts, as a bit mask."""
+    by_end: tuple[int, ...]
+    """For each op, those certain to end before it ends."""
 
     def __call__(self, before: Op, after: Op) -> bool:
         """Whether `before` has certainly ended when `after` starts."""
@@ -418,24 +442,64 @@ class HappensBefore:
 
 
 def happens_before(schedule: Schedule) -> HappensBefore:
-    """The closure of a schedule whose issue order already respects its edges."""
+    """Who has ended when whom starts, in a schedule whose issue order respects its ties."""
+    return _closure(schedule, (How.AFTER,))
+
+
+def issued_before(schedule: Schedule) -> HappensBefore:
+    """Who has started all its collectives when whom starts its own.
+
+    An op that another waits for has been issued by then, and so has one that it is issued behind.
+    """
+    return _closure(schedule, (How.AFTER, How.BEHIND))
+
+
+def _closure(schedule: Schedule, hows: tuple[How, ...]) -> HappensBefore:
     index = {op: i for i, op in enumerate(schedule.ops)}
     earlier: list[int] = []
+    by_end: list[int] = []
     for step in schedule:
-        mask = 0
-        for before in step.after:
-            i = index[before]
-            mask |= earlier[i] | 1 << i
-        earlier.append(mask)
-    return HappensBefore(index, tuple(earlier))
+        before_start, drained = 0, 0
+        for tie in step.ties:
+            i = index[tie.before]
+            if tie.how is How.ALONGSIDE:
+                before_start |= earlier[i]
+                drained = by_end[i] | 1 << i if step.op.kind in DRAINING else 0
+            elif tie.how in hows:
+                before_start |= by_end[i] | 1 << i
+        earlier.append(before_start)
+        by_end.append(before_start | drained)
+    return HappensBefore(index, tuple(earlier), tuple(by_end))
+
+
+def redundant_ties(schedule: Schedule) -> frozenset[Tie]:
+    """Ties that others imply: without one of them the same orders stay legal."""
+    ended, issued = happens_before(schedule), issued_before(schedule)
+    return frozenset(
+        tie
+        for step in schedule
+        for tie in step.ties
+        if tie.how is not How.ALONGSIDE
+        and _implied(tie, step.ties, ended if tie.how is How.AFTER else issued)
+    )
+
+
+def _implied(tie: Tie, ties: Sequence[Tie], order: HappensBefore) -> bool:
+    """Whether the other ties of its op hold it back for as long."""
+    i = order.index[tie.before]
+    for other in ties:
+        place = order.index[other.before]
+        if other == tie or (tie.how is How.AFTER and other.how is How.BEHIND):
+            continue
+        if other.how is How.ALONGSIDE:
+            if order.earlier[place] >> i & 1:
+                return True
+        elif (order.by_end[place] | 1 << place) >> i & 1:
+            return True
+    return False
 
 
 def redundant_edges(schedule: Schedule) -> frozenset[tuple[Op, Op]]:
-    """Edges that other edges imply: without one of them the same orders stay legal."""
-    order = happens_before(schedule)
-    return frozenset(
-        (before, step.op)
-        for step in schedule
-        for before in step.after
-        if any(other != before and order(before, other) for other in step.after)
-    )
+    """Edges that other ties imply."""
+    ties = redundant_ties(schedule)
+    return frozenset((tie.before, tie.op) for tie in ties if tie.how is How.AFTER)

@@ -43,18 +43,31 @@ def _keys(op: Op, shape: Shape) -> Iterator[Op]:
 def _union(op: Op, shape: Shape) -> Iterator[Op]:
     yield Op(K.KEYS, op.batch)
     if shape.handover is K.SYNC:
-        yield Op(K.UNION, op.batch - 1)
+        yield shape.last_union(op.batch - 1)
     if shape.retrieval is Retrieval.NEW:
         # Write-back still reads the working set of the slot's last batch after that batch retired.
         yield Op(K.WRITEBACK, op.batch - shape.slots)
 
 
-def _marks(op: Op, shape: Shape) -> Iterator[Op]:
+def _replica_keys(op: Op, shape: Shape) -> Iterator[Op]:
+    # What is further back than the look-ahead has ended.
+    for batch in reversed(shape.merged_batches(op.batch)[-shape.lookahead :]):
+        yield Op(K.UNION, batch)
+
+
+def _replica_union(op: Op, shape: Shape) -> Iterator[Op]:
+    yield Op(K.REPLICA_KEYS, op.batch)
+    yield Op(K.UNION, op.batch)
+    if shape.handover is K.SYNC:
+        yield shape.last_union(op.batch - 1)
+
+
+def _stale_mask(op: Op, shape: Shape) -> Iterator[Op]:
     yield Op(K.UNION, op.batch)
 
 
 def _retrieve(op: Op, shape: Shape) -> Iterator[Op]:
-    yield Op(K.UNION, op.batch)
+    yield shape.last_union(op.batch)
     yield Op(K.WRITEBACK, op.batch - shape.buffers)
     if shape.takes_over:
         yield shape.last_write(op.batch - 2)
@@ -89,7 +102,7 @@ def _rows(op: Op, shape: Shape) -> Iterator[Op]:
         yield Op(K.DENSE, op.batch, before)
 
 
-def _fresh(op: Op, shape: Shape) -> Iterator[Op]:
+def _patch(op: Op, shape: Shape) -> Iterator[Op]:
     yield Op(K.STALE_MASK, op.batch)
     yield Op(K.ROWS, op.batch, 0)
     if op.batch > 0:
@@ -102,7 +115,7 @@ def _dense(op: Op, shape: Shape) -> Iterator[Op]:
         early = shape.speculative_rows and micro == 0
         yield Op(K.PATCH, op.batch) if early else Op(K.ROWS, op.batch, micro)
     if op.micro == 0 and shape.separate_dense_group:
-        yield Op(K.REDUCE, op.batch - 1)
+        yield Op(K.APPLY, op.batch - 1)
     if op.micro > 0:
         # Dense gradients, and in a window row gradients, are summed in the order of micro-batches.
         yield Op(K.DENSE, op.batch, op.micro - 1)
@@ -123,7 +136,14 @@ def _shared(op: Op, shape: Shape) -> range:
 
 
 def _reduce(op: Op, shape: Shape) -> Iterator[Op]:
-    yield Op(K.DENSE, op.batch, shape.micro_batches - 1)
+    if shape.alongside(op) is None:
+        yield shape.last_dense(op.batch)
+
+
+def _apply(op: Op, shape: Shape) -> Iterator[Op]:
+    yield Op(K.TOTALS, op.batch)
+    yield Op(K.REDUCE, op.batch)
+    yield shape.last_dense(op.batch)
 
 
 def _update(op: Op, shape: Shape) -> Iterator[Op]:
@@ -131,13 +151,12 @@ def _update(op: Op, shape: Shape) -> Iterator[Op]:
         yield Op(K.GRADS, op.batch, micro)
     if shape.speculative_rows:
         yield Op(shape.handover, op.batch)
-    if not shape.separate_dense_group:
-        yield Op(K.REDUCE, op.batch)
+    yield Op(K.TOTALS if shape.separate_dense_group else K.REDUCE, op.batch)
     if shape.sums_replica_gradients(op.batch):
         yield Op(K.REPLICA_SYNC, op.batch)
 
 
-def _mirror(op: Op, shape: Shape) -> Iterator[Op]:
+def _replica_sync(op: Op, shape: Shape) -> Iterator[Op]:
     if shape.merge is Merge.AVERAGED:
         yield Op(K.UPDATE, op.batch)
         return
@@ -148,7 +167,7 @@ def _mirror(op: Op, shape: Shape) -> Iterator[Op]:
 def _writeback(op: Op, shape: Shape) -> Iterator[Op]:
     yield shape.last_write(op.batch)
     if shape.retrieval is Retrieval.NEW:
-        yield Op(K.UNION, op.batch + 1)
+        yield shape.last_union(op.batch + 1)
         if shape.takes_over:
             # A row that was taken over is stored twice: the later value must land last.
             yield Op(K.WRITEBACK, op.batch - 2)
@@ -167,16 +186,20 @@ _WAITS_OF: dict[Kind, Callable[[Op, Shape], Iterator[Op]]] = {
     K.COUNTS: _counts,
     K.KEYS: _keys,
     K.UNION: _union,
-    K.STALE_MASK: _marks,
+    K.REPLICA_KEYS: _replica_keys,
+    K.REPLICA_UNION: _replica_union,
+    K.STALE_MASK: _stale_mask,
     K.RETRIEVE: _retrieve,
     K.SYNC: _handover,
     K.SWAP: _handover,
-    K.PATCH: _fresh,
+    K.PATCH: _patch,
     K.ROWS: _rows,
     K.DENSE: _dense,
     K.GRADS: _grads,
+    K.TOTALS: _reduce,
     K.REDUCE: _reduce,
+    K.APPLY: _apply,
     K.UPDATE: _update,
-    K.REPLICA_SYNC: _mirror,
+    K.REPLICA_SYNC: _replica_sync,
     K.WRITEBACK: _writeback,
 }

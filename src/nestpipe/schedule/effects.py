@@ -33,6 +33,8 @@ CONTENT_OF = {
     "sizes": "key counts",
     "asked": "requested keys",
     "owned": "keys of the working set",
+    "touched": "keys that the batch touched",
+    "merged": "keys that replicas merge",
     "stale_mask": "marks of rows that come again",
     "buffer": "rows in the device buffer",
     "active": "marks of the active buffer",
@@ -40,13 +42,19 @@ CONTENT_OF = {
     "sent": "row gradients to send",
     "window_sum": "row gradients of the window",
     "row_sum": "summed row gradients",
+    "losses": "losses of the micro-batches",
+    "totals": "summed loss and weight",
     "dense_sum": "summed dense gradients",
+    "dense_total": "dense gradients summed over ranks",
     "weights": "dense weights",
 }
 """How a cell is called in a sentence."""
 
-SUMS = frozenset({"window_sum", "row_sum", "dense_sum"})
+SUMS = frozenset({"window_sum", "row_sum", "losses", "dense_sum"})
 """Cells that several ops add to; the order of the terms is part of the result."""
+
+STREAMED = frozenset({"losses", "dense_sum"})
+"""Cells that an op may read while the op that it runs alongside still writes them."""
 
 WRITTEN_AT_START = frozenset({"row_sum", "dense_sum", "weights", "active"})
 """Cells that hold something valid before the first op."""
@@ -70,7 +78,7 @@ def effects(op: Op, shape: Shape) -> Effects:
     owned_next = ("owned", (t + 1) % shape.slots)
     buffer, other_buffer = ("buffer", t % shape.buffers), ("buffer", (t - 1) % shape.buffers)
     received, sent = ("received", shape.place(t, m)), ("sent", m % shape.receive)
-    row_sum, dense_sum, weights = ("row_sum", 0), ("dense_sum", 0), ("weights", 0)
+    row_sum, dense_sum = ("row_sum", 0), ("dense_sum", 0)
     active: tuple[Cell, ...] = (("active", 0),) if shape.handover is not K.RETRIEVE else ()
     compares = shape.handover is K.SYNC and t > 0
     if shape.is_early(op):
@@ -86,7 +94,7 @@ def effects(op: Op, shape: Shape) -> Effects:
             return Effects(reads=(wanted,), writes=(sizes,))
         case K.KEYS:
             return Effects(reads=(wanted, sizes), writes=(asked,))
-        case K.UNION | K.RETRIEVE:
+        case K.UNION | K.REPLICA_KEYS | K.REPLICA_UNION | K.RETRIEVE:
             return _lookup_effects(op, shape)
         case K.SYNC:
             if (
@@ -104,24 +112,46 @@ def effects(op: Op, shape: Shape) -> Effects:
         case K.DENSE | K.GRADS if shape.exchange is Exchange.WINDOW:
             return _window_effects(op, shape)
         case K.DENSE:
-            return Effects(reads=(batch, received, weights, dense_sum), writes=(sent, dense_sum))
+            losses = ("losses", slot)
+            before = (losses,) if m > 0 else ()
+            reads = (batch, received, ("weights", 0), dense_sum, *before)
+            return Effects(reads=reads, writes=(sent, losses, dense_sum))
         case K.GRADS:
             return Effects(reads=(sent, asked, row_sum), writes=(row_sum,))
-        case K.REDUCE:
-            applied = (weights,) if shape.separate_dense_group else ()
-            return Effects(reads=(dense_sum,), writes=(*applied, dense_sum))
-        case K.UPDATE if shape.separate_dense_group:
-            return Effects(reads=(owned, buffer, row_sum, *active), writes=(buffer, row_sum))
-        case K.UPDATE:
-            reads = (owned, buffer, row_sum, dense_sum, *active)
-            return Effects(reads=reads, writes=(buffer, weights, row_sum, dense_sum))
+        case K.TOTALS | K.REDUCE | K.APPLY | K.UPDATE:
+            return _end_effects(op, shape)
         case K.REPLICA_SYNC if shape.merge is Merge.EXACT:
             return Effects(reads=(owned, row_sum), writes=(row_sum,))
         case K.REPLICA_SYNC:
             return Effects(reads=(owned, buffer), writes=(buffer,))
         case K.WRITEBACK:
             leaving = (owned_next,) if shape.retrieval is Retrieval.NEW else ()
-            return Effects(reads=(owned, buffer, *leaving))
+            return Effects(reads=(owned, buffer, ("totals", slot), *leaving))
+
+
+def _end_effects(op: Op, shape: Shape) -> Effects:
+    """The same for ops that sum what a window has made over ranks, and apply it."""
+    slot = op.batch % shape.slots
+    row_sum, dense_sum, weights = ("row_sum", 0), ("dense_sum", 0), ("weights", 0)
+    losses, totals, dense_total = ("losses", slot), ("totals", slot), ("dense_total", 0)
+    buffer, owned = ("buffer", op.batch % shape.buffers), ("owned", slot)
+    active: tuple[Cell, ...] = (("active", 0),) if shape.handover is not K.RETRIEVE else ()
+    rows = Effects(reads=(owned, buffer, row_sum, totals, *active), writes=(buffer, row_sum))
+    dense = Effects(reads=(dense_total, totals, weights), writes=(weights, dense_sum))
+    summed = Effects(reads=(dense_sum,), writes=(dense_total,))
+    match op.kind:
+        case K.TOTALS:
+            return Effects(reads=(losses,), writes=(totals,))
+        case K.APPLY:
+            return dense
+        case K.REDUCE if shape.separate_dense_group:
+            return summed
+        case K.REDUCE:
+            return Effects((*summed.reads, losses), (*summed.writes, totals))
+        case _ if shape.separate_dense_group:
+            return rows
+        case _:
+            return Effects((*rows.reads, *dense.reads), (*rows.writes, *dense.writes))
 
 
 def _lookup_effects(op: Op, shape: Shape) -> Effects:
@@ -132,10 +162,23 @@ def _lookup_effects(op: Op, shape: Shape) -> Effects:
     if op.kind is K.RETRIEVE:
         taken = (("buffer", (t - 2) % shape.buffers),) if takes_over else ()
         return Effects(reads=(owned, *taken), writes=(buffer,))
+    if op.kind is K.REPLICA_KEYS:
+        touched = (_touched(batch, shape) for batch in shape.merged_batches(t))
+        return Effects(reads=tuple(touched), writes=(("merged", t % shape.slots),))
     compares = shape.handover is K.SYNC and t > 0
     before = (("owned", (t - 1) % shape.slots),) if compares else ()
     older = (("owned", (t - 2) % shape.slots),) if takes_over else ()
-    return Effects(reads=(("asked", t % shape.slots), *before, *older), writes=(owned,))
+    if op.kind is K.REPLICA_UNION:
+        reads = (owned, ("merged", t % shape.slots), *before, *older)
+        return Effects(reads=reads, writes=(owned,))
+    asked = ("asked", t % shape.slots)
+    noted = (_touched(t, shape),) if shape.merge_every else ()
+    return Effects(reads=(asked, *before, *older), writes=(owned, *noted))
+
+
+def _touched(batch: int, shape: Shape) -> Cell:
+    """Where a batch's own keys stay until replicas have merged them."""
+    return ("touched", batch % (shape.merge_every + shape.lookahead))
 
 
 def _window_effects(op: Op, shape: Shape) -> Effects:
@@ -153,8 +196,10 @@ def _window_effects(op: Op, shape: Shape) -> Effects:
     came: tuple[Cell, ...] = (first, *(("received", n) for n in range(1, m + 1)))
     sums: tuple[Cell, ...] = tuple(("window_sum", n) for n in range(m, shape.micro_batches))
     added = sums if m > 0 else ()  # the first micro-batch begins them
-    reads = (("batch", slot), *came, weights, dense_sum, *added)
-    return Effects(reads=reads, writes=(*sums, dense_sum))
+    losses: Cell = ("losses", slot)
+    so_far = (losses,) if m > 0 else ()
+    reads = (("batch", slot), *came, weights, dense_sum, *added, *so_far)
+    return Effects(reads=reads, writes=(*sums, losses, dense_sum))
 
 
 def _early_effects(op: Op, shape: Shape) -> Effects:
@@ -179,7 +224,7 @@ _STAGE[K.DENSE] = _STAGE[K.GRADS] = _STAGE[K.ROWS]
 def reference_position(op: Op, shape: Shape) -> tuple[float, ...]:
     """Where the op stands in the serial order that every exact plan must be equal to."""
     if op.kind is K.WRITEBACK and shape.retrieval is Retrieval.NEW:
-        return (op.batch + 1, _STAGE[K.UNION] + 0.5)
+        return (op.batch + 1, _STAGE[K.REPLICA_UNION] + 0.5)
     if shape.is_early(op):
         return (op.batch, _STAGE[K.RETRIEVE] + 0.5)
     stage = _STAGE[op.kind]

@@ -23,6 +23,8 @@ class Lane(StrEnum):
     """Where hosts exchange keys in a network of their own; else `net` does."""
     ROUTE = "route"
     COMPUTE = "compute"
+    DENSE_NET = "dense_net"
+    """Where dense gradients are summed in a network of their own; else `net` does."""
 
 
 class Kind(StrEnum):
@@ -40,6 +42,11 @@ class Kind(StrEnum):
     """All2All of the keys."""
     UNION = "union"
     """The owner's working set of the batch, and what it shares with the batch before."""
+    REPLICA_KEYS = "replica_keys"
+    """Replicas of a shard tell each other which keys they touched since they were last merged; only
+    in batches that merge them (2D parallelism)."""
+    REPLICA_UNION = "replica_union"
+    """The working set widens to all of these keys; only in batches that merge replicas."""
     STALE_MASK = "stale_mask"
     """All2All of which rows of the first micro-batch the batch before has too; only where rows are
     sent early."""
@@ -58,29 +65,35 @@ class Kind(StrEnum):
     """Forward and backward of one micro-batch."""
     GRADS = "grads"
     """Row gradients back to the owner, accumulated."""
+    TOTALS = "totals"
+    """Loss and weight of the batch summed over all ranks; only where dense gradients have a network
+    of their own, else `reduce` sums them too."""
     REDUCE = "reduce"
-    """Dense gradients summed over all workers; those that are summed apart are applied too."""
+    """Dense gradients summed over all ranks, bucket by bucket where they have their own network."""
+    APPLY = "apply"
+    """One optimizer application per dense parameter; only where dense gradients have a network of
+    their own, else `update` does it."""
     UPDATE = "update"
-    """One optimizer application per row and, unless summed apart, per dense parameter."""
+    """One optimizer application per row, and per dense parameter where there is no `apply`."""
     REPLICA_SYNC = "replica_sync"
-    """Replicas of a row in other groups of workers are merged: rows after `update`, or gradients
+    """Replicas of a row in other groups of ranks are merged: rows after `update`, or gradients
     before it (2D parallelism)."""
     WRITEBACK = "writeback"
     """Updated rows that leave device memory go to host memory."""
 
 
-ROUTING_COLLECTIVES = frozenset({Kind.COUNTS, Kind.KEYS, Kind.STALE_MASK})
+ROUTING_COLLECTIVES = frozenset({Kind.COUNTS, Kind.KEYS, Kind.REPLICA_KEYS, Kind.STALE_MASK})
 """Collectives that only hosts need to take part in: their data is in host memory."""
 COLLECTIVES = ROUTING_COLLECTIVES | {
-    Kind.PATCH,
-    Kind.ROWS,
-    Kind.GRADS,
-    Kind.REDUCE,
-    Kind.REPLICA_SYNC,
+    *(Kind.PATCH, Kind.ROWS, Kind.GRADS, Kind.TOTALS, Kind.REDUCE, Kind.REPLICA_SYNC)
 }
 """Kinds that every rank of a group takes part in, on whatever lane a plan puts them."""
 SPECULATIVE_KINDS = frozenset({Kind.STALE_MASK, Kind.PATCH})
 """Kinds that there are only where rows of the first micro-batch are sent early."""
+REPLICA_KINDS = frozenset({Kind.REPLICA_KEYS, Kind.REPLICA_UNION, Kind.REPLICA_SYNC})
+"""Kinds that there are only in batches that merge replicas."""
+DENSE_GROUP_KINDS = frozenset({Kind.TOTALS, Kind.APPLY})
+"""Kinds that there are only where dense gradients are summed in a network of their own."""
 MICRO_KINDS = frozenset({Kind.ROWS, Kind.DENSE, Kind.GRADS})
 """Kinds that come once per micro-batch; every other comes once per batch."""
 

@@ -1,8 +1,8 @@
 """The plans: each chooses what runs ahead between batches and what overlaps inside one.
 
 A plan is a value: the bounds it keeps, and the order of one tick (`ticks`). What each op waits for
-is the same table for all plans (`waits`), plus one chain through every collective, so that all
-ranks start them in one order.
+is the same table for all plans (`waits`), plus one chain through the collectives of each network
+and one through all that run on the device, so that all ranks start them in one order.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from nestpipe.schedule.options import (
     Retrieval,
     plan_options_of,
 )
-from nestpipe.schedule.schedule import Schedule, Shape, Step
+from nestpipe.schedule.schedule import DEVICE_NETWORKS, Schedule, Shape, Step
 from nestpipe.schedule.ticks import (
     Ahead,
     Slot,
@@ -55,24 +55,20 @@ class Plan:
         An edge never reaches further back than `lookahead + 1` batches, so a reader needs to
         remember no more than that.
         """
-        last_in: dict[str, Op] = {}
-        """The last collective of each network."""
+        order = _IssueOrder(self.shape)
         opened = -max(slot.ahead for slot in self.tick)
         drain = -min(slot.ahead for slot in self.tick)
         while True:
             for slot in self.tick:
                 op = Op(slot.kind, opened + slot.ahead, slot.micro)
                 end = batches()
-                if not _exists(op, end):
-                    continue
-                if op.kind is K.REPLICA_SYNC and not self.shape.merges_replicas(op.batch):
+                if not _exists(op, end) or not self.shape.contains(op):
                     continue
                 after = [b for b in waits(op, self.shape) if _exists(b, end)]
-                if (network := self.shape.network(op.kind)) is not None:
-                    # Also where the end became known after it: it was issued, so it counts.
-                    after += [last_in[network]] if network in last_in else []
-                    last_in[network] = op
-                yield Step(op, tuple(dict.fromkeys(after)))
+                # Also where the end became known after it: it was issued, so it counts.
+                chained, behind = order.place(op)
+                after = tuple(dict.fromkeys((*after, *chained)))
+                yield Step(op, after, self.shape.alongside(op), behind)
             opened += 1
             end = batches()
             if end is not None and opened >= end + drain:
@@ -85,25 +81,48 @@ class Plan:
         return Schedule(self.shape, batches, tuple(self.stream(lambda: batches)))
 
 
+class _IssueOrder:
+    """One order for the collectives of each network, and one for all that run on the device."""
+
+    def __init__(self, shape: Shape) -> None:
+        self._shape = shape
+        self._last_in: dict[str, Op] = {}
+        self._last_on_device: Op | None = None
+
+    def place(self, op: Op) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
+        """What a collective waits for in its own network, and behind what of another it starts."""
+        network = self._shape.network(op.kind)
+        if network is None:
+            return (), ()
+        chained = (self._last_in[network],) if network in self._last_in else ()
+        self._last_in[network] = op
+        if network not in DEVICE_NETWORKS:
+            return chained, ()
+        last, self._last_on_device = self._last_on_device, op
+        behind = () if last is None or (last,) == chained else (last,)
+        return chained, behind
+
+
 def with_separate_key_group(plan: Plan) -> Plan:
     """The same plan with counts and keys in a network of their own, which hold up nothing else."""
     return replace(plan, shape=replace(plan.shape, separate_key_group=True))
 
 
 def with_separate_dense_group(plan: Plan) -> Plan:
-    """The same plan with dense gradients in a network of their own.
+    """The same plan with dense gradients summed in a network of their own.
 
-    Rows need not wait for them: `reduce` comes after `update`, and where the next batch has been
-    looked up already, after its `sync` too.
+    The sums run alongside the last `dense` of the batch. Rows need not wait for them: `apply`
+    comes after `update`, and where the next batch has been looked up already, after its `sync` too.
     """
     shape = replace(plan.shape, separate_dense_group=True)
-    rest = [slot for slot in plan.tick if slot.kind is not K.REDUCE]
-    kinds = [slot.kind for slot in rest]
+    tick = [slot for slot in plan.tick if slot.kind is not K.REDUCE]
+    kinds = [slot.kind for slot in tick]
     if kinds[0] is shape.handover:
-        tick = [rest[0], Slot(K.REDUCE, -1), *rest[1:]]
+        tick.insert(1, Slot(K.APPLY, -1))
     else:
-        end = max(kinds.index(K.UPDATE), kinds.index(K.REPLICA_SYNC)) + 1
-        tick = [*rest[:end], Slot(K.REDUCE, 0), *rest[end:]]
+        tick.insert(max(kinds.index(K.UPDATE), kinds.index(K.REPLICA_SYNC)) + 1, Slot(K.APPLY, 0))
+    last = tick.index(Slot(K.DENSE, 0, shape.micro_batches - 1)) + 1
+    tick[last:last] = [Slot(K.TOTALS, 0), Slot(K.REDUCE, 0)]
     return Plan(shape, tuple(tick))
 
 
@@ -126,10 +145,12 @@ def with_early_rows(plan: Plan) -> Plan:
         )
     first = plan.tick.index(Slot(K.ROWS, 0, 0))
     tick = [*plan.tick[:first], Slot(K.PATCH, 0), *plan.tick[first + 1 :]]
-    # Behind that `dense`, which starts the sums of dense gradients and must not wait for them.
+    # Behind that `dense`, with which the sums of dense gradients start: they must not wait.
     last = max(
         tick.index(Slot(K.DENSE, 0, shape.micro_batches - 1)), tick.index(Slot(K.RETRIEVE, 1))
     )
+    while tick[last + 1].kind in (K.TOTALS, K.REDUCE):
+        last += 1
     tick.insert(last + 1, Slot(K.ROWS, 1, 0))
     # As soon as the next batch's rows are known, but behind the keys of the batch after it: they
     # must not wait for that union, or every union waits for the exchanges after the last one.

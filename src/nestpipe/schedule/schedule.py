@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import StrEnum
 
-from nestpipe.schedule.op import COLLECTIVES, ROUTING_COLLECTIVES, Kind, Lane, Op
+from nestpipe.schedule.op import (
+    COLLECTIVES,
+    DENSE_GROUP_KINDS,
+    REPLICA_KINDS,
+    ROUTING_COLLECTIVES,
+    SPECULATIVE_KINDS,
+    Kind,
+    Lane,
+    Op,
+)
 from nestpipe.schedule.options import Merge, PlanOptions, Retrieval
 
 _USUAL_LANE = {
@@ -15,6 +25,8 @@ _USUAL_LANE = {
     Kind.COUNTS: Lane.NET,
     Kind.KEYS: Lane.NET,
     Kind.UNION: Lane.ROUTE,
+    Kind.REPLICA_KEYS: Lane.NET,
+    Kind.REPLICA_UNION: Lane.ROUTE,
     Kind.STALE_MASK: Lane.NET,
     Kind.RETRIEVE: Lane.HOST,
     Kind.SYNC: Lane.COMPUTE,
@@ -23,12 +35,21 @@ _USUAL_LANE = {
     Kind.ROWS: Lane.NET,
     Kind.DENSE: Lane.COMPUTE,
     Kind.GRADS: Lane.NET,
+    Kind.TOTALS: Lane.DENSE_NET,
     Kind.REDUCE: Lane.NET,
+    Kind.APPLY: Lane.COMPUTE,
     Kind.UPDATE: Lane.COMPUTE,
     Kind.REPLICA_SYNC: Lane.NET,
     Kind.WRITEBACK: Lane.HOST,
 }
 """Where a kind of op runs unless the shape says otherwise; `Shape.lane` is the answer."""
+DEVICE_NETWORKS = frozenset({"devices", "dense"})
+"""Networks whose collectives run on the device. A rank starts all of them in one order, the same on
+every rank. Each has its own communicator, but whatever keeps a rank from starting the second (the
+driver loads a kernel, which waits for those that run; two streams share a hardware queue) lasts
+until the first has ended, and that waits for a peer with whom it may be the other way round."""
+DRAINING = frozenset({Kind.REDUCE})
+"""Kinds that take all output of the op that they run alongside, so they end after it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +82,8 @@ class Shape(PlanOptions):
     """Whether counts and keys travel in a network of their own, that of the hosts. They then have a
     lane of their own too, and `dedup` leaves that of routing for that of the copies."""
     separate_dense_group: bool = False
-    """Whether dense gradients are summed in a network of their own, begun by the last `dense` and
-    ended by `reduce`, which then applies them; `update` is left with the rows."""
+    """Whether dense gradients are summed in a network and on a lane of their own, while the last
+    `dense` of the batch still makes them. `apply` applies them; `update` is left with the rows."""
 
     def __post_init__(self) -> None:
         """A plan or a file says what is so; the checker judges it."""
@@ -74,7 +95,7 @@ class Shape(PlanOptions):
         if self.separate_key_group and kind is Kind.DEDUP:
             return Lane.COPY
         if self.separate_dense_group and kind is Kind.REDUCE:
-            return Lane.COMPUTE
+            return Lane.DENSE_NET
         if self.takes_over and kind is Kind.WRITEBACK:
             return Lane.WRITE
         return _USUAL_LANE[kind]
@@ -85,7 +106,33 @@ class Shape(PlanOptions):
             return None
         if self.separate_key_group and kind in ROUTING_COLLECTIVES:
             return "hosts"
-        return "sums" if self.separate_dense_group and kind is Kind.REDUCE else "devices"
+        dense = self.separate_dense_group and kind in (Kind.TOTALS, Kind.REDUCE)
+        return "dense" if dense else "devices"
+
+    def contains(self, op: Op) -> bool:
+        """Whether the batch has an op of that kind."""
+        if op.kind in (Kind.SYNC, Kind.SWAP):
+            return op.kind is self.handover
+        if op.kind in REPLICA_KINDS:
+            return self.merges_replicas(op.batch)
+        if op.kind in SPECULATIVE_KINDS:
+            return self.speculative_rows
+        return self.separate_dense_group or op.kind not in DENSE_GROUP_KINDS
+
+    def alongside(self, op: Op) -> Op | None:
+        """The op that this one starts with, and whose output it takes as it comes.
+
+        The last `dense` of a batch has its loss before it has gradients, and the gradients of the
+        last layers long before those of the first.
+        """
+        streams = self.separate_dense_group and self.overlaps
+        if streams and op.kind in (Kind.TOTALS, Kind.REDUCE):
+            return self.last_dense(op.batch)
+        return None
+
+    def last_dense(self, batch: int) -> Op:
+        """The op after which dense gradients are complete."""
+        return Op(Kind.DENSE, batch, self.micro_batches - 1)
 
     def retire(self, batch: int) -> Op:
         """The op after which a batch counts as done.
@@ -129,7 +176,16 @@ class Shape(PlanOptions):
         return Kind.SYNC if self.buffers > 1 else Kind.RETRIEVE
 
     def merges_replicas(self, batch: int) -> bool:
+        """Whether replicas of rows are merged in that batch."""
         return self.merge_every > 0 and (batch + 1) % self.merge_every == 0
+
+    def last_union(self, batch: int) -> Op:
+        """The op after which the keys of the batch's working set are final."""
+        return Op(Kind.REPLICA_UNION if self.merges_replicas(batch) else Kind.UNION, batch)
+
+    def merged_batches(self, batch: int) -> range:
+        """The batches whose keys are merged in a batch that merges replicas."""
+        return range(batch - self.merge_every + 1, batch + 1)
 
     def last_write(self, batch: int) -> Op:
         """The op that leaves the batch's rows in their final state."""
@@ -141,17 +197,60 @@ class Shape(PlanOptions):
         return self.merge is Merge.EXACT and self.merges_replicas(batch)
 
 
+class How(StrEnum):
+    """How one op is tied to another."""
+
+    AFTER = "after"
+    """Starts when the other has ended."""
+    ALONGSIDE = "alongside"
+    """Starts when the other has started, and takes its output as it comes."""
+    BEHIND = "behind"
+    """Starts its collectives when the other has started its own, ended or not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tie:
+    """One reason why an op cannot start yet."""
+
+    how: How
+    before: Op
+    op: Op
+
+    def __str__(self) -> str:
+        return f"`{self.op}` {self.how} `{self.before}`"
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One op and the ops it waits for."""
+    """One op and what it waits for."""
 
     op: Op
     after: tuple[Op, ...] = ()
+    """Ops that have ended when it starts."""
+    alongside: Op | None = None
+    """The op that it starts with, and whose output it takes as it comes."""
+    behind: tuple[Op, ...] = ()
+    """Ops that have started all their collectives when it starts its own."""
+
+    @property
+    def ties(self) -> tuple[Tie, ...]:
+        with_it = () if self.alongside is None else (self.alongside,)
+        groups = ((How.AFTER, self.after), (How.ALONGSIDE, with_it), (How.BEHIND, self.behind))
+        return tuple(Tie(how, before, self.op) for how, befores in groups for before in befores)
+
+    def without(self, tie: Tie) -> Step:
+        """The same step without one of its ties."""
+        if tie.how is How.ALONGSIDE:
+            return replace(self, alongside=None)
+        befores = self.after if tie.how is How.AFTER else self.behind
+        return replace(self, **{tie.how: tuple(b for b in befores if b != tie.before)})
 
     def __str__(self) -> str:
-        if not self.after:
-            return str(self.op)
-        return f"{self.op} after {', '.join(map(str, self.after))}"
+        words = [str(self.op)]
+        for how in How:
+            befores = ", ".join(str(tie.before) for tie in self.ties if tie.how is how)
+            words += [f"{how} {befores}"] if befores else []
+        return " ".join(words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,13 +276,19 @@ class Schedule:
 
     @property
     def edges(self) -> tuple[tuple[Op, Op], ...]:
-        """Every edge as (before, after)."""
+        """Every op that another waits for, as (before, after)."""
         return tuple((before, step.op) for step in self.steps for before in step.after)
+
+    @property
+    def ties(self) -> tuple[Tie, ...]:
+        """Everything that holds an op back."""
+        return tuple(tie for step in self.steps for tie in step.ties)
+
+    def without(self, tie: Tie) -> Schedule:
+        """The same schedule without one tie."""
+        steps = tuple(s.without(tie) if s.op == tie.op else s for s in self.steps)
+        return Schedule(self.shape, self.batches, steps)
 
     def without_edge(self, before: Op, after: Op) -> Schedule:
         """The same schedule where `after` no longer waits for `before`."""
-        steps = tuple(
-            Step(s.op, tuple(b for b in s.after if b != before)) if s.op == after else s
-            for s in self.steps
-        )
-        return Schedule(self.shape, self.batches, steps)
+        return self.without(Tie(How.AFTER, before, after))

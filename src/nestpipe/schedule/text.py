@@ -7,11 +7,13 @@
     prefetch 0
     copy 0 after prefetch 0
 
-Blank lines and whatever follows a `#` are ignored.
+A step names the ops that it starts `after`, the one that it runs `alongside`, and those that it
+issues its collectives `behind`. Blank lines and whatever follows a `#` are ignored.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import MISSING, fields
 from enum import StrEnum
@@ -20,7 +22,7 @@ from typing import Any
 from nestpipe.deprecated import WORDS, current_word
 from nestpipe.errors import ParseError
 from nestpipe.schedule.op import Kind, Lane, Op
-from nestpipe.schedule.schedule import Schedule, Shape, Step
+from nestpipe.schedule.schedule import DRAINING, How, Schedule, Shape, Step
 from nestpipe.trace import Span, Trace
 
 _TOLD_FIRST = [
@@ -93,11 +95,22 @@ def _meaningful_lines(text: str) -> Iterator[tuple[int, str]]:
             yield number, line
 
 
+_TIES = re.compile(r" (after|alongside|behind) ")
+
+
 def _step(number: int, line: str) -> Step:
-    op_text, _, after_text = line.partition(" after ")
+    op_text, *rest = _TIES.split(line)
     try:
-        after = tuple(Op.parse(part) for part in after_text.split(",")) if after_text else ()
-        return Step(Op.parse(op_text), after)
+        ties: dict[str, tuple[Op, ...]] = {}
+        for how, befores in zip(rest[::2], rest[1::2], strict=True):
+            if how in ties:
+                raise ParseError(f"`{how}` is there twice; name all its ops behind one of them")
+            ties[how] = tuple(Op.parse(part) for part in befores.split(","))
+        first, *more = ties.get(How.ALONGSIDE, (None,))
+        if more:
+            raise ParseError("an op runs alongside one other; keep one of them")
+        after, behind = ties.get(How.AFTER, ()), ties.get(How.BEHIND, ())
+        return Step(Op.parse(op_text), after, first, behind)
     except ParseError as error:
         raise ParseError(f"line {number}: {error}") from None
 
@@ -152,17 +165,20 @@ TICKS_OF = {Kind.PREFETCH: 3, Kind.RETRIEVE: 3, Kind.DENSE: 2}
 
 
 def nominal_trace(schedule: Schedule) -> Trace:
-    """Each op as early as its lane and its edges allow; edges to ops issued later are ignored."""
+    """Each op as early as its lane and its ties allow; ties to ops issued later are ignored."""
     free_at = dict.fromkeys(Lane, 0)
+    start_of: dict[Op, int] = {}
     end_of: dict[Op, int] = {}
     spans: list[Span] = []
     for step in schedule:
         op = step.op
-        ready = max((end_of.get(before, 0) for before in step.after), default=0)
         lane = schedule.shape.lane(op.kind)
-        start = max(free_at[lane], ready)
+        starts = [start_of.get(tie.before, 0) for tie in step.ties if tie.how is not How.AFTER]
+        start = max(free_at[lane], *starts, *(end_of.get(before, 0) for before in step.after), 0)
         end = start + TICKS_OF.get(op.kind, 1)
-        free_at[lane] = end_of[op] = end
+        if step.alongside is not None and op.kind in DRAINING:
+            end = max(end, end_of.get(step.alongside, 0) + 1)
+        start_of[op], free_at[lane], end_of[op] = start, end, end
         spans.append(Span(op.kind, lane, op.batch, op.micro, 0, float(start), float(end)))
     shape = schedule.shape
     facts = {

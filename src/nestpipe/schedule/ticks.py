@@ -43,6 +43,11 @@ class Ahead:
         return [Slot(kind, self.route) for kind in (K.DEDUP, K.COUNTS, K.KEYS, K.UNION)]
 
     @property
+    def replica_routing(self) -> list[Slot]:
+        """What batches that merge replicas do beyond that."""
+        return [Slot(kind, self.route) for kind in (K.REPLICA_KEYS, K.REPLICA_UNION)]
+
+    @property
     def routing_is_ready(self) -> bool:
         """Whether the samples to route were copied in an earlier tick."""
         return self.copy > self.route
@@ -58,15 +63,15 @@ FLUSH = Slot(K.WRITEBACK, -1)
 
 def end_of(shape: Shape) -> list[Slot]:
     """What ends a window."""
-    reduce, update, mirror = Slot(K.REDUCE, 0), Slot(K.UPDATE, 0), Slot(K.REPLICA_SYNC, 0)
+    reduce, update, merge = Slot(K.REDUCE, 0), Slot(K.UPDATE, 0), Slot(K.REPLICA_SYNC, 0)
     if shape.merge is Merge.EXACT:
-        return [mirror, reduce, update]
-    return [reduce, update, mirror]
+        return [merge, reduce, update]
+    return [reduce, update, merge]
 
 
 def lookup_first(shape: Shape, ahead: Ahead, window: Window) -> list[Slot]:
     """The whole lookup of a batch, then its window: no stage runs ahead."""
-    lookup = [*ahead.samples, *ahead.routing]
+    lookup = [*ahead.samples, *ahead.routing, *ahead.replica_routing]
     body, end = window(shape.micro_batches, [], True), end_of(shape)
     if shape.retrieval is Retrieval.WHOLE:
         # The write-back ends its own batch, so that nothing at all overlaps.
@@ -77,14 +82,19 @@ def lookup_first(shape: Shape, ahead: Ahead, window: Window) -> list[Slot]:
 def routing_ahead(shape: Shape, ahead: Ahead, window: Window) -> list[Slot]:
     """Samples and keys of later batches travel under the window; rows are fetched before it."""
     handover = [Slot(K.SYNC, 0)] if shape.handover is K.SYNC else []
-    body = window(shape.micro_batches, ahead.routing, ahead.routing_is_ready)
+    body = (
+        window(shape.micro_batches, ahead.routing, ahead.routing_is_ready) + ahead.replica_routing
+    )
     return [FLUSH, Slot(K.RETRIEVE, 0), *handover, *ahead.samples, *body, *end_of(shape)]
 
 
 def lookup_ahead(shape: Shape, ahead: Ahead, window: Window) -> list[Slot]:
     """The whole lookup of later batches runs under the window, retrieval one batch ahead."""
     retrieve = Slot(K.RETRIEVE, ahead.retrieve)
-    body = window(shape.micro_batches, ahead.routing, ahead.routing_is_ready)
+    # Behind the window: the network would wait there for the union that comes before them.
+    body = (
+        window(shape.micro_batches, ahead.routing, ahead.routing_is_ready) + ahead.replica_routing
+    )
     body = [retrieve, *body] if ahead.route > ahead.retrieve else [*body, retrieve]
     return [Slot(shape.handover, 0), FLUSH, *ahead.samples, *body, *end_of(shape)]
 

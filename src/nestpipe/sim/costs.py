@@ -103,6 +103,8 @@ def _network_costs(cluster: Cluster, shape: Shape, scale: Scale) -> dict[Kind, f
         K.PATCH: all_to_all_ms(network, exchanged * work.shared_share, scale),
         K.ROWS: rows,
         K.GRADS: rows,
+        K.REPLICA_KEYS: _replica_keys_ms(network, work, shape, scale),
+        K.TOTALS: _all_reduce_ms(network, 0, scale.workers, node),
         K.REDUCE: _all_reduce_ms(network, work.dense_mb * 1e6, scale.workers, node),
         K.REPLICA_SYNC: _all_reduce_ms(network, merged, scale.groups, scale.replicas_in_node(node))
         + copies,
@@ -129,11 +131,26 @@ def _device_costs(cluster: Cluster, shape: Shape, scale: Scale) -> dict[Kind, fl
     return {
         K.DEDUP: work.keys / compute.mkeys_per_s / 1000,
         K.UNION: work.unique_keys / compute.mkeys_per_s / 1000,
+        K.REPLICA_UNION: merged_rows(work, shape, scale.groups) / compute.mkeys_per_s / 1000,
         K.SYNC: compute.swap_ms + refresh,
         K.SWAP: compute.swap_ms,
         K.DENSE: dense,
+        # Weights and gradients are read, weights are written.
+        K.APPLY: _transfer_ms(3 * work.dense_mb * 1e6, compute.memory_gb_per_s),
         K.UPDATE: _transfer_ms(2 * updated * work.stored_row_bytes, compute.memory_gb_per_s),
     }
+
+
+def _replica_keys_ms(network: Network, work: Workload, shape: Shape, scale: Scale) -> float:
+    """Every replica gets the keys that each of the others touched since the last merge."""
+    if not merges(shape, scale.groups):
+        return 0.0
+    touched = work.owned_rows * distinct_growth(work, shape.merge_every)
+    received = (scale.groups - 1) * touched * KEY_BYTES
+    inside = scale.replicas_in_node(network.workers_per_node) == scale.groups
+    speed = network.node_gb_per_s if inside else network.gb_per_s
+    # Counts travel first.
+    return 2 * message_ms(network, scale.groups) + _transfer_ms(received, speed)
 
 
 def effective_peers(network: Network, scale: Scale) -> float:

@@ -13,15 +13,21 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from nestpipe.schedule.op import COLLECTIVES, Kind, Lane, Op
+from nestpipe.schedule.op import COLLECTIVES, REPLICA_KINDS, Kind, Lane, Op
 from nestpipe.schedule.plans import Plan
-from nestpipe.schedule.schedule import Step
+from nestpipe.schedule.schedule import DRAINING, How, Step
 from nestpipe.sim.cluster import Stragglers
 from nestpipe.sim.costs import Costs, Scale
 from nestpipe.trace import Span, Trace
 
 # Shapes: W workers
 Times = npt.NDArray[np.float64]
+FORWARD = 1 / 3
+"""The part of a `dense` op before its first output: the forward pass, one product for the two of
+each in the backward pass."""
+USUAL_BUCKETS = 4
+"""Parts in which dense gradients are summed alongside `dense`, where nobody says; the last one has
+to wait for its end. A model of some 4 million dense parameters has so many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,23 +48,32 @@ def replay(
     batches: int,
     stragglers: Stragglers | None = None,
     record: Iterable[int] = (0,),
+    buckets: int = USUAL_BUCKETS,
     progress: Callable[[int], None] = lambda batch: None,
 ) -> Replay:
     """Play so many batches of the plan; `progress` hears of each batch that is done."""
     factor = _Factors(stragglers or Stragglers(), scale.workers)
     recorded = tuple(record)
     free_W = {lane: np.zeros(scale.workers) for lane in Lane}
-    ended = _Memory(keep=2 * plan.shape.lookahead + 4)
+    started, ended = (_Memory(keep=2 * plan.shape.lookahead + 4) for _ in range(2))
     spans: list[Span] = []
     update_ends: list[float] = []
     for step in plan.stream(lambda: batches):
         op = step.op
         lane = plan.shape.lane(op.kind)
-        start_W = _start(step, free_W[lane], ended)
-        end_W = start_W + costs[op.kind] * factor.of(op)
+        start_W = _start(step, free_W[lane], started, ended)
+        begin_W, tail = start_W, 0.0
+        if step.alongside is not None:
+            with_W, done_W = started[step.alongside], ended[step.alongside]
+            begin_W = np.maximum(start_W, with_W + FORWARD * (done_W - with_W))
+            tail = costs[op.kind] / buckets if op.kind in DRAINING else 0.0
+        end_W = begin_W + costs[op.kind] * factor.of(op) - tail
         if op.collective:
             end_W = _slowest(end_W, op.kind, scale)
-        free_W[lane] = ended[op] = end_W
+        if tail and step.alongside is not None:
+            done_W = _slowest(ended[step.alongside], op.kind, scale)
+            end_W = np.maximum(end_W, done_W) + tail
+        started[op], free_W[lane], ended[op] = start_W, end_W, end_W
         spans += [_span(op, lane, rank, start_W, end_W) for rank in recorded]
         if op.kind is Kind.UPDATE:
             update_ends.append(float(end_W.max()))
@@ -73,19 +88,21 @@ def replay(
     return Replay(Trace(tuple(spans), facts), np.array(update_ends))
 
 
-def _start(step: Step, free_W: Times, ended: _Memory) -> Times:
+def _start(step: Step, free_W: Times, started: _Memory, ended: _Memory) -> Times:
     start_W = free_W
-    for before in step.after:
-        start_W = np.maximum(start_W, ended[before])
+    for tie in step.ties:
+        # What has started its collectives does not hold up others for as long as they run.
+        known = ended if tie.how is How.AFTER else started
+        start_W = np.maximum(start_W, known[tie.before])
     return start_W
 
 
 def _slowest(end_W: Times, kind: Kind, scale: Scale) -> Times:
     """Everyone in a collective waits for its last member; shards of a group are neighbours."""
-    if kind is Kind.REDUCE:
+    if kind in (Kind.TOTALS, Kind.REDUCE):
         return np.full_like(end_W, end_W.max())
     end_GS = end_W.reshape(scale.groups, scale.shards)
-    across = 0 if kind is Kind.REPLICA_SYNC else 1
+    across = 0 if kind in REPLICA_KINDS else 1
     return np.broadcast_to(end_GS.max(axis=across, keepdims=True), end_GS.shape).reshape(-1)
 
 
@@ -176,7 +193,14 @@ class Sharing:
         return 1.0 / (1.0 - own + own / min(1.0, self.capacity / drawn))
 
 
-def replay_shared(plan: Plan, cost_of: CostOf, sharing: Sharing, *, batches: int) -> Trace:
+def replay_shared(
+    plan: Plan,
+    cost_of: CostOf,
+    sharing: Sharing,
+    *,
+    batches: int,
+    buckets: int = USUAL_BUCKETS,
+) -> Trace:
     """Play so many batches of the plan on all ranks at once."""
     ranks = [_Rank(number, plan, batches) for number in range(len(sharing.pools))]
     arrived: dict[Op, list[_Running]] = defaultdict(list)
@@ -185,24 +209,30 @@ def replay_shared(plan: Plan, cost_of: CostOf, sharing: Sharing, *, batches: int
     now = 0.0
     while True:
         for rank in ranks:
-            for op in rank.startable():
+            for step in rank.startable():
+                op, lane = step.op, plan.shape.lane(step.op.kind)
                 together = arrived[op] if op.collective else []
-                lane = plan.shape.lane(op.kind)
-                together.append(_Running(op, lane, rank.number, now, cost_of(op, rank.number)))
+                cost = cost_of(op, rank.number)
+                tail = cost / buckets if step.alongside and op.kind in DRAINING else 0.0
+                together.append(
+                    _Running(op, lane, rank.number, now, cost, cost, step.alongside, tail)
+                )
                 if not op.collective or len(together) == len(ranks):
                     running += together
                     arrived.pop(op, None)
         if not running:
             break
-        speeds = _speeds(running, sharing)
-        step = min(r.left / speed for r, speed in zip(running, speeds, strict=True))
+        moving = _moving(running)
+        speeds = _speeds(moving, sharing)
+        step = min(one.next_stop() / speed for one, speed in zip(moving, speeds, strict=True))
         now += step
-        for one, speed in zip(running, speeds, strict=True):
+        for one, speed in zip(moving, speeds, strict=True):
             one.left -= step * speed
-        for one in [one for one in running if one.left <= SOON_MS]:
+        over = [one for one in moving if one.left <= SOON_MS]
+        for one in over:
             ranks[one.rank].ended(one.op)
             spans.append(one.span(now))
-        running = [one for one in running if one.left > SOON_MS]
+        running = [one for one in running if one not in over]
     assert not arrived, f"ranks wait for each other in {', '.join(map(str, arrived))}"
     facts = {
         "plan": plan.name,
@@ -213,13 +243,28 @@ def replay_shared(plan: Plan, cost_of: CostOf, sharing: Sharing, *, batches: int
     return Trace(tuple(spans), facts)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Running:
     op: Op
     lane: Lane
     rank: int
     start: float
+    cost: float
     left: float
+    alongside: Op | None = None
+    """The op whose output it takes as it comes."""
+    tail: float = 0.0
+    """What is left of it when only the last of that output is missing."""
+
+    @property
+    def backward(self) -> float:
+        """What is left of a `dense` op when its first output comes."""
+        return (1 - FORWARD) * self.cost
+
+    def next_stop(self) -> float:
+        """How much it does until it ends, or until something else about it changes."""
+        stop = self.backward if self.op.kind is Kind.DENSE else self.tail
+        return self.left - stop if self.left > stop + SOON_MS else self.left
 
     def span(self, now: float) -> Span:
         op = self.op
@@ -235,6 +280,7 @@ class _Rank:
     batches: int
     lanes: dict[Lane, deque[Step]] = field(init=False)
     busy: set[Lane] = field(default_factory=set[Lane])
+    begun: set[Op] = field(default_factory=set[Op])
     done: set[Op] = field(default_factory=set[Op])
 
     def __post_init__(self) -> None:
@@ -242,20 +288,38 @@ class _Rank:
         for step in self.plan.stream(lambda: self.batches):
             self.lanes[self.plan.shape.lane(step.op.kind)].append(step)
 
-    def startable(self) -> list[Op]:
-        """Ops whose lane is free and whose waits are over; they start now."""
-        found: list[Op] = []
+    def startable(self) -> list[Step]:
+        """Steps whose lane is free and whose waits are over; they start now."""
+        found: list[Step] = []
         for lane, steps in self.lanes.items():
-            if lane in self.busy or not steps:
-                continue
-            if self.done.issuperset(steps[0].after):
+            if lane not in self.busy and steps and self._is_free(steps[0]):
                 self.busy.add(lane)
-                found.append(steps.popleft().op)
-        return found
+                self.begun.add(steps[0].op)
+                found.append(steps.popleft())
+        # What has started may let others start with it.
+        return [*found, *self.startable()] if found else []
+
+    def _is_free(self, step: Step) -> bool:
+        others = (tie.before for tie in step.ties if tie.how is not How.AFTER)
+        return self.done.issuperset(step.after) and self.begun.issuperset(others)
 
     def ended(self, op: Op) -> None:
         self.busy.discard(self.plan.shape.lane(op.kind))
         self.done.add(op)
+
+
+def _moving(running: Sequence[_Running]) -> list[_Running]:
+    """All but those that wait for output of the op that they run alongside, on any rank."""
+    by_op: dict[Op, list[_Running]] = defaultdict(list)
+    for one in running:
+        by_op[one.op].append(one)
+
+    def waits(one: _Running) -> bool:
+        makers = by_op[one.alongside] if one.alongside is not None else []
+        at_tail = one.tail > 0 and one.left <= one.tail + SOON_MS
+        return any(at_tail or maker.left > maker.backward + SOON_MS for maker in makers)
+
+    return [one for one in running if not waits(one)]
 
 
 def _speeds(running: Sequence[_Running], sharing: Sharing) -> list[float]:

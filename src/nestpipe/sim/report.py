@@ -13,7 +13,7 @@ from nestpipe.sim.replay import replay
 from nestpipe.trace import IDLE, Span, Trace, exposure, lane_busy, steady_interval
 
 K = Kind
-EXCHANGE_KINDS = (K.PATCH, K.ROWS, K.GRADS, K.REDUCE, K.REPLICA_SYNC)
+EXCHANGE_KINDS = (K.PATCH, K.ROWS, K.GRADS, K.TOTALS, K.REDUCE, K.REPLICA_SYNC)
 LOOKUP_KINDS = (
     K.PREFETCH,
     K.COPY,
@@ -21,6 +21,8 @@ LOOKUP_KINDS = (
     K.COUNTS,
     K.KEYS,
     K.UNION,
+    K.REPLICA_KEYS,
+    K.REPLICA_UNION,
     K.STALE_MASK,
     K.RETRIEVE,
     K.SYNC,

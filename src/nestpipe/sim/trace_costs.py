@@ -28,20 +28,16 @@ from nestpipe.schedule.op import (
 from nestpipe.schedule.plans import Plan
 from nestpipe.sim.cluster import Cluster
 from nestpipe.sim.costs import Costs, Scale, costs
-from nestpipe.sim.replay import CostOf, Sharing, replay_shared
+from nestpipe.sim.replay import USUAL_BUCKETS, CostOf, Sharing, replay_shared
 from nestpipe.trace import Span, Trace
 
 WARM_UP = 2
 """Batches at the start of a trace that are left out."""
-REFRESH_KINDS = frozenset({Kind.UNION, Kind.SYNC})
+REFRESH_KINDS = frozenset({Kind.UNION, Kind.REPLICA_UNION, Kind.SYNC})
 """What plans with two buffers do for the rows that neighbours share, whatever they retrieve; of the
 serial runs only the one that retrieves new rows does it."""
 BUCKETS = "dense_buckets"
-"""A fact of a trace: in how many parts dense gradients are summed where that begins early."""
-USUAL_BUCKETS = 4
-"""Where the trace does not say: a model of some 4 million dense parameters has so many."""
-BACKWARD = 2 / 3
-"""The part of a `dense` op that is its backward pass: two products for each of the forward one."""
+"""A fact of a trace: in how many buckets dense gradients are summed alongside `dense`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +59,7 @@ class SerialRuns:
             refreshes = shape.buffers > 1 and op.kind in REFRESH_KINDS
             return (new if shape.retrieval is Retrieval.NEW or refreshes else whole)(op, rank)
 
-        early = shape.separate_dense_group and shape.overlaps
-        costs = begun_early(cost_of, shape.micro_batches, self._buckets) if early else cost_of
-        return replay_shared(plan, costs, self.sharing, batches=batches)
+        return replay_shared(plan, cost_of, self.sharing, batches=batches, buckets=self._buckets)
 
     @property
     def _buckets(self) -> int:
@@ -82,25 +76,6 @@ def _early_cost(op: Op, rank: int, whole: CostOf, new: CostOf) -> float:
     all_rows = whole(retrieve, rank)
     shared = max(0.0, 1 - new(retrieve, rank) / all_rows) if all_rows else 1.0
     return shared * whole(Op(Kind.ROWS, op.batch, 0), rank)
-
-
-def begun_early(cost_of: CostOf, micro_batches: int, buckets: int) -> CostOf:
-    """The same costs where dense gradients are summed while the last backward pass still runs.
-
-    `serial` sums them after that pass, so its `reduce` has all of the cost, R. Elsewhere the sum
-    of the last layers starts when the pass does and runs beside it, in a network of its own; the
-    op `reduce` only waits for what is left. The pass hides `BACKWARD` of the last `dense` op's
-    cost, but never the last bucket: its gradients are there when the pass has ended.
-    """
-
-    def shorter(op: Op, rank: int) -> float:
-        cost = cost_of(op, rank)
-        if op.kind is not Kind.REDUCE:
-            return cost
-        hidden = BACKWARD * cost_of(Op(Kind.DENSE, op.batch, micro_batches - 1), rank)
-        return max(cost / buckets, cost - hidden)
-
-    return shorter
 
 
 class SerialCosts:

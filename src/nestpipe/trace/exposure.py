@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from nestpipe.errors import NestpipeError
 from nestpipe.trace.span import Span
 
-USEFUL = frozenset({"dense", "update"})
+USEFUL = frozenset({"dense", "apply", "update"})
 """The kinds that every plan must run on the compute lane and that nothing can hide."""
 
 IDLE = "idle"

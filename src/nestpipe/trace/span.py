@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-LANES = ("loader", "copy", "keys", "route", "host", "write", "net", "compute")
+LANES = ("loader", "copy", "keys", "route", "host", "write", "net", "compute", "dense_net")
 """Every lane, in the order in which a batch meets them and in which they are drawn."""
 
 Fact = str | int | float

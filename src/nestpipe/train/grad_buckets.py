@@ -1,46 +1,63 @@
-"""Dense gradients summed over all GPUs while the last backward pass of a batch still runs.
+"""Dense gradients, handed over bucket by bucket while the last backward pass of a batch still runs.
 
-A backward pass ends with the first layers; the gradients of the last ones are ready long before. So
-they are sent bucket by bucket, on a stream and in a network of their own, beside rows and row
-gradients. Every rank sends the buckets in the same order, whatever order its own pass has.
+A backward pass ends with the first layers; the gradients of the last ones are ready long before.
+The pass puts each complete bucket into a queue. The ops `totals` and `reduce` run alongside it, on
+a thread and a stream of their own. They take from the queue and sum over all ranks, so every rank
+starts these collectives in the same order, whatever order its own pass has.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from queue import SimpleQueue
 
 import torch
 from torch import Tensor, nn
 
-from nestpipe.comm.communicator import Communicator
 from nestpipe.errors import RunError
-from nestpipe.runtime.cuda import HIGH_PRIORITY
 
 BUCKET_BYTES = 4 << 20
 """Parameters are added to a bucket until it has so many: small enough that the last one, which
 nothing hides, is short; large enough that a message's fixed cost does not matter."""
 
 
-class EarlySums:
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """A tensor, and the moment at which the stream that makes it has done so."""
+
+    tensor: Tensor
+    event: torch.cuda.Event | None
+
+    @classmethod
+    def now(cls, tensor: Tensor) -> _Made:
+        event = None
+        if tensor.is_cuda:
+            event = torch.cuda.Event()
+            event.record()
+        return cls(tensor, event)
+
+    def here(self) -> Tensor:
+        """The tensor, ready for the current stream."""
+        if self.event is not None:
+            torch.cuda.current_stream().wait_event(self.event)
+        return self.tensor
+
+
+class GradBuckets:
     """The buckets of a model's parameters, and the batch whose gradients are on their way."""
 
-    def __init__(
-        self,
-        parameters: Sequence[nn.Parameter],
-        comm: Communicator,
-        device: torch.device,
-    ) -> None:
-        self._comm = comm
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._buckets = buckets_of(parameters)
         self._bucket_of = {p: number for number, b in enumerate(self._buckets) for p in b}
-        self._stream = torch.cuda.Stream(device, priority=HIGH_PRIORITY)
-        self._totals_summed = torch.cuda.Event()
+        self._queue: SimpleQueue[_Made | None] = SimpleQueue()
+        """What `dense` has made of a batch: its totals, then its buckets, then None."""
         self._in_backward = False
         self._missing: list[int] = []
         """How many parameters of each bucket have no gradient yet."""
-        self._sums: list[Tensor] = []
-        """The buckets that were sent."""
+        self._sent: list[Tensor] = []
+        """The buckets that were handed over."""
         self._hooks = [p.register_post_accumulate_grad_hook(self._ready) for p in parameters]
 
     def close(self) -> None:
@@ -48,29 +65,63 @@ class EarlySums:
         for hook in self._hooks:
             hook.remove()
 
-    def sum_totals(self, totals: Tensor) -> None:
-        """Sum a few numbers, for `wait_for_totals`; the tensor must live until then."""
-        self._sum(totals)
-        self._totals_summed.record(self._stream)
-
-    def wait_for_totals(self) -> None:
-        torch.cuda.current_stream().wait_event(self._totals_summed)
+    def begin_run(self) -> None:
+        """Forget what a run that failed has left."""
+        self._queue = SimpleQueue()
 
     @contextmanager
-    def during_backward(self, *, early: bool) -> Iterator[None]:
+    def filling(self) -> Iterator[None]:
+        """Inside, `dense` hands over what it makes.
+
+        However it ends, the queue is closed: nobody waits for what a failed pass never makes.
+        """
+        self._sent = []
+        self._missing = [len(bucket) for bucket in self._buckets]
+        queue = self._queue
+        try:
+            yield
+        finally:
+            queue.put(None)
+
+    def hand_over_totals(self, totals: Tensor) -> None:
+        """Let `totals` sum a few numbers in place; the tensor must live until then."""
+        self._queue.put(_Made.now(totals))
+
+    @contextmanager
+    def during_backward(self, *, as_they_come: bool) -> Iterator[None]:
         """Inside runs the backward pass after which gradients are complete.
 
-        Without `early`, all buckets go in `finish`: the same sums, and nothing overlaps.
+        Without `as_they_come`, all buckets are handed over at its end.
         """
-        self._sums = []
-        self._missing = [len(bucket) for bucket in self._buckets]
-        self._in_backward = early
+        self._in_backward = as_they_come
         try:
             yield
         finally:
             self._in_backward = False
-        if early:  # parameters that this pass did not reach
-            self._send_all()
+        # Also parameters that this pass did not reach.
+        while len(self._sent) < len(self._buckets):
+            self._send_next()
+
+    def take_totals(self) -> Tensor | None:
+        """Wait for the totals; None where the pass has failed."""
+        made = self._queue.get()
+        if made is None:
+            self._queue.put(None)  # `take_buckets` comes to it, too
+            return None
+        return made.here()
+
+    def take_buckets(self) -> Iterator[Tensor]:
+        """Wait for each bucket in turn, to be summed in place."""
+        while (made := self._queue.get()) is not None:
+            yield made.here()
+
+    def set_gradients(self) -> None:
+        """Give every parameter its summed gradient, once `reduce` has ended for this stream."""
+        for bucket, flat in zip(self._buckets, self._sent, strict=True):
+            parts = torch.split(flat, [p.numel() for p in bucket])
+            for parameter, part in zip(bucket, parts, strict=True):
+                parameter.grad = part.view_as(parameter)
+        self._sent = []
 
     def _ready(self, parameter: Tensor) -> None:
         """Called by autograd, in its thread, when a parameter has its gradient."""
@@ -78,40 +129,22 @@ class EarlySums:
             return
         assert isinstance(parameter, nn.Parameter)
         number = self._bucket_of[parameter]
-        if number < len(self._sums):
+        if number < len(self._sent):
             raise RunError(
                 f"a parameter of shape {list(parameter.shape)} got a second gradient in a backward "
                 "pass, after its sum had left; let the model's checkpointing have "
                 "use_reentrant=False, or train with plan 'serial'"
             )
         self._missing[number] -= 1
-        while len(self._sums) < len(self._buckets) and not self._missing[len(self._sums)]:
-            self._send_next()
-
-    def _send_all(self) -> None:
-        while len(self._sums) < len(self._buckets):
+        while len(self._sent) < len(self._buckets) and not self._missing[len(self._sent)]:
             self._send_next()
 
     def _send_next(self) -> None:
-        bucket = self._buckets[len(self._sums)]
+        bucket = self._buckets[len(self._sent)]
         gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in bucket]
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        self._sum(flat)
-        self._sums.append(flat)
-
-    def _sum(self, tensor: Tensor) -> None:
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            self._comm.all_reduce_dense(tensor)
-
-    def finish(self) -> None:
-        """Send what is left; then every parameter has its summed gradient, for this stream."""
-        self._send_all()
-        torch.cuda.current_stream().wait_stream(self._stream)
-        for bucket, flat in zip(self._buckets, self._sums, strict=True):
-            parts = torch.split(flat, [p.numel() for p in bucket])
-            for parameter, part in zip(bucket, parts, strict=True):
-                parameter.grad = part.view_as(parameter)
+        self._sent.append(flat)
+        self._queue.put(_Made.now(flat))
 
 
 def buckets_of(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:

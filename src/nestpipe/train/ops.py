@@ -22,7 +22,7 @@ from nestpipe.models.protocol import RecModel
 from nestpipe.runtime import StopSignal
 from nestpipe.schedule import Merge
 from nestpipe.schedule.op import Kind, Op
-from nestpipe.train.grad_buckets import EarlySums
+from nestpipe.train.grad_buckets import GradBuckets
 
 K = Kind
 
@@ -46,7 +46,7 @@ class StepReport:
 
 
 @dataclass(slots=True)
-class _InFlight:
+class TrainingBatch:
     """One batch between its prefetch and its write-back.
 
     On a GPU it keeps alive what a stream may still use.
@@ -89,7 +89,7 @@ class TrainingWork:
     empty: Batch
     mesh: Mesh
     device: torch.device
-    cut: Cut
+    splitter: MicroBatchSplitter
     first_step: int = 0
     """Batches that were trained before this run (a checkpoint's)."""
     on_step: Callable[[StepReport], None] = lambda report: None
@@ -97,11 +97,11 @@ class TrainingWork:
     """Where the run ends: at a number of batches, or where no rank has samples left."""
     data_ended: bool = False
     """Whether it was the data that ended."""
-    flights: dict[int, _InFlight] = field(default_factory=dict[int, _InFlight])
-    early_sums: EarlySums | None = None
-    """Sums the dense gradients where that is done apart."""
-    times: Tensor = field(default_factory=lambda: torch.ones(()))
-    """What the gradients of the batch in update are multiplied by."""
+    in_flight: dict[int, TrainingBatch] = field(default_factory=dict[int, TrainingBatch])
+    grad_buckets: GradBuckets | None = None
+    """Hands dense gradients over where they have a network of their own."""
+    grad_scales: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+    """What the gradients of a batch are multiplied by: one over each of its totals."""
 
     @property
     def _parameters(self) -> list[nn.Parameter]:
@@ -116,6 +116,8 @@ class TrainingWork:
             K.COUNTS: self.counts,
             K.KEYS: lambda op: self.tables.keys(op.batch),
             K.UNION: lambda op: self.tables.union(op.batch),
+            K.REPLICA_KEYS: lambda op: self.tables.replica_keys(op.batch),
+            K.REPLICA_UNION: lambda op: self.tables.replica_union(op.batch),
             K.STALE_MASK: lambda op: self.tables.stale_mask(op.batch),
             K.RETRIEVE: self.retrieve,
             K.SYNC: self.sync,
@@ -124,7 +126,9 @@ class TrainingWork:
             K.ROWS: lambda op: self.tables.rows(op.batch, op.micro or 0),
             K.DENSE: self.dense,
             K.GRADS: lambda op: self.tables.grads(op.batch, op.micro or 0),
+            K.TOTALS: self.totals,
             K.REDUCE: self.reduce,
+            K.APPLY: self.apply,
             K.UPDATE: self.update,
             K.REPLICA_SYNC: lambda op: self.tables.replica_sync(op.batch),
             K.WRITEBACK: self.writeback,
@@ -132,81 +136,100 @@ class TrainingWork:
 
     def prefetch(self, op: Op) -> None:
         batch = next(self.batches, self.empty)
-        micros = self.cut.of(batch, self._model, self.tables.table_of)
+        micros = self.splitter.split(batch, self._model, self.tables.table_of)
         if self.device.type == "cuda":
             micros = [micro.pin_memory() for micro in micros]
-        self.flights[op.batch] = _InFlight(micros)
+        self.in_flight[op.batch] = TrainingBatch(micros)
 
     def copy(self, op: Op) -> None:
-        flight = self.flights[op.batch]
-        flight.micros = [micro.to(self.device, non_blocking=True) for micro in flight.on_host]
+        state = self.in_flight[op.batch]
+        state.micros = [micro.to(self.device, non_blocking=True) for micro in state.on_host]
 
     def dedup(self, op: Op) -> None:
-        keys = [self._model.sparse_keys(micro) for micro in self.flights[op.batch].on_host]
+        keys = [self._model.sparse_keys(micro) for micro in self.in_flight[op.batch].on_host]
         self.tables.dedup(op.batch, keys)
 
     def counts(self, op: Op) -> None:
-        flight = self.flights[op.batch]
-        mine = sum(micro.size for micro in flight.on_host)
-        flight.samples = self.tables.counts(op.batch, mine)
-        flight.asked = self.tables.keys_asked(op.batch)
-        if flight.samples == 0:
+        state = self.in_flight[op.batch]
+        mine = sum(micro.size for micro in state.on_host)
+        state.samples = self.tables.counts(op.batch, mine)
+        state.asked = self.tables.keys_asked(op.batch)
+        if state.samples == 0:
             self.data_ended = True
             self.end.found_at(op.batch)
 
     def retrieve(self, op: Op) -> None:
-        self.flights[op.batch].read = self.tables.retrieve(op.batch)
+        self.in_flight[op.batch].read = self.tables.retrieve(op.batch)
 
     def sync(self, op: Op) -> None:
         if op.batch == 0:  # nothing to refresh: it may come before all else of the batch
             return
-        self.flights[op.batch].refreshed = self.tables.sync(op.batch)
+        self.in_flight[op.batch].refreshed = self.tables.sync(op.batch)
 
     def dense(self, op: Op) -> None:
-        flight, micro = self.flights[op.batch], op.micro or 0
+        buckets = self.grad_buckets
+        if buckets is None or op != self.tables.shape.last_dense(op.batch):
+            self._forward(op).backward()
+            return
+        state = self.in_flight[op.batch]
+        with buckets.filling():
+            loss = self._forward(op)
+            state.totals = state.totals_here(self.mesh)
+            buckets.hand_over_totals(state.totals)
+            with buckets.during_backward(as_they_come=self.tables.shape.overlaps):
+                loss.backward()
+
+    def _forward(self, op: Op) -> Tensor:
+        """The summed loss of a micro-batch."""
+        state, micro = self.in_flight[op.batch], op.micro or 0
         rows = self.tables.lookup(op.batch, micro)
-        loss = self._model.dense(rows, flight.micros[micro])
-        flight.losses.append(loss.total.detach())
-        flight.weight += loss.weight
-        if self.early_sums is not None and micro == self.tables.shape.micro_batches - 1:
-            flight.totals = flight.totals_here(self.mesh)
-            self.early_sums.sum_totals(flight.totals)
-            with self.early_sums.during_backward(early=self.tables.shape.overlaps):
-                loss.total.backward()
-        else:
-            loss.total.backward()
+        loss = self._model.dense(rows, state.micros[micro])
+        state.losses.append(loss.total.detach())
+        state.weight += loss.weight
+        return loss.total
+
+    def totals(self, op: Op) -> None:
+        """The batch's loss and weight, summed over all ranks as soon as the loss is known."""
+        assert self.grad_buckets is not None
+        totals = self.grad_buckets.take_totals()
+        if totals is not None:
+            self.mesh.world.all_reduce_dense(totals)
+            self.grad_scales[op.batch] = grad_scales(totals)
 
     def reduce(self, op: Op) -> None:
-        """Dense gradients, summed over all ranks, and with them the batch's loss and weight.
+        """Dense gradients, summed over all ranks.
 
-        Those that are summed apart are on their way, with the totals; here they are applied.
+        In a network of their own each bucket leaves when it is complete; else all of them leave
+        together, with the totals.
         """
-        if self.early_sums is not None:
-            self.early_sums.finish()
-            self._step_dense()
+        if self.grad_buckets is not None:
+            for flat in self.grad_buckets.take_buckets():
+                self.mesh.world.all_reduce_dense(flat)
             return
-        flight, parameters = self.flights[op.batch], self._parameters
+        state, parameters = self.in_flight[op.batch], self._parameters
         gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
-        totals = flight.totals_here(self.mesh)
+        totals = state.totals_here(self.mesh)
         flat = torch.cat([*(g.reshape(-1) for g in gradients), totals])
         self.mesh.world.all_reduce(flat)
         _set_gradients(parameters, flat)
-        flight.totals = flat[-len(totals) :]
-        flight.kept += [gradients, flat]
+        state.totals = flat[-len(totals) :]
+        state.kept += [gradients, flat]
+        self.grad_scales[op.batch] = grad_scales(state.totals)
+
+    def apply(self, op: Op) -> None:
+        """One optimizer application per dense parameter."""
+        assert self.grad_buckets is not None
+        self.grad_buckets.set_gradients()
+        self._step_dense(self.grad_scales.pop(op.batch))
 
     def update(self, op: Op) -> None:
-        flight = self.flights[op.batch]
         step = self.first_step + op.batch + 1
         if self.device.type == "cpu":
-            _check_loss(flight.totals, step)
-        if self.early_sums is not None:
-            self.early_sums.wait_for_totals()
-        # Samples may weigh nothing: then nothing moves.
-        times = torch.where(flight.totals == 0, 1.0, flight.totals).reciprocal_()
-        self.times = times[1]
-        if self.early_sums is None:
-            self._step_dense()
-        self.tables.update(op.batch, times[self._weight_of_rows], step)
+            _check_loss(self.in_flight[op.batch].totals, step)
+        scales = self.grad_scales[op.batch]
+        if self.grad_buckets is None:
+            self._step_dense(self.grad_scales.pop(op.batch))
+        self.tables.update(op.batch, scales[self._weight_of_rows], step)
 
     @property
     def _weight_of_rows(self) -> int:
@@ -215,27 +238,32 @@ class TrainingWork:
         apart = shape.merge_every > 0 and shape.merge is Merge.AVERAGED
         return 2 + self.mesh.group if apart else 1
 
-    def _step_dense(self) -> None:
+    def _step_dense(self, scales: Tensor) -> None:
         for parameter in self._parameters:
             assert parameter.grad is not None
-            parameter.grad.mul_(self.times)
+            parameter.grad.mul_(scales[1])
         self.dense_optimizer.step()
         self.dense_optimizer.zero_grad(set_to_none=True)
 
     def writeback(self, op: Op) -> None:
         """Save rows, and tell of the batch: here the host knows that it is done."""
-        flight = self.flights[op.batch]
+        state = self.in_flight[op.batch]
         step = self.first_step + op.batch + 1
-        loss = _check_loss(flight.totals, step)
+        loss = _check_loss(state.totals, step)
         written = self.tables.writeback(op.batch)
         # Another stream may still hold what the batch before used; this one's update is over.
-        self.flights.pop(op.batch)
-        moved = flight.read, flight.refreshed, written, flight.asked
-        self.on_step(StepReport(step, loss, flight.samples, *moved))
+        self.in_flight.pop(op.batch)
+        moved = state.read, state.refreshed, written, state.asked
+        self.on_step(StepReport(step, loss, state.samples, *moved))
 
     @property
     def _model(self) -> RecModel:
         return self.model  # type: ignore[return-value]
+
+
+def grad_scales(totals: Tensor) -> Tensor:
+    """One over each of a batch's totals; samples may weigh nothing, and then nothing moves."""
+    return torch.where(totals == 0, 1.0, totals).reciprocal_()
 
 
 def _set_gradients(parameters: list[nn.Parameter], flat: Tensor) -> None:
@@ -259,7 +287,7 @@ def _check_loss(totals: Tensor, step: int) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class MicroBatchSplitter:
     """The same for every batch of a run."""
 
     count: int
@@ -268,7 +296,7 @@ class Cut:
     last: float = 1.0
     """Sizes of the first and the last micro-batch over that of those in the middle."""
 
-    def of(self, batch: Batch, model: RecModel, table_of: Mapping[str, str]) -> list[Batch]:
+    def split(self, batch: Batch, model: RecModel, table_of: Mapping[str, str]) -> list[Batch]:
         """The micro-batches; `table_of` says which features share keys."""
         if self.count == 1:
             return [batch]

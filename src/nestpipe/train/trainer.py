@@ -33,8 +33,8 @@ from nestpipe.schedule import (
 from nestpipe.trace import Trace
 from nestpipe.train.checkpoint import RunState, load_checkpoint, save_checkpoint
 from nestpipe.train.config import DenseSettings, TrainSettings
-from nestpipe.train.grad_buckets import EarlySums
-from nestpipe.train.ops import Cut, StepReport, TrainingWork
+from nestpipe.train.grad_buckets import GradBuckets
+from nestpipe.train.ops import MicroBatchSplitter, StepReport, TrainingWork
 from nestpipe.train.summary import Traffic
 
 
@@ -97,10 +97,8 @@ class Trainer:
             )
             for group in self.groups
         ]
-        self._early_sums = (
-            EarlySums(
-                [p for p in self.model.parameters() if p.requires_grad], self.comm, self.device
-            )
+        self._grad_buckets = (
+            GradBuckets([p for p in self.model.parameters() if p.requires_grad])
             if self.plan.shape.separate_dense_group
             else None
         )
@@ -173,7 +171,7 @@ class Trainer:
             empty=source.empty(),
             mesh=self.mesh,
             device=self.device,
-            cut=Cut(
+            splitter=MicroBatchSplitter(
                 self.plan.shape.micro_batches,
                 pipeline.micro_batching,
                 pipeline.first,
@@ -182,7 +180,7 @@ class Trainer:
             first_step=self.progress.step,
             on_step=self._counted(on_step, self.progress.step),
             end=StopSignal(most),
-            early_sums=self._early_sums,
+            grad_buckets=self._grad_buckets,
         )
         self._run(work)
         # Who looks at rows now, or saves them, finds the same in every group.
@@ -198,6 +196,8 @@ class Trainer:
 
     def _run(self, work: TrainingWork) -> None:
         """Do all of the plan's ops, and note when they ran and what they moved."""
+        if self._grad_buckets is not None:
+            self._grad_buckets.begin_run()
         functions = name_collectives(self.around(work.functions()), self.comm.op_label)
         sent = self.comm.bytes_sent
         self.comm.barrier()  # the traces of all ranks begin here
@@ -291,8 +291,8 @@ class Trainer:
 
     def close(self) -> None:
         """Give the rows' memory back."""
-        if self._early_sums is not None:
-            self._early_sums.close()
+        if self._grad_buckets is not None:
+            self._grad_buckets.close()
         for store in self.stores:
             store.close()
 

@@ -89,12 +89,15 @@ def test_touched_keys_are_counted_by_groups_and_forgotten_once_merged(merge):
         replicas = Replicas(comm, [1], shape)
         seen = []
         for batch, keys in enumerate([[1, 2 + comm.rank], [9], [1], [5 + comm.rank]]):
-            wide = replicas.unite(batch, [union([keys], [], [0] * len(keys))])
-            if wide is not None:
+            own = [union([keys], [], [0] * len(keys))]
+            replicas.note(batch, own)
+            assert replicas.pending
+            if shape.merges_replicas(batch):
+                wide = replicas.extend(own, replicas.exchange(batch))
                 at = wide[0].merged_U
                 touched = wide[0].union.keys_K[at].tolist()
                 seen.append(dict(zip(touched, wide[0].groups_U.tolist(), strict=True)))
-            assert replicas.pending == (wide is None)
+                assert not replicas.pending
         return seen
 
     expected = (

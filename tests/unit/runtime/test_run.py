@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -145,9 +146,9 @@ class Issued:
         self.lane = self.inner[lane]
         return self
 
-    def submit(self, act: Act, op: Op, after: list[Event], behind: Event | None = None) -> Event:
+    def submit(self, act: Act, op: Op, after: list[Event], **ties: Any) -> Event:
         self.newest = max(self.newest, op.batch)
-        return self.lane.submit(act, op, after, behind)
+        return self.lane.submit(act, op, after, **ties)
 
 
 @every_plan

@@ -1,4 +1,5 @@
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 
@@ -6,12 +7,14 @@ from nestpipe.errors import ScheduleError
 from nestpipe.schedule import (
     PLANS,
     Exchange,
+    How,
     Kind,
     Op,
     PlanOptions,
     Retrieval,
     Schedule,
     Step,
+    Tie,
     Violation,
     check,
     from_text,
@@ -19,6 +22,8 @@ from nestpipe.schedule import (
     redundant_edges,
     to_text,
     violations,
+    with_separate_dense_group,
+    with_separate_key_group,
 )
 from nestpipe.schedule.effects import CARRIES, WEIGHT
 from support.toy_schedule import Interpreter, ToyData
@@ -387,6 +392,7 @@ def test_a_schedule_without_any_edge_is_refused_under_every_rule() -> None:
     bare = with_steps(nested(batches=7), [Step(step.op) for step in nested(batches=7)])
     assert {violation.rule for violation in violations(bare)} == {
         "one network order",
+        "one issue order",
         "bounded look-ahead",
         "data before use",
         "freshness",
@@ -394,6 +400,41 @@ def test_a_schedule_without_any_edge_is_refused_under_every_rule() -> None:
         "safe buffer reuse",
         "fixed summation order",
     }
+
+
+def on_gpus(batches: int = 3) -> Schedule:
+    made = plan("nested", PlanOptions(micro_batches=2))
+    return with_separate_dense_group(with_separate_key_group(made)).schedule(batches)
+
+
+def test_collectives_of_all_networks_of_the_devices_are_issued_in_one_order() -> None:
+    tie = Tie(How.BEHIND, Op.parse("reduce 0"), Op.parse("grads 0.1"))
+    (violation,) = violations(on_gpus().without(tie))
+    assert violation.rule == "one issue order"
+    assert violation.sentence == (
+        "`reduce 0` and `grads 0.1` have no fixed order of issue on the device, so ranks can start "
+        "them in different orders and hang; issue `grads 0.1` behind `reduce 0`"
+    )
+    assert (violation.how, violation.missing) == (How.BEHIND, (tie.before, tie.op))
+
+
+def test_dense_gradients_are_summed_alongside_the_op_that_makes_them() -> None:
+    tie = Tie(How.ALONGSIDE, Op.parse("dense 1.1"), Op.parse("reduce 1"))
+    found = next(violations(on_gpus().without(tie)))
+    assert found.sentence == (
+        "`reduce 1` can read the summed dense gradients before `dense 1.1` has run; "
+        "make `reduce 1` wait for `dense 1.1`"
+    )
+
+
+def test_an_op_runs_alongside_no_other_than_the_one_whose_output_comes_bit_by_bit() -> None:
+    made = on_gpus()
+    steps = [
+        replace(step, alongside=Op.parse("sync 1")) if str(step.op) == "rows 1.0" else step
+        for step in made
+    ]
+    found = next(violations(Schedule(made.shape, made.batches, tuple(steps))))
+    assert found.sentence == "`rows 1.0` cannot run alongside `sync 1`; remove that"
 
 
 # What a person sees

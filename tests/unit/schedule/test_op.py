@@ -51,10 +51,12 @@ def test_collectives_are_exactly_the_ops_on_the_network() -> None:
     assert {kind for kind in Kind if Op(kind, 0).collective} == {
         Kind.COUNTS,
         Kind.KEYS,
+        Kind.REPLICA_KEYS,
         Kind.STALE_MASK,
         Kind.PATCH,
         Kind.ROWS,
         Kind.GRADS,
+        Kind.TOTALS,
         Kind.REDUCE,
         Kind.REPLICA_SYNC,
     }

@@ -21,7 +21,7 @@ from nestpipe.schedule import (
 from nestpipe.schedule.op import SPECULATIVE_KINDS
 from nestpipe.sim import Scale, figures, replay
 from nestpipe.sim.replay import Sharing, replay_shared
-from nestpipe.sim.trace_costs import BUCKETS, SerialCosts, SerialRuns, begun_early
+from nestpipe.sim.trace_costs import BUCKETS, SerialCosts, SerialRuns
 from nestpipe.trace import Trace
 
 OFF_NETWORK = frozenset(Lane) - {Lane.NET}
@@ -29,7 +29,8 @@ NOTHING = Sharing((0, 1, 2, 3), frozenset())
 ALONE = Sharing((0, 1, 2, 3), OFF_NETWORK)
 PAIRS = Sharing((0, 1, 0, 1), OFF_NETWORK)
 USUAL = [kind for kind in Kind if kind not in SPECULATIVE_KINDS]
-COSTS = dict(zip(USUAL, (3.0, 1, 2, 0.5, 1.5, 2, 6, 1, 0.1, 4, 9, 5, 3, 2, 1, 7), strict=True))
+MS = (3.0, 1, 2, 0.5, 1.5, 2, 1.2, 0.7, 6, 1, 0.1, 4, 9, 5, 0.3, 3, 0.4, 2, 1, 7)
+COSTS = dict(zip(USUAL, MS, strict=True))
 
 
 def as_planned(chosen: Plan) -> Plan:
@@ -37,7 +38,7 @@ def as_planned(chosen: Plan) -> Plan:
 
 
 def apart(chosen: Plan) -> Plan:
-    """As on a GPU: keys on the lane of routing, dense sums on that of compute."""
+    """As on a GPU: keys and dense gradients in networks of their own."""
     return with_separate_dense_group(with_separate_key_group(chosen))
 
 
@@ -139,8 +140,8 @@ def test_serial_predicts_a_plan_whose_dense_sums_begin_early(name: str):
     whole = Trace(whole.spans, {**whole.facts, BUCKETS: 2})
     other = apart(plan(name, PlanOptions(micro_batches=4)))
     predicted = SerialRuns([whole], [new], NOTHING).predict(other, batches=20)
-    true = replay_shared(other, begun_early(long_sums, 4, buckets=2), NOTHING, batches=20)
-    late = replay_shared(other, long_sums, NOTHING, batches=20)
+    true = replay_shared(other, long_sums, NOTHING, batches=20, buckets=2)
+    late = replay_shared(other, long_sums, NOTHING, batches=20, buckets=1)
     assert step_ms(predicted) == pytest.approx(step_ms(true), rel=1e-3)
     assert step_ms(predicted) < 0.99 * step_ms(late)
 
@@ -232,10 +233,17 @@ def test_early_rows_leave_only_those_that_come_again_between_two_windows(new_sha
     ],
 )
 def test_a_backward_pass_hides_all_buckets_but_the_last(reduce_ms, dense_ms, buckets, left):
-    costs = {Kind.REDUCE: reduce_ms, Kind.DENSE: dense_ms}
-    cost = begun_early(lambda op, rank: costs[op.kind], micro_batches=4, buckets=buckets)
-    assert cost(Op(Kind.REDUCE, 5), 0) == pytest.approx(left)
-    assert cost(Op(Kind.DENSE, 5, 3), 0) == dense_ms
+    costs = {**dict.fromkeys(Kind, 0.0), Kind.REDUCE: reduce_ms, Kind.DENSE: dense_ms}
+    chosen = apart(plan("nested", PlanOptions(micro_batches=4)))
+    many = replay(chosen, costs, Scale(2), batches=6, buckets=buckets).trace
+    few = replay_shared(
+        chosen, lambda op, rank: costs[op.kind], NOTHING, batches=6, buckets=buckets
+    )
+    for trace in (many, few):
+        spans = {span.name: span for span in trace.of_rank(0)}
+        after = spans["reduce 5"].end - spans["dense 5.3"].end
+        assert after == pytest.approx(left, abs=1e-3)
+        assert spans["reduce 5"].start < spans["dense 5.3"].end
 
 
 def test_a_collective_on_another_lane_asks_no_more_of_the_core():

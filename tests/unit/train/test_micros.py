@@ -11,7 +11,7 @@ from nestpipe.batch import Batch
 from nestpipe.errors import ConfigError
 from nestpipe.jagged import Jagged
 from nestpipe.train.config import PipelineSettings
-from nestpipe.train.ops import Cut, micro_sizes
+from nestpipe.train.ops import MicroBatchSplitter, micro_sizes
 
 
 @given(st.integers(0, 400), st.integers(2, 40), st.floats(0.1, 3.0), st.floats(0.1, 3.0))
@@ -51,8 +51,8 @@ def communities() -> Batch:
 
 
 def test_samples_that_share_keys_meet():
-    cut = Cut(2, "clustered")
-    micro_batches = cut.of(communities(), Model(), {"items": "items"})  # type: ignore[arg-type]
+    cut = MicroBatchSplitter(2, "clustered")
+    micro_batches = cut.split(communities(), Model(), {"items": "items"})  # type: ignore[arg-type]
     assert [micro.size for micro in micro_batches] == [32, 32]
     for micro in micro_batches:
         assert len(set(micro.sparse["items"].values.tolist())) == 50
@@ -61,7 +61,7 @@ def test_samples_that_share_keys_meet():
 
 def test_one_micro_batch_is_the_batch_itself():
     batch = communities()
-    (micro,) = Cut(1, "clustered").of(batch, Model(), {})  # type: ignore[arg-type]
+    (micro,) = MicroBatchSplitter(1, "clustered").split(batch, Model(), {})  # type: ignore[arg-type]
     assert micro is batch
 
 

@@ -18,10 +18,13 @@ STRIP = "#f2f5f8"
 MARK = "#d0021b"
 
 FAMILIES = {
-    "compute": ("dense", "update"),
-    "exchange": ("rows", "patch", "grads", "reduce", "replica_sync"),
+    "compute": ("dense", "apply", "update"),
+    "exchange": ("rows", "patch", "grads", "totals", "reduce", "replica_sync"),
     "memory": ("prefetch", "copy", "retrieve", "writeback"),
-    "routing": ("dedup", "counts", "keys", "union", "stale_mask", "sync", "swap"),
+    "routing": (
+        *("dedup", "counts", "keys", "union", "replica_keys", "replica_union"),
+        *("stale_mask", "sync", "swap"),
+    ),
 }
 """The families of kinds, by what they keep busy; any other kind belongs to `other`."""
 
