@@ -4,6 +4,7 @@ import pytest
 
 from nestpipe.errors import ParseError
 from nestpipe.schedule import Kind, PlanOptions, plan
+from nestpipe.schedule.op import DENSE_GROUP_KINDS, REPLICA_KINDS, SPECULATIVE_KINDS
 from nestpipe.sim import Scale, Stragglers, costs, fit, paper_cluster, replay, simulate
 from nestpipe.trace import Span, Trace, read_chrome, write_chrome
 
@@ -26,7 +27,13 @@ def test_a_fit_to_serial_predicts_nested(tmp_path):
     cluster = paper_cluster()
     predicted = simulate(nested, cluster, SCALE, op_costs=fitted.at(nested, cluster, SCALE))
     true = simulate(nested, cluster, SCALE)
-    assert fitted.missing == (Kind.STALE_MASK, Kind.SYNC, Kind.SWAP, Kind.PATCH, Kind.REPLICA_SYNC)
+    assert set(fitted.missing) == {
+        *REPLICA_KINDS,
+        *SPECULATIVE_KINDS,
+        *DENSE_GROUP_KINDS,
+        Kind.SYNC,
+        Kind.SWAP,
+    }
     # A serial run of the whole working set has no refresh, so its cost cannot be known.
     assert predicted.step_ms == pytest.approx(true.step_ms - true.exposed_ms["sync"], rel=1e-3)
 
