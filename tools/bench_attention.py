@@ -2,10 +2,13 @@
 
     python tools/bench_attention.py --out attention.json
     python tools/bench_attention.py --only forward,keys --widths 128
+    python tools/bench_attention.py --chosen --only check,nan,sdpa,forward,queries,keys,bias,whole
 
 Parts: check (against the plain form in float64), nan (where a result is not a number), sdpa, the
 passes forward, queries, keys, only-keys and values, bias, whole (through autograd), jagged, short.
-Passes try the tiles below and keep the fastest for the parts after them. Keys and values go in one
+Passes try the tiles below and keep the fastest for the parts after them; with --chosen they try
+the tiles that users get, alone. Every check, and the table of every width, has a process of its
+own: a kernel that writes where it must not ends the process it is in. Keys and values go in one
 pass, `keys`, or in two. A tile that does not compile or does not fit is reported and left out.
 TFLOP/s count half of the square: 2 products forward, 7 for both directions, whatever the kernels
 compute again. torch's figure is that of its fastest backend and layout.
@@ -22,7 +25,7 @@ import multiprocessing
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +40,7 @@ from triton.errors import TritonError
 from nestpipe.kernels.attention.reference import Mask, RelativeBias
 from nestpipe.kernels.fused_attention import launch, plain_attention
 from nestpipe.kernels.fused_attention.function import attention_by_kernels
-from nestpipe.kernels.fused_attention.launch import Problem, TileShape
+from nestpipe.kernels.fused_attention.launch import Problem, Tiles, TileShape
 
 HEADS, BATCH, LENGTH = 4, 4, 4096
 POSITIONS, TIME_BUCKETS = 64, 32
@@ -93,6 +96,7 @@ SHORT_TILES = [
     TileShape(128, 64, 8, 2, 128),
 ]
 """Tried for the forward pass of short sequences of width 128."""
+
 FIELDS = {
     "forward": "forward",
     "queries": "backward_queries",
@@ -100,6 +104,15 @@ FIELDS = {
     "only-keys": "backward_keys",
     "values": "backward_values",
 }
+
+
+def tiles_to_try(part: str, width: int, *, chosen: bool) -> list[TileShape]:
+    """All of the table above, or the one that users get; none where users have no such pass."""
+    if not chosen:
+        return TILES[part, width]
+    tiles = Tiles.of(torch.bfloat16, width)
+    absent = ("keys",) if tiles.backward_values else ("only-keys", "values")
+    return [] if part in absent else [getattr(tiles, FIELDS[part])]
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +184,11 @@ class Report:
 
     def say(self, line: str) -> None:
         self.lines.append(line)
+
+    def merge(self, other: Report) -> None:
+        self.lines += other.lines
+        self.records += other.records
+        self.best.update(other.best)
 
     def add(self, part: str, **record: Any) -> None:
         self.records.append({"part": part, **record})
@@ -250,30 +268,33 @@ def compile_ahead(jobs: list[Any], workers: int, limit_s: float) -> set[Any]:
     return good
 
 
-def jobs_of(parts: list[str], widths: list[int]) -> list[tuple[str, int, bool, TileShape]]:
+def jobs_of(
+    parts: list[str], widths: list[int], *, chosen: bool
+) -> list[tuple[str, int, bool, TileShape]]:
     """Without bias for each tile; with biases for each, too, where that part is wanted."""
     jobs = []
-    for (part, width), tiles in TILES.items():
-        for tile in tiles if width in widths else []:
+    for part, width in TILES:
+        for tile in tiles_to_try(part, width, chosen=chosen) if width in widths else []:
             if part in parts:
                 jobs.append((part, width, False, tile))
             if "bias" in parts:
                 jobs.append((part, width, True, tile))
-    if "short" in parts and 128 in widths:
+    if "short" in parts and 128 in widths and not chosen:
         jobs += [("forward", 128, False, tile) for tile in SHORT_TILES]
     return list(dict.fromkeys(jobs))
 
 
 def sweep(
-    part: str, world: World, good: set[Any], report: Report, products: int
+    part: str, world: World, good: list[Any], report: Report
 ) -> tuple[TileShape, float] | None:
     """The fastest tile of a pass and its time."""
-    rows = world.rows()
+    rows, products = world.rows(), PASSES[part]
     problem = world.problem(rows)
     found: list[tuple[float, TileShape]] = []
-    for tile in TILES[part, world.width]:
-        if (part, world.width, world.biased, tile) not in good:
+    for job in good:
+        if job[:3] != (part, world.width, world.biased):
             continue
+        tile = job[3]
         work = pass_of(part, problem.with_tiles(**{FIELDS[part]: tile}), rows[3])
         try:
             ms = median_ms(work)
@@ -358,41 +379,42 @@ def time_whole(world: World, report: Report) -> None:
     report.say(f"{name}: {_rates(world, forward_ms, both_ms)}")
 
 
-def main_table(widths: list[int], parts: list[str], good: set[Any], report: Report) -> None:
+def table_of(width: int, biased: bool, parts: list[str], good: list[Any]) -> Report:
     """Full-length sequences: torch, then every pass with its fastest tile."""
-    for width, biased in itertools.product(widths, [False, True]):
-        if biased and "bias" not in parts:
+    report, world = Report(), World([LENGTH] * BATCH, width, biased)
+    name = f"d={width}{' both biases' if biased else ''}"
+    if "whole" in parts:
+        time_whole(world, report)
+    if not biased and "sdpa" in parts:
+        report_sdpa(world, report)
+    times: dict[str, float] = {}
+    for part in PASSES:
+        if part == "bias" or not (part in parts or biased):
             continue
-        world = World([LENGTH] * BATCH, width, biased)
-        name = f"d={width}{' both biases' if biased else ''}"
-        if not biased and "sdpa" in parts:
-            report_sdpa(world, report)
-        times: dict[str, float] = {}
-        for part, products in PASSES.items():
-            if part == "bias" or not (part in parts or biased):
-                continue
-            if fastest := sweep(part, world, good, report, products):
-                tile, times[part] = fastest
-                rate = tflops(world, products, times[part])
-                shape = f"{tile.queries}x{tile.keys} w{tile.warps} s{tile.stages}"
-                shape += f" r{tile.registers}" if tile.registers else ""
-                report.say(f"{name} {part}: {times[part]:.3f} ms, {rate:.0f} executed, {shape}")
-        if biased:
-            rows = world.rows()
-            times["bias"] = median_ms(pass_of("bias", best_problem(world, rows, report), rows[3]))
-            report.add("bias", width=width, ms=times["bias"])
-            report.say(f"{name} bias: {times['bias']:.3f} ms")
-        if {"forward", "queries", "keys"} <= set(times):
-            report.say(f"{name} FUSED: {_rates(world, times['forward'], total_ms(times))}")
-        if "whole" in parts:
-            time_whole(world, report)
+        if fastest := sweep(part, world, good, report):
+            tile, times[part] = fastest
+            rate = tflops(world, PASSES[part], times[part])
+            shape = f"{tile.queries}x{tile.keys} w{tile.warps} s{tile.stages}"
+            shape += f" r{tile.registers}" if tile.registers else ""
+            report.say(f"{name} {part}: {times[part]:.3f} ms, {rate:.0f} executed, {shape}")
+    if biased:
+        rows = world.rows()
+        times["bias"] = median_ms(pass_of("bias", best_problem(world, rows, report), rows[3]))
+        report.add("bias", width=width, ms=times["bias"])
+        report.say(f"{name} bias: {times['bias']:.3f} ms")
+    both = total_ms(times)
+    if both is not None:
+        report.say(f"{name} FUSED: {_rates(world, times['forward'], both)}")
+    return report
 
 
-def total_ms(times: dict[str, float]) -> float:
+def total_ms(times: dict[str, float]) -> float | None:
     """Of all passes; keys and values in one pass or in two, whichever is faster."""
-    two = times.get("only-keys", 1e9) + times.get("values", 1e9)
-    together = min(times["keys"], two)
-    return times["forward"] + times["queries"] + together + times.get("bias", 0.0)
+    never = float("inf")
+    two = times.get("only-keys", never) + times.get("values", never)
+    together = min(times.get("keys", never), two)
+    total = together + times.get("forward", never) + times.get("queries", never)
+    return total + times.get("bias", 0.0) if total < never else None
 
 
 def best_problem(world: World, rows: tuple[Tensor, ...], report: Report) -> Problem:
@@ -411,8 +433,9 @@ def _rates(world: World, forward_ms: float, both_ms: float) -> str:
     return f"{tflops(world, 2, forward_ms):.0f} forward, {tflops(world, 7, both_ms):.0f} both"
 
 
-def other_sizes(part: str, widths: list[int], report: Report) -> None:
-    """Jagged and short sequences, with the fastest tiles of the sweeps."""
+def other_sizes(part: str, width: int, best: dict[tuple[str, int], TileShape]) -> Report:
+    """Jagged or short sequences, with the fastest tiles of the sweeps."""
+    report = Report(best=best)
     generator = torch.Generator().manual_seed(4)
     jagged = torch.randint(256, LENGTH + 1, (32,), generator=generator).tolist()
     sizes = {
@@ -420,26 +443,22 @@ def other_sizes(part: str, widths: list[int], report: Report) -> None:
         "short": {"32 of 256": [256] * 32, "512 of 256": [256] * 512, "512 of 200": [200] * 512},
     }[part]
     timer = graph_ms if part == "short" else median_ms
-    cases = [
-        (width, name, biased) for width in widths for name in sizes for biased in (False, True)
-    ]
-    for width, name, biased in cases:
+    for name, biased in itertools.product(sizes, (False, True)):
         world = World(sizes[name], width, biased)
         rows = world.rows()
         problem = best_problem(world, rows, report)
-        passes = ["forward", "queries", "keys", *(["bias"] if biased else [])]
-        try:
-            times = {p: timer(pass_of(p, problem, rows[3])) for p in passes}
-        except FAILURES as error:
-            print("failed", part, name, width, biased, str(error).splitlines()[0], flush=True)
-            continue
+        halves = ["keys"] if problem.tiles.backward_values is None else ["only-keys", "values"]
+        passes = ["forward", "queries", *halves, *(["bias"] if biased else [])]
+        times = {p: timer(pass_of(p, problem, rows[3])) for p in passes}
         report.add(part, width=width, name=name, biased=biased, ms=times)
         rates = _rates(world, times["forward"], sum(times.values()))
         report.say(f"d={width} {name}{' both biases' if biased else ''}: {rates}")
+    return report
 
 
-def sweep_short(report: Report) -> None:
+def sweep_short() -> Report:
     """Forward tiles for short sequences, and whether the block of queries changes a bit."""
+    report = Report()
     for lengths in ([256] * 512, [200] * 512):
         world = World(lengths, 128)
         rows = world.rows()
@@ -457,31 +476,31 @@ def sweep_short(report: Report) -> None:
             report.add("short tile", lengths=lengths[0], tile=asdict(tile), ms=ms, same_bits=same)
             shape = f"{tile.queries}x{tile.keys} w{tile.warps} s{tile.stages} r{tile.registers}"
             report.say(f"d=128 512 of {lengths[0]}: {rate:.0f} forward, {shape}, same {same}")
+    return report
 
 
-def find_nan(report: Report) -> None:
-    """Small samples with small windows: which results of which variant are not numbers."""
-    base = World([128, 63, 32, 64], 16, True, None, 5)
-    cases = {
-        "as found": (base, 32, True, None),
-        "no window": (replace(base, window=None), 32, True, None),
-        "same widths": (base, 16, True, None),
-        "wider": (replace(base, width=64), 64, True, None),
-        "no bias": (replace(base, biased=False), 32, True, None),
-        "memory not filled": (base, 32, False, None),
-        "keys 64x128 w8 s1": (base, 32, True, TileShape(64, 128, 8, 1)),
-        "keys 64x64 w4 s2": (base, 32, True, TileShape(64, 64, 4, 2)),
-        "keys 64x64 w4 s1": (base, 32, True, TileShape(64, 64, 4, 1)),
-    }
-    for name, (world, value_width, fill, tile) in cases.items():
-        torch.use_deterministic_algorithms(fill)  # new memory then holds NaN
-        try:
-            line = _nan_counts(world, value_width, tile)
-        except FAILURES as error:
-            line = str(error).splitlines()[0][:150]
-        report.say(f"nan, {name}: {line}")
-        print(report.lines[-1], flush=True)
-    torch.use_deterministic_algorithms(False)
+SMALL = World([128, 63, 32, 64], 16, True, None, 5)
+NAN_CASES: dict[str, tuple[World, int, bool, TileShape | None]] = {
+    "as found": (SMALL, 32, True, None),
+    "no window": (replace(SMALL, window=None), 32, True, None),
+    "same widths": (SMALL, 16, True, None),
+    "wider": (replace(SMALL, width=64), 64, True, None),
+    "no bias": (replace(SMALL, biased=False), 32, True, None),
+    "no bias, same widths": (replace(SMALL, biased=False), 16, True, None),
+    "narrow values": (replace(SMALL, width=64), 16, True, None),
+    "memory not filled": (SMALL, 32, False, None),
+    "keys 64x64 w4 s2": (SMALL, 32, True, TileShape(64, 64, 4, 2)),
+}
+"""Small samples with small windows; width of values, whether new memory holds NaN, tile of keys."""
+
+
+def find_nan(name: str) -> Report:
+    """Which results of a variant are not numbers, and how far off the others are."""
+    world, value_width, fill, tile = NAN_CASES[name]
+    torch.use_deterministic_algorithms(fill)
+    report = Report()
+    report.say(f"nan, {name}: {_nan_counts(world, value_width, tile)}")
+    return report
 
 
 def _nan_counts(world: World, value_width: int, tile: TileShape | None) -> str:
@@ -526,37 +545,55 @@ CHECKS = [
 ]
 
 
-def check(report: Report) -> None:
+def check(world: World) -> Report:
     """Output and gradients against the plain form in float64; the same bits when run again."""
-    for world in CHECKS:
-        q, k, v, grad = world.rows()
-        bias = world.bias()
-        leaves = [q, k, v, *(t for t in (bias.position_HP, bias.time_HQ) if t is not None)]
+    report = Report()
+    q, k, v, grad = world.rows()
+    bias = world.bias()
+    leaves = [q, k, v, *(t for t in (bias.position_HP, bias.time_HQ) if t is not None)]
 
-        def results(form: Any, dtype: torch.dtype | None, world=world, leaves=leaves, grad=grad):
-            taken = [x.detach().to(dtype or x.dtype).requires_grad_() for x in leaves]
-            tables = RelativeBias()
-            if world.biased:
-                tables = RelativeBias(taken[3], taken[4], world.times())
-            about = world.arguments()
-            out = form(
-                *taken[:3], about["offsets_B"], norm=64.0, scale=world.width**-0.5,
-                mask=Mask(about["targets"]), bias=tables, max_attention=world.window,
-                longest=about["longest"],
-            )  # fmt: skip
-            return [out.detach(), *torch.autograd.grad(out, taken, grad.to(out.dtype))]
+    def results(form: Any, dtype: torch.dtype | None) -> list[Tensor]:
+        taken = [x.detach().to(dtype or x.dtype).requires_grad_() for x in leaves]
+        tables = RelativeBias()
+        if world.biased:
+            tables = RelativeBias(taken[3], taken[4], world.times())
+        about = world.arguments()
+        out = form(
+            *taken[:3], about["offsets_B"], norm=64.0, scale=world.width**-0.5,
+            mask=Mask(about["targets"]), bias=tables, max_attention=world.window,
+            longest=about["longest"],
+        )  # fmt: skip
+        return [out.detach(), *torch.autograd.grad(out, taken, grad.to(out.dtype))]
 
-        found, again = results(attention_by_kernels, None), results(attention_by_kernels, None)
-        wanted = results(plain_attention, torch.float64)
-        errors = [
-            float((a.double() - b).abs().max() / b.abs().max())
-            for a, b in zip(found, wanted, strict=True)
-        ]
-        same = all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
-        ok = same and max(errors) <= BOUND
-        report.add("check", world=asdict(world), errors=errors, same_bits=same, ok=ok)
-        shown = " ".join(f"{e:.1e}" for e in errors)
-        report.say(f"check d={world.width} {world.lengths}: {'ok' if ok else 'WRONG'} {shown}")
+    found, again = results(attention_by_kernels, None), results(attention_by_kernels, None)
+    wanted = results(plain_attention, torch.float64)
+    errors = [
+        float((a.double() - b).abs().max() / b.abs().max())
+        for a, b in zip(found, wanted, strict=True)
+    ]
+    same = all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+    ok = same and max(errors) <= BOUND
+    report.add("check", world=asdict(world), errors=errors, same_bits=same, ok=ok)
+    shown = " ".join(f"{e:.1e}" for e in errors)
+    report.say(f"check d={world.width} {world.lengths}: {'ok' if ok else 'WRONG'} {shown}")
+    return report
+
+
+def apart(limit_s: float, work: Callable[..., Report], *arguments: Any) -> Report:
+    """What `work` reports, from a process of its own; if that fails, a line that says so."""
+    pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+    try:
+        return pool.submit(work, *arguments).result(limit_s)
+    except (*FAILURES, TimeoutError) as error:
+        reason = str(error).splitlines()[0][:150] if str(error) else "took too long"
+        report = Report()
+        report.say(f"FAILED {work.__name__} {arguments[:2]}: {type(error).__name__}: {reason}")
+        print(report.lines[-1], flush=True)
+        return report
+    finally:
+        for process in list((pool._processes or {}).values()):
+            process.kill()
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -564,6 +601,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", default=",".join(PARTS), help="parts to run, with commas between")
     parser.add_argument("--widths", default="128,256", help="head widths, with commas between")
+    parser.add_argument("--chosen", action="store_true", help="only the tiles that users get")
     parser.add_argument("--out", type=Path, help="file for all figures as JSON")
     parser.add_argument("--workers", type=int, default=12, help="processes that compile tiles")
     parser.add_argument("--compile-limit", type=float, default=150, help="seconds for all tiles")
@@ -585,25 +623,50 @@ def main(arguments: list[str]) -> int:
     if not torch.cuda.is_available():
         print("torch finds no GPU on this machine; run this where there is one", file=sys.stderr)
         return 2
-    jobs = jobs_of(options.only, options.widths)
-    good = compile_ahead(jobs, options.workers, options.compile_limit) if jobs else set()
-    print(f"compiled {len(good)} of {len(jobs)} in {time.perf_counter() - began:.0f} s", flush=True)
-    if "check" in options.only:
-        check(report)
-    if "nan" in options.only:
-        find_nan(report)
-    main_table(options.widths, options.only, good, report)
-    if "short" in options.only and 128 in options.widths:
-        sweep_short(report)
-    for part in ("jagged", "short"):
-        if part in options.only:
-            other_sizes(part, options.widths, report)
-    if options.out:
-        figures = {"device": torch.cuda.get_device_name(), "records": report.records}
-        options.out.write_text(json.dumps(figures, indent=1), encoding="utf-8")
+    for step in (run_checks, run_tables, run_sizes):
+        step(options, report)
+        if options.out:
+            figures = {"device": torch.cuda.get_device_name(), "records": report.records}
+            options.out.write_text(json.dumps(figures, indent=1), encoding="utf-8")
     print(f"\n{torch.cuda.get_device_name()}, {time.perf_counter() - began:.0f} s, TFLOP/s")
     print("\n".join(report.lines))
     return 0
+
+
+def run_checks(options: argparse.Namespace, report: Report) -> None:
+    """Side by side: nothing is timed."""
+    jobs: list[tuple[Any, ...]] = []
+    if "check" in options.only:
+        jobs += [(check, world) for world in CHECKS]
+    if "nan" in options.only:
+        jobs += [(find_nan, name) for name in NAN_CASES]
+    with ThreadPoolExecutor(options.workers) as pool:
+        for found in pool.map(lambda job: apart(60, *job), jobs):
+            report.merge(found)
+            print("\n".join(found.lines), flush=True)
+
+
+def run_tables(options: argparse.Namespace, report: Report) -> None:
+    """Compiles side by side, then times one table after the other."""
+    parts, widths = options.only, options.widths
+    jobs, began = jobs_of(parts, widths, chosen=options.chosen), time.perf_counter()
+    done = compile_ahead(jobs, options.workers, options.compile_limit) if jobs else set()
+    good = [job for job in jobs if job in done]
+    print(f"compiled {len(good)} of {len(jobs)} in {time.perf_counter() - began:.0f} s", flush=True)
+    if not {"sdpa", "whole", *PASSES} & set(parts):
+        return
+    for width, biased in itertools.product(widths, [False, True]):
+        if not biased or "bias" in parts:
+            report.merge(apart(120, table_of, width, biased, parts, good))
+
+
+def run_sizes(options: argparse.Namespace, report: Report) -> None:
+    """Jagged and short sequences."""
+    if "short" in options.only and 128 in options.widths and not options.chosen:
+        report.merge(apart(60, sweep_short))
+    for part, width in itertools.product(("jagged", "short"), options.widths):
+        if part in options.only:
+            report.merge(apart(60, other_sizes, part, width, report.best))
 
 
 if __name__ == "__main__":

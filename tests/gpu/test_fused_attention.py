@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nestpipe.kernels.attention.reference import Mask, RelativeBias
 from nestpipe.kernels.fused_attention import fused_attention, plain_attention
+from nestpipe.kernels.fused_attention.function import attention_by_kernels
 
 pytest.importorskip("triton", reason="triton comes with torch's builds for GPUs alone")
 
@@ -175,7 +176,7 @@ def test_it_is_the_plain_form(name: str, dtype: torch.dtype):
     assert_near(world.run(), wanted, BOUND[dtype])
 
 
-def draw_case(seed: int) -> Case:
+def draw_case(seed: int, value_width: int) -> Case:
     """Lengths at and beside the edges of blocks."""
     draw = random.Random(seed)
     edges = [0, 1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 200]
@@ -188,15 +189,22 @@ def draw_case(seed: int) -> Case:
         time_buckets=draw.choice([0, 20]),
         window=draw.choice([None, 0, 5, 64, 100]),
         width=16,
-        value_width=32,
+        value_width=value_width,
     )
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_lengths_candidates_and_windows_of_any_kind(seed: int):
-    world = World.of(draw_case(seed), torch.bfloat16)
+    world = World.of(draw_case(seed, 16), torch.bfloat16)
     wanted = world.run(plain_attention, torch.float64)
     assert_near(world.run(), wanted, BOUND[torch.bfloat16])
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_kernels_pad_values_of_another_width(seed: int):
+    world = World.of(draw_case(seed, 32), torch.bfloat16)
+    wanted = world.run(plain_attention, torch.float64)
+    assert_near(world.run(attention_by_kernels), wanted, BOUND[torch.bfloat16])
 
 
 @pytest.mark.parametrize(("name", "dtype"), pairs_of(["both", "128", "256", "many", "long"]))

@@ -83,6 +83,7 @@ def attend_backward_queries(
     )
     span = time_span(spans, sample, start, length, first, M)
     query_M1 = first + tl.arange(0, M)[:, None]
+    inside_M = first + tl.arange(0, M) < length
     q_MA = q_HTA.load([head, start + first, 0]).reshape(M, A_BLOCK)
     grad_MV = grad_HTV.load([head, start + first, 0]).reshape(M, V_BLOCK)
     sum_MA = tl.zeros([M, A_BLOCK], tl.float32)
@@ -107,8 +108,8 @@ def attend_backward_queries(
         grad_MN *= slope_MN
         if grad_time_XQ is not None:
             bucket, run_M, sums_Q = add_by_time(
-                grad_MN, bucket, run_M, sums_Q, query_M1, key_1N, near, lowest, highest, span,
-                key_span, length, start, times_T, Q_BLOCK,
+                grad_MN, bucket, run_M, sums_Q, inside_M, query_M1, key_1N, near, lowest, highest,
+                span, key_span, length, start, times_T, Q_BLOCK,
             )  # fmt: skip
         sum_MA = tl.dot(grad_MN.to(k_NA.dtype), k_NA, sum_MA, input_precision="ieee")
     for number in range(num_masked):

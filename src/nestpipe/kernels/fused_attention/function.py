@@ -34,12 +34,14 @@ def fused_attention(
 ) -> Tensor:
     """(T, H, V) the weighted sum of values that each query sees; differentiable.
 
-    It computes what `plain_attention` does, and calls that where no kernel can: on the host, in
-    float64, for heads wider than MAX_WIDTH. `longest` is the length of the longest sample, or more;
-    without it the host waits for the device to say. A sample's result has the same bits in any
-    batch, and the same input gives the same bits, gradients included.
+    It computes what `plain_attention` does, and calls that where no kernel is proven: on the host,
+    in float64, for heads wider than MAX_WIDTH or with values of another width. `longest` is the
+    length of the longest sample, or more; without it the host waits for the device to say. A
+    sample's result has the same bits in any batch, and the same input gives the same bits,
+    gradients included.
     """
-    if not kernel_serves(q_THA) or max(q_THA.shape[2], v_THV.shape[2]) > MAX_WIDTH:
+    same_width = q_THA.shape[2] == v_THV.shape[2]
+    if not kernel_serves(q_THA) or not same_width or q_THA.shape[2] > MAX_WIDTH:
         return plain_attention(
             q_THA, k_THA, v_THV, offsets_B, norm=norm, scale=scale, mask=mask, bias=bias,
             max_attention=max_attention, longest=longest,

@@ -113,6 +113,22 @@ class Problem:
     def out_shape(self) -> tuple[int, int, int]:
         return len(self.q_THA), self.heads, self.value_width
 
+    @property
+    def block(self) -> int:
+        """Columns of a tile, for queries, keys and values alike.
+
+        On an H200 with Triton 3.6, a kernel with blocks of 16 and of 32 gives wrong gradients of
+        keys. Blocks of one width have all been right.
+        """
+        return max(16, triton.next_power_of_2(max(self.width, self.value_width)))
+
+    def rows_of(self, x_THA: Tensor, rows: int, width: int) -> TensorDescriptor:
+        """A descriptor of blocks of rows of one head; columns past `width` read as zeros."""
+        total, heads, _ = x_THA.shape
+        row, head, _ = x_THA.stride()
+        shape, strides = [heads, total, width], [head, row, 1]
+        return TensorDescriptor(x_THA, shape, strides, [1, rows, self.block])
+
     def with_tiles(self, **tiles: TileShape | None) -> Problem:
         return replace(self, tiles=replace(self.tiles, **tiles))
 
@@ -136,8 +152,8 @@ class Problem:
             "times_T": self.bias.times_T,
             "half_scale": 0.5 * self.scale,
             "window": self.window,
-            "A_BLOCK": _block(self.width),
-            "V_BLOCK": _block(self.value_width),
+            "A_BLOCK": self.block,
+            "V_BLOCK": self.block,
             "P": 1 if position_HP is None else position_HP.shape[1],
             "Q": 1 if time_HQ is None else time_HQ.shape[1],
             "FAST": self.q_THA.dtype != torch.float32 and not _INTERPRETED,
@@ -178,9 +194,9 @@ def run_forward(problem: Problem) -> Tensor:
         return out_THV
     with _device_of(out_THV):
         attend_forward[(programs,)](
-            _rows(problem.q_THA, tile.queries, problem.width),
-            _rows(problem.k_THA, tile.keys, problem.width),
-            _rows(problem.v_THV, tile.keys, problem.value_width),
+            problem.rows_of(problem.q_THA, tile.queries, problem.width),
+            problem.rows_of(problem.k_THA, tile.keys, problem.width),
+            problem.rows_of(problem.v_THV, tile.keys, problem.value_width),
             out_THV,
             spans=problem.spans,
             inverse_norm=1 / problem.norm,
@@ -212,10 +228,10 @@ def run_backward_queries(
         return grad_q_THA, sums_HXQ
     with _device_of(grad_q_THA):
         attend_backward_queries[(programs,)](
-            _rows(problem.q_THA, tile.queries, problem.width),
-            _rows(problem.k_THA, tile.keys, problem.width),
-            _rows(problem.v_THV, tile.keys, problem.value_width),
-            _rows(_copyable(grad_THV), tile.queries, problem.value_width),
+            problem.rows_of(problem.q_THA, tile.queries, problem.width),
+            problem.rows_of(problem.k_THA, tile.keys, problem.width),
+            problem.rows_of(problem.v_THV, tile.keys, problem.value_width),
+            problem.rows_of(_copyable(grad_THV), tile.queries, problem.value_width),
             grad_q_THA,
             sums_HXQ,
             spans=problem.spans,
@@ -255,10 +271,10 @@ def run_backward_part(
         return
     with _device_of(problem.q_THA):
         attend_backward_keys[(programs,)](
-            _rows(problem.q_THA, tile.queries, problem.width),
-            _rows(problem.k_THA, tile.keys, problem.width),
-            _rows(problem.v_THV, tile.keys, problem.value_width),
-            _rows(_copyable(grad_THV), tile.queries, problem.value_width),
+            problem.rows_of(problem.q_THA, tile.queries, problem.width),
+            problem.rows_of(problem.k_THA, tile.keys, problem.width),
+            problem.rows_of(problem.v_THV, tile.keys, problem.value_width),
+            problem.rows_of(_copyable(grad_THV), tile.queries, problem.value_width),
             grad_k_THA,
             grad_v_THV,
             spans=problem.spans,
@@ -292,10 +308,10 @@ def run_bias_gradients(
     if problem.num_samples and len(problem.q_THA):
         with _device_of(problem.q_THA):
             sum_bias_gradients[(parts, heads)](
-                _rows(problem.q_THA, tile.queries, problem.width),
-                _rows(problem.k_THA, tile.keys, problem.width),
-                _rows(problem.v_THV, tile.keys, problem.value_width),
-                _rows(_copyable(grad_THV), tile.queries, problem.value_width),
+                problem.rows_of(problem.q_THA, tile.queries, problem.width),
+                problem.rows_of(problem.k_THA, tile.keys, problem.width),
+                problem.rows_of(problem.v_THV, tile.keys, problem.value_width),
+                problem.rows_of(_copyable(grad_THV), tile.queries, problem.value_width),
                 position_XP,
                 time_XQ,
                 scratch_XMN,
@@ -337,10 +353,6 @@ def _halved(table_HP: Tensor | None) -> Tensor | None:
     return None if table_HP is None else (table_HP.detach().float() * 0.5).contiguous()
 
 
-def _block(width: int) -> int:
-    return max(16, triton.next_power_of_2(width))
-
-
 def _copyable(x_THA: Tensor) -> Tensor:
     """Rows and heads that start at 16 bytes, as the copy engine wants; a copy if they do not."""
     size = x_THA.element_size()
@@ -349,13 +361,6 @@ def _copyable(x_THA: Tensor) -> Tensor:
         return x_THA
     padding = -x_THA.shape[2] % (16 // size)
     return functional.pad(x_THA, (0, padding)).contiguous()
-
-
-def _rows(x_THA: Tensor, rows: int, width: int) -> TensorDescriptor:
-    """A descriptor of blocks of rows of one head; columns past `width` read as zeros."""
-    total, heads, _ = x_THA.shape
-    row, head, _ = x_THA.stride()
-    return TensorDescriptor(x_THA, [heads, total, width], [head, row, 1], [1, rows, _block(width)])
 
 
 def _device_of(x: Tensor) -> AbstractContextManager[Any]:

@@ -261,6 +261,7 @@ def add_by_time(
     bucket,
     run_M,
     sums_Q,
+    inside_M,
     query_M1,
     key_1N,
     near,
@@ -276,27 +277,32 @@ def add_by_time(
     """Adds the gradients of an easy tile to their buckets.
 
     Tiles come by age, so that the same bucket comes many times in a row. Its sum stays with the
-    queries, `run_M`, until another bucket comes.
+    queries, `run_M`, until another bucket comes. Queries not in `inside_M` are of the next sample.
     """
     bucket_Q = tl.arange(0, Q_BLOCK)
     if times_T is None:
-        run_M += tl.where(near, 0.0, tl.sum(grad_MN, 1))
+        run_M += tl.where(near, 0.0, _row_sums(grad_MN, inside_M))
     elif is_easy(near, lowest, highest, query_span, key_span):
         if highest != bucket:
             sums_Q += tl.where(bucket_Q == bucket, tl.sum(run_M, 0), 0.0)
             run_M = tl.zeros_like(run_M)
             bucket = highest
         if lowest == highest:
-            run_M += tl.sum(grad_MN, 1)
+            run_M += _row_sums(grad_MN, inside_M)
         else:
             late_MN = is_late(
                 times_T + start, query_M1, key_1N, length, lowest, query_span, key_span
             )
-            run_M += tl.sum(tl.where(late_MN, grad_MN, 0.0), 1)
+            run_M += _row_sums(tl.where(late_MN, grad_MN, 0.0), inside_M)
             sums_Q += tl.where(bucket_Q == bucket, tl.sum(run_M, 0), 0.0)
-            run_M = tl.sum(tl.where(late_MN, 0.0, grad_MN), 1)
+            run_M = _row_sums(tl.where(late_MN, 0.0, grad_MN), inside_M)
             bucket = lowest
     return bucket, run_M, sums_Q
+
+
+@triton.jit
+def _row_sums(x_MN, inside_M):
+    return tl.where(inside_M, tl.sum(x_MN, 1), 0.0)
 
 
 @triton.jit
