@@ -26,6 +26,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -579,17 +580,29 @@ def check(world: World) -> Report:
     return report
 
 
+def report_of(work: Callable[..., Report], *arguments: Any) -> Report:
+    """What `work` reports, or why it could not; not every error can leave its process."""
+    try:
+        return work(*arguments)
+    except FAILURES as error:
+        return failed(work, arguments, error)
+
+
+def failed(work: Callable[..., Report], arguments: tuple[Any, ...], error: Exception) -> Report:
+    """One line, which also shows at once."""
+    report, text = Report(), (str(error) or "no answer in time").splitlines()[0][:150]
+    report.say(f"FAILED {work.__name__} {arguments[:2]}: {type(error).__name__}: {text}")
+    print(report.lines[-1], flush=True)
+    return report
+
+
 def apart(limit_s: float, work: Callable[..., Report], *arguments: Any) -> Report:
     """What `work` reports, from a process of its own; if that fails, a line that says so."""
     pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
     try:
-        return pool.submit(work, *arguments).result(limit_s)
-    except (*FAILURES, TimeoutError) as error:
-        reason = str(error).splitlines()[0][:150] if str(error) else "took too long"
-        report = Report()
-        report.say(f"FAILED {work.__name__} {arguments[:2]}: {type(error).__name__}: {reason}")
-        print(report.lines[-1], flush=True)
-        return report
+        return pool.submit(report_of, work, *arguments).result(limit_s)
+    except (BrokenProcessPool, TimeoutError) as error:
+        return failed(work, arguments, error)
     finally:
         for process in list((pool._processes or {}).values()):
             process.kill()
