@@ -31,7 +31,9 @@ T = TypeVar("T")
 class _ThreadCommunicator:
     """One rank's side of a meeting; sums are made in the order of the ranks."""
 
-    def __init__(self, meeting: Meeting, world_rank: int, op_label: OpLabel | None = None) -> None:
+    def __init__(
+        self, meeting: ThreadRendezvous, world_rank: int, op_label: OpLabel | None = None
+    ) -> None:
         self.rank = meeting.members.index(world_rank)
         self.size = len(meeting.members)
         self.op_label = op_label or OpLabel()
@@ -112,7 +114,7 @@ class _ThreadCommunicator:
 
 def thread_communicators(ranks: int, *, timeout_s: float = 30.0) -> list[Communicator]:
     """One communicator per rank, each to be used by a thread of its own."""
-    meeting = Meeting(range(ranks), timeout_s)
+    meeting = ThreadRendezvous(range(ranks), timeout_s)
     return [_ThreadCommunicator(meeting, rank) for rank in range(ranks)]
 
 
@@ -124,7 +126,7 @@ def run_ranks(
     The first failure is raised here with its own traceback; it also ends the other ranks, as soon
     as they are in a collective.
     """
-    meeting = Meeting(range(ranks), timeout_s)
+    meeting = ThreadRendezvous(range(ranks), timeout_s)
     results: dict[int, T] = {}
     failures: dict[int, BaseException] = {}
 
@@ -162,14 +164,14 @@ class Call:
     given: object
 
 
-class Meeting:
+class ThreadRendezvous:
     """The place where all members meet, again and again; each brings a call and sees all of them.
 
     Members have their ranks in the whole. A meeting of a part hears of those that leave the whole.
     """
 
     def __init__(
-        self, members: Sequence[int], timeout_s: float, whole: Meeting | None = None
+        self, members: Sequence[int], timeout_s: float, whole: ThreadRendezvous | None = None
     ) -> None:
         self.members = list(members)
         self.whole = whole
@@ -186,9 +188,9 @@ class Meeting:
         """The ranks that have left, the first one first."""
         return list(self._gone)
 
-    def part(self, members: Sequence[int]) -> Meeting:
+    def part(self, members: Sequence[int]) -> ThreadRendezvous:
         """A meeting of some of the members."""
-        return Meeting(members, self._timeout_s, self)
+        return ThreadRendezvous(members, self._timeout_s, self)
 
     def meet(self, rank: int, call: Call) -> list[Call]:
         """Wait for all members, then return what each brought, in their order.

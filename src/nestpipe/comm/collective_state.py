@@ -16,7 +16,7 @@ CULPRIT_FIRST_S = 1.0
 """A survivor ends this much later, so that the launcher sees and reports who failed first."""
 
 
-class Whereabouts:
+class CollectiveState:
     """What the communicators of one process share, of all ranks and of parts of them.
 
     When a collective of one has failed, the others start none.

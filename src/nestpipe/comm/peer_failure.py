@@ -113,7 +113,7 @@ def _first_sentence(error: RuntimeError) -> str:
     return text.partition("] ")[2].partition(". ")[0] if text.startswith("[/") else text
 
 
-def explain_sigterm(whereabouts: Callable[[], str]) -> None:
+def explain_sigterm(describe: Callable[[], str]) -> None:
     """Let SIGTERM end the process with a line that says where it was.
 
     The process ends at once: other threads may be in a collective that never returns.
@@ -121,7 +121,7 @@ def explain_sigterm(whereabouts: Callable[[], str]) -> None:
 
     def stop(signum: int, frame: FrameType | None) -> None:
         # Not print: the signal may have come in the middle of one.
-        os.write(2, f"{whereabouts()}; told to stop, as when a peer has failed\n".encode())
+        os.write(2, f"{describe()}; told to stop, as when a peer has failed\n".encode())
         os._exit(128 + signum)
 
     untouched = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from nestpipe.comm.collective_state import Whereabouts
+from nestpipe.comm.collective_state import CollectiveState
 from nestpipe.comm.communicator import LocalCommunicator, check_agreement, own_part
 from nestpipe.comm.peer_failure import LostPeers, explain_sigterm
 from nestpipe.comm.serialization import (
@@ -78,14 +78,14 @@ def connect(
             f"{place} within {meet_s:g} s: {error}"
         ) from error
     lost = LostPeers(PrefixStore("lost", store), rank, size, timeout_s)
-    whereabouts = Whereabouts(rank, lost)
-    explain_sigterm(whereabouts.sentence)
+    state = CollectiveState(rank, lost)
+    explain_sigterm(state.sentence)
     everyone = list(range(size))
     groups: _Groups = dict.fromkeys(NETWORKS)
     if device.type == "cuda":
         groups["hosts"] = _group(everyone, "gloo", timeout_s)
         groups["sums"] = _group(everyone, "nccl", timeout_s)
-    return DistributedCommunicator(everyone, device, timeout_s, groups, whereabouts)
+    return DistributedCommunicator(everyone, device, timeout_s, groups, state)
 
 
 def _group(ranks: Sequence[int], backend: str, timeout_s: float) -> dist.ProcessGroup | None:
@@ -127,20 +127,20 @@ class DistributedCommunicator:
         device: torch.device,
         timeout_s: float,
         groups: _Groups,
-        whereabouts: Whereabouts,
+        state: CollectiveState,
         *,
         is_part: bool = False,
     ) -> None:
-        """`members` are ranks of the world; `whereabouts` is shared with the world's."""
-        self.rank = list(members).index(whereabouts.rank)
+        """`members` are ranks of the world; `state` is shared with the world's."""
+        self.rank = list(members).index(state.rank)
         self.size = len(members)
         self.device = device
         self.separate_groups = device.type == "cuda"
-        self.op_label = whereabouts.op_label
+        self.op_label = state.op_label
         self._members = members
         self._timeout_s = timeout_s
         self._groups = groups
-        self._whereabouts = whereabouts
+        self._state = state
         self._is_part = is_part
         self._parts: list[DistributedCommunicator] = []
         self._sent = dict.fromkeys(NETWORKS, 0)
@@ -162,7 +162,7 @@ class DistributedCommunicator:
         network = self._network(sent)
         self._sent[network] += bytes_to_others(sent, sent_splits, self.rank)
         row = row_bytes(sent)
-        with self._whereabouts.inside("all_to_all", self._members):
+        with self._state.inside("all_to_all", self._members):
             dist.all_to_all_single(
                 as_bytes(received),
                 as_bytes(sent.contiguous()),
@@ -180,12 +180,12 @@ class DistributedCommunicator:
     def _sum(self, tensor: Tensor, network: str) -> None:
         assert tensor.is_contiguous(), "sums work in place on contiguous memory"
         self._sent[network] += bytes_of_sum(tensor, self.size)
-        with self._whereabouts.inside("all_reduce", self._members):
+        with self._state.inside("all_reduce", self._members):
             dist.all_reduce(tensor.detach(), group=self._groups[network])
 
     def all_gather_values(self, value: object) -> list[object]:
         data = encode(value)
-        with self._whereabouts.inside("all_gather_values", self._members):
+        with self._state.inside("all_gather_values", self._members):
             sizes = [int(size) for size in self._gather(torch.tensor([len(data)]))]
             padded = data.ljust(max(sizes))
             parts = self._gather(torch.frombuffer(bytearray(padded), dtype=torch.uint8))
@@ -193,7 +193,7 @@ class DistributedCommunicator:
         return [decode(text[:size]) for text, size in zip(texts, sizes, strict=True)]
 
     def barrier(self) -> None:
-        with self._whereabouts.inside("barrier", self._members):
+        with self._state.inside("barrier", self._members):
             dist.barrier(group=self._groups["hosts"])
 
     def subgroup(
@@ -204,13 +204,13 @@ class DistributedCommunicator:
         if all(len(part) == 1 for part in parts):
             return LocalCommunicator(self.op_label)
         check_agreement(self.all_gather_values([list(part) for part in parts]))
-        with self._whereabouts.inside("subgroup", self._members):
+        with self._state.inside("subgroup", self._members):
             made = [(part, self._groups_of(part)) for part in parts if len(part) > 1]
         if len(own) == 1:
             return LocalCommunicator(self.op_label)
         groups = next(groups for part, groups in made if self.rank in part)
         part = DistributedCommunicator(
-            own, self.device, self._timeout_s, groups, self._whereabouts, is_part=True
+            own, self.device, self._timeout_s, groups, self._state, is_part=True
         )
         self._parts.append(part)
         return part

@@ -149,7 +149,7 @@ def _content_id(batch: Batch) -> Tensor:
     return torch.zeros_like(history.lengths).index_add_(0, sample_T, history.values)
 
 
-# Items drawn to be told from the right one: a function of the seed and the sample alone.
+# Negative sampling: a function of the seed and the sample alone.
 
 
 # Shapes: B samples, M negatives of a sample, J ranges of items

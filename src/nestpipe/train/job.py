@@ -69,9 +69,9 @@ class ModelConfig:
     num_items: int = 0
     """hstu, ranker: items are keys from 1 to this; 0: what the data says."""
     negatives: int = 128
-    """hstu, ranker: items that each sample's next ones are told from."""
+    """hstu, ranker: negative samples per sample."""
     positives: int = 4
-    """ranker: items after a history that are candidates of the right kind."""
+    """ranker: positive candidates, the items that follow a history."""
     temperature: float = 0.05
     """hstu: what scores are divided by."""
 

@@ -110,7 +110,7 @@ class Trainer:
         return with_separate_dense_group(with_separate_key_group(plan)) if apart else plan
 
     def make_tables(self, plan: Plan, *, training: bool = False) -> ShardedTables:
-        """The tables as ops of that plan see them; who only looks makes no rows."""
+        """The tables as ops of that plan see them; read-only callers never insert rows."""
         return ShardedTables(
             self.groups,
             self.stores,
