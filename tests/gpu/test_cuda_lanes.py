@@ -11,7 +11,16 @@ import torch
 
 from nestpipe.runtime import CudaLanes, CudaSpans, StopSignal, ThreadLanes, Work, lanes_for, run
 from nestpipe.runtime.cuda import HOST_CLOCK, HOST_LANES, StreamPlace
-from nestpipe.schedule import Kind, Lane, Op, PlanOptions, Retrieval, plan, with_separate_key_group
+from nestpipe.schedule import (
+    Kind,
+    Lane,
+    Op,
+    PlanOptions,
+    Retrieval,
+    plan,
+    with_separate_dense_group,
+    with_separate_key_group,
+)
 from nestpipe.trace import Trace
 
 BATCHES = 8
@@ -137,9 +146,8 @@ def test_backward_stays_on_the_stream_of_the_compute_lane():
 
 def test_all_streams_but_that_of_compute_have_high_priority():
     priorities: dict[Lane, int] = {}
-    every_lane = with_separate_key_group(
-        plan("nested", PlanOptions(retrieval=Retrieval.NEW, buffers=3))
-    )
+    third = plan("nested", PlanOptions(retrieval=Retrieval.NEW, buffers=3))
+    every_lane = with_separate_dense_group(with_separate_key_group(third))
 
     def note(op: Op) -> None:
         priorities[every_lane.shape.lane(op.kind)] = torch.cuda.current_stream().priority
