@@ -128,6 +128,8 @@ def experiments() -> str:
     """The index of the experiments: date, question and decision of each page, newest first."""
     lines = ["# Experiments", "", "What was tried, what came of it, and what was decided."]
     lines += ["Written by `make docs` from the pages.", ""]
+    lines += ["The commit is the one that recorded the reading. Early pages come from one log:"]
+    lines += ["where it named no command, the page has the nearest one of today.", ""]
     for page in sorted((DOCS / "experiments").glob("20*.md"), reverse=True):
         text = page.read_text(encoding="utf-8")
         question = text.splitlines()[0].removeprefix("# ")
