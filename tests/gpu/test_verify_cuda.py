@@ -176,6 +176,10 @@ def delayed(work: Work, seed: int) -> Work:
     return inject_delays(slower, seed=seed, max_ms=MAX_MS)
 
 
+MPS = pytest.mark.needs("nvidia-cuda-mps-control")
+
+
+@MPS
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_nccl_ranks_on_one_gpu_change_no_bit_and_catch_a_stale_plan(tmp_path, ranks):
     """One start of the ranks for all cases: that is what takes time."""
@@ -195,6 +199,7 @@ ONE_STREAM = [
 """Whoever starts collectives in another order than its peers hangs with them."""
 
 
+@MPS
 def test_ranks_whose_threads_are_late_by_chance_start_collectives_in_one_order(tmp_path):
     for case, found in zip(ONE_STREAM, verdicts_of(ONE_STREAM, 2, tmp_path), strict=True):
         assert_identical(found, case, 2)
@@ -208,6 +213,7 @@ IN_GROUPS = [
 ]
 
 
+@MPS
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_groups_of_nccl_ranks_change_no_bit_either(tmp_path, ranks):
     for found in verdicts_of(IN_GROUPS, ranks, tmp_path):

@@ -30,6 +30,8 @@ PACKAGES = {
     "taskset": "util-linux",
 }
 """Programs that tests may name, and the Debian package that has each."""
+OF_THE_DRIVER = frozenset({"nvidia-cuda-mps-control"})
+"""Programs that come with NVIDIA's driver alone."""
 
 
 def find(program: str) -> str | None:
@@ -40,6 +42,8 @@ def find(program: str) -> str | None:
 def reason_to_skip(programs: tuple[str, ...]) -> str | None:
     """What this machine lacks of these programs, or None."""
     if missing := [name for name in programs if find(name) is None]:
+        if not OF_THE_DRIVER.isdisjoint(missing):
+            return f"{', '.join(missing)} not installed; it comes with NVIDIA's driver"
         packages = sorted({PACKAGES[name] for name in missing})
         return f"{', '.join(missing)} not installed; apt-get install {' '.join(packages)}"
     return _no_namespace() if "unshare" in programs else None
@@ -59,7 +63,7 @@ def _no_namespace() -> str | None:
 def needed_by(item: pytest.Item) -> tuple[str, ...]:
     """The programs that a test and its module name."""
     named = {name for marker in item.iter_markers("needs") for name in marker.args}
-    if unknown := named - PACKAGES.keys():
+    if unknown := named - PACKAGES.keys() - OF_THE_DRIVER:
         raise pytest.UsageError(
             f"{item.nodeid} needs {sorted(unknown)}; add the package to PACKAGES in {__file__}"
         )

@@ -100,8 +100,8 @@ class TrainingWork:
     in_flight: dict[int, TrainingBatch] = field(default_factory=dict[int, TrainingBatch])
     grad_buckets: GradBuckets | None = None
     """Hands dense gradients over where they have a network of their own."""
-    grad_scales: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
-    """What the gradients of a batch are multiplied by: one over each of its totals."""
+    totals_to_apply: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+    """The totals of batches whose dense gradients are still to be applied by `apply`."""
 
     @property
     def _parameters(self) -> list[nn.Parameter]:
@@ -175,6 +175,7 @@ class TrainingWork:
         with buckets.filling():
             loss = self._forward(op)
             state.totals = state.totals_here(self.mesh)
+            self.totals_to_apply[op.batch] = state.totals
             buckets.hand_over_totals(state.totals)
             with buckets.during_backward(as_they_come=self.tables.shape.overlaps):
                 loss.backward()
@@ -194,7 +195,6 @@ class TrainingWork:
         totals = self.grad_buckets.take_totals()
         if totals is not None:
             self.mesh.world.all_reduce_dense(totals)
-            self.grad_scales[op.batch] = grad_scales(totals)
 
     def reduce(self, op: Op) -> None:
         """Dense gradients, summed over all ranks.
@@ -214,21 +214,21 @@ class TrainingWork:
         _set_gradients(parameters, flat)
         state.totals = flat[-len(totals) :]
         state.kept += [gradients, flat]
-        self.grad_scales[op.batch] = grad_scales(state.totals)
 
     def apply(self, op: Op) -> None:
         """One optimizer application per dense parameter."""
         assert self.grad_buckets is not None
         self.grad_buckets.set_gradients()
-        self._step_dense(self.grad_scales.pop(op.batch))
+        self._step_dense(grad_scales(self.totals_to_apply.pop(op.batch)))
 
     def update(self, op: Op) -> None:
         step = self.first_step + op.batch + 1
+        totals = self.in_flight[op.batch].totals
         if self.device.type == "cpu":
-            _check_loss(self.in_flight[op.batch].totals, step)
-        scales = self.grad_scales[op.batch]
+            _check_loss(totals, step)
+        scales = grad_scales(totals)
         if self.grad_buckets is None:
-            self._step_dense(self.grad_scales.pop(op.batch))
+            self._step_dense(scales)
         self.tables.update(op.batch, scales[self._weight_of_rows], step)
 
     @property
@@ -262,7 +262,11 @@ class TrainingWork:
 
 
 def grad_scales(totals: Tensor) -> Tensor:
-    """One over each of a batch's totals; samples may weigh nothing, and then nothing moves."""
+    """One over each of a batch's totals; samples may weigh nothing, and then nothing moves.
+
+    Made by the op that uses it, on its stream: memory of another stream's could be taken again
+    before this one has read it.
+    """
     return torch.where(totals == 0, 1.0, totals).reciprocal_()
 
 
