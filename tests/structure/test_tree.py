@@ -12,6 +12,7 @@ structure = load_tool("structure")
 KEPT = (
     structure.crowded_folders,
     structure.short_modules,
+    structure.repeated_class_names,
     structure.wide_markdown,
     structure.missing_files,
 )

@@ -15,7 +15,7 @@ from nestpipe.cli.output import STDOUT, console, progress_bar, write_json
 from nestpipe.errors import ConfigError
 
 if TYPE_CHECKING:
-    from nestpipe.data.describe import Description, Facts, Table
+    from nestpipe.data.describe import DescribedTable, Description, Facts
 
 MB = 1 << 20
 
@@ -120,7 +120,7 @@ def _print(found: Description) -> None:
     terminal.print(f"{said[0].upper()}{said[1:]}.", markup=False)
 
 
-def _rich(table: Table, kind: str) -> RichTable:
+def _rich(table: DescribedTable, kind: str) -> RichTable:
     more = "" if len(table.files) == 1 else f" in {len(table.files)} files"
     rich = RichTable(title=f"{kind}: {table.name}, {table.rows:,} rows{more}", title_justify="left")
     for name in ("column", "type"):

@@ -16,7 +16,7 @@ from nestpipe.data.config import Kind
 from nestpipe.data.readers import arrow, criteo, kuairand, movielens, parquet
 from nestpipe.data.readers.files import find_files
 from nestpipe.data.readers.kuairand import column_type
-from nestpipe.data.readers.text import Broken, Format, rows, table, with_header
+from nestpipe.data.readers.text import Broken, TextFormat, rows, table, with_header
 from nestpipe.data.sampling.order import draw
 from nestpipe.errors import DataError
 
@@ -145,7 +145,7 @@ Progress = Callable[[int], object]
 
 
 @dataclass(slots=True)
-class Table:
+class DescribedTable:
     """Files of the same columns."""
 
     name: str
@@ -170,7 +170,7 @@ class Description:
 
     path: str
     kind: Kind
-    tables: list[Table]
+    tables: list[DescribedTable]
     broken: Broken
 
     def as_json(self) -> dict[str, object]:
@@ -192,7 +192,7 @@ class Description:
 
 
 def describe(
-    path: Path, kind: Kind, tables: list[Table], max_broken: int, progress: Progress
+    path: Path, kind: Kind, tables: list[DescribedTable], max_broken: int, progress: Progress
 ) -> Description:
     """Read all of `tables` once."""
     broken = Broken(max_broken, "--max-broken")
@@ -218,36 +218,40 @@ def detect(path: Path) -> Kind:
     raise DataError(f"cannot tell what {str(path)!r} holds; name its format with --kind")
 
 
-def find_tables(path: Path, kind: Kind) -> list[Table]:
+def find_tables(path: Path, kind: Kind) -> list[DescribedTable]:
     """The files of each table. KuaiRand's statistics are left out, as in training."""
     if kind == "kuairand":
         return _kuairand_tables(path)
     if kind == "movielens":
-        return [Table("ratings", find_files(path, movielens.PATTERNS, "ratings files")[:1])]
+        return [
+            DescribedTable("ratings", find_files(path, movielens.PATTERNS, "ratings files")[:1])
+        ]
     if kind == "criteo":
-        return [Table("clicks", find_files(path, criteo.PATTERNS, "Criteo files"))]
+        return [DescribedTable("clicks", find_files(path, criteo.PATTERNS, "Criteo files"))]
     if kind == "parquet":
         return _parquet_tables(find_files(path, parquet.PATTERNS, "Parquet files"))
     raise DataError("synthetic data has no files; see nestpipe data synth")
 
 
-def _kuairand_tables(path: Path) -> list[Table]:
-    tables = [Table("log", find_files(path, kuairand.LOGS, "KuaiRand logs (log_standard_*)"))]
+def _kuairand_tables(path: Path) -> list[DescribedTable]:
+    tables = [
+        DescribedTable("log", find_files(path, kuairand.LOGS, "KuaiRand logs (log_standard_*)"))
+    ]
     for name in ("user_features", "video_features_basic", "user_history"):
         patterns = [f"{name}*{end}" for end in (".parquet", ".csv", ".csv.gz")]
         if path.is_dir() and _has(path, patterns):
-            tables.append(Table(name, find_files(path, patterns, name)[:1]))
+            tables.append(DescribedTable(name, find_files(path, patterns, name)[:1]))
     return tables
 
 
-def _parquet_tables(files: Sequence[Path]) -> list[Table]:
+def _parquet_tables(files: Sequence[Path]) -> list[DescribedTable]:
     """One table for each set of columns, named after its first file where there are several."""
-    by_columns: dict[tuple[str, ...], Table] = {}
+    by_columns: dict[tuple[str, ...], DescribedTable] = {}
     for file in files:
         columns = tuple(parquet.open_file(file).schema_arrow.names)
-        by_columns.setdefault(columns, Table(file.stem, [])).files.append(file)
+        by_columns.setdefault(columns, DescribedTable(file.stem, [])).files.append(file)
     if len(by_columns) == 1:
-        return [Table("rows", list(files))]
+        return [DescribedTable("rows", list(files))]
     return list(by_columns.values())
 
 
@@ -279,15 +283,15 @@ def _parquet_pieces(file: Path, progress: Progress) -> Iterator[Any]:
         progress(file.stat().st_size // opened.metadata.num_row_groups)
 
 
-def _form(file: Path, kind: Kind) -> Format:
+def _form(file: Path, kind: Kind) -> TextFormat:
     if kind == "criteo":
         return criteo.FORMAT
     if kind == "movielens":
         return movielens.ratings_format(file)
-    form = with_header(file, Format(names=(), types={}, quoted=True))
+    form = with_header(file, TextFormat(names=(), types={}, quoted=True))
     is_log = file.name.startswith("log_")
     types = {name: pa.int64() if is_log else column_type(name) for name in form.names}
-    return with_header(file, Format(names=(), types=types, quoted=True))
+    return with_header(file, TextFormat(names=(), types=types, quoted=True))
 
 
 def _has(path: Path, patterns: Sequence[str]) -> bool:
@@ -297,7 +301,7 @@ def _has(path: Path, patterns: Sequence[str]) -> bool:
 def _is_criteo(path: Path) -> bool:
     try:
         file = find_files(path, criteo.PATTERNS, "Criteo files")[0]
-        one_line = Format(names=("line",), types={}, delimiter=b"\t")
+        one_line = TextFormat(names=("line",), types={}, delimiter=b"\t")
         return len(with_header(file, one_line).names) == len(criteo.FORMAT.names)
     except DataError:
         return False

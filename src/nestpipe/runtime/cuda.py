@@ -33,7 +33,7 @@ class DeviceEvent(Protocol):
     def synchronize(self) -> None: ...
 
 
-class Stream(Protocol):
+class LaneStream(Protocol):
     """As much of `torch.cuda.Stream` as lanes use."""
 
     def wait_event(self, event: Any, /) -> None: ...
@@ -44,7 +44,7 @@ class Stream(Protocol):
 class StreamMark:
     """A point in the work of a stream."""
 
-    stream: Stream
+    stream: LaneStream
     event: DeviceEvent
 
     def wait(self) -> None:
@@ -60,7 +60,7 @@ def _new_event() -> DeviceEvent:
 class StreamPlace:
     """A thread and its stream: an op has ended when the stream has done what its act put there."""
 
-    stream: Stream
+    stream: LaneStream
     host_work: bool = False
     """Whether acts work on host memory: then each starts when all before it has ended."""
     new_event: Callable[[], DeviceEvent] = _new_event

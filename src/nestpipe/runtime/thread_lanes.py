@@ -16,12 +16,12 @@ from nestpipe.runtime.lanes import Act, Event, name_failure
 from nestpipe.schedule import Lane, Op
 
 
-class _Ended:
+class _HostMark:
     def wait(self) -> None:
         """It had ended when its thread came past it."""
 
 
-_ENDED = _Ended()
+_HOST_MARK = _HostMark()
 
 
 class HostPlace:
@@ -34,7 +34,7 @@ class HostPlace:
         """All of them have ended."""
 
     def mark(self) -> Mark:
-        return _ENDED
+        return _HOST_MARK
 
 
 def _host_place(lane: Lane) -> Place:

@@ -17,7 +17,7 @@ from nestpipe.batch import Batch
 from nestpipe.data.config import DataConfig, Split
 from nestpipe.data.readers.arrow import flat
 from nestpipe.data.readers.files import find_files, keeps, split_path
-from nestpipe.data.readers.text import Broken, Format, RowError, rows, table
+from nestpipe.data.readers.text import Broken, RowError, TextFormat, rows, table
 from nestpipe.data.sampling.stream import Chunk, Stream
 from nestpipe.data.source import (
     DENSE,
@@ -33,7 +33,7 @@ from nestpipe.jagged import Jagged
 PATTERNS = ("*.tsv", "*.txt", "*.tsv.gz", "*.txt.gz", "day_*")
 COUNTS = tuple(f"I{i}" for i in range(1, 14))
 CATEGORIES = tuple(f"C{i}" for i in range(1, 27))
-FORMAT = Format(
+FORMAT = TextFormat(
     names=(LABEL, *COUNTS, *CATEGORIES),
     types={
         LABEL: pa.int64(),

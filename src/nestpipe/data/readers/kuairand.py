@@ -20,7 +20,7 @@ from nestpipe.batch import Batch
 from nestpipe.data.config import DataConfig, KuaiRandConfig, Split
 from nestpipe.data.readers import arrow, parquet
 from nestpipe.data.readers.files import find_files
-from nestpipe.data.readers.text import Broken, Format, RowError, rows, table, with_header
+from nestpipe.data.readers.text import Broken, RowError, TextFormat, rows, table, with_header
 from nestpipe.data.sampling.stream import Chunk, Stream
 from nestpipe.data.source import (
     DENSE,
@@ -57,7 +57,7 @@ def open_kuairand(config: DataConfig, split: Split) -> Stream:
     files = find_files(config.path, LOGS, "KuaiRand logs (log_standard_*)")
     folder = Path(config.path) if Path(config.path).is_dir() else Path(config.path).parent
     broken = Broken(config.max_broken)
-    join = Join(
+    join = FeatureJoin(
         read_users(folder, broken),
         read_videos(folder, broken),
         read_history(folder, chosen.history_len) if chosen.history_len else None,
@@ -75,7 +75,7 @@ def open_kuairand(config: DataConfig, split: Split) -> Stream:
 
 
 @dataclass(frozen=True, slots=True)
-class Join:
+class FeatureJoin:
     """Log rows to samples, given the tables of users and videos."""
 
     users: Side
@@ -136,13 +136,15 @@ class Join:
         return np.concatenate(stacked, axis=1).astype(np.float32)
 
 
-def _chunks(file: Path, join: Join) -> Iterator[Chunk]:
+def _chunks(file: Path, join: FeatureJoin) -> Iterator[Chunk]:
     names = (*LOG, join.config.label)
     if file.suffix == ".parquet":
         yield from _parquet_chunks(file, join, names)
         return
     types: dict[str, pa.DataType] = dict.fromkeys(names, pa.int64())
-    form = with_header(file, Format(names=(), types=types, required=frozenset(names), quoted=True))
+    form = with_header(
+        file, TextFormat(names=(), types=types, required=frozenset(names), quoted=True)
+    )
 
     def parse(block: bytes, _: int) -> Batch:
         return join.batch(_checked(table(block, form), join.config.label))
@@ -150,9 +152,9 @@ def _chunks(file: Path, join: Join) -> Iterator[Chunk]:
     yield Chunk(lambda broken: rows(file, form, parse, broken))
 
 
-def _parquet_chunks(file: Path, join: Join, names: tuple[str, ...]) -> Iterator[Chunk]:
+def _parquet_chunks(file: Path, join: FeatureJoin, names: tuple[str, ...]) -> Iterator[Chunk]:
     opened = parquet.open_file(file)
-    parquet.check(opened.schema_arrow, parquet.Layout(names, frozenset(names), (), ()), file)
+    parquet.check(opened.schema_arrow, parquet.ColumnLayout(names, frozenset(names), (), ()), file)
     first, last = join.days
     begin = 0
     for group in range(opened.metadata.num_row_groups):
@@ -352,7 +354,7 @@ def column_type(name: str) -> pa.DataType:
 
 def _read_csv(path: Path, by: str, names: tuple[str, ...], broken: Broken) -> pa.Table:
     types = {name: column_type(name) for name in (by, *names)}
-    form = Format(names=(), types=types, required=frozenset({by}), quoted=True)
+    form = TextFormat(names=(), types=types, required=frozenset({by}), quoted=True)
     form = with_header(path, form)
     pieces = list(rows(path, form, lambda block, _: table(block, form), broken))
     empty = pa.schema([pa.field(name, kind) for name, kind in types.items()]).empty_table()

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from nestpipe.batch import Batch
 from nestpipe.data.config import DataConfig, MovieLensConfig, Split
 from nestpipe.data.readers.files import find_files
-from nestpipe.data.readers.text import Broken, Format, RowError, rows, table, with_header
+from nestpipe.data.readers.text import Broken, RowError, TextFormat, rows, table, with_header
 from nestpipe.data.sampling.indexed import Indexed, from_memory
 from nestpipe.data.source import (
     HISTORY,
@@ -67,12 +67,12 @@ def open_movielens(config: DataConfig, split: Split) -> Indexed:
     )
 
 
-def ratings_format(file: Path) -> Format:
+def ratings_format(file: Path) -> TextFormat:
     """How a ratings file is written, by its name and its header."""
-    form = Format(names=NAMES, types=TYPES, required=frozenset(NAMES))
+    form = TextFormat(names=NAMES, types=TYPES, required=frozenset(NAMES))
     if ".csv" in file.suffixes:
         return with_header(file, form)
-    return Format(names=NAMES, types=TYPES, required=frozenset(NAMES), delimiter=b"::")
+    return TextFormat(names=NAMES, types=TYPES, required=frozenset(NAMES), delimiter=b"::")
 
 
 def read_ratings(path: Path, broken: Broken) -> Ratings:

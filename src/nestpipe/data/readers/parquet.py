@@ -85,7 +85,7 @@ def row_group(path: Path, group: int, columns: Sequence[str]) -> Iterator[pa.Rec
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ColumnLayout:
     """Which column of the file is what."""
 
     sparse: tuple[str, ...]
@@ -109,7 +109,7 @@ class Layout:
         return LABEL if len(self.labels) == 1 else name
 
 
-def choose(schema: pa.Schema, config: ParquetConfig, where: Path) -> Layout:
+def choose(schema: pa.Schema, config: ParquetConfig, where: Path) -> ColumnLayout:
     """The columns that the config names; without any, what the types of the schema suggest."""
     labels = tuple(config.labels) if config.labels else (LABEL,) if LABEL in schema.names else ()
     taken = set(labels) | set(config.ignore)
@@ -118,14 +118,14 @@ def choose(schema: pa.Schema, config: ParquetConfig, where: Path) -> Layout:
         left = [field for field in schema if field.name not in taken]
         sparse = tuple(field.name for field in left if arrow.is_keys(field.type))
         dense = tuple(field.name for field in left if pa.types.is_floating(field.type))
-    layout = Layout(sparse, frozenset(_single(schema, sparse)), dense, labels)
+    layout = ColumnLayout(sparse, frozenset(_single(schema, sparse)), dense, labels)
     check(schema, layout, where)
     if not layout.names:
         raise DataError(f"{where} has no column of keys or numbers; name some in data.parquet")
     return layout
 
 
-def check(schema: pa.Schema, layout: Layout, where: Path) -> None:
+def check(schema: pa.Schema, layout: ColumnLayout, where: Path) -> None:
     """Refuse a file that lacks a column, or has it in a type that does not fit."""
     for name in layout.names:
         if name not in schema.names:
@@ -146,7 +146,7 @@ def _single(schema: pa.Schema, names: Sequence[str]) -> Iterator[str]:
             yield name
 
 
-def _chunks(path: Path, layout: Layout, split: Split, every: int) -> Iterator[Chunk]:
+def _chunks(path: Path, layout: ColumnLayout, split: Split, every: int) -> Iterator[Chunk]:
     file = open_file(path)
     check(file.schema_arrow, layout, path)
     begin = 0
@@ -168,7 +168,9 @@ def _chunks(path: Path, layout: Layout, split: Split, every: int) -> Iterator[Ch
         begin += size
 
 
-def to_batch(piece: Any, layout: Layout, rows: np.ndarray, path: Path, broken: Broken) -> Batch:
+def to_batch(
+    piece: Any, layout: ColumnLayout, rows: np.ndarray, path: Path, broken: Broken
+) -> Batch:
     """Arrow columns as a batch, without the rows that are broken."""
     good = _good(piece, layout, rows, path, broken)
     if not good.all():
@@ -186,7 +188,9 @@ def to_batch(piece: Any, layout: Layout, rows: np.ndarray, path: Path, broken: B
     return Batch(piece.num_rows, dense, sparse)
 
 
-def _good(piece: Any, layout: Layout, rows: np.ndarray, path: Path, broken: Broken) -> np.ndarray:
+def _good(
+    piece: Any, layout: ColumnLayout, rows: np.ndarray, path: Path, broken: Broken
+) -> np.ndarray:
     """Which rows can be used; the others are told with their number in the file, from 1."""
     good = np.ones(piece.num_rows, dtype=bool)
     reasons: dict[int, str] = {}

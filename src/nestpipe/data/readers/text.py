@@ -34,7 +34,7 @@ Progress = Callable[[int], object]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Format:
+class TextFormat:
     """How the rows of a file are written."""
 
     names: tuple[str, ...]
@@ -49,7 +49,7 @@ class Format:
     """Where the rows begin; 2 after a header."""
 
 
-def with_header(path: Path, form: Format) -> Format:
+def with_header(path: Path, form: TextFormat) -> TextFormat:
     """`form` with the columns that the file's first line names, which must have those wanted."""
     with _bytes(path) as file:
         try:
@@ -69,7 +69,7 @@ def with_header(path: Path, form: Format) -> Format:
 
 
 def rows(
-    path: Path, form: Format, parse: Parse[T], broken: Broken, progress: Progress | None = None
+    path: Path, form: TextFormat, parse: Parse[T], broken: Broken, progress: Progress | None = None
 ) -> Iterator[T]:
     """What `parse` makes of the file, block by block; rows it refuses are told to `broken`."""
     for first, block in _blocks(path, form.first_line, progress):
@@ -78,7 +78,7 @@ def rows(
         )
 
 
-def table(block: bytes, form: Format) -> pa.Table:
+def table(block: bytes, form: TextFormat) -> pa.Table:
     """A block's columns, or `RowError` where any row of it does not fit the format."""
     if len(form.delimiter) > 1:
         block = block.replace(form.delimiter, b"\t")
@@ -181,7 +181,7 @@ def _keep_ends(block: bytes) -> list[bytes]:
     return io.BytesIO(block).readlines()
 
 
-def _reason(message: str, form: Format) -> str:
+def _reason(message: str, form: TextFormat) -> str:
     """Arrow's complaint in words for a person."""
     if found := re.search(r"Expected (\d+) columns, got (\d+)", message):
         return f"it has {found[2]} columns, not {found[1]}"
