@@ -295,7 +295,7 @@ def _fitted_as_json(fitted: FittedCosts) -> dict[str, object]:
 def _fit_note(fitted: FittedCosts, chosen: Plan, scales: list[Scale]) -> str:
     """What the fit could not know, in words."""
     notes = [f"Costs were fitted to a run of {fitted.scale.workers} workers."]
-    used = {slot.kind for slot in chosen.tick}
+    used = {op.kind for op in chosen.schedule(chosen.shape.lookahead + 1).ops}
     unknown = [str(kind) for kind in fitted.missing if kind in used]
     if unknown:
         notes.append(f"Not in the trace, so taken to cost nothing: {', '.join(unknown)}.")

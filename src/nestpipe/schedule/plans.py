@@ -130,7 +130,7 @@ def with_early_rows(plan: Plan) -> Plan:
     """The same plan with the rows of the next batch's first micro-batch under this batch's last.
 
     Most of them are not in this batch, so they are final. Those that are follow once more, in
-    `fresh`, after its update; that is all that is left between two windows.
+    `patch`, after its update; that is all that is left between two windows.
     """
     shape = replace(plan.shape, speculative_rows=True)
     if not shape.refreshes_ahead:
@@ -141,7 +141,7 @@ def with_early_rows(plan: Plan) -> Plan:
     if shape.merge_every:
         raise PlanError(
             "rows cannot be sent early where replicas are merged, which may change any row; "
-            "use one group, or turn early off"
+            "use one group, or turn speculative_rows off"
         )
     first = plan.tick.index(Slot(K.ROWS, 0, 0))
     tick = [*plan.tick[:first], Slot(K.PATCH, 0), *plan.tick[first + 1 :]]
@@ -149,7 +149,7 @@ def with_early_rows(plan: Plan) -> Plan:
     last = max(
         tick.index(Slot(K.DENSE, 0, shape.micro_batches - 1)), tick.index(Slot(K.RETRIEVE, 1))
     )
-    while tick[last + 1].kind in (K.TOTALS, K.REDUCE):
+    while shape.separate_dense_group and tick[last + 1].kind in (K.TOTALS, K.REDUCE):
         last += 1
     tick.insert(last + 1, Slot(K.ROWS, 1, 0))
     # As soon as the next batch's rows are known, but behind the keys of the batch after it: they

@@ -134,7 +134,7 @@ def test_costs_can_come_from_a_trace(run, trace_file):
     assert status == 0
     words = " ".join(out.split())
     assert "fitted to a run of 4 workers" in words
-    assert "taken to cost nothing: sync" in words
+    assert "taken to cost nothing: sync" in words, "kinds that the plan has, and no others"
     assert "follow the hardware description" in words
     out = run("simulate", "--from-trace", trace_file, "--workers", "4", "--json", "-")[1]
     assert json.loads(out)["fitted"]["per_micro_ms"]["dense"]["shared"] > 0
