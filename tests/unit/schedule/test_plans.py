@@ -384,7 +384,7 @@ def test_a_reader_of_a_long_stream_remembers_only_recent_ops(
         (
             lambda: with_early_rows(plan("nested", PlanOptions(merge_every=2))),
             "rows cannot be sent early where replicas are merged, which may change any row; "
-            "use one group, or turn early off",
+            "use one group, or turn speculative_rows off",
         ),
     ],
     ids=lambda value: value.split(";")[0] if isinstance(value, str) else "",

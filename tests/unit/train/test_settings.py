@@ -21,7 +21,7 @@ def test_groups_refuse_rows_that_are_sent_early(given):
         early.make_plan(build(ParallelSettings, given))
     assert str(caught.value) == (
         "rows cannot be sent early where replicas are merged, which may change any row; "
-        "use one group, or turn early off"
+        "use one group, or turn speculative_rows off"
     )
     assert caught.value.exit_status == 2
 
