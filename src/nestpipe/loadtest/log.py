@@ -160,7 +160,7 @@ def _write_parquet(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 # How often a prefix is asked for again, and what host memory would take to still have it.
 #
-# The store is the expander's: bytes-bounded, least recently used first out, each entry gone `ttl_s`
+# The store is the host tier: bounded in bytes, LRU, each entry gone `ttl_s`
 # after its last use. One pass answers for every size and every TTL at once: an entry is still there
 # when it and all that was used since fit (its stack distance), and the TTL has not passed.
 

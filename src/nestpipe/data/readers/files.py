@@ -35,7 +35,7 @@ def find_files(path: str | Path, patterns: Sequence[str], what: str) -> list[Pat
     return sorted(found)
 
 
-# Splits of data sets that come without one: other paths, or every so-many-th row.
+# Splits of data sets that come without one: other paths, or every N-th row.
 
 
 _PLACE: dict[Split, int] = {"test": 1, "validation": 2}
