@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
 import signal
@@ -21,8 +20,9 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 
+from nestpipe.checkpoint.folder import write_checkpoint
+from nestpipe.checkpoint.manifest import Manifest
 from nestpipe.errors import CheckpointError, DataError, NestpipeError, RunError, ShedError
 from nestpipe.models import HstuConfig, HstuRanker
 from nestpipe.serve.engine.instance import Instance
@@ -40,24 +40,21 @@ SMALL = ["--set", "max_events=256", "--set", "max_candidates=64", "--set", "devi
 TOKEN = "0123456789abcdef"
 
 
-def write_checkpoint(folder: Path, step: int) -> Path:
+def write_random(folder: Path, step: int) -> Path:
     """Random weights, other ones for each step."""
-    target = folder / f"step-{step:08d}"
-    target.mkdir(parents=True)
     torch.manual_seed(step)
-    ranker = HstuRanker(CONFIG)
-    dense = {f"model.{name}": value.contiguous() for name, value in ranker.state_dict().items()}
-    save_file(dense, target / "dense.safetensors")
-    rows = {"keys": torch.arange(ITEMS), "rows": torch.randn(ITEMS, CONFIG.dim)}
-    save_file(rows, target / "rows-items-00000-00000.safetensors")
-    about = {
-        "format": 1,
-        "step": step,
-        "tables": [{"name": "items", "dim": CONFIG.dim, "dtype": "float32"}],
-        "model": {"kind": "ranker", "config": asdict(CONFIG)},
-    }
-    (target / "run.json").write_text(json.dumps(about))
-    return target
+    weights = HstuRanker(CONFIG).state_dict()
+    about = Manifest(
+        step=step,
+        tables=({"name": "items", "dim": CONFIG.dim, "dtype": "float32"},),
+        model={"kind": "ranker", "config": asdict(CONFIG)},
+    )
+    return write_checkpoint(
+        folder,
+        about,
+        {f"model.{name}": value for name, value in weights.items()},
+        {"items": (torch.arange(ITEMS), torch.randn(ITEMS, CONFIG.dim))},
+    )
 
 
 class Started:
@@ -133,7 +130,7 @@ def until(condition: Callable[[], object]) -> None:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("run"), 1)
+    return write_random(tmp_path_factory.mktemp("run"), 1)
 
 
 def request(number: int, length: int = 100) -> RankRequest:
@@ -236,7 +233,7 @@ def test_told_to_stop_under_load_it_answers_what_it_accepted(checkpoint: Path):
 
 
 def test_a_new_checkpoint_is_served_without_dropping_a_request(tmp_path: Path):
-    first = write_checkpoint(tmp_path, 1)
+    first = write_random(tmp_path, 1)
     versions = [HstuRankModel.from_checkpoint(first, "cpu").version]
     with started(str(tmp_path), "--port", "0", *SMALL) as service:
         done = threading.Event()
@@ -252,7 +249,7 @@ def test_a_new_checkpoint_is_served_without_dropping_a_request(tmp_path: Path):
             asking = [pool.submit(keep_asking, client) for _ in range(2)]
             assert client.health()["version"] == versions[0]
             for step in (2, 3):
-                checkpoint = write_checkpoint(tmp_path, step)
+                checkpoint = write_random(tmp_path, step)
                 versions.append(HstuRankModel.from_checkpoint(checkpoint, "cpu").version)
                 if step == 2:
                     assert client.reload(str(checkpoint)) == versions[1]
@@ -261,7 +258,7 @@ def test_a_new_checkpoint_is_served_without_dropping_a_request(tmp_path: Path):
                     service.heard("now serving", times=2)
                 until(lambda: client.health()["version"] == versions[-1])
             (checkpoint / "dense.safetensors").write_bytes(b"broken")
-            with pytest.raises(CheckpointError, match="cannot be read"):
+            with pytest.raises(CheckpointError, match="is damaged"):
                 client.reload(str(checkpoint))
             with pytest.raises(CheckpointError, match="not a checkpoint"):
                 client.reload(str(tmp_path / "nothing"))
@@ -359,9 +356,9 @@ def test_a_flood_is_answered_or_shed_and_memory_keeps_its_bound():
         assert one["queue_rankings"] <= settings.queue
 
 
-@pytest.mark.parametrize("broken", ["dense.safetensors", "run.json"])
+@pytest.mark.parametrize("broken", ["dense.safetensors", "manifest.json"])
 def test_a_checkpoint_that_cannot_be_served_ends_it_with_a_sentence(tmp_path: Path, broken: str):
-    folder = write_checkpoint(tmp_path, 1)
+    folder = write_random(tmp_path, 1)
     (folder / broken).write_text("{}")
     with started(str(tmp_path), "--port", "0", *SMALL) as service:
         assert service.process.wait(120) == 2

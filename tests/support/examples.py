@@ -17,6 +17,7 @@ COUNTS = {
     "orders": 100,
     "many": 150,
     "most": 300,
+    "bit flips": 200,
 }
 """Slow worlds take few; what costs microseconds takes many."""
 PROFILES = {"default": 1, "long": 20}

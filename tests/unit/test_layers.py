@@ -17,7 +17,7 @@ LAYER = {
     "loadtest": 5,
     **dict.fromkeys(["train", "serve"], 4),
     **dict.fromkeys(["sim", "runtime", "data", "embedding", "models"], 3),
-    **dict.fromkeys(["schedule", "batch", "comm", "kernels"], 2),
+    **dict.fromkeys(["schedule", "batch", "checkpoint", "comm", "kernels"], 2),
     **dict.fromkeys(["config", "trace", "jagged"], 1),
     **dict.fromkeys(["deprecated", "errors"], 0),
 }

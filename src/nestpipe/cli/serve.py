@@ -18,7 +18,7 @@ MOST_INSTANCES = 64
 
 def serve(
     checkpoint: Annotated[
-        Path, typer.Argument(help="Checkpoint of a ranker, or a folder of them: the latest.")
+        Path, typer.Argument(help="A ranker's checkpoint, or a folder: the newest that verifies.")
     ],
     instances: Annotated[
         int, typer.Option(help="Number of instances, each a process with the model.")
@@ -103,7 +103,8 @@ def _check(checkpoint: Path, instances: int, port: int, histories: Path | None) 
         raise CheckpointError(f"there is no checkpoint '{checkpoint}'; check its name")
     if not checkpoint.is_dir():
         raise CheckpointError(f"'{checkpoint}' is no folder; name a checkpoint's folder")
-    if not (checkpoint / "run.json").exists() and not any(checkpoint.glob("step-*")):
+    is_one = any((checkpoint / name).exists() for name in ("manifest.json", "run.json"))
+    if not is_one and not any(checkpoint.glob("step-*")):
         raise CheckpointError(
             f"'{checkpoint}' holds no checkpoint; name a folder `step-...` or one that has some"
         )

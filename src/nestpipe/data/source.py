@@ -78,8 +78,12 @@ class Source(Protocol):
         seed: int,
         epoch: int = 0,
         start: int = 0,
+        offset: int = 0,
     ) -> Iterator[Batch]:
-        """This rank's part of each global batch from `start` on; every rank gets as many."""
+        """This rank's part of each global batch from `start` on; every rank gets as many.
+
+        With an `offset`, all of them begin so many samples later.
+        """
         ...
 
     def empty(self) -> Batch:

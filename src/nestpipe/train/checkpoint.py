@@ -1,39 +1,45 @@
-"""Checkpoints: everything a run needs to go on, written atomically, loaded without unpickling.
+"""Saving and loading a run: the model, its tables and where its data goes on, on all ranks.
 
-A checkpoint is a folder `step-00000123` with `run.json`, `dense.safetensors` and, for each rank
-that wrote it, its shard as `rows-<table>-<rank>-<part>.safetensors` (keys, and rows with
-their state). Any number of ranks can load it: each keeps the keys that it owns.
+`checkpoint/` says what is on disk. Each rank writes the rows of its shard, with their state; rank 0
+adds dense weights and, last of all, the manifest. Any number of ranks can load it: each keeps the
+keys that it owns. A fault of one rank is raised on all.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from nestpipe.checkpoint import disk
+from nestpipe.checkpoint.folder import Checkpoint, counted, name_of, open_noted, rows_file
+from nestpipe.checkpoint.manifest import (
+    DENSE,
+    FileEntry,
+    Manifest,
+    finite,
+    is_old,
+    write_manifest,
+)
 from nestpipe.comm.communicator import Communicator
 from nestpipe.comm.mesh import Mesh
 from nestpipe.embedding.routing.lists import owner_of
 from nestpipe.embedding.store.protocol import RowStore
 from nestpipe.embedding.table_groups import TableGroup
-from nestpipe.errors import CheckpointError
+from nestpipe.errors import CheckpointError, NestpipeError, RunError
 from nestpipe.models import HstuRanker
 
-FORMAT = 1
-PART_ROWS = 1 << 20
+PART_BYTES = 1 << 26
 """Rows of one file at most, so that loading needs little memory."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RunState:
     """Where a run stands, besides its weights."""
 
@@ -41,9 +47,14 @@ class RunState:
     """Batches trained."""
     epoch: int
     position: int
-    """Global batches of the epoch already trained."""
+    """Global batches of the epoch already trained ..."""
+    samples: int
+    """... and their samples; -1 where the checkpoint does not say."""
     optimizer: str
     """The row optimizer, whose state the rows carry."""
+    dense_optimizer: str = ""
+    config: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
 def save_checkpoint(
@@ -56,60 +67,130 @@ def save_checkpoint(
     mesh: Mesh,
 ) -> Path:
     """Write a checkpoint; it has its name only once every rank has written all of it."""
-    comm = mesh.world
-    target = folder / f"step-{state.step:08d}"
-    partial = folder / f".{target.name}.partial"
-    try:
-        if comm.rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-        comm.barrier()
+    comm, target = mesh.world, folder / name_of(state.step)
+    partial = folder / f".partial-{target.name}"
+    manifest = _manifest(state, model, groups, stores, mesh)
+
+    def write_part() -> dict[str, FileEntry]:
+        entries: dict[str, FileEntry] = {}
         if mesh.group == 0:  # the others have the same
-            _save_rows(partial, groups, stores, mesh.shards.rank)
+            entries |= _save_rows(partial, groups, stores, mesh.shards.rank)
         if comm.rank == 0:
-            save_file(_dense_tensors(model, dense_optimizer), partial / "dense.safetensors")
-            about = {
-                "format": FORMAT,
-                "tables": _about_tables(groups),
-                **asdict(state),
-                **_about_model(model),
-                "first_rows": _about_first_rows(groups, stores),
-            }
-            (partial / "run.json").write_text(json.dumps(about, indent=1))
-        comm.barrier()
-        if comm.rank == 0:
-            _publish(partial, target)
-        comm.barrier()
-    except OSError as error:
-        raise CheckpointError(
-            f"cannot write the checkpoint {str(target)!r}: {error.strerror}; free space or choose "
-            "another folder"
-        ) from None
+            written = disk.write_tensors(partial / DENSE, _dense_tensors(model, dense_optimizer))
+            entries[DENSE] = FileEntry.of(written)
+        return entries
+
+    with ExitStack() as lock:
+
+        def begin() -> dict[str, FileEntry]:
+            if comm.rank == 0:
+                lock.enter_context(disk.locked(folder))
+                disk.remove_leftovers(folder)
+                disk.make_folder(partial)
+            return {}
+
+        def end() -> dict[str, FileEntry]:
+            if comm.rank == 0:
+                _publish(partial, target, manifest, entries)
+            return {}
+
+        _all_write(comm, target, begin)
+        entries = _all_write(comm, target, write_part)
+        _all_write(comm, target, end)
     return target
 
 
-def _publish(partial: Path, target: Path) -> None:
-    for file in partial.iterdir():
-        with file.open("rb") as written:
-            os.fsync(written.fileno())
-    if target.exists():
-        shutil.rmtree(target)
-    partial.rename(target)
+def _publish(
+    partial: Path, target: Path, manifest: Manifest, entries: dict[str, FileEntry]
+) -> None:
+    tables = counted(manifest.tables, entries)
+    write_manifest(partial, replace(manifest, tables=tables, files=entries))
+    disk.publish(partial, target)
 
 
-def _about_tables(groups: Sequence[TableGroup]) -> list[dict[str, object]]:
+def _all_write(
+    comm: Communicator, target: Path, write: Callable[[], dict[str, FileEntry]]
+) -> dict[str, FileEntry]:
+    """What every rank writes; a rank that fails is heard of by all, and all raise its sentence."""
+    mine: dict[str, FileEntry] = {}
+
+    def do() -> None:
+        with disk.explained(f"the checkpoint {str(target)!r}"):
+            mine.update(write())
+
+    fault = _fault_of(do)
+    told = comm.all_gather_values([fault, {name: asdict(entry) for name, entry in mine.items()}])
+    told = cast("list[tuple[list[str] | None, dict[str, Any]]]", told)
+    _raise_first([of_rank[0] for of_rank in told])
+    return {name: FileEntry(**entry) for _, entries in told for name, entry in entries.items()}
+
+
+def raise_everywhere(comm: Communicator, do: Callable[[], None]) -> None:
+    """Do something on every rank; what one is refused, all raise."""
+    _raise_first(cast("list[list[str] | None]", comm.all_gather_values(_fault_of(do))))
+
+
+def _fault_of(do: Callable[[], None]) -> list[str] | None:
+    """The kind and the sentence of an error meant for people; others end the run as they are."""
+    try:
+        do()
+    except MemoryError:
+        return ["CheckpointError", "memory is full; free some, or spread tables over more ranks"]
+    except NestpipeError as error:
+        return [type(error).__name__, str(error)]
+    return None
+
+
+def _raise_first(faults: Sequence[list[str] | None]) -> None:
+    for fault in faults:
+        if fault is not None:
+            kind = RunError if fault[0] == "RunError" else CheckpointError
+            raise kind(fault[1])
+
+
+def _manifest(
+    state: RunState,
+    model: nn.Module,
+    groups: Sequence[TableGroup],
+    stores: Sequence[RowStore],
+    mesh: Mesh,
+) -> Manifest:
+    return Manifest(
+        step=state.step,
+        epoch=state.epoch,
+        position=state.position,
+        samples=state.samples,
+        optimizer=state.optimizer,
+        dense_optimizer=state.dense_optimizer,
+        ranks=mesh.world.size,
+        shards=mesh.shards.size,
+        tables=tuple(_about_tables(groups)),
+        model=_about_model(model),
+        first_rows=_about_first_rows(groups, stores),
+        config=dict(state.config),
+        metrics=finite(state.metrics),
+        created=time.time(),
+    )
+
+
+def _about_tables(groups: Sequence[TableGroup]) -> list[dict[str, Any]]:
     return [
-        {"name": table.name, "dim": table.dim, "dtype": table.dtype}
+        {"name": table.name, "dim": table.dim, "dtype": table.dtype, "owner": owner}
         for group in groups
-        for table in group.tables
+        for table, owner in zip(group.tables, group.table_owners, strict=True)
     ]
 
 
-def _about_model(model: nn.Module) -> dict[str, object]:
+def _declared(tables: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What must be the same to load a checkpoint; who owns a table may change."""
+    return [{key: table.get(key) for key in ("name", "dim", "dtype")} for table in tables]
+
+
+def _about_model(model: nn.Module) -> dict[str, Any]:
     """What serving needs to know to make the model; training has it from its config."""
     if not isinstance(model, HstuRanker):
         return {}
-    return {"model": {"kind": "ranker", "config": asdict(model.config)}}
+    return {"kind": "ranker", "config": asdict(model.config)}
 
 
 def _about_first_rows(
@@ -124,13 +205,17 @@ def _about_first_rows(
 
 
 def _save_rows(
-    folder: Path, groups: Sequence[TableGroup], stores: Sequence[RowStore], rank: int
-) -> None:
+    folder: Path, groups: Sequence[TableGroup], stores: Sequence[RowStore], shard: int
+) -> dict[str, FileEntry]:
+    entries: dict[str, FileEntry] = {}
     for group, store in zip(groups, stores, strict=True):
-        for part, (number, keys, rows) in enumerate(store.export(PART_ROWS)):
-            name = group.tables[number].name
-            file = folder / f"rows-{name}-{rank:05d}-{part:05d}.safetensors"
-            save_file({"keys": keys.contiguous(), "rows": rows.contiguous()}, file)
+        most = max(1, PART_BYTES // (8 + 4 * store.layout.width))
+        for part, (number, keys, rows) in enumerate(store.export(most)):
+            table = group.tables[number].name
+            name = rows_file(table, shard, part)
+            written = disk.write_tensors(folder / name, {"keys": keys, "rows": rows})
+            entries[name] = FileEntry.of(written, table=table, shard=shard, rows=len(keys))
+    return entries
 
 
 def _dense_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -142,10 +227,7 @@ def _dense_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
     return tensors
 
 
-def latest_checkpoint(folder: Path) -> Path | None:
-    """The newest complete checkpoint of a folder."""
-    found = sorted(folder.glob("step-*")) if folder.is_dir() else []
-    return found[-1] if found else None
+# Loading
 
 
 def load_checkpoint(
@@ -154,63 +236,69 @@ def load_checkpoint(
     dense_optimizer: torch.optim.Optimizer | None,
     groups: Sequence[TableGroup],
     stores: Sequence[RowStore],
-    comm: Communicator,
+    mesh: Mesh,
     optimizer_name: str,
 ) -> RunState:
-    """Fill model and stores from a checkpoint that any number of ranks wrote."""
-    about = _read_about(checkpoint)
-    _refuse_misfits(checkpoint, about, groups, optimizer_name)
-    try:
-        tensors = load_file(checkpoint / "dense.safetensors")
-        _load_dense(checkpoint, tensors, model, dense_optimizer)
+    """Fill model and stores from a checkpoint that any number of ranks wrote.
+
+    All ranks load it or none does; a trainer whose load failed is not to be used.
+    """
+    loaded: list[Checkpoint] = []
+
+    def do() -> None:
+        opened = open_noted(checkpoint, tell=mesh.world.rank == 0)
+        _refuse_misfits(opened, groups, optimizer_name)
+        _load_dense(opened, opened.dense(), model, dense_optimizer)
         for group, store in zip(groups, stores, strict=True):
-            _load_rows(checkpoint, group, store, comm)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"{str(checkpoint)!r} cannot be read ({error}); use another checkpoint"
-        ) from None
+            _load_rows(opened, group, store, mesh.shards)
+        loaded.append(opened)
+
+    raise_everywhere(mesh.world, do)
+    _refuse_missing_rows(loaded[0], stores, mesh.shards)
+    return _state_of(loaded[0].manifest)
+
+
+def _refuse_missing_rows(
+    checkpoint: Checkpoint, stores: Sequence[RowStore], shards: Communicator
+) -> None:
+    """All ranks together must have the rows that the checkpoint has, of every table."""
+    mine = [count for store in stores for count in store.num_rows()]
+    everywhere = cast("list[list[int]]", shards.all_gather_values(mine))
+    for table, *counts in zip(checkpoint.manifest.tables, *everywhere, strict=True):
+        if "rows" in table and sum(counts) < int(table["rows"]):
+            raise CheckpointError(
+                f"{str(checkpoint.path)!r} has {table['rows']} rows of {table['name']}, but "
+                f"{sum(counts)} were loaded; use another checkpoint"
+            )
+
+
+def _state_of(manifest: Manifest) -> RunState:
     return RunState(
-        step=int(about["step"]),
-        epoch=int(about["epoch"]),
-        position=int(about["position"]),
-        optimizer=str(about["optimizer"]),
+        step=manifest.step,
+        epoch=manifest.epoch,
+        position=manifest.position,
+        samples=manifest.samples,
+        optimizer=manifest.optimizer,
+        dense_optimizer=manifest.dense_optimizer,
+        config=manifest.config,
+        metrics=manifest.metrics,
     )
 
 
-def _read_about(checkpoint: Path) -> dict[str, Any]:
-    file = checkpoint / "run.json"
-    try:
-        about = json.loads(file.read_text())
-    except FileNotFoundError:
+def _refuse_misfits(checkpoint: Checkpoint, groups: Sequence[TableGroup], optimizer: str) -> None:
+    manifest, where = checkpoint.manifest, str(checkpoint.path)
+    tables = _declared(manifest.tables)
+    if tables != _declared(_about_tables(groups)):
+        raise CheckpointError(f"the tables of {where!r} are {tables}; declare the same ones")
+    if manifest.optimizer != optimizer:
         raise CheckpointError(
-            f"{str(checkpoint)!r} is not a checkpoint: it has no run.json; name a folder `step-...`"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{str(file)!r} cannot be read ({error}); use another") from None
-    if not isinstance(about, dict) or about.get("format") != FORMAT:
-        raise CheckpointError(
-            f"{str(checkpoint)!r} is not a checkpoint of format {FORMAT}; use the program that "
-            "wrote it"
-        )
-    return about
-
-
-def _refuse_misfits(
-    checkpoint: Path, about: Mapping[str, Any], groups: Sequence[TableGroup], optimizer: str
-) -> None:
-    if about["tables"] != _about_tables(groups):
-        raise CheckpointError(
-            f"the tables of {str(checkpoint)!r} are {about['tables']}; declare the same ones"
-        )
-    if about["optimizer"] != optimizer:
-        raise CheckpointError(
-            f"the rows of {str(checkpoint)!r} carry the state of {about['optimizer']!r}, not of "
+            f"the rows of {where!r} carry the state of {manifest.optimizer!r}, not of "
             f"{optimizer!r}; use that row optimizer"
         )
 
 
 def _load_dense(
-    checkpoint: Path,
+    checkpoint: Checkpoint,
     tensors: Mapping[str, Tensor],
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
@@ -221,25 +309,44 @@ def _load_dense(
     except RuntimeError as error:
         reason = " ".join(str(error).split())
         raise CheckpointError(
-            f"the model of {str(checkpoint)!r} does not fit ({reason}); use the same model settings"
+            f"the model of {str(checkpoint.path)!r} does not fit ({reason}); use the same model "
+            "settings"
         ) from None
     if optimizer is None:
         return
-    state = optimizer.state_dict()
     entries: dict[int, dict[str, Tensor]] = {}
     for key, value in tensors.items():
         if key.startswith("optimizer."):
             _, index, name = key.split(".", 2)
             entries.setdefault(int(index), {})[name] = value
+    state = optimizer.state_dict()
     optimizer.load_state_dict({"state": entries, "param_groups": state["param_groups"]})
 
 
-def _load_rows(checkpoint: Path, group: TableGroup, store: RowStore, comm: Communicator) -> None:
+def _load_rows(
+    checkpoint: Checkpoint, group: TableGroup, store: RowStore, comm: Communicator
+) -> None:
+    """Insert the rows that this rank owns.
+
+    Where as many ranks wrote the checkpoint as load it, a rank's rows are all in its own files.
+    """
     for number, table in enumerate(group.tables):
-        for file in sorted(checkpoint.glob(f"rows-{table.name}-*.safetensors")):
-            part = load_file(file)
-            keys, rows = part["keys"], part["rows"]
+        own = _wrote_alike(checkpoint, table.name, comm.size, group.table_owners[number])
+        for keys, rows in checkpoint.rows(table.name, comm.rank if own else None):
+            if rows.dtype != torch.float32 or rows.shape[1:] != (store.layout.width,):
+                raise disk.damaged(checkpoint.path, f"rows of {table.name} have another shape")
+            if is_old(checkpoint.manifest):
+                disk.refuse_non_finite(rows, f"a file of {str(checkpoint.path)!r}")
             mine = owner_of(keys, number, comm.size, group.table_owners[number]) == comm.rank
             counts = [0] * len(group.tables)
             counts[number] = int(mine.sum())
             store.scatter(keys[mine].contiguous(), counts, rows[mine].contiguous())
+
+
+def _wrote_alike(checkpoint: Checkpoint, table: str, shards: int, owner: int) -> bool:
+    """Whether those who wrote a table owned its keys as those who load it do."""
+    return all(
+        one.manifest.shards == shards
+        and any(t["name"] == table and t.get("owner") == owner for t in one.manifest.tables)
+        for one in checkpoint.chain
+    )

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from nestpipe.checkpoint import disk
+from nestpipe.checkpoint.folder import candidates, first_good, readable
 from nestpipe.comm import Communicator, LocalCommunicator, connect
 from nestpipe.data import Ranking
+from nestpipe.errors import CheckpointError, NestpipeError
 from nestpipe.models import HstuRetriever
 from nestpipe.trace import ShortTraceError, Span, Trace
-from nestpipe.train.checkpoint import latest_checkpoint
+from nestpipe.train.checkpoint import raise_everywhere
 from nestpipe.train.evaluate import evaluate, popularity, popularity_auc
 from nestpipe.train.job import Job, JobConfig, make_job
 from nestpipe.train.ops import StepReport
@@ -51,15 +54,69 @@ def communicator(config: JobConfig) -> Communicator:
 
 
 def prepare(config: JobConfig, comm: Communicator, checkpoint: str | None) -> Job:
-    """The job of a config; goes on from a checkpoint, or the latest of a folder, if given."""
-    job = make_job(config, comm)
-    if checkpoint is not None:
-        job.trainer.load(_checkpoint_of(checkpoint))
+    """The job of a config; goes on from a checkpoint, or the newest good one of a folder."""
+    if checkpoint is None:
+        return make_job(config, comm)
+
+    def load(found: Path) -> Job:
+        # A load that fails halfway leaves rows behind: each attempt has a trainer of its own.
+        job = make_job(config, comm)
+        try:
+            job.trainer.load(found)
+        except NestpipeError:
+            job.trainer.close()
+            raise
+        return job
+
+    # All ranks try the same ones in the same order, also where one sees a folder late.
+    found = comm.all_gather_values([str(path) for path in candidates(Path(checkpoint))])
+    paths = [Path(path) for path in cast("list[list[str]]", found)[0]]
+    job = first_good(paths, load, tell=comm.rank == 0)
+    if job is None:
+        raise CheckpointError(
+            f"there is no checkpoint in {checkpoint!r}; check its name, or begin without --resume"
+        )
     return job
+
+
+@contextmanager
+def claimed(folder: str, comm: Communicator) -> Generator[None]:
+    """Hold a run's folder of checkpoints: one run writes there at a time, and it can write.
+
+    All ranks call it; what rank 0 is refused, all are.
+    """
+    with ExitStack() as held:
+
+        def claim() -> None:
+            if folder and comm.rank == 0:
+                held.enter_context(disk.locked(Path(folder)))
+                disk.check_writable(Path(folder))
+
+        raise_everywhere(comm, claim)
+        yield
 
 
 def train_job(job: Job, tell: Tell) -> TrainResult:
     """Train, evaluate and save as the config says; `tell` hears of every step on rank 0."""
+    with claimed(job.config.run.checkpoint, job.trainer.comm):
+        raise_everywhere(job.trainer.comm, lambda: _refuse_newer(job))
+        return _train(job, tell)
+
+
+def _refuse_newer(job: Job) -> None:
+    """A run that begins before checkpoints that are there already would mix with them."""
+    folder, step = Path(job.config.run.checkpoint), job.trainer.progress.step
+    if not job.config.run.checkpoint or job.trainer.comm.rank != 0:
+        return
+    newer = [one.name for one in readable(folder) if one.manifest.step > step]
+    if newer:
+        raise CheckpointError(
+            f"{str(folder)!r} already holds {newer[-1]}, and this run begins at step {step}; go on "
+            "from there with --resume, or choose another folder"
+        )
+
+
+def _train(job: Job, tell: Tell) -> TrainResult:
     config, comm = job.config, job.trainer.comm
     losses: list[float] = []
     samples, seconds = 0, 0.0
@@ -72,6 +129,7 @@ def train_job(job: Job, tell: Tell) -> TrainResult:
             tell(report)
 
     metrics: dict[str, float] = {}
+    saved: Path | None = None
     writer = _writer(config.run.log, comm.rank)
     with writer or nullcontext():
         while not _finished(job):
@@ -86,10 +144,11 @@ def train_job(job: Job, tell: Tell) -> TrainResult:
             if _eval_due(job, epoch) or _finished(job):
                 metrics = evaluate(job.trainer, job.held_out())
                 _log_metrics(writer, metrics, job.trainer.progress.step)
-            if config.run.checkpoint and _due(job, config.run.checkpoint_every):
-                job.trainer.save(config.run.checkpoint)
+            if _due(job, config.run.checkpoint_every):
+                saved = _save(job, metrics) or saved
+    if job.trainer.progress.step != _step_of(saved):
+        saved = _save(job, metrics)
     metrics |= _baseline(job)
-    saved = str(job.trainer.save(config.run.checkpoint)) if config.run.checkpoint else None
     trace = _gathered_trace(job.trainer)
     tail = losses[-max(1, len(losses) // 10) :]
     outcome = TrainResult(
@@ -97,7 +156,7 @@ def train_job(job: Job, tell: Tell) -> TrainResult:
         sum(tail) / len(tail) if tail else float("nan"),
         samples / seconds if seconds else 0.0,
         metrics,
-        saved,
+        str(saved) if saved else None,
         _summary(job.trainer, trace),
         trace,
     )
@@ -133,9 +192,16 @@ def total_steps(job: Job) -> int | None:
     return min(every, run.steps) if run.steps else every
 
 
-def _checkpoint_of(path: str) -> Path:
-    """A checkpoint, or the latest one of a folder of them."""
-    return latest_checkpoint(Path(path)) or Path(path)
+def _save(job: Job, metrics: dict[str, float]) -> Path | None:
+    """A checkpoint that says by itself how to go on, evaluate and serve."""
+    folder = job.config.run.checkpoint
+    if not folder:
+        return None
+    return job.trainer.save(folder, config=asdict(job.config), metrics=metrics)
+
+
+def _step_of(saved: Path | None) -> int | None:
+    return int(saved.name.removeprefix("step-")) if saved else None
 
 
 def _finished(job: Job) -> bool:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +47,9 @@ class Progress:
     """Batches trained, ever."""
     epoch: int = 0
     position: int = 0
-    """Global batches of the epoch that were trained."""
+    """Global batches of the epoch that were trained ..."""
+    samples: int = 0
+    """... and where in the epoch's samples the next one begins."""
 
 
 class Trainer:
@@ -145,20 +148,23 @@ class Trainer:
             if epoch_ended:
                 if trained == 0 and self.progress.position == 0:
                     raise ConfigError("the data has no samples; check its path and its filters")
-                self.progress = replace(self.progress, epoch=self.progress.epoch + 1, position=0)
+                epoch = self.progress.epoch + 1
+                self.progress = replace(self.progress, epoch=epoch, position=0, samples=0)
         return self.progress
 
     def _fit_epoch(
         self, source: Source, most: int | None, on_step: Callable[[StepReport], None]
     ) -> bool:
         """Train on what is left of the epoch, at most so many steps; whether it ended."""
+        start, offset = divmod(self.progress.samples, self.settings.batch)
         batches = source.batches(
             global_batch=self.settings.batch,
             rank=self.comm.rank,
             ranks=self.comm.size,
             seed=self.settings.seed,
             epoch=self.progress.epoch,
-            start=self.progress.position,
+            start=start,
+            **({"offset": offset} if offset else {}),
         )
         pipeline = self.settings.pipeline
         tables = self.make_tables(self.plan, training=True)
@@ -191,6 +197,7 @@ class Trainer:
             self.progress,
             step=self.progress.step + trained,
             position=self.progress.position + trained,
+            samples=self.progress.samples + trained * self.settings.batch,
         )
         return work.data_ended
 
@@ -236,13 +243,23 @@ class Trainer:
 
         return counted
 
-    def save(self, folder: Path | str) -> Path:
-        """Write a checkpoint below the folder; all ranks take part."""
+    def save(
+        self,
+        folder: Path | str,
+        *,
+        config: Mapping[str, Any] | None = None,
+        metrics: Mapping[str, float] | None = None,
+    ) -> Path:
+        """Write a checkpoint below the folder; all ranks take part.
+
+        It holds the config of a job and metrics where they are given.
+        """
         state = RunState(
-            self.progress.step,
-            self.progress.epoch,
-            self.progress.position,
-            self.row_optimizer.name,
+            **asdict(self.progress),
+            optimizer=self.row_optimizer.name,
+            dense_optimizer=self.settings.dense.optimizer,
+            config=config or {},
+            metrics=metrics or {},
         )
         return save_checkpoint(
             Path(folder),
@@ -255,17 +272,23 @@ class Trainer:
         )
 
     def load(self, checkpoint: Path | str) -> None:
-        """Go on from a checkpoint, whatever number of ranks wrote it."""
+        """Go on from a checkpoint, whatever number of ranks wrote it.
+
+        Every file is verified while it is read. After an error make a new trainer: this one may
+        have a part of the rows.
+        """
         state = load_checkpoint(
             Path(checkpoint),
             self.model,
             self.dense_optimizer,
             self.groups,
             self.stores,
-            self.mesh.shards,
+            self.mesh,
             self.row_optimizer.name,
         )
-        self.progress = Progress(state.step, state.epoch, state.position)
+        # A checkpoint of format 1 counts batches alone.
+        samples = state.position * self.settings.batch if state.samples < 0 else state.samples
+        self.progress = Progress(state.step, state.epoch, state.position, samples)
 
     def rows_of(self, table: str, keys: Tensor) -> Tensor:
         """Weights of some rows, the same on every rank; for looking, not for training."""

@@ -61,7 +61,7 @@ def test_a_run_goes_on_from_its_checkpoint_and_can_be_evaluated(run, tmp_path):
     straight = nestpipe("train", *SMALL, "--json", "-")
     status, _, said = run("train", *settings, "--set", "run.steps=7", "--json", "-")
     assert status == 0, said
-    assert (folder / "step-00000007" / "run.json").exists()
+    assert (folder / "step-00000007" / "manifest.json").exists()
     assert list((tmp_path / "tb").iterdir())
     status, out, said = run("train", *settings, "--resume", folder, "--json", "-")
     assert status == 0, said

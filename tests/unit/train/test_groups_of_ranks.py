@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from nestpipe.batch import Batch
+from nestpipe.checkpoint import disk
 from nestpipe.config import Table, build
 from nestpipe.jagged import Jagged
 from nestpipe.models import Loss
-from nestpipe.train import checkpoint
 from nestpipe.train.config import TrainSettings
 from nestpipe.train.trainer import Trainer
 from support.thread_ranks import run_ranks
@@ -102,13 +102,13 @@ def test_averaged_rows_count_the_groups_that_touch_them(merge_every: int):
 def test_one_group_writes_the_rows_of_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Two writers of one file could leave a torn one; replicas have the same rows anyway."""
     written: Counter[str] = Counter()
-    save_file = checkpoint.save_file
+    write_tensors = disk.write_tensors
 
-    def noted(tensors: dict[str, Tensor], file: Path) -> None:
+    def noted(file: Path, tensors: Mapping[str, Tensor]) -> disk.WrittenFile:
         written[file.name] += 1
-        save_file(tensors, file)
+        return write_tensors(file, tensors)
 
-    monkeypatch.setattr(checkpoint, "save_file", noted)
+    monkeypatch.setattr(disk, "write_tensors", noted)
 
     def one(comm: Any) -> None:
         trainer = trainer_of(comm, "sgd", {})

@@ -22,6 +22,7 @@ from nestpipe.models import Loss
 from nestpipe.train.config import DenseSettings, PipelineSettings, RowSettings, TrainSettings
 from nestpipe.train.evaluate import forward
 from nestpipe.train.trainer import Trainer
+from support.checkpoints import only_checkpoint
 from support.thread_ranks import run_ranks
 
 SAMPLES, BATCH, DIM = 48, 16, 6
@@ -272,7 +273,7 @@ def test_a_whole_table_is_on_one_rank_and_learns_what_scattered_rows_learn():
 @pytest.mark.parametrize("in_place", [True, False])
 def test_a_checkpoint_of_whole_tables_loads_on_any_number_of_ranks(tmp_path, ranks, in_place):
     saved = train(2, save=tmp_path, epochs=1)
-    (checkpoint,) = tmp_path.iterdir()
+    checkpoint = only_checkpoint(tmp_path)
     assert_same_bits(saved, train(ranks, load=checkpoint, epochs=1, in_place=in_place))
     resumed = train(ranks, load=checkpoint, epochs=2, in_place=in_place)
     straight = train(2, epochs=2)

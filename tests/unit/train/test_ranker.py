@@ -41,7 +41,7 @@ def test_a_ranker_beats_popularity(tmp_path: Path):
     outcome = train_job(make_job(config, LocalCommunicator()), lambda report: None)
     assert outcome.metrics["auc"] > 0.7
     assert outcome.metrics["auc"] > outcome.metrics["popularity_auc"] + 0.05
-    about = json.loads((tmp_path / "step-00000104" / "run.json").read_text())
+    about = json.loads((tmp_path / "step-00000104" / "manifest.json").read_text())
     model = make_job(config, LocalCommunicator()).trainer.model
     assert isinstance(model, HstuRanker)
     assert about["model"] == {"kind": "ranker", "config": asdict(model.config)}

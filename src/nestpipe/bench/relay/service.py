@@ -16,8 +16,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 
+from nestpipe.checkpoint.folder import write_checkpoint
+from nestpipe.checkpoint.manifest import Manifest
 from nestpipe.errors import RunError
 from nestpipe.loadtest.run import RandomModel
 from nestpipe.serve.http.client import Client
@@ -35,22 +36,19 @@ THREADS = 256
 def write_random(folder: Path, sizes: RandomModel) -> Path:
     """A checkpoint as `nestpipe train` writes them, of weights that follow from the sizes."""
     model = HstuRankModel.random(sizes.config, sizes.items, sizes.seed, "cpu")
-    target = folder / "step-00000000"
-    target.mkdir(parents=True)
     weights = model.ranker.state_dict()
-    dense = {f"model.{name}": tensor.contiguous() for name, tensor in weights.items()}
-    save_file(dense, target / "dense.safetensors")
     keys_K = torch.arange(1, sizes.items + 1)
-    rows = {"keys": keys_K, "rows": model.rows.rows(keys_K.numpy()).contiguous()}
-    save_file(rows, target / "rows-items-00000-00000.safetensors")
-    about = {
-        "format": 1,
-        "step": 0,
-        "tables": [{"name": "items", "dim": sizes.dim, "dtype": "float32"}],
-        "model": {"kind": "ranker", "config": asdict(sizes.config)},
-    }
-    (target / "run.json").write_text(json.dumps(about))
-    return target
+    about = Manifest(
+        step=0,
+        tables=({"name": "items", "dim": sizes.dim, "dtype": "float32"},),
+        model={"kind": "ranker", "config": asdict(sizes.config)},
+    )
+    return write_checkpoint(
+        folder,
+        about,
+        {f"model.{name}": tensor for name, tensor in weights.items()},
+        {"items": (keys_K, model.rows.rows(keys_K.numpy()))},
+    )
 
 
 class Started:

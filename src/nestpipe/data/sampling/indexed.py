@@ -65,14 +65,18 @@ class Indexed:
         seed: int,
         epoch: int = 0,
         start: int = 0,
+        offset: int = 0,
     ) -> Iterator[Batch]:
-        """This rank's part of each global batch from `start` on; every rank gets as many."""
-        share = Share(global_batch=global_batch, rank=rank, ranks=ranks, start=start)
+        """This rank's part of each global batch from `start` on; every rank gets as many.
+
+        With an `offset`, all of them begin so many samples later.
+        """
+        share = Share(global_batch=global_batch, rank=rank, ranks=ranks, start=start, offset=offset)
         return self._deal(share, Permutation(self._num_samples, mix(seed, epoch)), epoch)
 
     def _deal(self, share: Share, permutation: Permutation, epoch: int) -> Iterator[Batch]:
         step = share.global_batch
-        for begin in range(share.start * step, self._num_samples, step):
+        for begin in range(share.first, self._num_samples, step):
             low, high = share.part(min(step, self._num_samples - begin))
             numbers = np.arange(begin + low, begin + high, dtype=np.int64)
             if not numbers.size:

@@ -54,7 +54,14 @@ class Share:
     rank: int
     ranks: int
     start: int = 0
-    """The first global batch that is wanted."""
+    """The first global batch that is wanted ..."""
+    offset: int = 0
+    """... and how many samples later it begins: after a change of the batch size."""
+
+    @property
+    def first(self) -> int:
+        """The first sample that is wanted."""
+        return self.start * self.global_batch + self.offset
 
     def __post_init__(self) -> None:
         if self.global_batch < 1:
@@ -63,8 +70,8 @@ class Share:
             raise ConfigError(
                 f"rank {self.rank} of {self.ranks} does not exist; ranks count from 0"
             )
-        if self.start < 0:
-            raise ConfigError(f"start is {self.start}; give 0 or a later batch")
+        if self.start < 0 or self.offset < 0:
+            raise ConfigError(f"start is {self.start}, {self.offset}; give 0 or a later batch")
 
     def part(self, size: int) -> tuple[int, int]:
         """Where this rank's samples begin and end in a global batch of `size`.

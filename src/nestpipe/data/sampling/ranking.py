@@ -90,10 +90,20 @@ class Ranking:
         seed: int,
         epoch: int = 0,
         start: int = 0,
+        offset: int = 0,
     ) -> Iterator[Batch]:
-        """This rank's part of each global batch from `start` on; every rank gets as many."""
+        """This rank's part of each global batch from `start` on; every rank gets as many.
+
+        With an `offset`, all of them begin so many samples later.
+        """
         sequences = self.sequences.batches(
-            global_batch=global_batch, rank=rank, ranks=ranks, seed=seed, epoch=epoch, start=start
+            global_batch=global_batch,
+            rank=rank,
+            ranks=ranks,
+            seed=seed,
+            epoch=epoch,
+            start=start,
+            offset=offset,
         )
         return (self._ranked(batch) if batch.size else self.empty() for batch in sequences)
 

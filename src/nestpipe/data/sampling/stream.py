@@ -85,14 +85,18 @@ class Stream:
         seed: int,
         epoch: int = 0,
         start: int = 0,
+        offset: int = 0,
     ) -> Iterator[Batch]:
-        """This rank's part of each global batch from `start` on; every rank gets as many."""
-        share = Share(global_batch=global_batch, rank=rank, ranks=ranks, start=start)
+        """This rank's part of each global batch from `start` on; every rank gets as many.
+
+        With an `offset`, all of them begin so many samples later.
+        """
+        share = Share(global_batch=global_batch, rank=rank, ranks=ranks, start=start, offset=offset)
         return self._deal(share, mix(seed, epoch))
 
     def _deal(self, share: Share, key: int) -> Iterator[Batch]:
         """Cut the windows into global batches, and keep this rank's part of each."""
-        step, wanted = share.global_batch, share.start * share.global_batch
+        step, wanted = share.global_batch, share.first
         window = wanted // self._window
         position = window * self._window
         carry = self.empty()  # samples of all ranks that do not fill a batch yet

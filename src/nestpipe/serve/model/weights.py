@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 from torch import Tensor
 
+from nestpipe.checkpoint.folder import Checkpoint, candidates, first_good, open_noted
+from nestpipe.checkpoint.manifest import MANIFEST, Manifest
 from nestpipe.config import build
 from nestpipe.embedding.store.first_values import first_weights, round_to_bfloat16
 from nestpipe.errors import CheckpointError, ConfigError
@@ -22,7 +20,6 @@ from nestpipe.serve.types import Ids
 
 # Shapes: K items, D width of a row, W weights and optimizer state
 
-FORMAT = 1
 TABLE = "items"
 
 
@@ -41,20 +38,32 @@ class Weights:
 
 
 def read_weights(path: Path) -> Weights:
-    """The ranker of a checkpoint, or of the latest in a folder of them."""
-    checkpoint = _latest(path)
-    about = _about(checkpoint)
+    """The ranker of a checkpoint, or of the newest in a folder that verifies."""
+    found = first_good(candidates(path), _read)
+    if found is None:
+        raise CheckpointError(
+            f"{str(path)!r} is not a checkpoint: it has no {MANIFEST}; name a folder `step-...`"
+        )
+    return found
+
+
+def _read(path: Path) -> Weights:
+    """What a checkpoint holds of a ranker; every file is verified while it is read."""
+    checkpoint = open_noted(path)
+    where = str(checkpoint.path)
     try:
-        config = _config(checkpoint, about)
-        tensors = load_file(checkpoint / "dense.safetensors")
+        config = _config(where, checkpoint.manifest)
+        tensors = checkpoint.dense()
         dense = {k.removeprefix("model."): v for k, v in tensors.items() if k.startswith("model.")}
         items_K, rows_KD = _rows(checkpoint, config.dim)
-        first = _first_rows(about)
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+        first = _first_rows(checkpoint.manifest)
+    except (OSError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{str(checkpoint)!r} cannot be read ({error}); use another checkpoint"
+            f"{where!r} cannot be read ({error}); use another checkpoint"
         ) from None
-    return Weights(config, dense, items_K, rows_KD, first, int(about["step"]))
+    weights = Weights(config, dense, items_K, rows_KD, first, checkpoint.manifest.step)
+    reject_non_finite(weights, repr(where))
+    return weights
 
 
 def reject_non_finite(weights: Weights, where: str) -> None:
@@ -67,79 +76,42 @@ def reject_non_finite(weights: Weights, where: str) -> None:
             )
 
 
-def _latest(path: Path) -> Path:
-    found = sorted(path.glob("step-*")) if path.is_dir() else []
-    return found[-1] if found else path
-
-
-def _about(checkpoint: Path) -> dict[str, Any]:
-    file = checkpoint / "run.json"
-    try:
-        about = json.loads(file.read_text())
-    except OSError:
-        raise CheckpointError(
-            f"{str(checkpoint)!r} is not a checkpoint: it has no run.json; name a folder `step-...`"
-        ) from None
-    except ValueError as error:
-        raise CheckpointError(f"{str(file)!r} cannot be read ({error}); use another") from None
-    if not isinstance(about, dict) or about.get("format") != FORMAT:
-        raise CheckpointError(
-            f"{str(checkpoint)!r} is not a checkpoint of format {FORMAT}; use the program that "
-            "wrote it"
-        )
-    return about
-
-
-def _config(checkpoint: Path, about: Mapping[str, Any]) -> HstuConfig:
-    model = about.get("model") or {}
+def _config(where: str, manifest: Manifest) -> HstuConfig:
+    model = manifest.model
     if model.get("kind") != "ranker":
-        raise CheckpointError(
-            f"{str(checkpoint)!r} holds no ranker; train one with model.kind = 'ranker'"
-        )
+        raise CheckpointError(f"{where!r} holds no ranker; train one with model.kind = 'ranker'")
     try:
         return build(HstuConfig, model["config"])
     except ConfigError as error:
         raise CheckpointError(
-            f"the model of {str(checkpoint)!r} does not fit this program ({error}); use the one "
-            "that wrote it"
+            f"the model of {where!r} does not fit this program ({error}); use the one that wrote it"
         ) from None
 
 
-def _first_rows(about: Mapping[str, Any]) -> FirstRows | None:
-    said = about.get("first_rows", {}).get(TABLE)
+def _first_rows(manifest: Manifest) -> FirstRows | None:
+    said = manifest.first_rows.get(TABLE)
     if said is None:
         return None
-    dtype = next(str(t["dtype"]) for t in about["tables"] if t["name"] == TABLE)
+    dtype = next(str(t["dtype"]) for t in manifest.tables if t["name"] == TABLE)
     return FirstRows(int(said["seed"]), float(said["std"]), dtype)
 
 
-def _rows(checkpoint: Path, dim: int) -> tuple[Ids, Tensor]:
-    """Items in ascending order with the weights of their rows; optimizer state stays on disk."""
-    files = sorted(checkpoint.glob(f"rows-{TABLE}-*.safetensors"))
-    keys = [_part(file, "keys").numpy() for file in files]
-    items = np.concatenate([np.zeros(0, np.int64), *keys])
-    order_K = np.argsort(items, kind="stable")
-    items_K = items[order_K]
-    if len(items_K) and not (np.diff(items_K) > 0).all():
+def _rows(checkpoint: Checkpoint, dim: int) -> tuple[Ids, Tensor]:
+    """Items in ascending order with the weights of their rows; of optimizer state nothing stays."""
+    keys, parts = [np.zeros(0, np.int64)], [torch.empty(0, dim)]
+    for keys_n, rows_nW in checkpoint.rows(TABLE):
+        if rows_nW.shape[1] < dim:
+            raise ValueError(f"rows have {rows_nW.shape[1]} weights, not {dim}")
+        keys.append(keys_n.numpy())
+        parts.append(rows_nW[:, :dim].clone())
+    items = np.concatenate(keys)
+    order = np.argsort(items, kind="stable")
+    items = items[order]
+    # The last of equal keys is the newest; only increments may bring a key again.
+    newest = np.append(items[1:] != items[:-1], True)[: len(items)]
+    if not checkpoint.parents and not newest.all():
         raise ValueError("an item has two rows")
-    place_K = np.empty_like(order_K)
-    place_K[order_K] = np.arange(len(order_K))
-    rows_KD = torch.empty(len(items), dim)
-    begin = 0
-    for file, own in zip(files, keys, strict=True):
-        rows = _part(file, "rows", dim)
-        if tuple(rows.shape) != (len(own), dim):
-            raise ValueError(f"{file.name} has rows of {rows.shape[1]} weights, not {dim}")
-        rows_KD[torch.from_numpy(place_K[begin : begin + len(own)])] = rows
-        begin += len(own)
-    return items_K, rows_KD
-
-
-def _part(file: Path, name: str, columns: int | None = None) -> Tensor:
-    with safe_open(file, framework="pt") as opened:
-        if columns is None:
-            return opened.get_tensor(name)
-        return opened.get_slice(name)[:, :columns]
+    return items[newest], torch.cat(parts)[torch.from_numpy(order[newest])]
 
 
 # Shapes: K items of the table, T items asked for, U of them that the table does not have, D width

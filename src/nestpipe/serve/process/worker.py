@@ -25,6 +25,8 @@ from nestpipe.serve.http.limits import read_token, require_token
 from nestpipe.serve.model.ranker import HstuRankModel
 from nestpipe.serve.settings import HttpSettings, ServeSettings
 
+log = logging.getLogger("nestpipe.serve")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Role:
@@ -119,8 +121,15 @@ class _Engine:
         self.instance = Instance(self._model, role.settings, admission, recalibrate=again)
 
     def reload(self, checkpoint: str | None) -> str:
-        """Load beside the old model, then swap; a fault leaves the old one."""
+        """Load beside the old model, then swap; a fault leaves the old one.
+
+        Where the newest that verifies is older than what is served, nothing is swapped.
+        """
         model = self._load(checkpoint or self._role.checkpoint)
+        served = self._model.version
+        if checkpoint is None and _step_of(model.version) < _step_of(served):
+            log.warning("%s is kept: the newest that verifies is %s", served, model.version)
+            return served
         self.instance.swap_model(model)
         self._model = model
         return model.version
@@ -141,6 +150,11 @@ class _Engine:
         self.instance.close()
         if broken:
             raise RunError("the instance broke; its log has the reason")
+
+
+def _step_of(version: str) -> str:
+    """The part of a version that grows with training."""
+    return version.rpartition("-")[0]
 
 
 def _stop_with_parent() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Literal
@@ -10,9 +9,11 @@ from typing import Literal
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from nestpipe.batch import Batch
+from nestpipe.checkpoint import disk
+from nestpipe.checkpoint.manifest import MANIFEST
 from nestpipe.config import Table
 from nestpipe.embedding.store.first_values import round_to_bfloat16
 from nestpipe.errors import CheckpointError, ConfigError, DataError
@@ -23,6 +24,7 @@ from nestpipe.serve.model.weights import FirstRows, ItemRows
 from nestpipe.serve.types import History, PrefixItem, RankItem
 from nestpipe.train import Trainer, TrainSettings
 from nestpipe.train.config import RowSettings
+from support.checkpoints import change_manifest, replace_tensors, set_number
 
 CONFIG = HstuConfig(blocks=2, heads=2, dim=8, attention_dim=4, value_dim=4, max_len=16)
 HISTORY, ASKED = [3, 1, 4, 1, 5], [2, 7, 999]
@@ -94,18 +96,6 @@ def test_a_folder_of_checkpoints_gives_the_latest(run):
     assert model.version.startswith("step-00000003-")
 
 
-def damage(checkpoint: Path, name: str, tensor: str, value: float) -> None:
-    tensors = load_file(checkpoint / name)
-    tensors[tensor].view(-1)[0] = value
-    save_file(tensors, checkpoint / name)
-
-
-def change_about(checkpoint: Path, **values: object) -> None:
-    about = json.loads((checkpoint / "run.json").read_text())
-    about = {name: v for name, v in {**about, **values}.items() if v is not None}
-    (checkpoint / "run.json").write_text(json.dumps(about))
-
-
 DENSE, ROWS = "dense.safetensors", "rows-items-00000-00000.safetensors"
 HEAD = "model.head.3.bias"
 
@@ -113,14 +103,17 @@ HEAD = "model.head.3.bias"
 @pytest.mark.parametrize(("file", "tensor"), [(DENSE, HEAD), (ROWS, "rows")])
 def test_any_other_weight_is_another_version(checkpoint: Path, file: str, tensor: str):
     before = HstuRankModel.from_checkpoint(checkpoint, "cpu").version
-    damage(checkpoint, file, tensor, 0.125)
+    set_number(checkpoint, file, tensor, 0.125)
     assert HstuRankModel.from_checkpoint(checkpoint, "cpu").version != before
 
 
 @pytest.mark.parametrize(("file", "tensor"), [(DENSE, HEAD), (ROWS, "rows")])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_numbers_that_are_none_are_refused(checkpoint: Path, file: str, tensor: str, value: float):
-    damage(checkpoint, file, tensor, value)
+def test_numbers_that_are_none_are_refused(
+    checkpoint: Path, file: str, tensor: str, value: float, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(disk, "refuse_non_finite", lambda tensor, what: None)
+    set_number(checkpoint, file, tensor, value)
     with pytest.raises(CheckpointError, match="holds nan or inf in"):
         HstuRankModel.from_checkpoint(checkpoint, "cpu")
 
@@ -128,9 +121,9 @@ def test_numbers_that_are_none_are_refused(checkpoint: Path, file: str, tensor: 
 def test_optimizer_state_is_not_looked_at(checkpoint: Path):
     rows = load_file(checkpoint / ROWS)
     assert rows["rows"].shape[1] > CONFIG.dim
-    rows["rows"][:, CONFIG.dim :] = float("nan")
+    rows["rows"][:, CONFIG.dim :] = 99.0
     before = scores_of(HstuRankModel.from_checkpoint(checkpoint, "cpu"))
-    save_file(rows, checkpoint / ROWS)
+    replace_tensors(checkpoint, ROWS, rows)
     assert np.array_equal(scores_of(HstuRankModel.from_checkpoint(checkpoint, "cpu")), before)
 
 
@@ -140,35 +133,35 @@ def test_what_is_no_checkpoint_of_a_ranker_is_refused_in_one_sentence(checkpoint
             HstuRankModel.from_checkpoint(checkpoint, "cpu")
         assert "\n" not in str(caught.value)
 
-    about = (checkpoint / "run.json").read_text()
-    change_about(checkpoint, model=None)
+    about = (checkpoint / MANIFEST).read_text()
+    change_manifest(checkpoint, model={})
     refused("holds no ranker; train one with model.kind = 'ranker'")
-    change_about(checkpoint, model={"kind": "ranker", "config": {"blocks": 2, "colour": 1}})
+    change_manifest(checkpoint, model={"kind": "ranker", "config": {"blocks": 2, "colour": 1}})
     refused("unknown key 'colour'")
-    change_about(checkpoint, model={"kind": "ranker", "config": {"blocks": 3, "dim": 8}})
+    change_manifest(checkpoint, model={"kind": "ranker", "config": {"blocks": 3, "dim": 8}})
     refused("does not fit")
-    change_about(checkpoint, model={"kind": "ranker", "config": {"dim": 999}})
+    change_manifest(checkpoint, model={"kind": "ranker", "config": {"dim": 999}})
     refused("weights, not 999")
-    (checkpoint / "run.json").write_text("{")
-    refused("cannot be read")
-    (checkpoint / "run.json").write_text('{"format": 99}')
-    refused("not a checkpoint of format 1")
-    (checkpoint / "run.json").write_text(about)
+    (checkpoint / MANIFEST).write_text("{")
+    refused("it is no JSON")
+    (checkpoint / MANIFEST).write_text('{"format": 99}')
+    refused("not a checkpoint of format 2")
+    (checkpoint / MANIFEST).write_text(about)
     (checkpoint / ROWS).write_bytes(b"nothing")
-    refused("cannot be read")
-    (checkpoint / "run.json").unlink()
-    refused("it has no run.json")
+    refused("is damaged: it has 7 bytes")
+    (checkpoint / MANIFEST).unlink()
+    refused(r"it has no manifest\.json")
 
 
 def test_the_trainer_reads_a_checkpoint_without_the_new_entries(run, checkpoint: Path):
-    change_about(checkpoint, model=None, first_rows=None)
+    change_manifest(checkpoint, model={}, first_rows={})
     trainer = make_trainer(run[0].groups[0].tables[0].dtype)
     trainer.load(checkpoint)
     assert trainer.progress.step == 3
 
 
 def test_unknown_items_have_zeros_where_no_first_row_is_known(checkpoint: Path):
-    change_about(checkpoint, first_rows=None)
+    change_manifest(checkpoint, first_rows={})
     model = HstuRankModel.from_checkpoint(checkpoint, "cpu")
     assert model.rows.rows(np.array([999, 3]))[0].abs().sum() == 0
     assert model.rows.rows(np.array([999, 3]))[1].abs().sum() > 0

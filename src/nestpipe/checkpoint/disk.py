@@ -1,0 +1,319 @@
+"""Files that survive a crash: written with their hash, synced, renamed once.
+
+Every call that changes the file system goes through this module. `before_call` hears of each of
+them first, so that a test can end the process, or fill the disk, at any one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load
+from torch import Tensor
+
+from nestpipe.errors import CheckpointError, RunError
+
+HASH = "sha256"
+"""Fast where the processor has instructions for it: 1.7 GB/s on one core."""
+LOCK = ".lock"
+PIECE_BYTES = 1 << 24
+"""What is written or hashed at a time."""
+
+
+def before_call(call: str, path: Path) -> None:
+    """Told the name and path of each call that changes the file system, before it is made."""
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenFile:
+    """What a file must be to be taken for the one that was written."""
+
+    num_bytes: int
+    hash: str
+
+
+def write_bytes(path: Path, pieces: Iterator[bytes | memoryview]) -> WrittenFile:
+    """A new file of these pieces, on the disk when this returns."""
+    digest, size = hashlib.new(HASH), 0
+    before_call("create", path)
+    with path.open("xb", buffering=0) as file:
+        for piece in pieces:
+            left = memoryview(piece).cast("B")
+            digest.update(left)
+            size += len(left)
+            while len(left):
+                before_call("write", path)
+                left = left[file.write(left[:PIECE_BYTES]) :]
+        before_call("sync", path)
+        os.fsync(file.fileno())
+    return WrittenFile(size, digest.hexdigest())
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> WrittenFile:
+    """A new safetensors file; numbers that are not finite are refused."""
+    for name, tensor in tensors.items():
+        refuse_non_finite(tensor, f"{name} of {path.name}")
+    return write_bytes(path, _safetensors(tensors))
+
+
+def refuse_non_finite(tensor: Tensor, what: str) -> None:
+    """Nothing that is NaN or inf is ever saved."""
+    if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        raise RunError(
+            f"{what} holds NaN or inf, so the checkpoint is not written; go on from the one before "
+            "with lower learning rates"
+        )
+
+
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+def _safetensors(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+    """The pieces of a safetensors file, without a second copy of the tensors."""
+    header: dict[str, object] = {}
+    begin = 0
+    for name, tensor in tensors.items():
+        end = begin + tensor.numel() * tensor.element_size()
+        kind = _DTYPES[tensor.dtype]
+        header[name] = {
+            "dtype": kind,
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+        begin = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for tensor in tensors.values():
+        if tensor.numel():
+            flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            yield memoryview(flat.numpy())  # type: ignore[arg-type]
+
+
+def read_bytes(path: Path, expected: WrittenFile | None) -> bytearray:
+    """A file's contents, hashed while they are read; what differs from `expected` is refused."""
+    try:
+        with path.open("rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            if expected is not None and size != expected.num_bytes:
+                raise damaged(path, f"it has {size} bytes instead of {expected.num_bytes}")
+            contents = bytearray(size)
+            _read_into(file.readinto, memoryview(contents), path)
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    except MemoryError:
+        raise CheckpointError(
+            f"{str(path)!r} does not fit the memory that is left; free some, or use more ranks"
+        ) from None
+    if expected is not None and hashlib.new(HASH, contents).hexdigest() != expected.hash:
+        raise damaged(path, "its contents are not those that were written")
+    return contents
+
+
+def _read_into(read: Callable[[memoryview], int | None], room: memoryview, path: Path) -> None:
+    while len(room):
+        count = read(room)
+        if not count:
+            raise damaged(path, "it became shorter while it was read")
+        room = room[count:]
+
+
+def read_tensors(path: Path, expected: WrittenFile | None) -> dict[str, Tensor]:
+    """The tensors of a safetensors file that is what it was when it was written."""
+    contents = read_bytes(path, expected)
+    try:
+        return load(bytes(contents))
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise damaged(path, f"no safetensors file ({error})") from None
+
+
+def hash_of(path: Path) -> WrittenFile:
+    """The size and hash of a file, read in pieces."""
+    digest, size = hashlib.new(HASH), 0
+    room = memoryview(bytearray(PIECE_BYTES))
+    try:
+        with path.open("rb", buffering=0) as file:
+            while count := file.readinto(room):
+                digest.update(room[:count])
+                size += count
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    return WrittenFile(size, digest.hexdigest())
+
+
+def damaged(path: Path, why: str) -> CheckpointError:
+    """The error for a file that is not what it was."""
+    return CheckpointError(f"{str(path)!r} is damaged: {why}; use another checkpoint")
+
+
+def _unreadable(path: Path, error: OSError) -> CheckpointError:
+    if isinstance(error, FileNotFoundError):
+        return damaged(path, "it is missing")
+    return CheckpointError(
+        f"{str(path)!r} cannot be read: {error.strerror}; use another checkpoint"
+    )
+
+
+@contextmanager
+def explained(what: str) -> Iterator[None]:
+    """Turn a failing file-system call inside into one sentence about `what`."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        where = f" ({error.filename})" if error.filename else ""
+        raise CheckpointError(f"cannot write {what}: {reason}{where}; {_remedy(error)}") from None
+
+
+def _remedy(error: OSError) -> str:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return "free space, keep fewer checkpoints (run.keep_last), or choose another folder"
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return "make the folder writable, or choose another folder"
+    return "check the disk, or choose another folder"
+
+
+# Folders: what is in one has its name only once it is whole.
+
+
+def make_folder(path: Path) -> None:
+    """A folder, with those above it."""
+    before_call("mkdir", path)
+    path.mkdir(parents=True, exist_ok=True)
+
+
+def sync_folder(path: Path) -> None:
+    """Let the names in a folder survive a power cut."""
+    before_call("sync", path)
+    opened = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
+def publish(partial: Path, target: Path) -> None:
+    """Give a whole folder its name in one step; one that had the name goes away afterwards."""
+    sync_folder(partial)
+    if target.exists():
+        _exchange(partial, target)
+        sync_folder(target.parent)
+        remove_folder(partial)
+    else:
+        before_call("rename", target)
+        partial.rename(target)
+        sync_folder(target.parent)
+
+
+_RENAME_EXCHANGE, _AT_FDCWD = 2, -100
+
+
+def _exchange(one: Path, other: Path) -> None:
+    """Swap two names in one step, where the system can; else in two."""
+    before_call("exchange", other)
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    paths = os.fsencode(one), os.fsencode(other)
+    if renameat2 is not None:
+        if renameat2(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], _RENAME_EXCHANGE) == 0:
+            return
+        number = ctypes.get_errno()
+        if number not in (errno.EINVAL, errno.ENOSYS):
+            raise OSError(number, os.strerror(number), str(other))
+    aside = one.with_name(f"{one.name}.replaced")
+    other.rename(aside)
+    before_call("rename", other)
+    one.rename(other)
+    aside.rename(one)
+
+
+def remove_folder(path: Path) -> None:
+    """Take the name away first, then the contents: what is half removed has no name."""
+    trash = path.with_name(f".trash-{path.name.lstrip('.')}-{os.getpid()}")
+    before_call("rename", trash)
+    path.rename(trash)
+    before_call("remove", trash)
+    shutil.rmtree(trash)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """What a run that was ended has left half written or half removed; needs the folder's lock."""
+    for left in [*folder.glob(".partial-*"), *folder.glob(".trash-*")]:
+        before_call("remove", left)
+        shutil.rmtree(left)
+
+
+# One writer per folder.
+
+_held: dict[Path, int] = {}
+"""Folders that this process has locked, with how often."""
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold a folder for writing; another process that does so is named and this one refused.
+
+    The system gives the lock back when the process ends, however it ends.
+    """
+    with explained(f"to {str(folder)!r}"):
+        make_folder(folder)
+        key = folder.resolve()
+        file = None if key in _held else _open_lock(folder)
+    _held[key] = _held.get(key, 0) + 1
+    try:
+        yield
+    finally:
+        _held[key] -= 1
+        if not _held[key]:
+            del _held[key]
+        if file is not None:
+            os.close(file)
+
+
+def _open_lock(folder: Path) -> int:
+    path = folder / LOCK
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.pread(file, 200, 0).decode(errors="replace").strip() or "another process"
+        os.close(file)
+        raise CheckpointError(
+            f"{holder} writes checkpoints to {str(folder)!r}; end it, or choose another folder"
+        ) from None
+    os.ftruncate(file, 0)
+    os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    return file
+
+
+def check_writable(folder: Path) -> None:
+    """Notice before training that a checkpoint could not be written after it."""
+    probe = folder / f".partial-probe-{os.getpid()}"
+    with explained(f"checkpoints to {str(folder)!r}"):
+        make_folder(folder)
+        probe.mkdir()
+        write_bytes(probe / "probe", iter([b"probe"]))
+        shutil.rmtree(probe)

@@ -1,0 +1,305 @@
+"""A folder of checkpoints: what is in it, the newest that is whole, what to keep.
+
+A checkpoint is a folder `step-00000123`. An increment holds the rows written since its parent; to
+restore it means to read the parent, then the increment.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+from torch import Tensor
+
+from nestpipe.checkpoint.disk import (
+    damaged,
+    explained,
+    hash_of,
+    locked,
+    make_folder,
+    publish,
+    read_tensors,
+    remove_folder,
+    remove_leftovers,
+    write_tensors,
+)
+from nestpipe.checkpoint.manifest import (
+    DENSE,
+    MANIFEST,
+    OLD_MANIFEST,
+    FileEntry,
+    Json,
+    Manifest,
+    is_old,
+    read_manifest,
+    write_manifest,
+)
+from nestpipe.errors import CheckpointError
+
+log = logging.getLogger("nestpipe.checkpoint")
+
+_NAME = re.compile(r"step-(\d{8,})", re.ASCII)
+MOST_PARENTS = 10_000
+"""A longer chain of increments is a circle."""
+T = TypeVar("T")
+
+
+def name_of(step: int) -> str:
+    """The name of the checkpoint after so many batches."""
+    return f"step-{step:08d}"
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint whose manifests read back and whose files have their sizes."""
+
+    path: Path
+    manifest: Manifest
+    parents: tuple[Checkpoint, ...] = ()
+    """What it goes on from, the full one first."""
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def chain(self) -> tuple[Checkpoint, ...]:
+        """All that a restore reads, in that order."""
+        return (*self.parents, self)
+
+    def dense(self) -> dict[str, Tensor]:
+        """Dense weights and optimizer state, verified."""
+        return self._tensors(DENSE)
+
+    def rows(self, table: str, shard: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+        """Keys and rows of a table, verified, the newest of a key last; of one shard or of all."""
+        for checkpoint in self.chain:
+            for name, entry in checkpoint.manifest.files.items():
+                if entry.table == table and shard in (None, entry.shard):
+                    yield checkpoint._rows(name, entry)
+
+    def _rows(self, name: str, entry: FileEntry) -> tuple[Tensor, Tensor]:
+        tensors = self._tensors(name)
+        if set(tensors) != {"keys", "rows"} or len(tensors["keys"]) != len(tensors["rows"]):
+            raise damaged(self.path / name, "it does not hold a row for each key")
+        if entry.hash and len(tensors["keys"]) != entry.rows:
+            raise damaged(self.path / name, f"it does not hold {entry.rows} rows")
+        return tensors["keys"], tensors["rows"]
+
+    def _tensors(self, name: str) -> dict[str, Tensor]:
+        entry = self.manifest.files.get(name)
+        if entry is None:
+            raise damaged(self.path, f"it has no {name}")
+        return read_tensors(self.path / name, entry.written)
+
+    def verify(self) -> None:
+        """Read every file of the checkpoint and its parents; raises what is wrong with one."""
+        for checkpoint in self.chain:
+            for name, entry in checkpoint.manifest.files.items():
+                path = checkpoint.path / name
+                if entry.written is not None and hash_of(path) != entry.written:
+                    raise damaged(path, "its contents are not those that were written")
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """The checkpoint of that path; its files are compared by name and size, not read yet."""
+    parents: list[Checkpoint] = []
+    newest = _open_one(path)
+    of = newest.manifest.parent
+    while of is not None and len(parents) < MOST_PARENTS:
+        parent = _open_one(path.parent / of.name)
+        if parent.manifest.hash != of.hash:
+            raise damaged(path, f"{of.name} is not the checkpoint that it goes on from")
+        parents.insert(0, parent)
+        of = parent.manifest.parent
+    return Checkpoint(path, newest.manifest, tuple(parents))
+
+
+def _open_one(path: Path) -> Checkpoint:
+    if not path.is_dir():
+        raise CheckpointError(f"there is no checkpoint {str(path)!r}; check its name")
+    manifest = read_manifest(path)
+    named = _NAME.fullmatch(path.name)
+    if named and int(named[1]) != manifest.step:
+        raise damaged(path, f"it holds step {manifest.step}")
+    found = {file.name: file.stat().st_size for file in path.iterdir()}
+    known = {MANIFEST} if not is_old(manifest) else {OLD_MANIFEST}
+    for name, entry in manifest.files.items():
+        if name not in found:
+            raise damaged(path / name, "it is missing")
+        if found[name] != entry.num_bytes:
+            raise damaged(path / name, f"it has {found[name]} bytes, not {entry.num_bytes}")
+    if extra := sorted(set(found) - set(manifest.files) - known):
+        raise damaged(path / extra[0], "the manifest does not name it")
+    if DENSE not in manifest.files:
+        raise damaged(path, f"it has no {DENSE}")
+    return Checkpoint(path, manifest)
+
+
+def write_checkpoint(
+    folder: Path,
+    about: Manifest,
+    dense: Mapping[str, Tensor],
+    rows: Mapping[str, tuple[Tensor, Tensor]],
+) -> Path:
+    """A whole checkpoint of one shard: dense tensors, and keys and rows of each table.
+
+    Its files and the number of rows are entered into `about` here.
+    """
+    target = folder / name_of(about.step)
+    partial = folder / f".partial-{target.name}"
+    with locked(folder), explained(f"the checkpoint {str(target)!r}"):
+        remove_leftovers(folder)
+        make_folder(partial)
+        files = {DENSE: FileEntry.of(write_tensors(partial / DENSE, dense))}
+        for table, (keys, values) in rows.items():
+            name = rows_file(table, 0, 0)
+            written = write_tensors(partial / name, {"keys": keys, "rows": values})
+            files[name] = FileEntry.of(written, table=table, rows=len(keys))
+        write_manifest(partial, replace(about, files=files, tables=counted(about.tables, files)))
+        publish(partial, target)
+    return target
+
+
+def rows_file(table: str, shard: int, part: int) -> str:
+    """The name of a file of rows."""
+    return f"rows-{table}-{shard:05d}-{part:05d}.safetensors"
+
+
+def counted(tables: Sequence[Json], files: Mapping[str, FileEntry]) -> tuple[Json, ...]:
+    """What is known of each table, with the rows that these files have of it."""
+    return tuple(
+        {**table, "rows": sum(e.rows for e in files.values() if e.table == table["name"])}
+        for table in tables
+    )
+
+
+def paths_in(folder: Path) -> list[Path]:
+    """The checkpoints of a folder by name, oldest first; none is opened."""
+    if not folder.is_dir():
+        return []
+    found = [(int(m[1]), path) for path in folder.iterdir() if (m := _NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(found)]
+
+
+def candidates(path: Path) -> list[Path]:
+    """A checkpoint alone, or those of a folder, newest first."""
+    return [path] if is_checkpoint(path) else paths_in(path)[::-1]
+
+
+def first_good(paths: Sequence[Path], use: Callable[[Path], T], *, tell: bool = True) -> T | None:
+    """What `use` makes of the first checkpoint that it does not refuse; says which it skipped.
+
+    `use` verifies what it reads. None where there is no checkpoint at all; where all are refused,
+    the first one's reason is raised.
+    """
+    first: CheckpointError | None = None
+    for path in paths:
+        try:
+            return use(path)
+        except CheckpointError as error:
+            first = first or error
+            if tell and len(paths) > 1:
+                log.warning("skipped %s: %s", path.name, error)
+    if first is not None and len(paths) > 1:
+        where = str(paths[0].parent)
+        raise CheckpointError(f"no checkpoint of {where!r} can be used; of the newest: {first}")
+    if first is not None:
+        raise first
+    return None
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a path is a checkpoint itself, not a folder of them."""
+    return any((path / name).exists() for name in (MANIFEST, OLD_MANIFEST))
+
+
+def open_noted(path: Path, *, tell: bool = True) -> Checkpoint:
+    """Open a checkpoint, and say so where it cannot be verified."""
+    opened = open_checkpoint(path)
+    if tell and any(is_old(one.manifest) for one in opened.chain):
+        log.warning("%s is of format 1, which has no checksums: damage is not noticed", path)
+    return opened
+
+
+def newest(folder: Path, *, tell: bool = True) -> Checkpoint | None:
+    """The newest checkpoint that verifies in full."""
+
+    def verified(path: Path) -> Checkpoint:
+        checkpoint = open_noted(path, tell=tell)
+        checkpoint.verify()
+        return checkpoint
+
+    return first_good(candidates(folder), verified, tell=tell)
+
+
+def readable(folder: Path) -> list[Checkpoint]:
+    """Checkpoints of a folder that open, oldest first."""
+    found: list[Checkpoint] = []
+    for path in paths_in(folder):
+        try:
+            found.append(open_checkpoint(path))
+        except CheckpointError as error:
+            log.debug("%s does not open: %s", path, error)
+    return found
+
+
+# Retention: which checkpoints stay.
+
+LOWER_IS_BETTER = ("loss", "log_loss", "normalised_entropy")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Retention:
+    """Which checkpoints to keep besides the newest; with nothing said, all of them."""
+
+    last: int = 0
+    """The newest so many; 0: no rule."""
+    hours: float = 0.0
+    """Those not older than this; 0: no rule."""
+    best: str = ""
+    """The one with the best value of this metric; empty: no rule."""
+
+    def kept(self, checkpoints: Sequence[Checkpoint], now: float) -> set[str]:
+        """Names to keep; an increment keeps its parents."""
+        chosen = set[str]()
+        if not (self.last or self.hours):
+            chosen |= {one.name for one in checkpoints}
+        if self.last:
+            chosen |= {one.name for one in checkpoints[-self.last :]}
+        if self.hours:
+            first = now - 3600 * self.hours
+            chosen |= {one.name for one in checkpoints if one.manifest.created >= first}
+        if checkpoints:
+            chosen.add(checkpoints[-1].name)
+        if best := best_of(checkpoints, self.best):
+            chosen.add(best.name)
+        return {link.name for one in checkpoints if one.name in chosen for link in one.chain}
+
+
+def best_of(checkpoints: Sequence[Checkpoint], metric: str) -> Checkpoint | None:
+    """The checkpoint with the best value of a metric, the newest of equals."""
+    measured = [one for one in checkpoints if metric in one.manifest.metrics]
+    sign = -1.0 if metric in LOWER_IS_BETTER else 1.0
+    by_value = sorted(measured, key=lambda one: sign * one.manifest.metrics[metric])
+    return by_value[-1] if by_value else None
+
+
+def prune(
+    folder: Path, retention: Retention, now: float, *, protect: Sequence[str] = ()
+) -> list[Path]:
+    """Remove what the retention does not keep, and return it; needs the folder's lock.
+
+    Only checkpoints that open are removed, newest first: no increment outlives its parent.
+    """
+    found = readable(folder)
+    kept = retention.kept(found, now) | set(protect)
+    gone = [one.path for one in reversed(found) if one.name not in kept]
+    with explained(f"to {str(folder)!r}"):
+        for path in gone:
+            remove_folder(path)
+    return gone

@@ -1,0 +1,394 @@
+"""Any damage to a checkpoint is noticed, and the newest good one is used."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import shutil
+import signal
+import stat
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from nestpipe.checkpoint import disk
+from nestpipe.checkpoint.folder import (
+    Checkpoint,
+    candidates,
+    first_good,
+    newest,
+    open_checkpoint,
+    paths_in,
+    write_checkpoint,
+)
+from nestpipe.checkpoint.manifest import DENSE, MANIFEST, Manifest, Parent, read_manifest
+from nestpipe.comm import LocalCommunicator
+from nestpipe.config import build
+from nestpipe.errors import CheckpointError, NestpipeError, RunError
+from nestpipe.models import HstuConfig, HstuRanker
+from nestpipe.serve.model.weights import read_weights
+from nestpipe.train import JobConfig, loop
+from support.checkpoints import change_manifest, flip_bit, set_number
+from support.examples import num_examples
+
+CONFIG = HstuConfig(blocks=1, heads=1, dim=4, attention_dim=4, value_dim=4, max_len=8)
+ROWS = "rows-items-00000-00000.safetensors"
+
+
+def write(folder: Path, step: int) -> Path:
+    """A small ranker, other weights for each step."""
+    rng = torch.Generator().manual_seed(step)
+    weights = HstuRanker(CONFIG).state_dict()
+    return write_checkpoint(
+        folder,
+        Manifest(
+            step=step,
+            tables=({"name": "items", "dim": 4, "dtype": "float32"},),
+            model={"kind": "ranker", "config": asdict(CONFIG)},
+        ),
+        {
+            f"model.{k}": torch.randn(v.shape, generator=rng, dtype=v.dtype)
+            for k, v in weights.items()
+        },
+        {"items": (torch.arange(9), torch.randn(9, 5, generator=rng))},
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Steps 1 and 2."""
+    write(tmp_path, 1)
+    write(tmp_path, 2)
+    return tmp_path
+
+
+def verified(path: Path) -> Checkpoint:
+    checkpoint = open_checkpoint(path)
+    checkpoint.verify()
+    return checkpoint
+
+
+def test_what_is_written_reads_back(folder: Path):
+    checkpoint = verified(folder / "step-00000002")
+    (keys, rows) = next(iter(checkpoint.rows("items")))
+    expected = torch.Generator().manual_seed(2)
+    assert keys.tolist() == list(range(9))
+    assert rows.shape == (9, 5)
+    assert checkpoint.manifest.tables[0]["rows"] == checkpoint.manifest.num_rows == 9
+    first = next(iter(HstuRanker(CONFIG).state_dict().items()))
+    written = torch.randn(first[1].shape, generator=expected)
+    assert torch.equal(checkpoint.dense()[f"model.{first[0]}"], written)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.uint8]
+)
+def test_tensors_of_any_kind_and_shape_read_back(tmp_path: Path, dtype: torch.dtype):
+    shapes: list[tuple[int, ...]] = [(), (0,), (3,), (2, 0), (2, 3)]
+    tensors = {f"t{n}": torch.ones(shape).to(dtype) for n, shape in enumerate(shapes)}
+    tensors["turned"] = torch.arange(6).reshape(2, 3).t().to(dtype)
+    written = disk.write_tensors(tmp_path / "file", tensors)
+    read = disk.read_tensors(tmp_path / "file", written)
+    assert read.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert read[name].dtype == dtype
+        assert torch.equal(read[name], tensor)
+
+
+def test_every_flipped_bit_is_noticed_and_the_one_before_is_used(folder: Path, tmp_path: Path):
+    """Bits are chosen over all files by their size, manifest included; the seed names them."""
+    rng = random.Random(19)
+    path = folder / "step-00000002"
+    before = read_weights(folder / "step-00000001")
+    sizes = {file: file.stat().st_size for file in path.iterdir()}
+    for _ in range(num_examples("bit flips")):
+        file = rng.choices(list(sizes), weights=list(sizes.values()))[0]
+        bit = rng.randrange(8 * sizes[file])
+        flip_bit(file, bit)
+        with pytest.raises(CheckpointError, match=r"damaged|format"):
+            verified(path)
+        with pytest.raises(CheckpointError, match=r"damaged|format"):
+            read_weights(path)
+        used = read_weights(folder)
+        assert used.step == 1
+        assert torch.equal(used.rows_KD, before.rows_KD)
+        flip_bit(file, bit)
+    assert verified(path).manifest.step == 2
+
+
+def truncate(path: Path) -> None:
+    for file in path.iterdir():
+        contents = file.read_bytes()
+        file.write_bytes(contents[: len(contents) // 2])
+
+
+def remove(name: str) -> Callable[[Path], object]:
+    return lambda path: (path / name).unlink()
+
+
+def take_from_before(name: str) -> Callable[[Path], object]:
+    return lambda path: (path / name).write_bytes(
+        (path.parent / "step-00000001" / name).read_bytes()
+    )
+
+
+def add_file(path: Path) -> None:
+    shutil.copy(path / ROWS, path / "rows-items-00001-00000.safetensors")
+
+
+def swap(path: Path) -> None:
+    one, other = path / ROWS, path / DENSE
+    held = one.read_bytes()
+    one.write_bytes(other.read_bytes())
+    other.write_bytes(held)
+
+
+def be_another_step(path: Path) -> None:
+    shutil.rmtree(path)
+    shutil.copytree(path.parent / "step-00000001", path)
+
+
+def lose_all(path: Path) -> None:
+    for file in path.iterdir():
+        file.unlink()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        truncate,
+        remove(DENSE),
+        remove(ROWS),
+        remove(MANIFEST),
+        take_from_before(DENSE),
+        take_from_before(ROWS),
+        take_from_before(MANIFEST),
+        add_file,
+        swap,
+        be_another_step,
+        lose_all,
+    ],
+    ids=lambda damage: getattr(damage, "__qualname__", "").split(".")[0],
+)
+def test_a_file_short_missing_swapped_older_or_extra_is_noticed(
+    folder: Path, damage: Callable[[Path], object], caplog: pytest.LogCaptureFixture
+):
+    damage(folder / "step-00000002")
+    with pytest.raises(CheckpointError) as caught:
+        verified(folder / "step-00000002")
+    assert "\n" not in str(caught.value)
+    good = newest(folder)
+    assert good is not None
+    assert good.name == "step-00000001"
+    assert "skipped step-00000002: " in caplog.text
+    assert read_weights(folder).step == 1
+
+
+def test_every_truncation_of_a_small_file_is_noticed(folder: Path):
+    path = folder / "step-00000002"
+    for file in list(path.iterdir()):
+        contents = file.read_bytes()
+        for size in range(0, len(contents), 1 + len(contents) // 40):
+            file.write_bytes(contents[:size])
+            with pytest.raises(CheckpointError):
+                verified(path)
+        file.write_bytes(contents)
+    verified(path)
+
+
+def test_where_all_are_damaged_the_newest_one_s_reason_is_told(folder: Path):
+    for path in paths_in(folder):
+        (path / DENSE).unlink()
+    with pytest.raises(CheckpointError, match=r"of the newest: .*step-00000002.*missing"):
+        newest(folder)
+
+
+def test_a_folder_without_checkpoints_has_no_newest(tmp_path: Path):
+    assert newest(tmp_path) is None
+    assert newest(tmp_path / "nothing") is None
+
+
+def test_a_manifest_that_fits_nothing_is_refused(folder: Path):
+    path = folder / "step-00000002"
+    (path / MANIFEST).write_text("[" * 100_000)
+    with pytest.raises(CheckpointError, match="no JSON"):
+        open_checkpoint(path)
+    files = {"../../etc/passwd": read_manifest(folder / "step-00000001").files[DENSE]}
+    shutil.copy(folder / "step-00000001" / MANIFEST, path / MANIFEST)
+    with pytest.raises(ValueError, match="names a file"):
+        change_manifest(path, step=2, files=files)
+    with pytest.raises(CheckpointError, match="does not read as a manifest"):
+        open_checkpoint(path)
+
+
+def test_a_checkpoint_without_checksums_loads_with_a_warning(
+    folder: Path, caplog: pytest.LogCaptureFixture
+):
+    """Format 1, as it was written before."""
+    path = folder / "step-00000002"
+    about = json.loads((path / MANIFEST).read_text())
+    old = {name: about[name] for name in ("step", "epoch", "position", "optimizer", "tables")}
+    (path / MANIFEST).unlink()
+    old |= {"format": 1, "model": about["model"], "first_rows": {}}
+    (path / "run.json").write_text(json.dumps(old))
+    assert read_weights(folder).step == 2
+    assert "is of format 1, which has no checksums" in caplog.text
+
+
+def test_a_checkpoint_in_the_making_is_none(folder: Path):
+    (folder / "step-00000002").rename(folder / ".partial-step-00000002")
+    assert [path.name for path in candidates(folder)] == ["step-00000001"]
+    write(folder, 3)
+    assert not list(folder.glob(".partial-*"))
+
+
+def test_a_step_that_is_written_again_replaces_the_old_one_at_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """There is a good checkpoint of that name at every moment."""
+    hash_before = read_manifest(folder / "step-00000002").hash
+    seen: list[str] = []
+
+    def look(call: str, path: Path) -> None:
+        seen.append(verified(folder / "step-00000002").manifest.hash)
+
+    set_number(folder / "step-00000002", DENSE, "model.head.3.bias", 7.0)
+    changed = read_manifest(folder / "step-00000002").hash
+    assert changed != hash_before
+    monkeypatch.setattr(disk, "before_call", look)
+    write(folder, 2)
+    assert set(seen) == {hash_before, changed}
+
+
+def test_modes_follow_the_umask(tmp_path: Path):
+    before = os.umask(0o027)
+    try:
+        path = write(tmp_path / "run", 1)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o750
+    assert {stat.S_IMODE(file.stat().st_mode) for file in path.iterdir()} == {0o640}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_nothing_that_is_not_finite_is_ever_saved(tmp_path: Path, value: float):
+    with pytest.raises(RunError, match="holds NaN or inf, so the checkpoint is not written"):
+        disk.write_tensors(tmp_path / "file", {"w": torch.tensor([1.0, value])})
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("number", "says"),
+    [
+        (errno.ENOSPC, "No space left on device .*; free space, keep fewer checkpoints"),
+        (errno.EACCES, "Permission denied .*; make the folder writable"),
+        (errno.EIO, "Input/output error .*; check the disk"),
+    ],
+)
+def test_a_fault_of_the_disk_is_one_sentence_and_leaves_the_old_ones(
+    folder: Path, number: int, says: str, monkeypatch: pytest.MonkeyPatch
+):
+    """At every call that changes the file system, one after the other."""
+    calls = 0
+
+    def count(call: str, path: Path) -> None:
+        nonlocal calls
+        calls += 1
+
+    with monkeypatch.context() as patched:
+        patched.setattr(disk, "before_call", count)
+        write(folder, 3)
+    shutil.rmtree(folder / "step-00000003")
+    for failing in range(calls):
+        left = failing
+
+        def fail(call: str, path: Path) -> None:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise OSError(number, os.strerror(number), str(path))
+
+        with monkeypatch.context() as patched:
+            patched.setattr(disk, "before_call", fail)
+            with pytest.raises(CheckpointError, match=says) as caught:
+                write(folder, 3)
+        assert "\n" not in str(caught.value)
+        good = newest(folder)
+        assert good is not None
+        assert good.manifest.step in (2, 3)
+        shutil.rmtree(folder / "step-00000003", ignore_errors=True)
+    write(folder, 3)
+    assert verified(folder / "step-00000003")
+
+
+def test_a_second_writer_is_refused_in_one_sentence(folder: Path):
+    """A process of its own holds the lock."""
+    parent, child = os.pipe()
+    pid = os.fork()
+    if pid == 0:  # it ends without pytest's own clean-up
+        with disk.locked(folder / "held"):
+            os.write(child, b"x")
+            signal.pause()
+    os.read(parent, 1)
+    try:
+        with (
+            pytest.raises(CheckpointError, match=rf"process {pid} on \S+ writes checkpoints to"),
+            disk.locked(folder / "held"),
+        ):
+            pass
+    finally:
+        os.kill(pid, 9)
+        os.waitpid(pid, 0)
+    with disk.locked(folder / "held"), disk.locked(folder / "held"):
+        write(folder / "held", 1)
+
+
+def test_a_folder_that_cannot_be_written_is_noticed_before_training(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    config = build(
+        JobConfig,
+        {
+            "data": {"synthetic": {"samples": 64, "num_tables": 2}},
+            "run": {"batch": 16, "device": "cpu", "checkpoint": str(tmp_path / "file")},
+        },
+    )
+    steps: list[object] = []
+    with pytest.raises(CheckpointError, match=r"cannot write to .*; check the disk"):
+        loop.train_job(loop.prepare(config, LocalCommunicator(), None), steps.append)
+    assert not steps
+
+
+def test_errors_of_use_are_not_hidden(folder: Path):
+    def refuse(path: Path) -> None:
+        raise NestpipeError("another matter")
+
+    with pytest.raises(NestpipeError, match="another matter"):
+        first_good(candidates(folder), refuse)
+
+
+def test_a_newer_row_of_an_increment_wins(folder: Path):
+    """Serving reads the parent, then the increment."""
+    full = read_manifest(folder / "step-00000001")
+    write_checkpoint(
+        folder,
+        Manifest(step=3, tables=full.tables, model=full.model),
+        open_checkpoint(folder / "step-00000001").dense(),
+        {"items": (torch.tensor([2, 40]), torch.full((2, 5), 7.0))},
+    )
+    parent = Parent(name="step-00000001", hash=full.hash)
+    change_manifest(folder / "step-00000003", parent=parent)
+    weights = read_weights(folder)
+    assert weights.step == 3
+    assert weights.items_K.tolist() == [*range(9), 40]
+    assert np.array_equal(weights.rows_KD[2].numpy(), np.full(4, 7.0, np.float32))
+    before = read_weights(folder / "step-00000001")
+    assert torch.equal(weights.rows_KD[3], before.rows_KD[3])
+    set_number(folder / "step-00000001", ROWS, "rows", 0.5)  # another one of that name
+    with pytest.raises(CheckpointError, match="is not the checkpoint that it goes on from"):
+        open_checkpoint(folder / "step-00000003")
