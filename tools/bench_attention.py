@@ -38,10 +38,10 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from triton.errors import TritonError
 
-from nestpipe.kernels.attention.reference import Mask, RelativeBias
-from nestpipe.kernels.fused_attention import launch, plain_attention
-from nestpipe.kernels.fused_attention.function import attention_by_kernels
-from nestpipe.kernels.fused_attention.launch import Problem, Tiles, TileShape
+from nestpipe.kernels.attention import fused_launch as launch
+from nestpipe.kernels.attention.fused import attention_by_kernels
+from nestpipe.kernels.attention.fused_launch import Problem, Tiles, TileShape
+from nestpipe.kernels.attention.reference import Mask, RelativeBias, plain_attention
 
 HEADS, BATCH, LENGTH = 4, 4, 4096
 POSITIONS, TIME_BUCKETS = 64, 32

@@ -41,7 +41,7 @@ from nestpipe.errors import ConfigError, NestpipeError, RunError  # noqa: E402
 
 if TYPE_CHECKING:
     from nestpipe.bench.lab import Comparison, LabReading, Peer, TableRow
-    from nestpipe.bench.pipeline.cases import PipelineCase, Variant
+    from nestpipe.bench.pipeline_cases import PipelineCase, Variant
 
 
 def say(line: str) -> None:
@@ -191,7 +191,7 @@ def _compare_one(
 
 def _details(result: Comparison) -> str:
     """Medians over rounds, with the fastest and the slowest round."""
-    from nestpipe.bench.pipeline.cases import SerialLoop
+    from nestpipe.bench.pipeline_cases import SerialLoop
 
     case = result.case
     lines = [

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
         TrainSettings,
         evaluate,
     )
-    from nestpipe.train.verify.plans import verify
+    from nestpipe.train.verify import verify
 
 __version__ = "0.1.0"
 
@@ -68,7 +68,7 @@ _MODULE_OF = {
     "evaluate": "train",
     "launch": "comm",
     "open_source": "data",
-    "verify": "train.verify.plans",
+    "verify": "train.verify",
 }
 
 __all__ = [

@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from nestpipe.kernels.attention.reference import Mask, RelativeBias
-from nestpipe.kernels.fused_attention import fused_attention, plain_attention
-from nestpipe.kernels.fused_attention.function import attention_by_kernels
+from nestpipe.kernels.attention.fused import attention_by_kernels, fused_attention
+from nestpipe.kernels.attention.reference import Mask, RelativeBias, plain_attention
 
 pytest.importorskip("triton", reason="triton comes with torch's builds for GPUs alone")
 

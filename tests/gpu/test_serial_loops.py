@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import torch
 
-from nestpipe.bench.pipeline.cases import CASES, SerialLoop, Variant
-from nestpipe.bench.pipeline.rank import Rounds
+from nestpipe.bench.pipeline_cases import CASES, SerialLoop, Variant
+from nestpipe.bench.pipeline_rank import Rounds
 from nestpipe.comm import LocalCommunicator
 
 SMALL = replace(

@@ -25,7 +25,7 @@ from nestpipe.runtime.cuda import CudaLanes
 from nestpipe.schedule import Lane
 from nestpipe.train.config import PipelineSettings, TrainSettings
 from nestpipe.train.trainer import Trainer
-from nestpipe.train.verify.plans import Verdict, verify
+from nestpipe.train.verify import Verdict, verify
 
 BATCH, STEPS = 48, 6
 DIM, USER_DIM, FEATURES = 16, 8, 3

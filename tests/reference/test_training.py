@@ -22,7 +22,7 @@ from nestpipe.config import Table, build
 from nestpipe.embedding.optimizers import OPTIMIZERS
 from nestpipe.jagged import Jagged
 from nestpipe.models import Dlrm, DlrmConfig, HstuConfig, HstuRetriever, Loss
-from nestpipe.models.retriever import SampledSoftmaxConfig
+from nestpipe.models.hstu_models import SampledSoftmaxConfig
 from nestpipe.train.config import TrainSettings
 from nestpipe.train.trainer import Trainer
 from reference.plain import PlainClicks, PlainDlrm, PlainLoop, embedding, row_optimizer

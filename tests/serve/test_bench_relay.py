@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from nestpipe.bench.relay import report as relay_kill
-from nestpipe.bench.relay import run as relay
-from nestpipe.bench.relay.report import Reference
-from nestpipe.bench.relay.service import write_random
+from nestpipe.bench import relay_report as relay_kill
+from nestpipe.bench import relay_run as relay
+from nestpipe.bench.relay_report import Reference
+from nestpipe.bench.relay_service import write_random
 from nestpipe.loadtest.run import RandomModel
 from nestpipe.loadtest.settings import LoadSettings, WorkloadSettings
-from nestpipe.serve.model.ranker import HstuRankModel
+from nestpipe.serve.engine.rank_model import HstuRankModel
 from nestpipe.serve.settings import ServeSettings
 from nestpipe.serve.types import RealClock
 

@@ -26,11 +26,10 @@ from nestpipe.checkpoint.manifest import Manifest
 from nestpipe.errors import CheckpointError, DataError, NestpipeError, RunError, ShedError
 from nestpipe.models import HstuConfig, HstuRanker
 from nestpipe.serve.engine.instance import Instance
-from nestpipe.serve.http.app import ServedApp
+from nestpipe.serve.engine.rank_model import HstuRankModel
+from nestpipe.serve.http.apps import ServedApp, instance_app
 from nestpipe.serve.http.bodies import MEDIA_TYPE
 from nestpipe.serve.http.client import Client, ranking_body, read_stats, signal_body
-from nestpipe.serve.http.instance_app import instance_app
-from nestpipe.serve.model.ranker import HstuRankModel
 from nestpipe.serve.settings import HttpSettings, ServeSettings
 from nestpipe.serve.types import History, RankItem, RankRequest, Signal
 

@@ -10,6 +10,7 @@ from support.tools import load_tool
 
 structure = load_tool("structure")
 KEPT = (
+    structure.too_many_files,
     structure.crowded_folders,
     structure.short_modules,
     structure.repeated_class_names,

@@ -14,15 +14,18 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from nestpipe.comm.collective_state import OpLabel
-from nestpipe.comm.communicator import Communicator, LocalCommunicator, check_agreement, own_part
-from nestpipe.comm.serialization import (
+from nestpipe.comm.communicator import (
+    Communicator,
+    LocalCommunicator,
     bytes_of_sum,
     bytes_to_others,
+    check_agreement,
     check_exchange,
     decode,
     encode,
+    own_part,
 )
+from nestpipe.comm.peer_failure import OpLabel
 from nestpipe.errors import RunError
 
 T = TypeVar("T")

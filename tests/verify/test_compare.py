@@ -13,15 +13,17 @@ from nestpipe.config import build
 from nestpipe.embedding.store.protocol import StoreLayout
 from nestpipe.embedding.store.reference import PlainStore
 from nestpipe.train.config import PipelineSettings
-from nestpipe.train.verify.compare import (
+from nestpipe.train.verify import (
     Findings,
     Trained,
     bits,
     both_values,
+    combine,
     compare,
     side_by_side,
+    train_to_compare,
+    verify,
 )
-from nestpipe.train.verify.plans import combine, train_to_compare, verify
 from support.thread_ranks import run_ranks
 
 SERIAL = build(PipelineSettings, {"plan": "serial"})

@@ -14,8 +14,7 @@ from nestpipe.runtime import inject_delays
 from nestpipe.schedule import Kind, Plan, Shape, Step
 from nestpipe.train.config import PipelineSettings
 from nestpipe.train.trainer import Trainer
-from nestpipe.train.verify.compare import Findings, Trained, compare
-from nestpipe.train.verify.plans import serial_twin, train_to_compare, verify
+from nestpipe.train.verify import Findings, Trained, compare, serial_twin, train_to_compare, verify
 from support.thread_ranks import run_ranks
 
 RANKS, SEEDS, MAX_MS, STEPS = 2, 54, 1.5, 5

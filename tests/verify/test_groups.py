@@ -19,9 +19,8 @@ from nestpipe.errors import ConfigError
 from nestpipe.schedule import Retrieval
 from nestpipe.train.config import PipelineSettings
 from nestpipe.train.trainer import Trainer
-from nestpipe.train.verify.compare import Trained, compare
-from nestpipe.train.verify.groups import BOUND, Agreement, agreement
-from nestpipe.train.verify.plans import verify
+from nestpipe.train.verify import Trained, compare, verify
+from nestpipe.train.verify_groups import BOUND, Agreement, agreement
 from support.thread_ranks import run_ranks
 
 SERIAL = PipelineSettings()

@@ -15,7 +15,7 @@ from nestpipe.embedding.optimizers import OPTIMIZERS
 from nestpipe.embedding.sharded import ShardedTables
 from nestpipe.errors import RunError
 from nestpipe.train.config import PipelineSettings
-from nestpipe.train.verify.plans import Verdict, verify
+from nestpipe.train.verify import Verdict, verify
 from support.thread_ranks import run_ranks
 
 STEPS = 5

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nestpipe.config.values import positive
-from nestpipe.data.sampling.clustering import Balance, How, count_keys_sent, partition
-from nestpipe.data.sampling.order import Permutation, draw, mix, uniform
+from nestpipe.data.clustering import Balance, How, count_keys_sent, partition
+from nestpipe.data.order import Permutation, draw, mix, uniform
 from nestpipe.errors import ConfigError, DataError
 from nestpipe.jagged import Jagged
 

@@ -19,10 +19,9 @@ from statistics import mean, median
 
 import torch
 
-from nestpipe.bench.pipeline.cases import PipelineCase
-from nestpipe.bench.pipeline.launch import launch_ranks
-from nestpipe.bench.pipeline.model import Repeated, make_batches, make_model, make_tables
-from nestpipe.bench.pipeline.rank import connect_ranks
+from nestpipe.bench.pipeline_cases import PipelineCase
+from nestpipe.bench.pipeline_model import Repeated, make_batches, make_model, make_tables
+from nestpipe.bench.pipeline_rank import connect_ranks, launch_ranks
 from nestpipe.comm import Communicator
 from nestpipe.errors import ConfigError, NestpipeError, RunError
 from nestpipe.schedule import Retrieval

@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from nestpipe.bench.pipeline.cases import (
+from nestpipe.bench.pipeline_cases import (
     EXACT_PLANS,
     LAST_STEPS,
     TIMED_STEPS,
@@ -31,8 +31,8 @@ from nestpipe.bench.pipeline.cases import (
     serial_loops,
     variant_of,
 )
-from nestpipe.bench.pipeline.launch import measure_rounds, read_rounds
-from nestpipe.bench.pipeline.report import steady
+from nestpipe.bench.pipeline_rank import measure_rounds, read_rounds
+from nestpipe.bench.pipeline_report import steady
 from nestpipe.bench.torchrec_lab import PeerTask, read_readings
 from nestpipe.errors import ConfigError
 from nestpipe.schedule import Kind, Retrieval

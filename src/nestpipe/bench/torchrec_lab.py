@@ -1,7 +1,7 @@
 # pyright: reportMissingImports=false
 """TorchRec's train pipelines on the work of a pipeline case: the peer of the lab comparison.
 
-Batches and dense layers are those of `bench/pipeline/model.py`. The table is sharded by rows, on a
+Batches and dense layers are those of `bench/pipeline_model.py`. The table is sharded by rows, on a
 GPU in host memory behind FBGEMM's device cache. The cache holds a share of the rows, and every
 share that is asked for is timed with every pipeline.
 
@@ -30,8 +30,8 @@ from torch import Tensor, nn
 
 from nestpipe.batch import Batch
 from nestpipe.bench.machines import launch_on_one_gpu, look_like_a_host
-from nestpipe.bench.pipeline.cases import WARM_STEPS, PipelineCase
-from nestpipe.bench.pipeline.model import Blocks, make_batches, make_model
+from nestpipe.bench.pipeline_cases import WARM_STEPS, PipelineCase
+from nestpipe.bench.pipeline_model import Blocks, make_batches, make_model
 from nestpipe.comm import launch
 from nestpipe.train.config import DenseSettings, RowSettings
 

@@ -14,9 +14,8 @@ from nestpipe import __version__
 from nestpipe.cli.bench import bench_app, bench_clustering, bench_groups, bench_train
 from nestpipe.cli.bench_pipeline import bench_pipeline
 from nestpipe.cli.bench_relay import bench_relay
-from nestpipe.cli.check import check
 from nestpipe.cli.data import data_app
-from nestpipe.cli.draw import draw
+from nestpipe.cli.draw import check, draw
 from nestpipe.cli.load import load
 from nestpipe.cli.serve import serve
 from nestpipe.cli.simulate import simulate_app

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from nestpipe.cli.options import JsonFile
-from nestpipe.cli.output import STDOUT, console, figures_table, progress_bar, write_json
+from nestpipe.cli.options import STDOUT, JsonFile, console, figures_table, progress_bar, write_json
 from nestpipe.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
@@ -187,7 +186,7 @@ def bench_groups(
     Example: nestpipe bench groups --hosts --intervals 1,4,16 --json out/groups.json
     """
     from nestpipe.bench.groups import group_variants, measure_groups
-    from nestpipe.bench.pipeline.cases import PipelineCase, case_of
+    from nestpipe.bench.pipeline_cases import PipelineCase, case_of
     from nestpipe.comm.mesh import check_groups
     from nestpipe.config import build
 

@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from nestpipe.cli.options import JsonFile
-from nestpipe.cli.output import STDOUT, console, figures_table, write_json
+from nestpipe.cli.options import STDOUT, JsonFile, console, figures_table, write_json
 from nestpipe.errors import ConfigError
 
 if TYPE_CHECKING:
-    from nestpipe.bench.pipeline.cases import PipelineCase
-    from nestpipe.bench.pipeline.report import PointReport, VariantReport
+    from nestpipe.bench.pipeline_cases import PipelineCase
+    from nestpipe.bench.pipeline_report import PointReport, VariantReport
 
 DEFAULT_CASE = {"cpu": "network", "cuda": "paper"}
 
@@ -66,8 +65,8 @@ def bench_pipeline(
 
     Example: nestpipe bench pipeline --plans nested --retrieval new --exchange micro,window
     """
-    from nestpipe.bench.pipeline.cases import variants_of
-    from nestpipe.bench.pipeline.launch import run_pipeline
+    from nestpipe.bench.pipeline_cases import variants_of
+    from nestpipe.bench.pipeline_rank import run_pipeline
 
     chosen = _case(case, device, ranks, rate if hosts else None, set_ or [])
     if rate is not None and not hosts:
@@ -98,7 +97,7 @@ def _case(
     rate: str | None,
     changes: Sequence[str],
 ) -> PipelineCase:
-    from nestpipe.bench.pipeline.cases import PipelineCase, case_of
+    from nestpipe.bench.pipeline_cases import PipelineCase, case_of
     from nestpipe.config import build
 
     if device not in (None, *DEFAULT_CASE):

@@ -13,9 +13,9 @@ import typer
 from rich.table import Table
 
 from nestpipe.cli.load_jobs import require
-from nestpipe.cli.options import JsonFile
-from nestpipe.cli.output import (
+from nestpipe.cli.options import (
     STDOUT,
+    JsonFile,
     console,
     figures_table,
     progress_bar,
@@ -27,8 +27,8 @@ from nestpipe.errors import ConfigError
 from nestpipe.loadtest.settings import LoadSettings
 
 if TYPE_CHECKING:
-    from nestpipe.bench.relay.report import Reference, RelayReading
-    from nestpipe.bench.relay.run import AskedSizes, RelayCase, Sizes
+    from nestpipe.bench.relay_report import Reference, RelayReading
+    from nestpipe.bench.relay_run import AskedSizes, RelayCase, Sizes
 
 NOT_SOUND = 1
 """Exit status where a request was lost or a score wrong."""
@@ -83,8 +83,8 @@ def bench_relay(
             positive(f"--{name}", value)
     build(LoadSettings, {}, overrides=settings or [])  # a wrong name is told before the work
     require("torch", "safetensors", "fastapi", "httpx", "prometheus_client", "uvicorn")
-    from nestpipe.bench.relay.report import is_sound
-    from nestpipe.bench.relay.run import AskedSizes, find_nginx
+    from nestpipe.bench.relay_report import is_sound
+    from nestpipe.bench.relay_run import AskedSizes, find_nginx
 
     notes = [NO_NGINX] if nginx and find_nginx() is None else []
     fronts = ("builtin", "nginx") if nginx and not notes else ("builtin",)
@@ -113,7 +113,7 @@ class _Plan:
 
     def case(self, path: Path, reference: Reference) -> tuple[RelayCase, Sizes]:
         """Time the model, and choose what is left to choose."""
-        from nestpipe.bench.relay.run import INSTANCES, RelayCase, choose, measure, sections
+        from nestpipe.bench.relay_run import INSTANCES, RelayCase, choose, measure, sections
         from nestpipe.loadtest.settings import WorkloadSettings
         from nestpipe.serve.types import RealClock
 
@@ -140,10 +140,10 @@ def _reference(checkpoint: Path | None, random: str | None) -> Generator[tuple[P
     """The checkpoint that is served, and the same model here, on one thread as in an instance."""
     import torch
 
-    from nestpipe.bench.relay.report import Reference
-    from nestpipe.bench.relay.service import write_random
+    from nestpipe.bench.relay_report import Reference
+    from nestpipe.bench.relay_service import write_random
     from nestpipe.loadtest.run import random_model
-    from nestpipe.serve.model.ranker import HstuRankModel
+    from nestpipe.serve.engine.rank_model import HstuRankModel
 
     sizes, before = random_model(random or ""), torch.get_num_threads()
     torch.set_num_threads(1)
@@ -156,7 +156,7 @@ def _reference(checkpoint: Path | None, random: str | None) -> Generator[tuple[P
 
 
 def _compare(case: RelayCase, reference: Reference) -> list[RelayReading]:
-    from nestpipe.bench.relay.run import compare
+    from nestpipe.bench.relay_run import compare
     from nestpipe.serve.types import RealClock
 
     return compare(case, reference, RealClock(), progress_bar)
@@ -169,7 +169,7 @@ def _tell(
     notes: Sequence[str],
     json: str | None,
 ) -> None:
-    from nestpipe.bench.relay.report import conclusion
+    from nestpipe.bench.relay_report import conclusion
 
     sentence = conclusion(readings, case.settings.workload.length)
     if json is not None:

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from rich.table import Table as RichTable
 
-from nestpipe.cli.options import JsonFile
-from nestpipe.cli.output import STDOUT, console, progress_bar, write_json
+from nestpipe.cli.options import STDOUT, JsonFile, console, progress_bar, write_json
 from nestpipe.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""`nestpipe draw`: a schedule or a trace as text, picture or Perfetto file."""
+"""`nestpipe draw` and `nestpipe check`: a schedule or a trace shown, a schedule proven."""
 
 from __future__ import annotations
 
@@ -11,15 +11,27 @@ from typing import Annotated
 import typer
 
 from nestpipe.cli.options import (
+    STDOUT,
     Batches,
+    JsonFile,
+    console,
     looks_like_path,
     read_text,
     schedule_from,
     with_plan_options,
+    write_json,
+    write_text,
 )
-from nestpipe.cli.output import STDOUT, console, write_text
-from nestpipe.errors import PlanError
-from nestpipe.schedule import PLANS, PlanOptions, nominal_trace, to_text
+from nestpipe.errors import PlanError, ScheduleError
+from nestpipe.schedule import (
+    PLANS,
+    PlanOptions,
+    nominal_trace,
+    redundant_edges,
+    to_text,
+    violations,
+)
+from nestpipe.schedule import check as prove
 from nestpipe.trace import Trace, grid, read_chrome, svg, to_chrome
 
 
@@ -92,3 +104,60 @@ def _trace(source: str, options: PlanOptions, batches: int) -> Trace:
 def _title(source: str, trace: Trace) -> str:
     plan, micro_batches = trace.facts.get("plan", source), trace.facts.get("micro_batches", 1)
     return f"{plan}, {micro_batches} micro-batch{'' if micro_batches == 1 else 'es'}"
+
+
+REFUSED = 1
+"""Exit status of a schedule that the checker refuses."""
+
+
+@with_plan_options(micro_batches=2)
+def check(
+    source: Annotated[
+        str,
+        typer.Argument(metavar="PLAN", help=f"A plan ({', '.join(PLANS)}) or a schedule file."),
+    ],
+    batches: Batches = 8,
+    *,
+    options: PlanOptions,
+    stale: Annotated[
+        str | None,
+        typer.Option(metavar="PLAN", help="Accept this plan although it is stale."),
+    ] = None,
+    json: JsonFile = None,
+) -> None:
+    """Prove from its edges that a schedule is exact and cannot hang; exit 1 where it is not.
+
+    Example: nestpipe check nested --micro-batches 8 --retrieval new
+    """
+    schedule = schedule_from(source, options, batches)
+    if json is not None:
+        found = list(violations(schedule, stale=stale))
+        write_json(
+            json,
+            {
+                "plan": schedule.shape.plan,
+                "exact": not found and not schedule.shape.stale,
+                "ops": len(schedule),
+                "edges": len(schedule.edges),
+                "violations": [
+                    {
+                        "rule": v.rule,
+                        "sentence": v.sentence,
+                        "ops": [str(op) for op in v.ops],
+                        "missing": [str(op) for op in v.missing] if v.missing else None,
+                    }
+                    for v in found
+                ],
+            },
+        )
+        raise typer.Exit(REFUSED if found else 0)
+    try:
+        prove(schedule, stale=stale)
+    except ScheduleError as error:
+        typer.echo(f"refused: {error}")
+        raise typer.Exit(REFUSED) from None
+    verdict = "stale, as asked for, and cannot hang" if schedule.shape.stale else "exact"
+    typer.echo(
+        f"{schedule.shape.plan} is {verdict}: {len(schedule)} ops of {schedule.batches} batches, "
+        f"{len(schedule.edges)} edges, {len(redundant_edges(schedule))} of them implied by others"
+    )

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from nestpipe.cli.options import read_text
-from nestpipe.cli.output import (
+from nestpipe.cli.options import (
     STDOUT,
     console,
     figures_table,
     progress_bar,
+    read_text,
     short_ms,
     write_json,
     write_text,
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from nestpipe.loadtest.advise import Memory
     from nestpipe.loadtest.driver import Run
     from nestpipe.loadtest.report import Report
-    from nestpipe.loadtest.search import Found, SearchStep
+    from nestpipe.loadtest.run import Found, SearchStep
     from nestpipe.loadtest.settings import Arm
     from nestpipe.serve.engine.cost_model import Costs
-    from nestpipe.serve.model.ranker import HstuRankModel
+    from nestpipe.serve.engine.rank_model import HstuRankModel
 
 CLIENT_THREADS = 256
 """Rankings on their way at once to a service that runs elsewhere."""
@@ -105,7 +105,7 @@ def compare(where: Where, settings: LoadSettings, json: str | None, plot: Path |
         about = {"settings": asdict(settings), "reuse_share": reuse_share(made)}
         write_json(json, {**about, "results": [as_json(told) for told in reports]})
     if plot is not None:
-        from nestpipe.loadtest.plot import plot_latencies
+        from nestpipe.loadtest.report import plot_latencies
 
         runs = {name: run for name, (_, run) in done.items()}
         plot_latencies(plot, runs, settings.serve.target_ms, settings.workload.warmup_s)
@@ -152,7 +152,7 @@ def find_most(
         about = {"find": what, "tolerance": aim.tolerance, "settings": asdict(settings)}
         write_json(json, {**about, "results": results})
     if plot is not None:
-        from nestpipe.loadtest.plot import plot_search
+        from nestpipe.loadtest.report import plot_search
 
         axis = "events of a history" if what == "length" else "requests per second"
         steps = {name: one.steps for name, one in found.items()}
@@ -253,7 +253,7 @@ def _fitting(settings: LoadSettings, model: HstuRankModel) -> LoadSettings:
 def _search(
     aim: Aim, settings: LoadSettings, measure: Measure, told: Callable[[SearchStep], None]
 ) -> Found:
-    from nestpipe.loadtest.search import search
+    from nestpipe.loadtest.run import search
 
     what, exactly = aim.what, partial(search, tolerance=aim.tolerance, seeds=aim.seeds, told=told)
 
@@ -325,7 +325,7 @@ def require(*modules: str) -> None:
 def _check_plot(plot: Path | None) -> None:
     if plot is None:
         return
-    from nestpipe.loadtest.plot import check_plot
+    from nestpipe.loadtest.report import check_plot
 
     check_plot(plot)
 

@@ -11,12 +11,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from nestpipe.cli.options import JsonFile, with_plan_options
-from nestpipe.cli.output import (
+from nestpipe.cli.options import (
     STDOUT,
+    JsonFile,
     console,
     figures_table,
     progress_bar,
+    with_plan_options,
     write_json,
     write_text,
 )
@@ -49,17 +50,9 @@ from nestpipe.sim import (
     to_toml,
     usual_groups,
 )
-from nestpipe.sim.paper.published import (
-    BEYOND,
-    LARGEST,
-    NESTPIPE,
-    NESTPIPE_2D,
-    SCALES,
-    UNRECONCILED,
-)
-from nestpipe.sim.paper.systems import ASSUMPTIONS, SYSTEMS, StepRange
-from nestpipe.sim.report import whole_intervals
-from nestpipe.sim.scaling import BASE_WORKERS, plan_for
+from nestpipe.sim.paper import ASSUMPTIONS, SYSTEMS, StepRange
+from nestpipe.sim.published import BEYOND, LARGEST, NESTPIPE, NESTPIPE_2D, SCALES, UNRECONCILED
+from nestpipe.sim.report import BASE_WORKERS, plan_for, whole_intervals
 from nestpipe.trace import read_chrome, write_chrome
 
 MOST_WORKERS = 100_000

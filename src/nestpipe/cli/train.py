@@ -16,19 +16,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from nestpipe.cli.options import (
+    LOG_EVERY_S,
+    STDOUT,
     ConfigFile,
     JsonFile,
     Ranks,
     Settings,
+    console,
     launch_ranks,
     quieten,
     read_job,
     starts_ranks,
-)
-from nestpipe.cli.output import (
-    LOG_EVERY_S,
-    STDOUT,
-    console,
     summary_lines,
     summary_table,
     write_json,

@@ -10,22 +10,25 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nestpipe.cli.options import (
+    STDOUT,
     ConfigFile,
     JsonFile,
     Ranks,
     Settings,
+    console,
     launch_ranks,
+    progress_bar,
     quieten,
     read_job,
     starts_ranks,
+    write_json,
 )
-from nestpipe.cli.output import STDOUT, console, progress_bar, write_json
 from nestpipe.errors import ConfigError
 
 if TYPE_CHECKING:
     from nestpipe.train.job import JobConfig
-    from nestpipe.train.verify.groups import Agreement
-    from nestpipe.train.verify.plans import Verdict
+    from nestpipe.train.verify import Verdict
+    from nestpipe.train.verify_groups import Agreement
 
 DEFAULT_PLAN = "nested"
 
@@ -81,8 +84,8 @@ def verify(
         raise typer.Exit(launch_ranks(ranks))
     quieten()
     from nestpipe.train.loop import communicator
-    from nestpipe.train.verify.groups import verify_one_dimension
-    from nestpipe.train.verify.plans import verify_job
+    from nestpipe.train.verify import verify_job
+    from nestpipe.train.verify_groups import verify_one_dimension
 
     comm = communicator(job_config)
     watch = _watch if comm.rank == 0 else _look_away

@@ -17,18 +17,19 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from nestpipe.comm.collective_state import CollectiveState
-from nestpipe.comm.communicator import LocalCommunicator, check_agreement, own_part
-from nestpipe.comm.peer_failure import LostPeers, explain_sigterm
-from nestpipe.comm.serialization import (
+from nestpipe.comm.communicator import (
+    LocalCommunicator,
     as_bytes,
     bytes_of_sum,
     bytes_to_others,
+    check_agreement,
     check_exchange,
     decode,
     encode,
+    own_part,
     row_bytes,
 )
+from nestpipe.comm.peer_failure import CollectiveState, LostPeers, explain_sigterm
 from nestpipe.errors import RunError
 
 DEFAULT_TIMEOUT_S = 300.0

@@ -9,10 +9,19 @@ from nestpipe.data.config import (
     Split,
     SyntheticConfig,
 )
-from nestpipe.data.open import open_source
+from nestpipe.data.ranking import Ranking, RankingOptions
 from nestpipe.data.readers.text import Broken
-from nestpipe.data.sampling.ranking import Ranking, RankingOptions
-from nestpipe.data.source import DENSE, HISTORY, LABEL, MISSING, TARGET, Column, Source, concat
+from nestpipe.data.source import (
+    DENSE,
+    HISTORY,
+    LABEL,
+    MISSING,
+    TARGET,
+    Column,
+    Source,
+    concat,
+    open_source,
+)
 
 __all__ = [
     "DENSE",

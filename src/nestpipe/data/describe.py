@@ -13,11 +13,11 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from nestpipe.data.config import Kind
-from nestpipe.data.readers import arrow, criteo, kuairand, movielens, parquet
-from nestpipe.data.readers.files import find_files
+from nestpipe.data.order import draw
+from nestpipe.data.readers import criteo, inputs, kuairand, movielens, parquet
+from nestpipe.data.readers.inputs import find_files
 from nestpipe.data.readers.kuairand import column_type
 from nestpipe.data.readers.text import Broken, TextFormat, rows, table, with_header
-from nestpipe.data.sampling.order import draw
 from nestpipe.errors import DataError
 
 # What can be said of a column after one pass over it.
@@ -69,16 +69,16 @@ class Facts:
 
     def add(self, column: Any) -> None:
         """Take one more piece of the column into account."""
-        array = arrow.flat(column)
+        array = inputs.flat(column)
         self.type = _type_name(array.type)
         self.empty += array.null_count
         array = array.drop_null()
-        if arrow.is_list(array.type):
-            lengths = arrow.compute.max(arrow.compute.list_value_length(array)).as_py()
+        if inputs.is_list(array.type):
+            lengths = inputs.compute.max(inputs.compute.list_value_length(array)).as_py()
             self.longest = max(self.longest or 0, lengths or 0)
-            array = arrow.flat(array.flatten()).drop_null()
+            array = inputs.flat(array.flatten()).drop_null()
         if pa.types.is_floating(array.type):
-            array = array.filter(arrow.compute.is_finite(array))
+            array = array.filter(inputs.compute.is_finite(array))
         if not len(array):
             return
         if pa.types.is_nested(array.type) or pa.types.is_null(array.type):
@@ -87,7 +87,7 @@ class Facts:
         self.distinct.add(_hashes(array))
 
     def _stretch(self, array: Any) -> None:
-        ends = arrow.compute.min_max(array).as_py()
+        ends = inputs.compute.min_max(array).as_py()
         least, most = ends["min"], ends["max"]
         self.least = least if self.least is None else min(self.least, least)
         self.most = most if self.most is None else max(self.most, most)
@@ -119,17 +119,17 @@ class Facts:
 
 
 def _type_name(kind: pa.DataType) -> str:
-    if arrow.is_list(kind):
+    if inputs.is_list(kind):
         return f"lists of {_type_name(kind.value_type)}"
-    return "string" if arrow.is_text(kind) else str(kind)
+    return "string" if inputs.is_text(kind) else str(kind)
 
 
 def _hashes(array: Any) -> NDArray[np.uint64]:
     if pa.types.is_floating(array.type):
         return draw(0, array.cast(pa.float64()).to_numpy(zero_copy_only=False).view(np.int64))
-    if not arrow.is_key(array.type):
+    if not inputs.is_key(array.type):
         array = array.cast(pa.string())
-    return draw(0, arrow.keys(array))
+    return draw(0, inputs.keys(array))
 
 
 def _instant(seconds: float) -> str:

@@ -3,13 +3,18 @@
 The contract: the order of samples is a function of (data, seed, epoch) alone. Global batch g is
 samples [g G, (g + 1) G) of that order, and rank r has the r-th contiguous part of it. So 1, 2 and 4
 ranks see the same global batches, and a run that resumes at batch g sees what it would have seen.
+
+An `Indexed` source has its samples by number. A `Stream` only reads them in passing: its chunks (a
+file, a row group) come in an order that the seed decides, are cut into windows, and each window is
+permuted. It holds one window, one piece of a chunk and one batch. Every rank reads and decodes
+every chunk, and keeps its part of each batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol, get_args, runtime_checkable
 
 import numpy as np
 import torch
@@ -17,7 +22,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nestpipe.batch import Batch
+from nestpipe.data.config import DataConfig, Split
+from nestpipe.data.order import Permutation, Share, mix
 from nestpipe.data.readers.text import Broken
+from nestpipe.errors import ConfigError, DataError
 from nestpipe.jagged import Jagged
 
 DENSE = "features"
@@ -141,3 +149,279 @@ def tensor(array: NDArray[np.generic]) -> Tensor:
     """An array as a tensor, copied only where it may not be written to."""
     array = np.ascontiguousarray(array)
     return torch.from_numpy(array if array.flags.writeable else array.copy())
+
+
+# Samples that can be had by number, from memory or made on demand.
+
+
+Take = Callable[[NDArray[np.int64]], Batch]
+"""The samples of these numbers, in this order."""
+
+
+class Indexed:
+    """A source that makes exactly the samples that a rank asks for; shuffles all of them."""
+
+    def __init__(
+        self,
+        columns: Sequence[Column],
+        num_samples: int,
+        take: Take,
+        *,
+        shuffle: bool = True,
+        broken: Broken | None = None,
+        name: str = "the data set",
+    ) -> None:
+        if num_samples == 0:
+            raise DataError(f"{name} has no samples; check the split and the files")
+        self._named = any(column.name == HISTORY for column in columns)
+        ids = [Column(name, "id", "int64") for name in (SAMPLE_ID, PASS)] if self._named else []
+        self._columns = (*columns, *ids)
+        self._num_samples = num_samples
+        self._take = take
+        self._shuffle = shuffle
+        self._broken = broken or Broken()
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        return self._columns
+
+    @property
+    def num_samples(self) -> int:
+        return self._num_samples
+
+    @property
+    def broken(self) -> Broken:
+        return self._broken
+
+    def empty(self) -> Batch:
+        return empty_batch(self._columns)
+
+    def batches(
+        self,
+        *,
+        global_batch: int,
+        rank: int,
+        ranks: int,
+        seed: int,
+        epoch: int = 0,
+        start: int = 0,
+        offset: int = 0,
+    ) -> Iterator[Batch]:
+        """This rank's part of each global batch from `start` on; every rank gets as many.
+
+        With an `offset`, all of them begin so many samples later.
+        """
+        share = Share(global_batch=global_batch, rank=rank, ranks=ranks, start=start, offset=offset)
+        return self._deal(share, Permutation(self._num_samples, mix(seed, epoch)), epoch)
+
+    def _deal(self, share: Share, permutation: Permutation, epoch: int) -> Iterator[Batch]:
+        step = share.global_batch
+        for begin in range(share.first, self._num_samples, step):
+            low, high = share.part(min(step, self._num_samples - begin))
+            numbers = np.arange(begin + low, begin + high, dtype=np.int64)
+            if not numbers.size:
+                yield self.empty()
+            else:
+                numbers = permutation(numbers) if self._shuffle else numbers
+                samples = self._take(numbers)
+                yield _with_ids(samples, numbers, epoch) if self._named else samples
+
+
+def _with_ids(samples: Batch, numbers: NDArray[np.int64], epoch: int) -> Batch:
+    ids = torch.from_numpy(np.ascontiguousarray(numbers))
+    named = {SAMPLE_ID: ids, PASS: torch.full_like(ids, epoch)}
+    return Batch(samples.size, {**samples.dense, **named}, samples.sparse)
+
+
+def from_memory(samples: Batch) -> Take:
+    """Samples of a batch that holds them all."""
+    return lambda numbers: samples.select(torch.from_numpy(numbers))
+
+
+# Samples that can only be read in passing, shuffled in windows.
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Neighbouring samples of one file, readable from their beginning."""
+
+    read: Callable[[Broken], Iterator[Batch]]
+    """Pieces of bounded size; rows that cannot be read are told to `Broken`."""
+    count: Callable[[], int | None] = lambda: None
+    """Samples that `read` will give, where that is known without reading them."""
+
+
+class Stream:
+    """A source over chunks. The order is set by the seed, the epoch and the window's size.
+
+    `broken` says how many broken rows are too many, and which there were before the first pass.
+    """
+
+    def __init__(
+        self,
+        columns: Sequence[Column],
+        chunks: Sequence[Chunk],
+        *,
+        window: int,
+        shuffle: bool = True,
+        broken: Broken | None = None,
+        name: str = "the data set",
+    ) -> None:
+        self._columns = tuple(columns)
+        self._chunks = tuple(chunks)
+        self._window = window
+        self._shuffle = shuffle
+        self._name = name
+        self._opened = broken or Broken()
+        self._broken = self._opened
+        self._counts: dict[int, int | None] = {}
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        return self._columns
+
+    @property
+    def num_samples(self) -> int | None:
+        total = 0
+        for chunk in range(len(self._chunks)):
+            count = self._count(chunk)
+            if count is None:
+                return None
+            total += count
+        return total
+
+    @property
+    def broken(self) -> Broken:
+        return self._broken
+
+    def empty(self) -> Batch:
+        return empty_batch(self._columns)
+
+    def batches(
+        self,
+        *,
+        global_batch: int,
+        rank: int,
+        ranks: int,
+        seed: int,
+        epoch: int = 0,
+        start: int = 0,
+        offset: int = 0,
+    ) -> Iterator[Batch]:
+        """This rank's part of each global batch from `start` on; every rank gets as many.
+
+        With an `offset`, all of them begin so many samples later.
+        """
+        share = Share(global_batch=global_batch, rank=rank, ranks=ranks, start=start, offset=offset)
+        return self._deal(share, mix(seed, epoch))
+
+    def _deal(self, share: Share, key: int) -> Iterator[Batch]:
+        """Cut the windows into global batches, and keep this rank's part of each."""
+        step, wanted = share.global_batch, share.first
+        window = wanted // self._window
+        position = window * self._window
+        carry = self.empty()  # samples of all ranks that do not fill a batch yet
+        for samples in self._windows(key, position):
+            order = self._order(samples.size, mix(key, window))
+            begin = max(0, wanted - position)
+            if carry.size:
+                begin = min(step - carry.size, samples.size)
+                carry = concat([carry, samples.select(order[:begin])])
+                if carry.size == step:
+                    yield carry.slice(*share.part(step))
+                    carry = self.empty()
+            low, high = share.part(step)
+            while begin + step <= samples.size:
+                yield samples.select(order[begin + low : begin + high])
+                begin += step
+            if begin < samples.size:
+                carry = samples.select(order[begin:])
+            position += samples.size
+            window += 1
+        if carry.size:
+            yield carry.slice(*share.part(carry.size))
+
+    def _windows(self, key: int, drop: int) -> Iterator[Batch]:
+        """Windows of the chunks' samples without the first `drop`, which are whole windows."""
+        held: list[Batch] = []
+        size = 0
+        for piece in self._pieces(key, drop):
+            rest = piece
+            while size + rest.size >= self._window:
+                cut = self._window - size
+                yield concat([*held, rest.slice(0, cut)])
+                held, size, rest = [], 0, rest.slice(cut, rest.size)
+            if rest.size:
+                held.append(rest)
+                size += rest.size
+        if held:
+            yield concat(held)
+
+    def _pieces(self, key: int, drop: int) -> Iterator[Batch]:
+        """The chunks' samples without the first `drop`; chunks wholly before are not read."""
+        broken = self._broken = self._opened.copy()
+        found = False
+        for chunk in self._order(len(self._chunks), key).tolist():
+            count = self._count(chunk) if drop else None
+            if count is not None and count <= drop:
+                drop -= count
+                found = found or count > 0
+                continue
+            for piece in self._chunks[chunk].read(broken):
+                found = found or piece.size > 0
+                kept = piece.slice(min(drop, piece.size), piece.size)
+                drop -= piece.size - kept.size
+                if kept.size:
+                    yield kept
+        if not found:
+            raise DataError(f"{self._name} has no samples; check the split and the files")
+
+    def _order(self, size: int, key: int) -> torch.Tensor:
+        numbers = np.arange(size, dtype=np.int64)
+        return torch.from_numpy(Permutation(size, key)(numbers) if self._shuffle else numbers)
+
+    def _count(self, chunk: int) -> int | None:
+        if self._opened.limit:
+            return None  # how many rows will be skipped is not known before reading them
+        if chunk not in self._counts:
+            self._counts[chunk] = self._chunks[chunk].count()
+        return self._counts[chunk]
+
+
+# From a config to a source.
+
+
+def open_source(config: DataConfig, split: Split = "train") -> Source:
+    """The samples of one split. The train split is shuffled, others keep the files' order."""
+    if split not in get_args(Split):
+        raise ConfigError(f"there is no split {split!r}; use {', '.join(get_args(Split))}")
+    if config.kind == "synthetic":
+        from nestpipe.data.synthetic import open_synthetic
+
+        return open_synthetic(config, split)
+    try:
+        import pyarrow  # noqa: F401
+    except ImportError:
+        raise ConfigError(
+            f"reading {config.kind} files needs pyarrow; run pip install 'nestpipe[train]'"
+        ) from None
+    return _open_files(config, split)
+
+
+def _open_files(config: DataConfig, split: Split) -> Source:
+    """Readers are imported when used: the made-up world does without Arrow."""
+    if config.kind == "parquet":
+        from nestpipe.data.readers.parquet import open_parquet
+
+        return open_parquet(config, split)
+    if config.kind == "movielens":
+        from nestpipe.data.readers.movielens import open_movielens
+
+        return open_movielens(config, split)
+    if config.kind == "kuairand":
+        from nestpipe.data.readers.kuairand import open_kuairand
+
+        return open_kuairand(config, split)
+    from nestpipe.data.readers.criteo import open_criteo
+
+    return open_criteo(config, split)

@@ -14,14 +14,15 @@ from numpy.typing import NDArray
 
 from nestpipe.batch import Batch
 from nestpipe.data.config import DataConfig, Split, SyntheticConfig
-from nestpipe.data.sampling.indexed import Indexed, Take
-from nestpipe.data.sampling.order import U64, draw, mix, scatter, uniform
+from nestpipe.data.order import U64, draw, mix, scatter, uniform
 from nestpipe.data.source import (
     DENSE,
     HISTORY,
     LABEL,
     TARGET,
     Column,
+    Indexed,
+    Take,
     concat,
     features_column,
     keys_column,

@@ -1,18 +1,213 @@
-"""The compiled libraries, native and for GPUs: loaded once, with the types of their functions."""
+"""The native libraries: compiled once per machine and version, loaded once per process.
+
+The name of a library carries a hash of everything that went into it, so a library that exists is
+never stale. `python -m nestpipe.kernels.library` builds both, for the host and for GPUs, ahead of
+the first use. The one for GPUs is fast, not needed: without NVIDIA's compiler, torch and Triton do
+its work.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
+import hashlib
 import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
 import warnings
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
 from ctypes import POINTER, c_double, c_float, c_int, c_int64, c_uint64, c_void_p
 from enum import IntEnum
 from functools import cache
+from pathlib import Path
 
 import torch
 
 from nestpipe.errors import ConfigError
-from nestpipe.kernels.build import CannotCompileError, build, build_cuda
+
+SOURCES = Path(__file__).parent / "native"
+"""A folder for each subject; includes are written from here."""
+# No contraction and no fast math: numpy, which does one rounding per operation, must agree.
+FLAGS = (
+    *("-std=c++17", "-O3", "-march=native", "-fno-fast-math", "-ffp-contract=off"),
+    *("-fvisibility=hidden", "-fPIC", "-shared", "-pthread"),
+)
+CUDA_SOURCES = Path(__file__).parent / "cuda"
+# Bulk copies came with compute capability 9.0; later GPUs compile the same for themselves.
+CUDA_FLAGS = (
+    *("-std=c++17", "-O3", "-gencode", "arch=compute_90,code=[sm_90,compute_90]"),
+    # No contraction: torch, which does one rounding per operation, must agree.
+    *("-fmad=false", "-shared", "-Xcompiler", "-fPIC,-fvisibility=hidden"),
+)
+CUDA_HEADERS = (
+    *sorted(CUDA_SOURCES.glob("*.h")),
+    Path(__file__).parent / "native" / "rows" / "row_math.h",
+)
+USUAL_NVCC = Path("/usr/local/cuda/bin/nvcc")
+COMPILERS = ("g++", "c++", "clang++")
+TWIN = "or set NESTPIPE_NATIVE=0 to use the slow plain twin"
+
+
+class CannotCompileError(Exception):
+    """Why there is no library; those who ask have another way."""
+
+
+def build() -> Path:
+    """The library, compiled now where this machine has none of these sources yet."""
+    compiler = find_compiler()
+    return built_once(f"libnestpipe-{build_key(compiler)}.so", lambda to: _compile(compiler, to))
+
+
+def built_once(name: str, make: Callable[[Path], None]) -> Path:
+    """A library of that name in the cache; of those who miss it at the same time one makes it."""
+    target = cache_folder() / name
+    if target.exists():
+        return target
+    with locked(target.with_suffix(".lock")):
+        if not target.exists():
+            make(target)
+    return target
+
+
+def find_compiler() -> list[str]:
+    """The command of a C++ compiler: `$CXX` where it is set, else the first that is installed."""
+    asked = shlex.split(os.environ.get("CXX", ""))
+    if asked and shutil.which(asked[0]) is None:
+        raise ConfigError(f"there is no compiler {asked[0]!r}; correct or unset CXX, {TWIN}")
+    if asked:
+        return asked
+    for name in COMPILERS:
+        if found := shutil.which(name):
+            return [found]
+    raise ConfigError(
+        "there is no C++ compiler for the native store; "
+        f"install g++ 12 or newer (or name one in CXX), {TWIN}"
+    )
+
+
+def cache_folder() -> Path:
+    """Where libraries are kept: NESTPIPE_CACHE, or `nestpipe` in the user's cache folder."""
+    if own := os.environ.get("NESTPIPE_CACHE"):
+        return Path(own)
+    shared = os.environ.get("XDG_CACHE_HOME")
+    return (Path(shared) if shared else Path.home() / ".cache") / "nestpipe"
+
+
+def build_key(compiler: list[str]) -> str:
+    """A hash of the sources, the flags, the compiler and the processor."""
+    return hash_of((*FLAGS, *compiler, version_of(compiler), _processor()), source_files())
+
+
+def hash_of(words: Iterable[str], sources: Iterable[Path]) -> str:
+    """Of all that a library is made of."""
+    digest = hashlib.sha256()
+    for word in words:
+        digest.update(word.encode() + b"\0")
+    for source in sources:
+        digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def source_files() -> list[Path]:
+    """Headers and sources of all folders, in a fixed order."""
+    return sorted([*SOURCES.rglob("*.h"), *SOURCES.rglob("*.cpp")])
+
+
+def version_of(compiler: list[str]) -> str:
+    """What a compiler says of itself."""
+    result = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=False)
+    return result.stdout
+
+
+def _processor() -> str:
+    """What -march=native depends on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    wanted = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU part")
+    return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
+
+
+@contextmanager
+def locked(path: Path) -> Generator[None]:
+    """Hold a file lock: of several ranks that start at once, one compiles and the others wait."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("w")
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write to {str(path.parent)!r}: {error.strerror}; "
+            f"name another folder in NESTPIPE_CACHE, {TWIN}"
+        ) from None
+    with file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _compile(compiler: list[str], target: Path) -> None:
+    sys.stderr.write(f"compiling the native store with {Path(compiler[0]).name}\n")
+    sources = [str(path) for path in source_files() if path.suffix == ".cpp"]
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        made = Path(folder) / target.name
+        command = [*compiler, *FLAGS, f"-I{SOURCES}", "-o", str(made), *sources]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        if result.returncode != 0:
+            raise ConfigError(
+                f"{compiler[0]} cannot compile the native store ({first_error(result.stderr)}); "
+                f"use g++ 12 or newer (name it in CXX), {TWIN}"
+            )
+        made.replace(target)
+
+
+def build_cuda() -> Path:
+    """The library, compiled now where this machine has none of these sources yet."""
+    compiler = str(find_nvcc())
+    key = hash_of(
+        (*CUDA_FLAGS, compiler, version_of([compiler])), (*_cuda_sources(), *CUDA_HEADERS)
+    )
+    return built_once(f"libnestpipe-cuda-{key}.so", lambda to: _compile_cuda(compiler, to))
+
+
+def find_nvcc() -> Path:
+    """NVIDIA's compiler: in `$CUDA_HOME`, on the path, or where it usually is."""
+    home = os.environ.get("CUDA_HOME")
+    found = shutil.which("nvcc")
+    wanted = [Path(home) / "bin" / "nvcc"] if home else []
+    for path in (*wanted, *([Path(found)] if found else []), USUAL_NVCC):
+        if path.is_file():
+            return path
+    raise CannotCompileError("nvcc is not installed (or name its folder in CUDA_HOME)")
+
+
+def _cuda_sources() -> list[Path]:
+    return sorted(CUDA_SOURCES.glob("*.cu"))
+
+
+def _compile_cuda(compiler: str, target: Path) -> None:
+    sys.stderr.write("compiling for the GPU with nvcc\n")
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        made = Path(folder) / target.name
+        command = [compiler, *CUDA_FLAGS, "-o", str(made), *map(str, _cuda_sources())]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        if result.returncode != 0:
+            raise CannotCompileError(f"nvcc cannot compile: {first_error(result.stderr)}")
+        made.replace(target)
+
+
+def first_error(text: str) -> str:
+    """The line of a compiler's output that says what is wrong."""
+    lines = text.strip().splitlines() or ["it said nothing"]
+    return next((line for line in lines if "error" in line), lines[-1])
+
+
+# The loaded libraries, with the types of their functions.
 
 
 class Status(IntEnum):
@@ -158,3 +353,26 @@ def _begun(library: ctypes.CDLL, device: int) -> ctypes.CDLL:
     if status != 0:
         raise CannotCompileError(f"the driver refuses what nvcc made: CUDA's error {status}")
     return library
+
+
+def main() -> None:
+    """Build the libraries and say where they are."""
+    _say(build)
+    try:
+        _say(build_cuda)
+    except CannotCompileError as error:
+        sys.stdout.write(f"nothing for a GPU: {error}\n")
+
+
+def _say(make: Callable[[], Path]) -> None:
+    began = time.monotonic()
+    path = make()
+    sys.stdout.write(f"{path} ({time.monotonic() - began:.1f} s)\n")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except ConfigError as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(error.exit_status)

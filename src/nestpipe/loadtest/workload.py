@@ -12,7 +12,7 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
-from nestpipe.data.sampling.order import draw, mix, uniform
+from nestpipe.data.order import draw, mix, uniform
 from nestpipe.data.synthetic import zipf
 from nestpipe.loadtest.settings import WorkloadSettings
 from nestpipe.serve.types import History, Ids, RankRequest, Signal

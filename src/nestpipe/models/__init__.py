@@ -2,10 +2,9 @@
 
 from nestpipe.models.dlrm import Dlrm, DlrmConfig, LogisticRegression
 from nestpipe.models.hstu import Hstu, HstuConfig, Prefix, PrefixParts, Tokens
+from nestpipe.models.hstu_models import HstuRanker, HstuRetriever, SampledSoftmaxConfig
 from nestpipe.models.metrics import Auc, LogLoss, TargetRank, ranks_of_targets
 from nestpipe.models.protocol import Loss, RecModel
-from nestpipe.models.ranker import HstuRanker
-from nestpipe.models.retriever import HstuRetriever, SampledSoftmaxConfig
 
 __all__ = [
     "Auc",

@@ -1,6 +1,5 @@
 """Replays schedules on thousands of workers with a cost model; never imports torch."""
 
-from nestpipe.sim.chart import chart
 from nestpipe.sim.cluster import (
     Cluster,
     Compute,
@@ -12,24 +11,27 @@ from nestpipe.sim.cluster import (
     to_toml,
 )
 from nestpipe.sim.costs import Costs, Layout, Scale, costs
-from nestpipe.sim.paper.calibration import paper_cluster
-from nestpipe.sim.paper.systems import (
+from nestpipe.sim.paper import (
     PaperChoice,
     PaperRow,
     paper_choices,
+    paper_cluster,
     paper_rows,
     rows_as_json,
 )
 from nestpipe.sim.replay import Replay, replay
-from nestpipe.sim.report import Figures, figures, simulate
-from nestpipe.sim.scaling import (
+from nestpipe.sim.report import (
+    Figures,
     GroupChoice,
     GroupRow,
     Point,
+    chart,
     choice_as_json,
     choose_groups,
     curve_as_json,
+    figures,
     scaling_curve,
+    simulate,
     usual_groups,
 )
 from nestpipe.sim.trace_costs import FittedCosts, fit

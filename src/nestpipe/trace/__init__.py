@@ -1,8 +1,8 @@
 """Spans and traces, and every way to look at them; knows nothing of schedules or torch."""
 
 from nestpipe.trace.chrome import read_chrome, to_chrome, write_chrome
-from nestpipe.trace.draw.grid import grid
-from nestpipe.trace.draw.svg import svg
+from nestpipe.trace.draw_grid import grid
+from nestpipe.trace.draw_svg import svg
 from nestpipe.trace.exposure import (
     IDLE,
     USEFUL,

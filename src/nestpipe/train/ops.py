@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from nestpipe.batch import Batch
 from nestpipe.comm.mesh import Mesh
-from nestpipe.data.sampling.clustering import How, micro_batches
+from nestpipe.data.clustering import How, micro_batches
 from nestpipe.embedding.sharded import ShardedTables
 from nestpipe.errors import RunError
 from nestpipe.models.protocol import RecModel

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from nestpipe.batch import Batch
-from nestpipe.bench.pipeline.cases import CASES, Variant
-from nestpipe.bench.pipeline.model import Blocks, make_model
-from nestpipe.bench.pipeline.rank import Rounds
+from nestpipe.bench.pipeline_cases import CASES, Variant
+from nestpipe.bench.pipeline_model import Blocks, make_model
+from nestpipe.bench.pipeline_rank import Rounds
 from nestpipe.comm import LocalCommunicator
 from nestpipe.runtime import InlineLanes
 
@@ -54,7 +54,7 @@ def test_what_is_computed_again_has_the_same_gradients():
 def test_each_baseline_has_lanes_of_its_own(monkeypatch):
     """The async loop must not get lanes that wait for the device."""
     waiting = object()
-    monkeypatch.setattr("nestpipe.bench.pipeline.rank.lanes_for", lambda *_: waiting)
+    monkeypatch.setattr("nestpipe.bench.pipeline_rank.lanes_for", lambda *_: waiting)
     rounds = Rounds(TINY, LocalCommunicator())
     with closing(rounds.trainer):
         found = {

@@ -5,8 +5,8 @@ from statistics import median
 
 import pytest
 
-from nestpipe.bench.pipeline.cases import EXACT_PLANS, PipelineCase, Variant, case_of, variants_of
-from nestpipe.bench.pipeline.launch import (
+from nestpipe.bench.pipeline_cases import EXACT_PLANS, PipelineCase, Variant, case_of, variants_of
+from nestpipe.bench.pipeline_rank import (
     joined,
     read_rounds,
     read_task,
@@ -14,7 +14,7 @@ from nestpipe.bench.pipeline.launch import (
     trace_file,
     write_task,
 )
-from nestpipe.bench.pipeline.report import (
+from nestpipe.bench.pipeline_report import (
     PointReport,
     VariantReport,
     collective_draw,
@@ -229,7 +229,7 @@ def test_the_table_names_what_sends_rows_early(monkeypatch, capsys):
     def run_pipeline(case, variants, folder, *, hosts):
         return [PointReport(case.passes, tuple(seen(variant) for variant in variants))]
 
-    monkeypatch.setattr("nestpipe.bench.pipeline.launch.run_pipeline", run_pipeline)
+    monkeypatch.setattr("nestpipe.bench.pipeline_rank.run_pipeline", run_pipeline)
     for early, row in ((True, "nested whole 4 early"), (False, "nested whole 4")):
         sizes = ("--set", "micro_batches=4", "--set", f"speculative_rows={str(early).lower()}")
         with pytest.raises(SystemExit) as stop:

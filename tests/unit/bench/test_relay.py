@@ -9,8 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from nestpipe.bench.relay import run as relay
-from nestpipe.bench.relay.report import (
+from nestpipe.bench import relay_run as relay
+from nestpipe.bench.relay_report import (
     Compared,
     Kill,
     Reference,
@@ -18,8 +18,8 @@ from nestpipe.bench.relay.report import (
     conclusion,
     is_sound,
 )
-from nestpipe.bench.relay.run import ARMS, AskedSizes, choose, sections, turned
-from nestpipe.bench.relay.service import write_random
+from nestpipe.bench.relay_run import ARMS, AskedSizes, choose, sections, turned
+from nestpipe.bench.relay_service import write_random
 from nestpipe.cli.app import main
 from nestpipe.config import build
 from nestpipe.errors import ConfigError
@@ -29,7 +29,7 @@ from nestpipe.loadtest.run import RandomModel
 from nestpipe.loadtest.settings import LoadSettings
 from nestpipe.loadtest.workload import Visit
 from nestpipe.serve.engine.cost_model import Costs, Fit, Work
-from nestpipe.serve.model.ranker import HstuRankModel
+from nestpipe.serve.engine.rank_model import HstuRankModel
 from nestpipe.serve.types import Answer, History, Path, PrefixItem, RankItem, RankRequest
 
 COSTS = Costs(

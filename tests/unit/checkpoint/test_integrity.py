@@ -32,7 +32,7 @@ from nestpipe.comm import LocalCommunicator
 from nestpipe.config import build
 from nestpipe.errors import CheckpointError, NestpipeError, RunError
 from nestpipe.models import HstuConfig, HstuRanker
-from nestpipe.serve.model.weights import read_weights
+from nestpipe.serve.engine.weights import read_weights
 from nestpipe.train import JobConfig, loop
 from support.checkpoints import change_manifest, flip_bit, set_number
 from support.examples import num_examples

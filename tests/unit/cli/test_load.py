@@ -9,11 +9,11 @@ import pytest
 
 from nestpipe.cli.app import main
 from nestpipe.cli.load_jobs import found_table, invalid_lines, results_table, step_line
-from nestpipe.cli.output import console
+from nestpipe.cli.options import console
 from nestpipe.errors import RunError
 from nestpipe.loadtest.driver import FormulaService, VirtualTime, drive
 from nestpipe.loadtest.report import report
-from nestpipe.loadtest.search import Found, SearchStep
+from nestpipe.loadtest.run import Found, SearchStep
 from nestpipe.loadtest.settings import LoadSettings, WorkloadSettings
 from nestpipe.loadtest.workload import legs, visits
 from nestpipe.serve.engine.cost_model import Costs, Fit, Work

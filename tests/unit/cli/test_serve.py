@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from nestpipe.cli.app import main
-from nestpipe.serve.process.server import bind_port
+from nestpipe.serve.http.worker import bind_port
 
 
 @pytest.fixture

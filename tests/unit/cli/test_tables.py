@@ -12,17 +12,17 @@ from rich.table import Table
 
 from nestpipe.bench.clustering import ClusteringReading
 from nestpipe.bench.groups import GroupReading, group_variants
-from nestpipe.bench.pipeline.cases import EXACT_PLANS, case_of, variants_of
-from nestpipe.bench.pipeline.report import PointReport, VariantReport
-from nestpipe.bench.relay.report import Compared, Kill, RelayReading
-from nestpipe.bench.relay.run import ARMS as RELAY_ARMS
-from nestpipe.bench.relay.run import RelayCase
+from nestpipe.bench.pipeline_cases import EXACT_PLANS, case_of, variants_of
+from nestpipe.bench.pipeline_report import PointReport, VariantReport
+from nestpipe.bench.relay_report import Compared, Kill, RelayReading
+from nestpipe.bench.relay_run import ARMS as RELAY_ARMS
+from nestpipe.bench.relay_run import RelayCase
 from nestpipe.cli import bench, bench_pipeline, bench_relay, load_jobs
 from nestpipe.cli import simulate as simulation
-from nestpipe.cli.output import summary_table
+from nestpipe.cli.options import summary_table
 from nestpipe.loadtest.advise import Memory
 from nestpipe.loadtest.report import Latency, Lengths, Report
-from nestpipe.loadtest.search import Found, SearchStep
+from nestpipe.loadtest.run import Found, SearchStep
 from nestpipe.loadtest.settings import ARMS, LoadSettings
 from nestpipe.schedule import Kind, PlanOptions, plan
 from nestpipe.serve.types import Path

@@ -9,13 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from nestpipe.batch import Batch
-from nestpipe.data.sampling.clustering import (
-    Balance,
-    count_keys_sent,
-    join_keys,
-    micro_batches,
-    partition,
-)
+from nestpipe.data.clustering import Balance, count_keys_sent, join_keys, micro_batches, partition
 from nestpipe.errors import ConfigError
 from nestpipe.jagged import Jagged
 from nestpipe.kernels.clustering import WINDOW, ClusterTask, cluster, seat_by_tokens

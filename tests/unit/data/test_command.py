@@ -68,7 +68,7 @@ def test_many_distinct_values_are_counted_roughly():
     import numpy as np
 
     from nestpipe.data.describe import Distinct
-    from nestpipe.data.sampling.order import draw
+    from nestpipe.data.order import draw
 
     for true in (100, 16_000, 200_000):
         distinct = Distinct()

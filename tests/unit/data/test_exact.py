@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from nestpipe.batch import Batch
 from nestpipe.data import Source, open_source
-from nestpipe.data.sampling.order import Permutation, Share, mix
-from nestpipe.data.sampling.stream import Chunk, Stream
-from nestpipe.data.source import keys_column
+from nestpipe.data.order import Permutation, Share, mix
+from nestpipe.data.source import Chunk, Stream, keys_column
 from nestpipe.errors import ConfigError
 from nestpipe.jagged import Jagged
 

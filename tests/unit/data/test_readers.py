@@ -20,8 +20,8 @@ from nestpipe.data import (
     Split,
     open_source,
 )
-from nestpipe.data.readers.files import keeps, num_kept
-from nestpipe.data.sampling.order import text_key
+from nestpipe.data.order import text_key
+from nestpipe.data.readers.inputs import keeps, num_kept
 from nestpipe.errors import ConfigError, DataError
 
 KUAIRAND = Path(__file__).resolve().parents[4] / "shared" / "data" / "kuairand-pure"

@@ -8,7 +8,7 @@ import torch
 
 from nestpipe.config import build
 from nestpipe.data import DENSE, DataConfig, SyntheticConfig, open_source
-from nestpipe.data.sampling.order import draw
+from nestpipe.data.order import draw
 from nestpipe.data.synthetic import make, write, zipf
 from nestpipe.errors import ConfigError, DataError
 

@@ -23,8 +23,7 @@ from nestpipe.embedding.routing.lists import WantedKeys
 from nestpipe.embedding.routing.native import request as native_request
 from nestpipe.embedding.store.reference import first_weights
 from nestpipe.errors import ConfigError
-from nestpipe.kernels import build
-from nestpipe.kernels.build import built_once, find_compiler, hash_of
+from nestpipe.kernels import library as build
 from nestpipe.kernels.index import library
 from nestpipe.kernels.index.dedup import DedupedKeys, Owners, dedup, plain_dedup
 from nestpipe.kernels.index.device_index import (
@@ -43,6 +42,7 @@ from nestpipe.kernels.index.segments import (
     sort_segments,
     update_segments,
 )
+from nestpipe.kernels.library import built_once, find_compiler, hash_of
 from nestpipe.kernels.rows.native import optimizer_struct
 
 CPU = torch.device("cpu")

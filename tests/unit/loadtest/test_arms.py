@@ -22,7 +22,7 @@ from nestpipe.loadtest.workload import Visit, legs
 from nestpipe.models import HstuConfig
 from nestpipe.serve.engine.calibration import lengths_up_to
 from nestpipe.serve.engine.cost_model import Costs, Fit, Work
-from nestpipe.serve.model.ranker import HstuRankModel
+from nestpipe.serve.engine.rank_model import HstuRankModel
 from nestpipe.serve.settings import ServeSettings
 from nestpipe.serve.types import KV, AdmissionOutcome, Answer, Path, RealClock
 

@@ -4,15 +4,15 @@ import pytest
 
 from nestpipe.errors import ConfigError
 from nestpipe.loadtest.driver import FormulaService, VirtualTime, drive
-from nestpipe.loadtest.plot import (
+from nestpipe.loadtest.report import (
     check_plot,
     full_length_curve,
     p99_curve,
     plot_latencies,
     plot_search,
+    report,
 )
-from nestpipe.loadtest.report import report
-from nestpipe.loadtest.search import SearchStep
+from nestpipe.loadtest.run import SearchStep
 from nestpipe.loadtest.settings import WorkloadSettings
 from nestpipe.loadtest.workload import legs, visits
 

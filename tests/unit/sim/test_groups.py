@@ -16,7 +16,7 @@ from nestpipe.sim import (
     paper_cluster,
 )
 from nestpipe.sim.costs import distinct_growth, foreign_rows, merged_bytes, merged_rows
-from nestpipe.sim.scaling import plan_for, usual_groups
+from nestpipe.sim.report import plan_for, usual_groups
 
 WORK = Workload(shared_share=0.5)
 NESTED = PlanOptions(micro_batches=8, merge_every=1)

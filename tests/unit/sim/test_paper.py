@@ -15,9 +15,8 @@ from nestpipe.sim import (
     rows_as_json,
     simulate,
 )
-from nestpipe.sim.paper.calibration import HOST_SPLIT, LAYOUT, OTHER_HOST_SPLIT, compute_ms
-from nestpipe.sim.paper.published import BEYOND, LARGEST, MICROS, PUBLISHED, SCALES
-from nestpipe.sim.paper.systems import FITTED, SYSTEMS
+from nestpipe.sim.paper import FITTED, HOST_SPLIT, LAYOUT, OTHER_HOST_SPLIT, SYSTEMS, compute_ms
+from nestpipe.sim.published import BEYOND, LARGEST, MICROS, PUBLISHED, SCALES
 
 SYSTEM_NAMES = [system.name for system in SYSTEMS]
 

@@ -17,7 +17,7 @@ from nestpipe.sim import (
     replay,
     simulate,
 )
-from nestpipe.sim.scaling import plan_for
+from nestpipe.sim.report import plan_for
 
 ONE_MS = dict.fromkeys(Kind, 1.0)
 

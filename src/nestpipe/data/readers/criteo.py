@@ -15,14 +15,14 @@ from numpy.typing import NDArray
 
 from nestpipe.batch import Batch
 from nestpipe.data.config import DataConfig, Split
-from nestpipe.data.readers.arrow import flat
-from nestpipe.data.readers.files import find_files, keeps, split_path
+from nestpipe.data.readers.inputs import find_files, flat, keeps, split_path
 from nestpipe.data.readers.text import Broken, RowError, TextFormat, rows, table
-from nestpipe.data.sampling.stream import Chunk, Stream
 from nestpipe.data.source import (
     DENSE,
     LABEL,
     MISSING,
+    Chunk,
+    Stream,
     features_column,
     keys_column,
     label_column,

@@ -18,16 +18,17 @@ from numpy.typing import NDArray
 
 from nestpipe.batch import Batch
 from nestpipe.data.config import DataConfig, KuaiRandConfig, Split
-from nestpipe.data.readers import arrow, parquet
-from nestpipe.data.readers.files import find_files
+from nestpipe.data.readers import inputs, parquet
+from nestpipe.data.readers.inputs import find_files
 from nestpipe.data.readers.text import Broken, RowError, TextFormat, rows, table, with_header
-from nestpipe.data.sampling.stream import Chunk, Stream
 from nestpipe.data.source import (
     DENSE,
     HISTORY,
     LABEL,
     MISSING,
+    Chunk,
     Column,
+    Stream,
     features_column,
     keys_column,
     label_column,
@@ -97,7 +98,7 @@ class FeatureJoin:
 
     def batch(self, log: Any) -> Batch:
         """The rows of the split's days, with everything known about them."""
-        found = {name: arrow.keys(log[name]) for name in (*LOG, self.config.label)}
+        found = {name: inputs.keys(log[name]) for name in (*LOG, self.config.label)}
         kept = (found["date"] >= self.days[0]) & (found["date"] <= self.days[1])
         found = {name: values[kept] for name, values in found.items()}
         user, video = self.users.rows(found["user_id"]), self.videos.rows(found["video_id"])
@@ -167,7 +168,7 @@ def _parquet_chunks(file: Path, join: FeatureJoin, names: tuple[str, ...]) -> It
 
         def count(group: int = group) -> int:
             dates = [
-                arrow.keys(piece["date"]) for piece in parquet.row_group(file, group, ["date"])
+                inputs.keys(piece["date"]) for piece in parquet.row_group(file, group, ["date"])
             ]
             return sum(int(((days >= first) & (days <= last)).sum()) for days in dates)
 
@@ -176,7 +177,7 @@ def _parquet_chunks(file: Path, join: FeatureJoin, names: tuple[str, ...]) -> It
 
 
 def _checked(log: pa.Table, label: str) -> pa.Table:
-    values = arrow.keys(log[label])
+    values = inputs.keys(log[label])
     if not np.isin(values, (0, 1)).all():
         raise RowError(f"{label} is {values[~np.isin(values, (0, 1))][0]}, not 0 or 1")
     return log
@@ -186,9 +187,9 @@ def _without_broken(
     piece: Any, names: tuple[str, ...], file: Path, begin: int, broken: Broken
 ) -> Any:
     """The rows of a Parquet piece that have all columns and a label of 0 or 1."""
-    good = np.isin(arrow.keys(piece[names[-1]]), (0, 1))
+    good = np.isin(inputs.keys(piece[names[-1]]), (0, 1))
     for name in names:
-        good &= ~arrow.flat(piece[name]).is_null().to_numpy(zero_copy_only=False)
+        good &= ~inputs.flat(piece[name]).is_null().to_numpy(zero_copy_only=False)
     for row in np.flatnonzero(~good).tolist():
         broken.add(
             f"row {begin + row + 1} of {file}", f"a column is empty or {names[-1]} not 0 or 1"
@@ -255,8 +256,8 @@ def read_users(folder: Path, broken: Broken) -> Side:
     found = _read(folder, "user_features*", "user_id", (*USER_KEYS, *USER_COUNTS), broken)
     counts = [np.log1p(np.maximum(np.nan_to_num(_numbers(found, c)), 0)) for c in USER_COUNTS]
     return Side(
-        arrow.keys(found["user_id"]),
-        {name: np.append(arrow.keys(found[name]), MISSING) for name in USER_KEYS},
+        inputs.keys(found["user_id"]),
+        {name: np.append(inputs.keys(found[name]), MISSING) for name in USER_KEYS},
         dense=np.vstack([np.stack(counts, axis=1), np.zeros((1, len(USER_COUNTS)))]),
         fields=tuple(f"log_{name}" for name in USER_COUNTS),
     )
@@ -267,8 +268,8 @@ def read_videos(folder: Path, broken: Broken) -> Side:
     wanted = (*VIDEO_KEYS, "upload_dt", "tag")
     found = _read(folder, "video_features_basic*", "video_id", wanted, broken)
     return Side(
-        arrow.keys(found["video_id"]),
-        {name: np.append(arrow.keys(found[name]), MISSING) for name in VIDEO_KEYS},
+        inputs.keys(found["video_id"]),
+        {name: np.append(inputs.keys(found[name]), MISSING) for name in VIDEO_KEYS},
         {"tag": _tags(found["tag"])},
         dense=np.append(_days(found["upload_dt"]), np.nan)[:, None],
         fields=("log_age_days",),
@@ -282,8 +283,8 @@ def read_history(folder: Path, longest: int) -> Side:
     found = _read_parquet(path, names).sort_by("user_id")
     lists = {"history": "watch_seq", "history_long_view": "watch_long_view"}
     return Side(
-        arrow.keys(found["user_id"]),
-        lists={name: _latest(arrow.lists(found[of]), longest) for name, of in lists.items()},
+        inputs.keys(found["user_id"]),
+        lists={name: _latest(inputs.lists(found[of]), longest) for name, of in lists.items()},
     )
 
 
@@ -297,7 +298,7 @@ def _latest(lists: Jagged, longest: int) -> Jagged:
 
 def _tags(column: Any) -> Jagged:
     """`12,39` as [12, 39]; no tag is an empty list, as for the video that is not known."""
-    coded = arrow.flat(column).dictionary_encode()
+    coded = inputs.flat(column).dictionary_encode()
     texts = [*coded.dictionary.to_pylist(), ""]
     known = [[int(tag) for tag in text.split(",") if tag.strip().isdecimal()] for text in texts]
     codes = coded.indices.fill_null(len(texts) - 1).to_numpy(zero_copy_only=False)
@@ -308,7 +309,7 @@ def _tags(column: Any) -> Jagged:
 
 def _days(column: Any) -> NDArray[np.float64]:
     """Days since 1970 of `2022-04-10`, in which the log's own days begin 8 hours earlier."""
-    coded = arrow.flat(column).dictionary_encode()
+    coded = inputs.flat(column).dictionary_encode()
     days = np.full(len(coded.dictionary) + 1, np.nan)
     for i, text in enumerate(coded.dictionary.to_pylist()):
         try:
@@ -319,7 +320,7 @@ def _days(column: Any) -> NDArray[np.float64]:
 
 
 def _numbers(found: pa.Table, name: str) -> NDArray[np.float64]:
-    return arrow.flat(found[name]).to_numpy(zero_copy_only=False).astype(np.float64)
+    return inputs.flat(found[name]).to_numpy(zero_copy_only=False).astype(np.float64)
 
 
 def _read(folder: Path, pattern: str, by: str, names: tuple[str, ...], broken: Broken) -> pa.Table:

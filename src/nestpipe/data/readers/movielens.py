@@ -15,14 +15,15 @@ from numpy.typing import NDArray
 
 from nestpipe.batch import Batch
 from nestpipe.data.config import DataConfig, MovieLensConfig, Split
-from nestpipe.data.readers.files import find_files
+from nestpipe.data.readers.inputs import find_files
 from nestpipe.data.readers.text import Broken, RowError, TextFormat, rows, table, with_header
-from nestpipe.data.sampling.indexed import Indexed, from_memory
 from nestpipe.data.source import (
     HISTORY,
     LABEL,
     TARGET,
     Column,
+    Indexed,
+    from_memory,
     keys_column,
     label_column,
     tensor,

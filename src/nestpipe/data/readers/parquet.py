@@ -16,14 +16,15 @@ import pyarrow.parquet as pq
 
 from nestpipe.batch import Batch
 from nestpipe.data.config import DataConfig, ParquetConfig, Split
-from nestpipe.data.readers import arrow
-from nestpipe.data.readers.files import find_files, keeps, num_kept, split_path
+from nestpipe.data.readers import inputs
+from nestpipe.data.readers.inputs import find_files, keeps, num_kept, split_path
 from nestpipe.data.readers.text import Broken
-from nestpipe.data.sampling.stream import Chunk, Stream
 from nestpipe.data.source import (
     DENSE,
     LABEL,
+    Chunk,
     Column,
+    Stream,
     features_column,
     keys_column,
     label_column,
@@ -116,7 +117,7 @@ def choose(schema: pa.Schema, config: ParquetConfig, where: Path) -> ColumnLayou
     sparse, dense = tuple(config.sparse), tuple(config.dense)
     if not sparse and not dense:
         left = [field for field in schema if field.name not in taken]
-        sparse = tuple(field.name for field in left if arrow.is_keys(field.type))
+        sparse = tuple(field.name for field in left if inputs.is_keys(field.type))
         dense = tuple(field.name for field in left if pa.types.is_floating(field.type))
     layout = ColumnLayout(sparse, frozenset(_single(schema, sparse)), dense, labels)
     check(schema, layout, where)
@@ -133,16 +134,16 @@ def check(schema: pa.Schema, layout: ColumnLayout, where: Path) -> None:
             raise DataError(f"{where} has no column {name}, it has {shown}; check data.parquet")
     for name in layout.sparse:
         kind = schema.field(name).type
-        fits = arrow.is_key(kind) if name in layout.single else arrow.is_list(kind)
-        arrow.need(kind, fits and arrow.is_keys(kind), name, "keys", where)
+        fits = inputs.is_key(kind) if name in layout.single else inputs.is_list(kind)
+        inputs.need(kind, fits and inputs.is_keys(kind), name, "keys", where)
     for name in layout.dense + layout.labels:
         kind = schema.field(name).type
-        arrow.need(kind, arrow.is_number(kind), name, "a number per row", where)
+        inputs.need(kind, inputs.is_number(kind), name, "a number per row", where)
 
 
 def _single(schema: pa.Schema, names: Sequence[str]) -> Iterator[str]:
     for name in names:
-        if name in schema.names and not arrow.is_list(schema.field(name).type):
+        if name in schema.names and not inputs.is_list(schema.field(name).type):
             yield name
 
 
@@ -175,14 +176,14 @@ def to_batch(
     good = _good(piece, layout, rows, path, broken)
     if not good.all():
         piece = piece.filter(pa.array(good))
-    dense = {layout.label_name(name): tensor(arrow.numbers(piece[name])) for name in layout.labels}
+    dense = {layout.label_name(name): tensor(inputs.numbers(piece[name])) for name in layout.labels}
     if layout.dense:
-        stacked = np.stack([arrow.numbers(piece[name]) for name in layout.dense], axis=1)
+        stacked = np.stack([inputs.numbers(piece[name]) for name in layout.dense], axis=1)
         dense[DENSE] = tensor(np.nan_to_num(stacked, copy=False, nan=0.0))
     sparse = {
-        name: Jagged.one_each(tensor(arrow.keys(piece[name])))
+        name: Jagged.one_each(tensor(inputs.keys(piece[name])))
         if name in layout.single
-        else arrow.lists(piece[name])
+        else inputs.lists(piece[name])
         for name in layout.sparse
     }
     return Batch(piece.num_rows, dense, sparse)
@@ -201,12 +202,12 @@ def _good(
         good[bad] = False
 
     for name in layout.labels:
-        refuse(~np.isfinite(arrow.numbers(piece[name])), f"{name} is no number")
+        refuse(~np.isfinite(inputs.numbers(piece[name])), f"{name} is no number")
     for name in layout.dense:
-        empty = arrow.flat(piece[name]).is_null().to_numpy(zero_copy_only=False)
-        refuse(~np.isfinite(arrow.numbers(piece[name])) & ~empty, f"{name} is not finite")
+        empty = inputs.flat(piece[name]).is_null().to_numpy(zero_copy_only=False)
+        refuse(~np.isfinite(inputs.numbers(piece[name])) & ~empty, f"{name} is not finite")
     for name in layout.sparse:
-        if name not in layout.single and (holes := _holes(arrow.flat(piece[name]))).any():
+        if name not in layout.single and (holes := _holes(inputs.flat(piece[name]))).any():
             refuse(holes, f"{name} has an empty entry")
     for row in sorted(reasons):
         broken.add(f"row {rows[row] + 1} of {path}", reasons[row])
@@ -217,6 +218,6 @@ def _holes(array: Any) -> np.ndarray:
     """Which lists have a null inside."""
     found = np.zeros(len(array), dtype=bool)
     if array.flatten().null_count:
-        parents = arrow.compute.list_parent_indices(array).to_numpy(zero_copy_only=False)
+        parents = inputs.compute.list_parent_indices(array).to_numpy(zero_copy_only=False)
         found[parents[array.flatten().is_null().to_numpy(zero_copy_only=False)]] = True
     return found

@@ -1,1 +1,1 @@
-"""HSTU's pointwise attention: the plain reference and the kernels."""
+"""HSTU's pointwise attention: the plain reference, and the kernels with and without gradients."""

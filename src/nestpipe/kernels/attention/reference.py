@@ -11,7 +11,7 @@ gives the same bits, forwards and backwards: no add here depends on which thread
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -209,3 +209,30 @@ class _PickColumns(torch.autograd.Function):
             one_hot_NP = functional.one_hot(index_N[start : start + step], ctx.columns)
             sums_HP += grad_HN[:, start : start + step] @ one_hot_NP.to(grad_HN.dtype)
         return sums_HP, None
+
+
+def plain_attention(
+    q_THA: Tensor,
+    k_THA: Tensor,
+    v_THV: Tensor,
+    offsets_B: Tensor,
+    *,
+    norm: float,
+    scale: float = 1.0,
+    mask: Mask = CAUSAL,
+    bias: RelativeBias = NO_BIAS,
+    max_attention: int | None = None,
+    longest: int | None = None,
+) -> Tensor:
+    """`hstu_attention`, where a row sees keys at most `max_attention` positions before its own."""
+    rows = Padding.of(offsets_B, k_THA.shape[0], longest)
+    pairs = _Pairs.of(rows, rows, mask)
+    if max_attention is not None:
+        near_BLL = pairs.distance_BLL <= max_attention
+        pairs = replace(pairs, visible_BLL=pairs.visible_BLL & near_BLL)
+    q_BHLA, k_BHLA, v_BHLV = (rows.pad(x).transpose(1, 2) for x in (q_THA, k_THA, v_THV))
+    scores_BHLL = torch.matmul(q_BHLA, k_BHLA.transpose(2, 3)) * scale
+    scores_BHLL = pairs.add_bias(scores_BHLL, bias)
+    weights_BHLL = torch.where(pairs.visible_BLL[:, None], functional.silu(scores_BHLL), 0) / norm
+    out_BLHV = torch.matmul(weights_BHLL.to(v_BHLV.dtype), v_BHLV).transpose(1, 2)
+    return rows.unpad(out_BLHV)

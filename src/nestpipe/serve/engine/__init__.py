@@ -1,1 +1,1 @@
-"""One serving instance: admission control, state, scheduler, the threads that compute and copy."""
+"""One serving instance: its model, admission control, state, scheduler, and threads."""

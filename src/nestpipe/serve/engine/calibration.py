@@ -21,8 +21,8 @@ import numpy as np
 from nestpipe.config import positive
 from nestpipe.serve.engine.admission import AdmissionControl
 from nestpipe.serve.engine.cost_model import Costs, Sample, Work, fit
+from nestpipe.serve.engine.rank_model import HstuRankModel
 from nestpipe.serve.engine.scheduler import chunk_of, wait_for_device
-from nestpipe.serve.model.ranker import HstuRankModel
 from nestpipe.serve.settings import ServeSettings
 from nestpipe.serve.types import KV, Clock, History, Ids, PrefixItem, RankItem, RankModel, RealClock
 

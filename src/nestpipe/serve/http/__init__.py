@@ -1,1 +1,1 @@
-"""The HTTP service around an instance or a router: limits, bodies, apps, metrics, client."""
+"""The HTTP service of an instance or a router: processes, limits, bodies, apps, metrics, client."""

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from nestpipe.kernels import build as building
-from nestpipe.kernels.build import CannotCompileError, build_cuda, find_nvcc
-from nestpipe.kernels.library import cuda_library
+from nestpipe.kernels import library as building
+from nestpipe.kernels.library import CannotCompileError, build_cuda, cuda_library, find_nvcc
 from nestpipe.kernels.rows import row_copy_tma
 from nestpipe.kernels.rows.row_copy_tma import (
     WHOLE,

@@ -10,7 +10,7 @@ from nestpipe.models import HstuConfig
 from nestpipe.serve.engine.calibration import Calibration, Run
 from nestpipe.serve.engine.cost_model import Costs
 from nestpipe.serve.engine.instance import Instance
-from nestpipe.serve.model.ranker import HstuRankModel
+from nestpipe.serve.engine.rank_model import HstuRankModel
 from nestpipe.serve.settings import ServeSettings
 from nestpipe.serve.types import History, RankModel, RankRequest
 

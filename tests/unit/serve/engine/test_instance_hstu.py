@@ -7,7 +7,7 @@ import pytest
 
 from nestpipe.models import HstuConfig
 from nestpipe.serve.engine.instance import Instance
-from nestpipe.serve.model.ranker import HstuRankModel
+from nestpipe.serve.engine.rank_model import HstuRankModel
 from nestpipe.serve.settings import ServeSettings
 from nestpipe.serve.types import (
     AdmissionOutcome,

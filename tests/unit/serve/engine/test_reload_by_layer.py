@@ -18,9 +18,9 @@ from nestpipe.models.hstu import HstuBlock
 from nestpipe.serve.engine.admission import EngineLoad
 from nestpipe.serve.engine.cost_model import Work
 from nestpipe.serve.engine.instance import Instance
+from nestpipe.serve.engine.rank_model import HstuRankModel
 from nestpipe.serve.engine.scheduler import AdmissionPolicy
 from nestpipe.serve.kv_cache.host_tier import Reload
-from nestpipe.serve.model.ranker import HstuRankModel
 from nestpipe.serve.settings import ServeSettings
 from nestpipe.serve.types import (
     KV,

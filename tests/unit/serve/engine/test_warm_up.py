@@ -13,7 +13,7 @@ import torch
 
 from nestpipe.models import HstuConfig
 from nestpipe.serve.engine.calibration import FEW, LONG, MANY, warm_up
-from nestpipe.serve.model.ranker import HstuRankModel
+from nestpipe.serve.engine.rank_model import HstuRankModel
 from nestpipe.serve.types import KV, PrefixItem, RankItem, Scores
 
 SMALL = HstuConfig(blocks=1, heads=1, dim=4, attention_dim=4, value_dim=4, max_len=16)

@@ -13,10 +13,9 @@ import pytest
 
 from nestpipe.errors import CheckpointError, DataError, RunError, ShedError
 from nestpipe.serve.engine.state import ClosingError
-from nestpipe.serve.http.app import ServedApp
+from nestpipe.serve.http.apps import ServedApp, instance_app
 from nestpipe.serve.http.bodies import MEDIA_TYPE
 from nestpipe.serve.http.client import ranking_body, read_answer, read_stats, signal_body
-from nestpipe.serve.http.instance_app import instance_app
 from nestpipe.serve.http.requests import HistoryStore
 from nestpipe.serve.settings import HttpSettings, ServeSettings
 from nestpipe.serve.types import AdmissionOutcome, Answer, History, Path, RankRequest, Signal

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from nestpipe.serve.http.app import ServedApp
-from nestpipe.serve.http.instance_app import instance_app
-from nestpipe.serve.process.server import bind_port, new_server
+from nestpipe.serve.http.apps import ServedApp, instance_app
+from nestpipe.serve.http.worker import bind_port, new_server
 from nestpipe.serve.settings import HttpSettings, ServeSettings
 from nestpipe.serve.types import AdmissionOutcome, Answer, Path, RankRequest, Signal
 from support.examples import num_examples

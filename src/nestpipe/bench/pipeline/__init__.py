@@ -1,1 +1,0 @@
-"""`nestpipe bench pipeline`: every plan on the same work, measured and predicted."""

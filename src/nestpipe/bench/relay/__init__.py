@@ -1,1 +1,0 @@
-"""`nestpipe bench relay`: relay beside inline ranking, over HTTP."""

@@ -1,0 +1,193 @@
+"""Cut a batch into micro-batches so that samples which share keys meet.
+
+A key that two micro-batches have is sent twice where each asks for itself; docs/clustering.md says
+how much that is and what clustering saves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from nestpipe.batch import Batch
+from nestpipe.data.order import Permutation, draw, mix
+from nestpipe.errors import ConfigError
+from nestpipe.jagged import Jagged
+from nestpipe.kernels.clustering import ClusterTask, cluster
+
+# Shapes: B samples, P micro-batches, F features, T keys of all samples
+
+I64 = NDArray[np.int64]
+How = Literal["contiguous", "random", "clustered"]
+TOKEN_SLACK = 0.10
+"""How far the tokens of a micro-batch may be from its share."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Balance:
+    """How even the tokens of micro-batches are to be; their samples are given."""
+
+    slack: float = TOKEN_SLACK
+    """At most this much more than a micro-batch's share, which goes by its samples."""
+    both_sides: bool = False
+    """At most this much less, too."""
+
+    def bounds(self, tokens: int, sizes_P: I64) -> tuple[I64, I64]:
+        """Tokens of each micro-batch, at least and at most."""
+        due_P = tokens * sizes_P / max(1, int(sizes_P.sum()))
+        most_P = np.floor(due_P * (1 + self.slack)).astype(np.int64)
+        least_P = np.ceil(due_P * (1 - self.slack)).astype(np.int64)
+        return least_P if self.both_sides else np.zeros_like(least_P), most_P
+
+
+@dataclass(frozen=True, slots=True)
+class KeysSent:
+    """Keys that travel for one batch: each micro-batch asks for its own distinct keys."""
+
+    per_micro: tuple[int, ...]
+    whole: int
+    """Distinct keys of the whole batch."""
+
+    @property
+    def total(self) -> int:
+        return sum(self.per_micro)
+
+    @property
+    def ratio(self) -> float:
+        """Keys sent over what dedup of the whole batch would send."""
+        return self.total / self.whole if self.whole else 1.0
+
+
+def micro_batches(
+    batch: Batch,
+    keys: Mapping[str, Jagged],
+    sizes: Sequence[int],
+    how: How = "clustered",
+    *,
+    table_of: Mapping[str, str] | None = None,
+    balance: Balance | None = None,
+) -> list[Batch]:
+    """The batch in pieces of these sizes; samples of a piece keep their order.
+
+    `keys` are what the samples are clustered by, all features or some; the rest is `partition`'s.
+    """
+    if how == "contiguous" or not keys:
+        return batch.split(sizes)
+    parts = partition(keys, sizes, how, table_of=table_of, balance=balance)
+    return [batch.select(samples) for samples in parts]
+
+
+def partition(
+    keys: Mapping[str, Jagged],
+    sizes: Sequence[int],
+    how: How = "clustered",
+    *,
+    table_of: Mapping[str, str] | None = None,
+    balance: Balance | None = None,
+    seed: int | None = None,
+) -> list[Tensor]:
+    """The samples of each micro-batch, in ascending order; a function of the arguments alone.
+
+    `table_of` names the table of each feature; without it each feature has its own. `seed` is for
+    `random`; without it, the keys are the seed.
+    """
+    if how not in get_args(How):
+        raise ConfigError(f"samples cannot be cut {how!r}; use {', '.join(get_args(How))}")
+    sizes_P = np.array(sizes, np.int64)
+    offsets_B1, keys_T = join_keys(keys, table_of)
+    samples = len(offsets_B1) - 1
+    assert sizes_P.sum() == samples, f"{sizes} do not add up to {samples} samples"
+    if how == "clustered":
+        return _clustered(offsets_B1, keys_T, sizes_P, balance or Balance())
+    order_B = np.arange(samples)
+    if how == "random":
+        content = int(keys_T.view(np.uint64).sum()) if seed is None else seed
+        order_B = Permutation(samples, mix(content))(order_B)
+    ends_P = np.cumsum(sizes_P)
+    pieces = (order_B[end - size : end] for end, size in zip(ends_P, sizes_P, strict=True))
+    return [torch.from_numpy(np.sort(piece)) for piece in pieces]
+
+
+def count_keys_sent(
+    keys: Mapping[str, Jagged],
+    parts: Sequence[Tensor],
+    table_of: Mapping[str, str] | None = None,
+) -> KeysSent:
+    """What these micro-batches send, and what one exchange for the whole batch would."""
+    whole = 0
+    per_micro = [0] * len(parts)
+    for features in _tables(keys, table_of):
+        whole += _distinct(features)
+        for number, samples in enumerate(parts):
+            per_micro[number] += _distinct([feature.select(samples) for feature in features])
+    return KeysSent(tuple(per_micro), whole)
+
+
+def join_keys(
+    keys: Mapping[str, Jagged], table_of: Mapping[str, str] | None = None
+) -> tuple[I64, I64]:
+    """(B + 1,) offsets and (T,) keys of all features, sample by sample, distinct by table."""
+    tables = _tables(keys, table_of)
+    if not tables:
+        return np.zeros(1, np.int64), np.empty(0, np.int64)
+    values: list[I64] = []
+    lengths: list[I64] = []
+    for number, features in enumerate(tables):
+        for feature in features:
+            found = feature.values.numpy().astype(np.int64, copy=False)
+            apart = found if len(tables) == 1 else draw(mix(number), found).view(np.int64)
+            values.append(apart)
+            lengths.append(feature.lengths.numpy())
+    lengths_FB = np.stack(lengths)
+    offsets_B1 = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths_FB.sum(0))])
+    if len(values) == 1:
+        return offsets_B1, values[0]
+    keys_T = np.empty(offsets_B1[-1], np.int64)
+    starts_FB = offsets_B1[:-1] + np.cumsum(lengths_FB, 0) - lengths_FB
+    for own, lengths_B, starts_B in zip(values, lengths_FB, starts_FB, strict=True):
+        shift_B = starts_B - (np.cumsum(lengths_B) - lengths_B)
+        keys_T[np.arange(len(own)) + np.repeat(shift_B, lengths_B)] = own
+    return offsets_B1, keys_T
+
+
+def _tables(keys: Mapping[str, Jagged], table_of: Mapping[str, str] | None) -> list[list[Jagged]]:
+    """The features of each table."""
+    features: dict[str, list[Jagged]] = {}
+    for name, feature in keys.items():
+        features.setdefault(table_of[name] if table_of else name, []).append(feature)
+    return list(features.values())
+
+
+def _distinct(features: Sequence[Jagged]) -> int:
+    return len(torch.unique(torch.cat([feature.values for feature in features])))
+
+
+def _clustered(offsets_B1: I64, keys_T: I64, sizes_P: I64, balance: Balance) -> list[Tensor]:
+    tokens_B = np.diff(offsets_B1)
+    least_P, most_P = balance.bounds(len(keys_T), sizes_P)
+    task = ClusterTask(
+        offsets_B1=offsets_B1,
+        keys_T=keys_T,
+        tokens_B=tokens_B,
+        sizes_P=sizes_P,
+        least_P=least_P,
+        most_P=most_P,
+    )
+    part_B = cluster(task)
+    parts = [np.flatnonzero(part_B == part) for part in range(len(sizes_P))]
+    if len(set(sizes_P.tolist())) == 1:
+        parts = _light_ends(parts, tokens_B)
+    return [torch.from_numpy(part) for part in parts]
+
+
+def _light_ends(parts: list[I64], tokens_B: I64) -> list[I64]:
+    """The lightest first and the next lightest last: the ends of a window are what shows."""
+    light, *rest = sorted(range(len(parts)), key=lambda part: int(tokens_B[parts[part]].sum()))
+    inner, last = sorted(rest[1:]), rest[:1]
+    return [parts[part] for part in (light, *inner, *last)]

@@ -1,1 +1,0 @@
-"""Which samples a batch holds, and how it is split into micro-batches."""

@@ -1,0 +1,131 @@
+"""`fused_attention`: HSTU's attention and its gradients without a score in memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from nestpipe.kernels.attention.inference import kernel_serves
+from nestpipe.kernels.attention.reference import (
+    CAUSAL,
+    NO_BIAS,
+    Mask,
+    RelativeBias,
+    plain_attention,
+)
+
+# Shapes: B samples, T rows of all samples together, H heads, A width of queries and keys, V width
+# of values, P and Q buckets of the biases
+
+MAX_WIDTH = 256
+"""The widest head that fits a program's registers."""
+
+
+def fused_attention(
+    q_THA: Tensor,
+    k_THA: Tensor,
+    v_THV: Tensor,
+    offsets_B: Tensor,
+    *,
+    norm: float,
+    scale: float = 1.0,
+    mask: Mask = CAUSAL,
+    bias: RelativeBias = NO_BIAS,
+    max_attention: int | None = None,
+    longest: int | None = None,
+) -> Tensor:
+    """(T, H, V) the weighted sum of values that each query sees; differentiable.
+
+    It computes what `plain_attention` does, and calls that where no kernel is proven: on the host,
+    in float64, for heads wider than MAX_WIDTH or with values of another width. `longest` is the
+    length of the longest sample, or more; without it the host waits for the device to say. A
+    sample's result has the same bits in any batch, and the same input gives the same bits,
+    gradients included.
+    """
+    same_width = q_THA.shape[2] == v_THV.shape[2]
+    if not kernel_serves(q_THA) or not same_width or q_THA.shape[2] > MAX_WIDTH:
+        return plain_attention(
+            q_THA, k_THA, v_THV, offsets_B, norm=norm, scale=scale, mask=mask, bias=bias,
+            max_attention=max_attention, longest=longest,
+        )  # fmt: skip
+    return attention_by_kernels(
+        q_THA, k_THA, v_THV, offsets_B, norm=norm, scale=scale, mask=mask, bias=bias,
+        max_attention=max_attention, longest=longest,
+    )  # fmt: skip
+
+
+def attention_by_kernels(
+    q_THA: Tensor,
+    k_THA: Tensor,
+    v_THV: Tensor,
+    offsets_B: Tensor,
+    *,
+    norm: float,
+    scale: float = 1.0,
+    mask: Mask = CAUSAL,
+    bias: RelativeBias = NO_BIAS,
+    max_attention: int | None = None,
+    longest: int | None = None,
+) -> Tensor:
+    """`fused_attention` by the kernels, wherever the tensors are."""
+    if longest is None:
+        longest = int(offsets_B.diff().max()) if len(offsets_B) > 1 else 0
+    rule = (offsets_B, mask.num_targets_B, bias.times_T, norm, scale, max_attention, longest)
+    return _FusedAttention.apply(q_THA, k_THA, v_THV, bias.position_HP, bias.time_HQ, rule)
+
+
+class _FusedAttention(torch.autograd.Function):
+    """Keeps its inputs alone: the backward passes compute scores again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_THA: Tensor,
+        k_THA: Tensor,
+        v_THV: Tensor,
+        position_HP: Tensor | None,
+        time_HQ: Tensor | None,
+        rule: tuple[Any, ...],
+    ) -> Tensor:
+        from nestpipe.kernels.attention.fused_launch import run_forward  # needs triton
+
+        ctx.save_for_backward(q_THA, k_THA, v_THV, position_HP, time_HQ, *rule[:3])
+        ctx.rule = rule[3:]
+        return run_forward(_problem_of((q_THA, k_THA, v_THV, position_HP, time_HQ), rule))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_THV: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        from nestpipe.kernels.attention import fused_launch as launch  # needs triton
+
+        inputs, rule = ctx.saved_tensors[:5], (*ctx.saved_tensors[5:], *ctx.rule)
+        problem = _problem_of(inputs, rule)
+        wants_q, wants_k, wants_v, wants_position, wants_time, _ = ctx.needs_input_grad
+        grads: list[Tensor | None] = [None] * 6
+        wants_tables = wants_position or wants_time
+        sums_HXQ = None
+        if wants_q or wants_tables:
+            grads[0], sums_HXQ = launch.run_backward_queries(
+                problem, grad_THV, sum_scores=wants_tables
+            )
+        if wants_k or wants_v:
+            grads[1], grads[2] = launch.run_backward_keys(problem, grad_THV)
+        if sums_HXQ is not None:
+            tables = launch.run_bias_gradients(problem, grad_THV, sums_HXQ)
+            for at, (grad, table) in enumerate(zip(tables, inputs[3:], strict=True), start=3):
+                grads[at] = None if grad is None else grad.to(table.dtype)
+        return tuple(grads)
+
+
+def _problem_of(inputs: Any, rule: tuple[Any, ...]) -> Any:
+    from nestpipe.kernels.attention.fused_launch import make_problem  # needs triton
+
+    q_THA, k_THA, v_THV, position_HP, time_HQ = inputs
+    offsets_B, num_targets_B, times_T, norm, scale, max_attention, longest = rule
+    bias = RelativeBias(position_HP, time_HQ, times_T)
+    return make_problem(
+        q_THA, k_THA, v_THV, offsets_B, num_targets_B, bias, norm, scale, max_attention, longest
+    )

@@ -1,0 +1,297 @@
+"""The models on HSTU: `HstuRetriever` predicts the next item, `HstuRanker` scores candidates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from nestpipe.batch import Batch
+from nestpipe.config import Table, positive
+from nestpipe.errors import DataError
+from nestpipe.jagged import Jagged, Join
+from nestpipe.kernels.attention.reference import Padding
+from nestpipe.models.hstu import Hstu, HstuConfig, Prefix, PrefixParts, Tokens
+from nestpipe.models.protocol import Loss
+
+# Shapes: B samples, T rows of all samples together, L positions that predict (padded), M negatives
+# of a sample, N items to score, D width
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampledSoftmaxConfig:
+    """How the next item is told from others."""
+
+    num_items: int
+    """Items are keys from 1 to this; negatives are drawn among them."""
+    negatives: int = 128
+    """Drawn per sample and shared by all its positions."""
+    sampling: Literal["uniform", "log_uniform"] = "uniform"
+    """`log_uniform`: small keys more often, for catalogues sorted by popularity; corrected for."""
+    normalise: bool = True
+    """Compare directions only: vectors and rows are scaled to length 1."""
+    temperature: float = 0.05
+    """What scores are divided by; use 1 where `normalise` is off."""
+    seed: int = 0
+    """Of the negatives."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_items", "negatives", "temperature"):
+            positive(name, getattr(self, name))
+
+
+class HstuRetriever(nn.Module):
+    """Next-item prediction by sampled softmax; its weight is the number of predicted items.
+
+    Reads `sparse["history"]`, oldest item first, keys from 1 to `num_items`; each item but the
+    first is predicted from those before it. `dense["sample_id"]` (B,) int64 names a sample (without
+    it, the sum of its keys does):
+    negatives are a function of (seed, sample_id), and of `dense["step"]` (B,) int64 where the batch
+    has that column, so that another pass over the data can draw others. With time buckets also
+    `sparse["times"]`, a whole number for each item.
+    """
+
+    def __init__(self, config: HstuConfig, softmax: SampledSoftmaxConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.softmax = softmax
+        self.sampler = ItemSampler(softmax.num_items, softmax.sampling, softmax.seed)
+        self.encoder = Hstu(config)
+
+    def tables(self) -> list[Table]:
+        """One table, of items."""
+        return [Table(name="items", dim=self.config.dim, features=("history", "negatives"))]
+
+    def sparse_keys(self, batch: Batch) -> Mapping[str, Jagged]:
+        negatives_BM = self.negatives(batch)
+        lengths_B = torch.full_like(negatives_BM[:, 0], self.softmax.negatives)
+        return {
+            "history": batch.sparse["history"],
+            "negatives": Jagged(negatives_BM.flatten(), lengths_B),
+        }
+
+    def query_keys(self, batch: Batch) -> Mapping[str, Jagged]:
+        """The keys that `encode` wants: no negatives."""
+        return {"history": batch.sparse["history"]}
+
+    def negatives(self, batch: Batch) -> Tensor:
+        """(B, M) the negatives of each sample."""
+        ids = [batch.dense[name] for name in ("sample_id", "step") if name in batch.dense]
+        return self.sampler.draw(ids or [_content_id(batch)], self.softmax.negatives)
+
+    def dense(self, rows: Mapping[str, Tensor], batch: Batch) -> Loss:
+        history = batch.sparse["history"]
+        padding = Padding.of(history.offsets, len(history.values))
+        next_BLD = padding.pad(self._direction(rows["history"]))[:, 1:]
+        vectors_BLD = padding.pad(self._vectors(rows, batch))[:, :-1]
+        negatives_BMD = self._direction(rows["negatives"])
+        negatives_BMD = negatives_BMD.view(batch.size, self.softmax.negatives, self.config.dim)
+        positive_BL = (vectors_BLD * next_BLD).sum(2)
+        negative_BLM = torch.bmm(vectors_BLD, negatives_BMD.transpose(1, 2))
+        loss_BL = self._loss(
+            positive_BL, negative_BLM, padding.pad(history.values)[:, 1:], self.negatives(batch)
+        )
+        rows_L = torch.arange(1, padding.longest or 1, device=loss_BL.device)
+        counted_BL = rows_L[None] < padding.lengths_B[:, None]
+        total = torch.where(counted_BL, loss_BL, 0).sum()
+        return Loss(total, float(counted_BL.sum()))
+
+    def encode(self, rows: Mapping[str, Tensor], batch: Batch) -> Tensor:
+        """(B, D) what follows the last item of each history; zeros where there is no item."""
+        history = batch.sparse["history"]
+        vectors_TD = self._vectors(rows, batch)
+        nothing_1D = vectors_TD.new_zeros(1, self.config.dim)
+        last_B = torch.where(history.lengths > 0, history.offsets[1:] - 1, len(vectors_TD))
+        return torch.cat([vectors_TD, nothing_1D]).index_select(0, last_B)
+
+    def score(self, vectors_BD: Tensor, items_ND: Tensor) -> Tensor:
+        """(B, N) how well each item, given by its row, follows; higher is better."""
+        return vectors_BD @ self._direction(items_ND).T / self.softmax.temperature
+
+    def _vectors(self, rows: Mapping[str, Tensor], batch: Batch) -> Tensor:
+        """(T, D) at each item, the direction in which the next one is expected."""
+        times_T = batch.sparse["times"].values if self.config.time_buckets else None
+        tokens = Tokens(batch.sparse["history"].lengths, times_T=times_T)
+        return self._direction(self.encoder(rows["history"], tokens))
+
+    def _direction(self, x_TD: Tensor) -> Tensor:
+        return functional.normalize(x_TD, dim=1) if self.softmax.normalise else x_TD
+
+    def _loss(
+        self,
+        positive_BL: Tensor,
+        negative_BLM: Tensor,
+        next_BL: Tensor,
+        negatives_BM: Tensor,
+    ) -> Tensor:
+        """(B, L) minus the log-probability of the next item, among itself and the negatives.
+
+        A negative that is the next item itself does not count. Scores are lowered by how often
+        an item is drawn, so that items drawn often are not pushed down for that.
+        """
+        temperature = self.softmax.temperature
+        right_BL = positive_BL / temperature - self.sampler.log_chance(next_BL).to(positive_BL)
+        chance_BM = self.sampler.log_chance(negatives_BM).to(positive_BL)
+        wrong_BLM = negative_BLM / temperature - chance_BM[:, None]
+        is_next_BLM = next_BL[:, :, None] == negatives_BM[:, None]
+        wrong_BLM = wrong_BLM.masked_fill(is_next_BLM, float("-inf"))
+        scores = torch.cat([right_BL[:, :, None], wrong_BLM], dim=2)
+        return torch.logsumexp(scores, dim=2) - right_BL
+
+
+def _content_id(batch: Batch) -> Tensor:
+    """(B,) a number that follows from the sample's own history."""
+    history = batch.sparse["history"]
+    sample_T = torch.repeat_interleave(history.lengths, output_size=len(history.values))
+    return torch.zeros_like(history.lengths).index_add_(0, sample_T, history.values)
+
+
+# Negative sampling: a function of the seed and the sample alone.
+
+
+# Shapes: B samples, M negatives of a sample, J ranges of items
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_FIRST = 0xBF58476D1CE4E5B9
+_SECOND = 0x94D049BB133111EB
+
+
+@dataclass(frozen=True, slots=True)
+class ItemSampler:
+    """Draws from the items 1 .. num_items with whole numbers only.
+
+    So every device, rank and micro-batch draws the same for a sample. `log_uniform` first draws
+    one of J ranges, each about twice as long as the one before it, then an item of the range:
+    small keys come up more often, about as 1 / key.
+    """
+
+    num_items: int
+    sampling: Literal["uniform", "log_uniform"] = "uniform"
+    seed: int = 0
+
+    def draw(self, ids: Sequence[Tensor], count: int) -> Tensor:
+        """(B, M) items for each sample, with replacement; `ids` are int64 columns that name it."""
+        state_B = torch.full_like(ids[0], _signed(self.seed))
+        for id_B in ids:
+            state_B = _mix(state_B + _signed(_GOLDEN)) ^ id_B
+        slots_M = torch.arange(2 * count, device=state_B.device) * _signed(_GOLDEN)
+        bits_BM = _shift(_mix(_mix(state_B)[:, None] + slots_M), 1)
+        range_BM, within_BM = bits_BM[:, :count], bits_BM[:, count:]
+        if self.sampling == "uniform":
+            return 1 + within_BM % self.num_items
+        edges_J = self._edges(state_B.device)
+        range_BM = range_BM % (len(edges_J) - 1)
+        low_BM, high_BM = edges_J[range_BM], edges_J[range_BM + 1]
+        return low_BM + within_BM % (high_BM - low_BM)
+
+    def log_chance(self, items: Tensor) -> Tensor:
+        """How likely a draw is to be each of these items, as a natural logarithm."""
+        if self.sampling == "uniform":
+            chance = torch.full_like(items, 1 / self.num_items, dtype=torch.float64)
+            return torch.log(chance)
+        edges_J = self._edges(items.device)
+        range_of = torch.bucketize(items.contiguous(), edges_J[1:-1], right=True)
+        lengths = edges_J[range_of + 1] - edges_J[range_of]
+        return -torch.log(lengths.double() * (len(edges_J) - 1))
+
+    def _edges(self, device: torch.device) -> Tensor:
+        """(J + 1,) where each range starts, and one past the end of the last."""
+        end = self.num_items + 1
+        ranges = end.bit_length() - 1
+        halvings_J = torch.arange(ranges, -1, -1, device=device)
+        return torch.full_like(halvings_J, end) >> halvings_J
+
+
+def _mix(x: Tensor) -> Tensor:
+    """The finish of splitmix64: int64 tensors wrap around, as it wants."""
+    x = (x ^ _shift(x, 30)) * _signed(_FIRST)
+    x = (x ^ _shift(x, 27)) * _signed(_SECOND)
+    return x ^ _shift(x, 31)
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """To the right with zeros coming in; torch's own shift copies the sign."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(x: int) -> int:
+    """The int64 that has the last 64 bits of x."""
+    return ((x + (1 << 63)) % (1 << 64)) - (1 << 63)
+
+
+# Shapes: B samples, T rows of all samples together, C candidates of all samples together, D width
+
+
+class HstuRanker(nn.Module):
+    """Scores candidates after a history; none sees another, so none changes another's score.
+
+    Reads `sparse["history"]`, oldest item first, `sparse["candidates"]`, and `sparse["labels"]`:
+    lists as long as those of `candidates`, with 1 for a candidate that was liked and 0 for one that
+    was not. With time buckets also `sparse["times"]`, a whole number for each item of the
+    history, and `dense["time"]` (B,), that of the request.
+
+    The loss is binary cross-entropy, its weight the number of candidates.
+    """
+
+    def __init__(self, config: HstuConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.encoder = Hstu(config)
+        self.head = nn.Sequential(
+            nn.LayerNorm(config.dim),
+            nn.Linear(config.dim, config.dim),
+            nn.SiLU(),
+            nn.Linear(config.dim, 1),
+        )
+
+    def tables(self) -> list[Table]:
+        """One table, of items."""
+        return [Table(name="items", dim=self.config.dim, features=("history", "candidates"))]
+
+    def sparse_keys(self, batch: Batch) -> Mapping[str, Jagged]:
+        return {name: batch.sparse[name] for name in ("history", "candidates")}
+
+    def dense(self, rows: Mapping[str, Tensor], batch: Batch) -> Loss:
+        logits_C = self.logits(rows, batch)
+        labels_C = batch.sparse["labels"].values.to(logits_C.dtype)
+        if labels_C.shape != logits_C.shape:
+            raise DataError(
+                f"a batch has {len(labels_C)} labels for {len(logits_C)} candidates; "
+                "give a label for each"
+            )
+        total = functional.binary_cross_entropy_with_logits(logits_C, labels_C, reduction="sum")
+        return Loss(total, float(len(logits_C)), torch.sigmoid(logits_C.detach()), labels_C)
+
+    def logits(
+        self, rows: Mapping[str, Tensor], batch: Batch, prefix: Prefix | PrefixParts | None = None
+    ) -> Tensor:
+        """(C,) log-odds of each candidate; with a prefix, `history` is only what came after it."""
+        history, candidates = batch.sparse["history"], batch.sparse["candidates"]
+        join = Join.of(
+            history.lengths, len(history.values), candidates.lengths, len(candidates.values)
+        )
+        tokens = Tokens(join.lengths_B, candidates.lengths, self._times(batch, join))
+        joined_TD = join.rows(rows["history"], rows["candidates"])
+        encoded_TD = self.encoder(joined_TD, tokens, prefix)
+        return self.head(encoded_TD.index_select(0, join.second_places)).squeeze(1)
+
+    def prefix(
+        self, rows: Mapping[str, Tensor], batch: Batch, prefix: Prefix | PrefixParts | None = None
+    ) -> Prefix:
+        """What can be computed of `history` before the candidates are known."""
+        times_T = batch.sparse["times"].values if self.config.time_buckets else None
+        tokens = Tokens(batch.sparse["history"].lengths, times_T=times_T)
+        return self.encoder.prefix(rows["history"], tokens, prefix)
+
+    def _times(self, batch: Batch, join: Join) -> Tensor | None:
+        if not self.config.time_buckets:
+            return None
+        candidates = batch.sparse["candidates"]
+        asked_C = torch.repeat_interleave(
+            batch.dense["time"], candidates.lengths, output_size=len(candidates.values)
+        )
+        return join.rows(batch.sparse["times"].values, asked_C)

@@ -1,1 +1,0 @@
-"""The processes of a service: launcher, worker, server."""

@@ -1,0 +1,476 @@
+"""The published table, simulated: each system is a plan plus costs on a calibrated cluster.
+
+From published figures to a `Cluster` there are few knobs, each solved from a named figure: TorchRec
+(compute, lookup at two scales), UniEmb (All2All at three scales, the cost of a hand-over) and 2D-SP
+(the lookup it saves). Of NestPipe the bound on the refresh is taken and its number of micro-batches
+is inferred, and of NestPipe + 2D-SP its raw All2All is used (how much a smaller group helps). Their
+steps, and those of the ablations, are predictions but for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cache
+from itertools import product
+
+import numpy as np
+
+from nestpipe.schedule import Plan, PlanOptions, Retrieval, plan
+from nestpipe.schedule.op import Kind
+from nestpipe.schedule.schedule import Shape
+from nestpipe.sim import published as paper
+from nestpipe.sim.cluster import Cluster, Compute, Host, Network, Workload
+from nestpipe.sim.costs import Layout, Scale, all_to_all_ms, costs, message_ms
+from nestpipe.sim.published import BEYOND, LARGEST, PUBLISHED, SCALES, Published
+from nestpipe.sim.report import (
+    Figures,
+    GroupChoice,
+    choice_as_json,
+    choose_groups,
+    simulate,
+    usual_groups,
+)
+
+K = Kind
+GROUPS = 8
+"""Groups of 2D-SP: not published; eight is the most that its layout inside a node allows."""
+LAYOUT = Layout.SHARDS
+"""The layout of 2D-SP was not published either: this one comes closer to its All2All at 128
+workers, where half of a group is in one node."""
+HOST_SPLIT = {K.PREFETCH: 0.25, K.COPY: 0.15, K.RETRIEVE: 0.40, K.WRITEBACK: 0.20}
+"""How the host's part of lookup splits into ops: assumed, only the sum is published."""
+ASSUMED = Cluster(
+    compute=Compute(tflops=128.0, mkeys_per_s=100.0, memory_gb_per_s=800.0),
+    network=Network(node_gb_per_s=200.0, message_us=20.0, message_us_per_peer=0.2),
+    workload=Workload(merge_from_host=0.0),  # see UNRECONCILED
+)
+"""Sizes and speeds that no figure fixes; only their products with the knobs below matter."""
+
+
+OTHER_HOST_SPLIT = {K.PREFETCH: 0.35, K.COPY: 0.25, K.RETRIEVE: 0.25, K.WRITEBACK: 0.15}
+"""Another split that fits all that was published: it matters only past 1,536 workers."""
+CURVE_SCALES = (128, 512, 1536)
+"""Where the All2All of UniEmb is known."""
+
+
+def paper_cluster(
+    host_split: Mapping[Kind, float] | None = None, *, contention_terms: int = 2
+) -> Cluster:
+    """The 1,536-NPU cluster of the paper, calibrated.
+
+    With one contention term instead of two the network follows the line through 512 and 1,536
+    workers: another way to extend its curve past them.
+    """
+    network = _network_curve(CURVE_SCALES[-(contention_terms + 1) :])
+    cluster = replace(ASSUMED, compute=_compute(), network=network)
+    cluster = replace(cluster, network=_group_relief(cluster))
+    cluster = replace(cluster, network=_key_exchange(cluster))
+    cluster = replace(cluster, host=_host(cluster, host_split or HOST_SPLIT))
+    return replace(cluster, workload=_dense_work(cluster))
+
+
+def _figure(system: str, workers: int, name: str) -> float:
+    value = getattr(PUBLISHED[system, workers], name)
+    assert value is not None, f"{name} of {system} at {workers} is not known"
+    return value
+
+
+def compute_ms() -> float:
+    """TorchRec's step less its lookup and communication: nothing overlaps there."""
+    return (
+        _figure(paper.TORCHREC, 1536, "step_ms")
+        - _figure(paper.TORCHREC, 1536, "lookup_ms")
+        - _figure(paper.TORCHREC, 1536, "exposed_comm_ms")
+    )
+
+
+def _compute() -> Compute:
+    """UniEmb's remaining lookup is the hand-over; the refresh adds its published bound."""
+    work = ASSUMED.workload
+    refreshed = 2 * work.owned_rows * work.shared_share * work.stored_row_bytes
+    return replace(
+        ASSUMED.compute,
+        swap_ms=_figure(paper.UNIEMB, 1536, "lookup_ms"),
+        memory_gb_per_s=refreshed / paper.REFRESH_MS / 1e6,
+    )
+
+
+def exchange_ms(workers: int) -> float:
+    """Rows and gradients of one UniEmb step: what its step leaves besides compute and hand-over."""
+    base = _figure(paper.UNIEMB, 1536, "step_ms") * _figure(
+        paper.UNIEMB, 1536, "scaling_efficiency"
+    )
+    step = base / _figure(paper.UNIEMB, workers, "scaling_efficiency")
+    return step - compute_ms() - _figure(paper.UNIEMB, 1536, "lookup_ms")
+
+
+def _network_curve(scales: Sequence[int]) -> Network:
+    """Bandwidth and contention from the All2All at these scales, a term for each but the first."""
+    assumed = ASSUMED.network
+    work = ASSUMED.workload
+    one_way = work.unique_keys * work.row_bytes
+    near_only = replace(assumed, gb_per_s=float("inf"))
+    far_ms: list[float] = []
+    for workers in scales:
+        reduction = message_ms(assumed, workers)
+        rest = 2 * all_to_all_ms(near_only, one_way, Scale(workers)) + reduction
+        far_ms.append((exchange_ms(workers) - rest) / 2)
+    inside = assumed.workers_per_node
+    powers = np.array([[(w - inside) / w * w**p for p in range(len(scales))] for w in scales])
+    per_byte = np.linalg.solve(powers, np.array(far_ms) / one_way)
+    first, *rest_terms = (float(x) for x in per_byte)
+    return replace(
+        assumed,
+        gb_per_s=1 / first / 1e6,
+        contention=tuple(term / first for term in rest_terms),
+    )
+
+
+def _group_relief(cluster: Cluster) -> Network:
+    """How far smaller groups cut contention, from the raw All2All of 2D-SP under NestPipe."""
+    target = _figure(paper.NESTPIPE_2D, 1536, "all_to_all_ms")
+    shape = plan("nested", PlanOptions(micro_batches=paper.MICROS)).shape
+
+    def all_to_all(relief: float) -> float:
+        network = replace(cluster.network, group_relief=relief)
+        at = costs(replace(cluster, network=network), shape, Scale(1536, GROUPS, LAYOUT))
+        return paper.MICROS * (at[K.ROWS] + at[K.GRADS])
+
+    return replace(cluster.network, group_relief=_solve_falling(all_to_all, target))
+
+
+def _key_exchange(cluster: Cluster) -> Network:
+    """Setting up the key exchange, from the lookup that 2D-SP saves at 1,536 workers.
+
+    Of all of lookup only the key exchange stays inside a group, so the saving is its.
+    """
+    saved = _figure(paper.TORCHREC, 1536, "lookup_ms") - (
+        _figure(paper.SP_2D, 1536, "step_ms")
+        - _figure(paper.SP_2D, 1536, "exposed_comm_ms")
+        - compute_ms()
+    )
+
+    def not_saved(setup_us: float) -> float:
+        network = replace(cluster.network, setup_us_per_peer=setup_us)
+        with_setup = replace(cluster, network=network)
+        alone = costs(with_setup, _serial_shape(), Scale(1536))
+        grouped = costs(with_setup, _serial_shape(), Scale(1536, GROUPS, LAYOUT))
+        return -sum(alone[kind] - grouped[kind] for kind in (K.COUNTS, K.KEYS))
+
+    setup = _solve_falling(not_saved, -saved, high=1000.0)
+    return replace(cluster.network, setup_us_per_peer=setup)
+
+
+def _host(cluster: Cluster, split: Mapping[Kind, float]) -> Host:
+    """Host speeds and their contention, from TorchRec's lookup at 128 and 1,536 workers."""
+    base_step = _figure(paper.TORCHREC, 1536, "step_ms") * (
+        _figure(paper.TORCHREC, 1536, "scaling_efficiency") / 100
+    )
+    lookup = {
+        128: paper.LOOKUP_SHARE_AT_BASE * base_step,
+        1536: _figure(paper.TORCHREC, 1536, "lookup_ms"),
+    }
+    host_ms: dict[int, float] = {}
+    for workers, total in lookup.items():
+        at = costs(cluster, _serial_shape(), Scale(workers))
+        host_ms[workers] = total - sum(at[k] for k in (K.DEDUP, K.COUNTS, K.KEYS, K.UNION))
+    slope = (host_ms[1536] - host_ms[128]) / (1536 - 128)
+    alone = host_ms[128] - slope * 128
+    work = cluster.workload
+    row_bytes = work.owned_rows * work.stored_row_bytes
+    return Host(
+        samples_per_s=1000 * work.samples / (alone * split[K.PREFETCH]),
+        pcie_gb_per_s=work.samples * work.sample_kb * 1024 / (alone * split[K.COPY]) / 1e6,
+        gather_gb_per_s=row_bytes / (alone * split[K.RETRIEVE]) / 1e6,
+        scatter_gb_per_s=row_bytes / (alone * split[K.WRITEBACK]) / 1e6,
+        contention_per_worker=slope / alone,
+    )
+
+
+def _dense_work(cluster: Cluster) -> Workload:
+    update = costs(cluster, _serial_shape(), Scale(1))[K.UPDATE]
+    gflop = (compute_ms() - update) * cluster.compute.tflops / cluster.workload.samples
+    return replace(cluster.workload, gflop_per_sample=gflop)
+
+
+def _serial_shape() -> Shape:
+    return plan("serial", PlanOptions()).shape
+
+
+def _solve_falling(
+    function: Callable[[float], float], target: float, low: float = 0.0, high: float = 1.0
+) -> float:
+    """Where a falling function meets the target, by halving."""
+    for _ in range(100):
+        middle = (low + high) / 2
+        if function(middle) > target:
+            low = middle
+        else:
+            high = middle
+    return (low + high) / 2
+
+
+# The systems of the table, and what their steps rest on.
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """A training system as the simulator sees it."""
+
+    name: str
+    plan: str
+    micro_batches: int = 1
+    groups: int = 1
+
+    def make_plan(self) -> Plan:
+        return plan(self.plan, PlanOptions(micro_batches=self.micro_batches))
+
+
+SYSTEMS = (
+    System(paper.TORCHREC, "serial"),
+    System(paper.SP_2D, "serial", groups=GROUPS),
+    System(paper.UNIEMB, "stale_prefetch"),
+    System(paper.NESTPIPE, "nested", micro_batches=paper.MICROS),
+    System(paper.NESTPIPE_2D, "nested", micro_batches=paper.MICROS, groups=GROUPS),
+    System(paper.DBP_ONLY, "dual_buffer"),
+    System(paper.FWP_ONLY, "frozen_window", micro_batches=paper.MICROS),
+)
+
+FITTED: dict[tuple[str, int], tuple[str, ...]] = {
+    (paper.TORCHREC, 1536): ("step_ms", "lookup_ms", "exposed_comm_ms"),
+    (paper.TORCHREC, 128): ("lookup_ms",),
+    (paper.UNIEMB, 1536): ("step_ms", "lookup_ms"),
+    (paper.UNIEMB, 512): ("scaling_efficiency",),
+    (paper.UNIEMB, 128): ("step_ms",),
+    (paper.SP_2D, 1536): ("step_ms", "exposed_comm_ms"),
+    (paper.NESTPIPE_2D, 1536): ("all_to_all_ms",),
+}
+"""Which published figures the calibration used; every other row is a prediction."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assumption:
+    """Something that no published figure fixes, and what else would fit them."""
+
+    name: str
+    taken: str
+    others: str
+    from_nestpipe: bool = False
+    """Whether it was inferred from NestPipe's own figures: then its rows are not all predicted."""
+
+
+MICRO_BATCHES = Assumption(
+    "micro-batches",
+    f"{paper.MICROS}, inferred from NestPipe's own exposed share of 1/{paper.MICROS}",
+    "4 or 16",
+    from_nestpipe=True,
+)
+SPLIT = Assumption(
+    "host split",
+    "60 % of the host's lookup time is retrieval and write-back",
+    "40 %, which fits every figure up to 1,536 workers as well",
+)
+CONTENTION = Assumption(
+    "contention",
+    "a quadratic through the All2All at 128, 512 and 1,536 workers",
+    "past them, the line through the last two",
+)
+ASSUMPTIONS = (MICRO_BATCHES, SPLIT, CONTENTION)
+MICRO_CHOICES = (4, paper.MICROS, 16)
+DECIDES = 0.01
+"""An assumption that changes a step by more than this part of it is named."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepRange:
+    """The step of a row under all assumptions that fit the published figures as well."""
+
+    low_ms: float
+    high_ms: float
+    decided_by: tuple[str, ...]
+    """The assumptions that change it, by name; empty where none does."""
+
+
+@dataclass(frozen=True, slots=True)
+class PaperRow:
+    """One system at one scale, beside what was published of it."""
+
+    system: str
+    plan: str
+    workers: int
+    step_ms: float
+    lookup_ms: float
+    exposed_comm_ms: float
+    all_to_all_ms: float
+    """All All2Alls of rows and gradients, hidden or not."""
+    speedup: float
+    """Over TorchRec at the same scale."""
+    qps: float
+    """Samples per second of the whole cluster."""
+    scaling_efficiency: float
+    """Percent: the 128-worker step over this one."""
+    utilisation: float
+    kind: str
+    """`calibrated` where a published figure of this very row was used, `extrapolated` past the
+    largest published scale, else `predicted`."""
+    fitted: tuple[str, ...]
+    """The published figures of this row that the calibration used."""
+    inferred: tuple[str, ...]
+    """Assumptions of this row that were inferred from NestPipe's own figures."""
+    step_range: StepRange
+    published: Published
+
+    def error_percent(self, name: str) -> float | None:
+        """By how many percent a figure differs from the published one; None where unknown."""
+        known = getattr(self.published, name)
+        return None if known is None else 100 * (getattr(self, name) / known - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class PaperChoice:
+    """Numbers of groups compared for NestPipe, rows averaged every batch."""
+
+    retrieval: Retrieval
+    choice: GroupChoice
+    step_range: StepRange
+    """Of the best number of groups."""
+
+
+COMPARED = tuple(f.name for f in fields(Published) if f.name != "derived")
+"""The figures that can be compared with published ones."""
+
+
+def paper_rows(
+    scales: tuple[int, ...] = (*SCALES, BEYOND), progress: Callable[[], None] = lambda: None
+) -> list[PaperRow]:
+    """Simulate every system at every scale; `progress` is called after each run."""
+    cluster = _clusters()[TAKEN]
+    runs: dict[tuple[str, int], Figures] = {}
+    for system in SYSTEMS:
+        for workers in sorted({paper.BASE, *scales}):
+            scale = Scale(workers, system.groups, LAYOUT)
+            runs[system.name, workers] = simulate(system.make_plan(), cluster, scale)
+            progress()
+    return [_row(system, workers, runs) for system in SYSTEMS for workers in scales]
+
+
+def paper_choices(progress: Callable[[int], None] = lambda batch: None) -> list[PaperChoice]:
+    """Into how many groups NestPipe's workers are best split, at the largest scale and past it."""
+    cluster = paper_cluster()
+    found: list[PaperChoice] = []
+    for workers in (LARGEST, BEYOND):
+        for retrieval in Retrieval:
+            options = PlanOptions(micro_batches=paper.MICROS, retrieval=retrieval, merge_every=1)
+            numbers = usual_groups(workers)
+            choice = choose_groups("nested", options, cluster, workers, numbers, progress=progress)
+            found.append(PaperChoice(retrieval, choice, _range_of_best(choice, options)))
+    return found
+
+
+def _range_of_best(choice: GroupChoice, options: PlanOptions) -> StepRange:
+    def step_ms(case: _Case) -> float:
+        micros, cluster = case
+        if case == (options.micro_batches, TAKEN):
+            return choice.best.figures.step_ms
+        chosen = replace(options, micro_batches=micros)
+        groups, workers = [choice.best.groups], choice.workers
+        again = choose_groups("nested", chosen, _clusters()[cluster], workers, groups)
+        return again.best.figures.step_ms
+
+    return _step_range(step_ms, MICRO_CHOICES, choice.workers)
+
+
+TAKEN = ("taken", 2)
+"""The cluster of the table."""
+_Case = tuple[int, tuple[str, int]]
+"""Micro-batches, and which cluster of `_clusters`."""
+
+
+@cache
+def _clusters() -> dict[tuple[str, int], Cluster]:
+    """The calibrated cluster under each assumption, first the one of the table."""
+    splits = {"taken": HOST_SPLIT, "other": OTHER_HOST_SPLIT}
+    return {
+        (name, terms): paper_cluster(split, contention_terms=terms)
+        for name, split in splits.items()
+        for terms in (2, 1)
+    }
+
+
+def _step_range(
+    step_ms: Callable[[_Case], float], micros: Sequence[int], workers: int
+) -> StepRange:
+    """All combinations; split and contention are open only past the published scales."""
+    clusters = list(_clusters()) if workers > LARGEST else [TAKEN]
+    steps = {case: step_ms(case) for case in product(micros, clusters)}
+    axes: dict[str, Callable[[_Case], object]] = {
+        MICRO_BATCHES.name: lambda case: case[1],
+        SPLIT.name: lambda case: (case[0], case[1][1]),
+        CONTENTION.name: lambda case: (case[0], case[1][0]),
+    }
+    decided: list[str] = []
+    for name, others in axes.items():
+        alike: dict[object, list[float]] = {}
+        for case, ms in steps.items():
+            alike.setdefault(others(case), []).append(ms)
+        if any(max(ms) > (1 + DECIDES) * min(ms) for ms in alike.values()):
+            decided.append(name)
+    return StepRange(min(steps.values()), max(steps.values()), tuple(decided))
+
+
+def _row(system: System, workers: int, runs: dict[tuple[str, int], Figures]) -> PaperRow:
+    run = runs[system.name, workers]
+    fitted = FITTED.get((system.name, workers), ())
+    scale = Scale(workers, system.groups, LAYOUT)
+    clusters = _clusters()
+    at = costs(clusters[TAKEN], system.make_plan().shape, scale)
+
+    def step_ms(case: _Case) -> float:
+        micros, cluster = case
+        if case == (system.micro_batches, TAKEN):
+            return run.step_ms
+        return simulate(
+            replace(system, micro_batches=micros).make_plan(), clusters[cluster], scale
+        ).step_ms
+
+    split = system.micro_batches > 1
+    guessed = "predicted" if workers <= LARGEST else "extrapolated"
+    return PaperRow(
+        system=system.name,
+        plan=system.plan,
+        workers=workers,
+        step_ms=run.step_ms,
+        lookup_ms=run.lookup_ms,
+        exposed_comm_ms=run.exposed_comm_ms,
+        all_to_all_ms=system.micro_batches * (at[Kind.ROWS] + at[Kind.GRADS]),
+        speedup=runs[paper.TORCHREC, workers].step_ms / run.step_ms,
+        qps=run.samples_per_s,
+        scaling_efficiency=100 * runs[system.name, paper.BASE].step_ms / run.step_ms,
+        utilisation=run.utilisation,
+        kind="calibrated" if fitted else guessed,
+        fitted=fitted,
+        inferred=(MICRO_BATCHES.name,) if split else (),
+        step_range=_step_range(step_ms, MICRO_CHOICES if split else (1,), workers),
+        published=PUBLISHED.get((system.name, workers), Published()),
+    )
+
+
+def rows_as_json(rows: list[PaperRow], choices: Sequence[PaperChoice] = ()) -> dict[str, object]:
+    """The table as plain values, with the errors, the groups and what does not reconcile."""
+    return {
+        "rows": [
+            {**asdict(row), "error_percent": {name: row.error_percent(name) for name in COMPARED}}
+            for row in rows
+        ],
+        "groups": [
+            {
+                "retrieval": str(one.retrieval),
+                "step_range": asdict(one.step_range),
+                **choice_as_json(one.choice),
+            }
+            for one in choices
+        ],
+        "assumptions": [asdict(one) for one in ASSUMPTIONS],
+        "unreconciled": list(paper.UNRECONCILED),
+    }

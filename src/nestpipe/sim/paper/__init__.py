@@ -1,1 +1,0 @@
-"""The published cluster: its figures, the systems behind them, and the calibration."""

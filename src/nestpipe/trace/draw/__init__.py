@@ -1,1 +1,0 @@
-"""Drawings of a trace: a text grid and an SVG."""

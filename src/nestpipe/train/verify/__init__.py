@@ -1,1 +1,0 @@
-"""Proof that plans and groups change no bit."""
