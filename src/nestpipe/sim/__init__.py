@@ -1,16 +1,19 @@
 """Replays schedules on thousands of workers with a cost model; never imports torch."""
 
-from nestpipe.sim.cluster import (
+from nestpipe.sim.costs import (
     Cluster,
     Compute,
+    Costs,
     Host,
+    Layout,
     Network,
+    Scale,
     Stragglers,
     Workload,
+    costs,
     shards_of,
     to_toml,
 )
-from nestpipe.sim.costs import Costs, Layout, Scale, costs
 from nestpipe.sim.paper import (
     PaperChoice,
     PaperRow,

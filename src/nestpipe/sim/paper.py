@@ -20,8 +20,18 @@ from nestpipe.schedule import Plan, PlanOptions, Retrieval, plan
 from nestpipe.schedule.op import Kind
 from nestpipe.schedule.schedule import Shape
 from nestpipe.sim import published as paper
-from nestpipe.sim.cluster import Cluster, Compute, Host, Network, Workload
-from nestpipe.sim.costs import Layout, Scale, all_to_all_ms, costs, message_ms
+from nestpipe.sim.costs import (
+    Cluster,
+    Compute,
+    Host,
+    Layout,
+    Network,
+    Scale,
+    Workload,
+    all_to_all_ms,
+    costs,
+    message_ms,
+)
 from nestpipe.sim.published import BEYOND, LARGEST, PUBLISHED, SCALES, Published
 from nestpipe.sim.report import (
     Figures,

@@ -16,8 +16,7 @@ import numpy.typing as npt
 from nestpipe.schedule.op import COLLECTIVES, REPLICA_KINDS, Kind, Lane, Op
 from nestpipe.schedule.plans import Plan
 from nestpipe.schedule.schedule import DRAINING, How, Step
-from nestpipe.sim.cluster import Stragglers
-from nestpipe.sim.costs import Costs, Scale
+from nestpipe.sim.costs import Costs, Scale, Stragglers
 from nestpipe.trace import Span, Trace
 
 # Shapes: W workers

@@ -8,8 +8,7 @@ from html import escape
 
 from nestpipe.schedule import Plan, PlanOptions, plan
 from nestpipe.schedule.op import Kind
-from nestpipe.sim.cluster import Cluster
-from nestpipe.sim.costs import Costs, Layout, Scale, costs, merged_bytes
+from nestpipe.sim.costs import Cluster, Costs, Layout, Scale, costs, merged_bytes
 from nestpipe.sim.replay import replay
 from nestpipe.sim.trace_costs import FittedCosts
 from nestpipe.trace import IDLE, Span, Trace, exposure, lane_busy, steady_interval

@@ -26,8 +26,7 @@ from nestpipe.schedule.op import (
     parse_kind,
 )
 from nestpipe.schedule.plans import Plan
-from nestpipe.sim.cluster import Cluster
-from nestpipe.sim.costs import Costs, Scale, costs
+from nestpipe.sim.costs import Cluster, Costs, Scale, costs
 from nestpipe.sim.replay import USUAL_BUCKETS, CostOf, Sharing, replay_shared
 from nestpipe.trace import Span, Trace
 

@@ -3,16 +3,19 @@
 from nestpipe.trace.chrome import read_chrome, to_chrome, write_chrome
 from nestpipe.trace.draw_grid import grid
 from nestpipe.trace.draw_svg import svg
-from nestpipe.trace.exposure import (
+from nestpipe.trace.span import (
     IDLE,
+    LANES,
     USEFUL,
     Exposure,
+    Fact,
     ShortTraceError,
+    Span,
+    Trace,
     exposure,
     lane_busy,
     steady_interval,
 )
-from nestpipe.trace.span import LANES, Fact, Span, Trace
 
 __all__ = [
     "IDLE",

@@ -8,7 +8,7 @@ from nestpipe.config import build, load
 from nestpipe.errors import ConfigError
 from nestpipe.schedule import PlanOptions, plan
 from nestpipe.sim import Cluster, Scale, chart, curve_as_json, paper_cluster, scaling_curve, to_toml
-from nestpipe.sim.cluster import shards_of
+from nestpipe.sim.costs import shards_of
 
 NESTED = plan("nested", PlanOptions(micro_batches=8))
 

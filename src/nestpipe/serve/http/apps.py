@@ -19,7 +19,6 @@ from starlette.types import ASGIApp
 
 from nestpipe import __version__
 from nestpipe.errors import NestpipeError, RunError
-from nestpipe.serve.http.backend_pool import RETURNED, BackendPool, Call, RefusedError
 from nestpipe.serve.http.bodies import (
     MEDIA_TYPE,
     BinaryError,
@@ -37,7 +36,7 @@ from nestpipe.serve.http.bodies import (
     shed,
     split,
 )
-from nestpipe.serve.http.client import Reply
+from nestpipe.serve.http.client import RETURNED, BackendPool, Call, RefusedError, Reply
 from nestpipe.serve.http.limits import LimitsMiddleware, RequestLimits
 from nestpipe.serve.http.metrics import CONTENT_TYPE, Metrics
 from nestpipe.serve.http.requests import (
