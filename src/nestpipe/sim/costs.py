@@ -17,7 +17,6 @@ from nestpipe.errors import ConfigError
 from nestpipe.schedule import Exchange, Merge, Retrieval, Shape
 from nestpipe.schedule.op import Kind
 
-
 # The machines, and the work that one worker has per batch.
 
 
