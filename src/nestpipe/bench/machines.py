@@ -5,10 +5,14 @@ names: each lives as long as a process that waits in it, and that process ends w
 kernel takes everything back however we end. Interfaces of the machine itself are never touched.
 
 Ranks on one GPU each look like a host of their own to NCCL, and MPS lets them run together.
+
+Where systems are compared, each does its jobs in processes of its own, one after the other.
 """
 
 from __future__ import annotations
 
+import gc
+import json
 import os
 import re
 import shutil
@@ -17,14 +21,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from nestpipe.comm import launch
-from nestpipe.errors import ConfigError, RunError
+from nestpipe.errors import ConfigError, NestpipeError, RunError
 
 PROGRAMS = {
     **dict.fromkeys(("ip", "tc"), "iproute2"),
@@ -337,3 +342,88 @@ def _environment(settings: Mapping[str, str]) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+# Two systems on the same work: each does its jobs in processes of its own, one after the other.
+
+
+Job = Mapping[str, Any]
+"""What to time, as plain values."""
+TASK, RESULTS = "task.json", "results.jsonl"
+
+
+def run_jobs(
+    module: str,
+    jobs: Sequence[Job],
+    *,
+    ranks: int = 1,
+    device: str = "cpu",
+    packages: Path | None = None,
+    limit_s: float = 240.0,
+) -> list[dict[str, Any]]:
+    """Run `python -m MODULE FOLDER` until every job has a result; `packages` joins its path.
+
+    A job that ends the process gets a result that says so, and a new process goes on with the
+    rest. The limit holds for one process.
+    """
+    done: list[dict[str, Any]] = []
+    while len(done) < len(jobs):
+        left = jobs[len(done) :]
+        with tempfile.TemporaryDirectory(prefix="nestpipe-jobs-") as name:
+            folder = Path(name)
+            task = {"ranks": ranks, "device": device, "jobs": left}
+            (folder / TASK).write_text(json.dumps(task))
+            reason = _run_module(module, folder, packages, limit_s)
+            found = _read_results(folder)
+        done += found
+        if len(found) < len(left):
+            done.append({"readings": [], "failed": reason or "its process gave no figures"})
+    return done
+
+
+def _run_module(module: str, folder: Path, packages: Path | None, limit_s: float) -> str:
+    """Why the process failed, or nothing."""
+    paths = [os.environ.get("PYTHONPATH", ""), str(packages or "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    command = [sys.executable, "-m", module, str(folder)]
+    # Libraries talk on standard output, which may be ours for JSON.
+    with subprocess.Popen(command, env=environment, stdout=sys.stderr) as process:
+        try:
+            status = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # a launcher then ends its ranks
+            return f"its process took more than {limit_s:.0f} s"
+    return f"its process ended with status {status}; see above" if status else ""
+
+
+def _read_results(folder: Path) -> list[dict[str, Any]]:
+    file = folder / RESULTS
+    lines = file.read_text().splitlines() if file.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def start_ranks(folder: Path, module: str) -> dict[str, Any]:
+    """In a process of `run_jobs`: become the launcher of several ranks, or return the task."""
+    task = json.loads((folder / TASK).read_text())
+    if task["ranks"] > 1 and "RANK" not in os.environ:
+        start = launch_on_one_gpu if task["device"] == "cuda" else launch
+        sys.exit(start(task["ranks"], [sys.executable, "-m", module, str(folder)]))
+    return task
+
+
+def do_jobs(folder: Path, do: Callable[[Job], list[dict[str, Any]]]) -> None:
+    """Do the jobs of the folder; rank 0 notes the readings of each.
+
+    Input that is refused is a result too: the next job may be a better one.
+    """
+    for job in json.loads((folder / TASK).read_text())["jobs"]:
+        try:
+            result = {"readings": do(job), "failed": ""}
+        except NestpipeError as error:
+            if error.exit_status != ConfigError.exit_status:
+                raise
+            result = {"readings": [], "failed": str(error)}
+        if os.environ.get("RANK", "0") == "0":
+            with (folder / RESULTS).open("a") as file:
+                file.write(json.dumps(result) + "\n")
+        gc.collect()  # what one job had on the device, the next may need

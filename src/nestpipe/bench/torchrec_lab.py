@@ -1,12 +1,13 @@
 # pyright: reportMissingImports=false
-"""TorchRec's train pipelines on the work of a pipeline case: the peer of the lab comparison.
+"""TorchRec's train pipelines: the peer of the lab comparison and of `nestpipe bench dlrm`.
 
-Batches and dense layers are those of `bench/pipeline_model.py`. The table is sharded by rows, on a
-GPU in host memory behind FBGEMM's device cache. The cache holds a share of the rows, and every
-share that is asked for is timed with every pipeline.
+In the lab, batches and dense layers are those of `bench/pipeline_model.py`. The table is sharded by
+rows, on a GPU in host memory behind FBGEMM's device cache. The cache holds a share of the rows, and
+every share that is asked for is timed with every pipeline.
 
 Run as `python -m nestpipe.bench.torchrec_lab FOLDER`, with TorchRec's packages on PYTHONPATH. The
-folder holds `peer.json`; rank 0 adds a line to `readings.jsonl` after each pipeline.
+folder holds `peer.json`; rank 0 adds a line to `readings.jsonl` after each pipeline. A folder of
+`run_jobs` holds jobs of the DLRM instead: its tables fit into device memory.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import cycle
 from pathlib import Path
+from socket import socket
 from typing import Any
 
 import torch
@@ -29,12 +32,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from nestpipe.batch import Batch
-from nestpipe.bench.machines import launch_on_one_gpu, look_like_a_host
+from nestpipe.bench.dlrm import BenchDlrm, DlrmCase
+from nestpipe.bench.dlrm import make_batches as make_dlrm_batches
+from nestpipe.bench.machines import (
+    TASK,
+    Job,
+    do_jobs,
+    launch_on_one_gpu,
+    look_like_a_host,
+    start_ranks,
+)
 from nestpipe.bench.pipeline_cases import WARM_STEPS, PipelineCase
 from nestpipe.bench.pipeline_model import Blocks, make_batches, make_model
 from nestpipe.comm import launch
 from nestpipe.train.config import DenseSettings, RowSettings
 
+MODULE = "nestpipe.bench.torchrec_lab"
 FEATURE, TABLE = "history", "item_rows"
 MEMORY_PER_RANK = 60 << 30
 """Bytes that the planner may give to a table, on the device and on the host."""
@@ -104,8 +117,6 @@ class _SequenceModel(nn.Module):
 def shard(case: PipelineCase, share: float, device: torch.device) -> nn.Module:
     """The case as a TorchRec model; rows and dense gradients are summed over all ranks."""
     from torchrec import EmbeddingCollection, EmbeddingConfig
-    from torchrec.distributed.model_parallel import DistributedModelParallel
-    from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
     from torchrec.distributed.planner.types import ParameterConstraints
     from torchrec.distributed.types import CacheParams
 
@@ -120,16 +131,24 @@ def shard(case: PipelineCase, share: float, device: torch.device) -> nn.Module:
         compute_kernels=["fused_uvm_caching" if cached else "fused"],
         cache_params=CacheParams(load_factor=share) if cached else None,
     )
-    world = dist.get_world_size()
+    return _sharded(model, [_sharder(case)], {TABLE: constraints}, device)
+
+
+def _sharded(
+    model: nn.Module, sharders: list[Any], constraints: Mapping[str, Any], device: torch.device
+) -> nn.Module:
+    """The model with its tables on the ranks where the constraints allow them."""
+    from torchrec.distributed.model_parallel import DistributedModelParallel
+    from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+
     topology = Topology(
-        world_size=world,
+        world_size=dist.get_world_size(),
         local_world_size=1,
         compute_device=device.type,
         hbm_cap=MEMORY_PER_RANK,
         ddr_cap=MEMORY_PER_RANK,
     )
-    sharders: list[Any] = [_sharder(case)]
-    planner = EmbeddingShardingPlanner(topology=topology, constraints={TABLE: constraints})
+    planner = EmbeddingShardingPlanner(topology=topology, constraints=dict(constraints))
     plan = planner.collective_plan(model, sharders, dist.group.WORLD)
     return DistributedModelParallel(model, device=device, plan=plan, sharders=sharders)
 
@@ -198,23 +217,33 @@ def time_share(
     task: PeerTask, share: float, batches: Sequence[Any], device: torch.device
 ) -> Iterator[PeerReading]:
     """Time every pipeline with one size of the cache."""
+    model = shard(task.case, share, device)
+    for name in CUDA_PIPELINES if device.type == "cuda" else CPU_PIPELINES:
+        rounds = time_pipeline(name, model, batches, (WARM_STEPS, task.rounds, task.steps), device)
+        yield PeerReading(name, share, rounds)
+
+
+def time_pipeline(
+    name: str,
+    model: nn.Module,
+    batches: Sequence[Any],
+    sizes: tuple[int, int, int],
+    device: torch.device,
+) -> tuple[float, ...]:
+    """The mean step in ms of each round; `sizes` are warm-up steps, rounds and steps of a round."""
     from torchrec.distributed import train_pipeline
     from torchrec.optim.keyed import KeyedOptimizerWrapper
     from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-    model = shard(task.case, share, device)
+    warm, rounds, steps = sizes
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))
     lr = DenseSettings().lr
     optimizer = KeyedOptimizerWrapper(dense, lambda given: torch.optim.SGD(given, lr=lr))
-    for name in CUDA_PIPELINES if device.type == "cuda" else CPU_PIPELINES:
-        pipeline = getattr(train_pipeline, name)(model, optimizer, device)
-        source = cycle(batches)
-        for _ in range(WARM_STEPS):
-            pipeline.progress(source)
-        rounds = tuple(
-            _time_round(pipeline, source, task.steps, device) for _ in range(task.rounds)
-        )
-        yield PeerReading(name, share, rounds)
+    pipeline = getattr(train_pipeline, name)(model, optimizer, device)
+    source = cycle(batches)
+    for _ in range(warm):
+        pipeline.progress(source)
+    return tuple(_time_round(pipeline, source, steps, device) for _ in range(rounds))
 
 
 def _time_round(pipeline: Any, source: Iterator[Any], steps: int, device: torch.device) -> float:
@@ -235,7 +264,7 @@ def _meet(device: torch.device) -> float:
 def run_rank(folder: Path) -> None:
     """One rank: every share of the cache, every pipeline."""
     task = PeerTask.read(folder)
-    device = _connect(task.case)
+    device = _connect(task.case.device)
     batches = peer_batches(task.case, dist.get_rank())
     for share in task.shares:
         for reading in time_share(task, share, batches, device):
@@ -250,10 +279,10 @@ def run_rank(folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def _connect(case: PipelineCase) -> torch.device:
+def _connect(device_type: str) -> torch.device:
     """Join the ranks; to TorchRec each is a host of its own."""
     os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-    if case.device == "cpu":
+    if device_type == "cpu":
         dist.init_process_group("gloo")
         return torch.device("cpu")
     look_like_a_host()
@@ -263,16 +292,128 @@ def _connect(case: PipelineCase) -> torch.device:
     return device
 
 
+# The DLRM: pooled tables in device memory, no cache.
+
+
+def peer_dlrm(case: DlrmCase, device: torch.device) -> nn.Module:
+    """The case as a TorchRec model, sharded as ours is."""
+    from fbgemm_gpu.split_embedding_configs import EmbOptimType
+    from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+    from torchrec.distributed.planner.types import ParameterConstraints
+
+    tables = [
+        EmbeddingBagConfig(
+            name=name, embedding_dim=case.dim, num_embeddings=case.rows, feature_names=[name]
+        )
+        for name in case.names
+    ]
+    embeddings = EmbeddingBagCollection(device=torch.device("meta"), tables=tables)
+    model = _PooledModel(case, embeddings)
+    model.dense.to(device)
+    constraints = ParameterConstraints(
+        sharding_types=[{"table": "table_wise", "rows": "row_wise"}[case.placement]],
+        compute_kernels=["fused"],
+    )
+    optimizer = EmbOptimType[OPTIMIZERS["rowwise_adagrad"]]
+    fused = {"optimizer": optimizer, "learning_rate": RowSettings().lr}
+    sharders: list[Any] = [EmbeddingBagCollectionSharder(fused_params=fused)]
+    return _sharded(model, sharders, dict.fromkeys(case.names, constraints), device)
+
+
+class _PooledModel(nn.Module):
+    """Pooled rows of every feature, then the layers of our DLRM."""
+
+    def __init__(self, case: DlrmCase, embeddings: nn.Module) -> None:
+        super().__init__()
+        self.embeddings, self.dense = embeddings, BenchDlrm(case)
+        self.features, self.dim, self.autocast = case.features, case.dim, case.device == "cuda"
+
+    def forward(self, batch: Any) -> tuple[Tensor, tuple[Tensor]]:
+        pooled = self.embeddings(batch.sparse).values()
+        pooled_BFD = pooled.view(-1, self.features, self.dim)
+        dense = self.dense
+        with torch.autocast("cuda", torch.bfloat16, enabled=self.autocast):
+            bottom_BD = dense.bottom(batch.features_BF)
+            vectors_BND = torch.cat([bottom_BD[:, None], pooled_BFD.to(bottom_BD.dtype)], 1)
+            dots = torch.bmm(vectors_BND, vectors_BND.transpose(1, 2)).flatten(1)
+            pairs = dots.index_select(1, dense.get_buffer("_pairs"))
+            logits_B = dense.top(torch.cat([bottom_BD, pairs], 1)).squeeze(1)
+        loss = nn.functional.binary_cross_entropy_with_logits(logits_B.float(), batch.label_B)
+        return loss, (loss.detach(),)
+
+
+def pooled_batches(case: DlrmCase, rank: int) -> list[Any]:
+    """Our batches as TorchRec takes them, on a GPU in pinned memory."""
+    from torchrec import KeyedJaggedTensor
+    from torchrec.streamable import Pipelineable
+
+    @dataclass
+    class PooledBatch(Pipelineable):
+        sparse: Any
+        features_BF: Tensor
+        label_B: Tensor
+
+        def to(self, device: torch.device, non_blocking: bool = False) -> PooledBatch:
+            dense = (self.features_BF, self.label_B)
+            moved = (part.to(device, non_blocking=non_blocking) for part in dense)
+            return PooledBatch(self.sparse.to(device, non_blocking=non_blocking), *moved)
+
+        def record_stream(self, stream: Any) -> None:
+            for part in (self.sparse, self.features_BF, self.label_B):
+                part.record_stream(stream)
+
+        def pin_memory(self) -> PooledBatch:
+            parts = (self.sparse, self.features_BF, self.label_B)
+            return PooledBatch(*(part.pin_memory() for part in parts))
+
+    def made(batch: Batch) -> PooledBatch:
+        every = [batch.sparse[name] for name in case.names]
+        sparse = KeyedJaggedTensor(
+            keys=list(case.names),
+            values=torch.cat([keys.values for keys in every]),
+            lengths=torch.cat([keys.lengths for keys in every]).to(torch.int32),
+        )
+        found = PooledBatch(sparse, batch.dense["features"], batch.dense["label"])
+        return found.pin_memory() if case.device == "cuda" else found
+
+    return [made(batch) for batch in make_dlrm_batches(case, rank)]
+
+
+def time_dlrm(device: torch.device, job: Job) -> list[dict[str, Any]]:
+    """One pipeline on the case of a job."""
+    case, name = DlrmCase.from_json(job["case"]), job["pipeline"]
+    model, batches = peer_dlrm(case, device), pooled_batches(case, dist.get_rank())
+    sizes = (case.warm, case.rounds, case.steps)
+    return [{"form": name, "rounds_ms": time_pipeline(name, model, batches, sizes, device)}]
+
+
+def run_dlrm(folder: Path) -> None:
+    """One rank of the DLRM, which may be the only one."""
+    task = start_ranks(folder, MODULE)
+    if "RANK" not in os.environ:
+        with socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK="0", WORLD_SIZE="1")
+    device = _connect(task["device"])
+    do_jobs(folder, partial(time_dlrm, device))
+    dist.destroy_process_group()
+
+
 def main() -> None:
     """Start the ranks, or be one."""
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
     folder = Path(sys.argv[1])
+    if (folder / TASK).exists():
+        run_dlrm(folder)
+        return
     if "RANK" in os.environ:
-        warnings.filterwarnings("ignore")
-        logging.disable(logging.WARNING)
         run_rank(folder)
         return
     case = PeerTask.read(folder).case
-    command = [sys.executable, "-m", "nestpipe.bench.torchrec_lab", str(folder)]
+    command = [sys.executable, "-m", MODULE, str(folder)]
     start = launch_on_one_gpu if case.device == "cuda" else launch
     sys.exit(start(case.ranks, command))
 

@@ -1,0 +1,389 @@
+"""`nestpipe bench dlrm` and `bench dispatch`: a whole DLRM step, and the host's part of it.
+
+Both systems train on the same batches, drawn before the clock starts and kept in pinned memory:
+every step copies one to the device, and no loader decides. Each runs in processes of its own, ours
+as `python -m nestpipe.bench.dlrm FOLDER`, the peer by `bench/torchrec_lab.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from nestpipe.batch import Batch
+from nestpipe.bench.machines import Job, do_jobs, look_like_a_host, run_jobs, start_ranks
+from nestpipe.bench.pipeline_cases import Variant, check_names
+from nestpipe.bench.pipeline_model import Repeated
+from nestpipe.comm import Communicator, LocalCommunicator, connect
+from nestpipe.config import Table, positive
+from nestpipe.errors import ConfigError
+from nestpipe.jagged import Jagged
+from nestpipe.models.dlrm import Dlrm, DlrmConfig
+from nestpipe.runtime import StopSignal, lanes_for, run, spans_for
+from nestpipe.runtime.spans import HostTime, HostTimes
+from nestpipe.schedule import Kind, Op
+from nestpipe.train.config import DenseSettings, PipelineSettings, RowSettings, TrainSettings
+from nestpipe.train.trainer import Trainer
+
+# Shapes: B samples, T keys of a feature
+
+NESTPIPE, TORCHREC = "NestPipe", "TorchRec"
+MODULE, PEER_MODULE = "nestpipe.bench.dlrm", "nestpipe.bench.torchrec_lab"
+PEER_PIPELINES = ("TrainPipelineBase", "TrainPipelineSparseDist")
+"""Of TorchRec, for tables in device memory; the faster one counts."""
+SITE = "site"
+"""The folder of the peers' packages below NESTPIPE_LAB, as `tools/lab.py unpack` makes it."""
+LAST_STEPS = 4
+"""Steps after the clock has stopped, so that it stops in the middle of a run."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DlrmCase:
+    """One workload: 26 pooled tables and a dense half of a few milliseconds."""
+
+    device: Literal["cpu", "cuda"] = "cuda"
+    ranks: int = 1
+    batch: int = 16_384
+    """Samples per rank."""
+    keys: int = 1
+    """Keys of each feature and sample."""
+    features: int = 26
+    """Categorical features; each has a table."""
+    rows: int = 1_000_000
+    """Different keys of a table."""
+    dim: int = 64
+    """Width of a row."""
+    bottom: tuple[int, ...] = (512, 256)
+    top: tuple[int, ...] = (1024, 512)
+    """Hidden layers."""
+    placement: Literal["table", "rows"] = "table"
+    """A table on one rank, or its rows over all of them."""
+    distinct: int = 6
+    """Different batches, used in turns."""
+    warm: int = 12
+    """Steps before the clock starts."""
+    steps: int = 30
+    """Steps of a round."""
+    rounds: int = 3
+
+    def __post_init__(self) -> None:
+        for name in ("ranks", "batch", "keys", "features", "rows", "dim", "distinct", "steps"):
+            positive(name, getattr(self, name))
+        positive("rounds", self.rounds)
+        if self.device not in ("cpu", "cuda"):
+            raise ConfigError(f"device is {self.device!r}; use cpu or cuda")
+        if self.placement not in ("table", "rows"):
+            raise ConfigError(f"placement is {self.placement!r}; use table or rows")
+
+    @classmethod
+    def from_json(cls, given: Mapping[str, Any]) -> DlrmCase:
+        """Read what `asdict` made of it, through JSON."""
+        layers = {name: tuple(given[name]) for name in ("bottom", "top")}
+        return cls(**{**given, **layers})
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The features; each table is called like its own."""
+        return tuple(f"c{number}" for number in range(self.features))
+
+    @property
+    def all_steps(self) -> int:
+        return self.warm + self.rounds * self.steps + LAST_STEPS
+
+    def tables(self) -> list[Table]:
+        placement = self.placement
+        return [
+            Table(name=name, dim=self.dim, pooling="sum", placement=placement)
+            for name in self.names
+        ]
+
+
+class BenchDlrm(Dlrm):
+    """The shipped DLRM; on a GPU its layers compute in bfloat16."""
+
+    def __init__(self, case: DlrmCase) -> None:
+        torch.manual_seed(0)
+        super().__init__(
+            DlrmConfig(features=case.names, dim=case.dim, bottom=case.bottom, top=case.top)
+        )
+
+    def logits(self, rows: Mapping[str, Tensor], batch: Batch) -> Tensor:
+        on_gpu = batch.dense["features"].is_cuda
+        with torch.autocast("cuda", torch.bfloat16, enabled=on_gpu):
+            logits_B = super().logits(rows, batch)
+        return logits_B.float()
+
+
+def make_batches(case: DlrmCase, rank: int) -> list[Batch]:
+    """The batches of a rank, the same for both systems; for a GPU in pinned memory."""
+    generator = torch.Generator().manual_seed(rank)
+    made = [_make_batch(case, generator) for _ in range(case.distinct)]
+    return [batch.pin_memory() for batch in made] if case.device == "cuda" else made
+
+
+def _make_batch(case: DlrmCase, generator: torch.Generator) -> Batch:
+    lengths_B = torch.full((case.batch,), case.keys)
+    dense = {
+        "features": torch.rand(case.batch, DlrmConfig().dense_features, generator=generator),
+        "label": torch.randint(0, 2, (case.batch,), generator=generator).float(),
+    }
+    sparse = {
+        name: Jagged(mixed_keys(case.batch * case.keys, case.rows, generator), lengths_B)
+        for name in case.names
+    }
+    return Batch(case.batch, dense, sparse)
+
+
+def mixed_keys(count: int, rows: int, generator: torch.Generator) -> Tensor:
+    """Keys of which half are uniform over the rows and half log-uniform: hot ones, a long tail."""
+    exponents_T = torch.rand(count, generator=generator, dtype=torch.float64)
+    hot_T = torch.pow(float(rows), exponents_T).long().sub_(1).clamp_(0, rows - 1)
+    any_T = torch.randint(0, rows, (count,), generator=generator)
+    return torch.where(torch.rand(count, generator=generator) < 0.5, any_T, hot_T)
+
+
+def make_trainer(case: DlrmCase, variant: Variant, comm: Communicator) -> Trainer:
+    """Ours, with the ordinary settings of a user."""
+    settings = TrainSettings(
+        batch=case.batch * comm.size,
+        device=case.device,
+        rows=RowSettings(optimizer="rowwise_adagrad"),
+        dense=DenseSettings(optimizer="sgd"),
+        pipeline=pipeline_settings(variant),
+    )
+    return Trainer(BenchDlrm(case), case.tables(), settings, comm)
+
+
+def pipeline_settings(variant: Variant) -> PipelineSettings:
+    """The plan of a variant, as a user sets it."""
+    return PipelineSettings(
+        plan=variant.plan,
+        retrieval=variant.retrieval,  # pyright: ignore[reportArgumentType]
+        micro_batches=variant.micro_batches,
+    )
+
+
+class StepClock:
+    """When each batch was done, by the host's clock; hand it to `fit` as `on_step`."""
+
+    def __init__(self) -> None:
+        self.times_s: list[float] = []
+
+    def __call__(self, _: object) -> None:
+        self.times_s.append(time.perf_counter())
+
+    def rounds_ms(self, warm: int, steps: int, rounds: int) -> list[float]:
+        """The mean step of each round; they follow each other without a pause."""
+        ends = [self.times_s[warm - 1 + number * steps] for number in range(rounds + 1)]
+        return [(end - begin) * 1e3 / steps for begin, end in pairwise(ends)]
+
+
+def time_own(comm: Communicator, job: Job) -> list[dict[str, Any]]:
+    """One of our variants on the case of a job."""
+    case, variant = DlrmCase.from_json(job["case"]), Variant(**job["variant"])
+    clock = StepClock()
+    with closing(make_trainer(case, variant, comm)) as trainer:
+        source = Repeated(make_batches(case, comm.rank), case.all_steps)
+        trainer.fit(source, steps=case.all_steps, on_step=clock)  # type: ignore[arg-type]
+    rounds_ms = clock.rounds_ms(case.warm, case.steps, case.rounds)
+    return [{"form": variant_name(variant), "rounds_ms": rounds_ms}]
+
+
+def variant_name(variant: Variant) -> str:
+    """Plan, retrieval, micro-batches."""
+    micro_batches = f", {variant.micro_batches} micro-batches" if variant.micro_batches > 1 else ""
+    return f"{variant.plan} {variant.retrieval}{micro_batches}"
+
+
+# Both systems: what is asked for, and what comes back.
+
+
+@dataclass(frozen=True, slots=True)
+class SideReading:
+    """One system in one form on one workload."""
+
+    work: str
+    """What is done, e.g. `10 keys`."""
+    system: str
+    form: str
+    """Our plan and retrieval; a pipeline of the peer's."""
+    samples: int
+    """Samples of a step, over all ranks."""
+    rounds_ms: tuple[float, ...] = ()
+    """The mean step of each round."""
+    failed: str = ""
+    """Why there are no rounds."""
+
+    @property
+    def step_ms(self) -> float:
+        return median(self.rounds_ms)
+
+    @property
+    def range_ms(self) -> tuple[float, float]:
+        """The fastest and the slowest round."""
+        return min(self.rounds_ms), max(self.rounds_ms)
+
+    @property
+    def samples_per_s(self) -> float:
+        return 1000 * self.samples / self.step_ms
+
+
+@dataclass(frozen=True, slots=True)
+class SideBySide:
+    """All readings of one call."""
+
+    readings: tuple[SideReading, ...]
+    peers: tuple[str, ...] = field(default=(TORCHREC, "FBGEMM"))
+
+    def ratio(self, reading: SideReading) -> float | None:
+        """Speed over that of the fastest peer on the same work; None where there is none."""
+        theirs = [
+            other.step_ms
+            for other in self.readings
+            if other.work == reading.work and other.system in self.peers and other.rounds_ms
+        ]
+        if reading.system in self.peers or not theirs or not reading.rounds_ms:
+            return None
+        return min(theirs) / reading.step_ms
+
+    @property
+    def failed(self) -> list[str]:
+        return [f"{r.system} {r.form} on {r.work}" for r in self.readings if not r.rounds_ms]
+
+    def as_json(self) -> list[dict[str, Any]]:
+        return [self._reading(reading) for reading in self.readings]
+
+    def _reading(self, reading: SideReading) -> dict[str, Any]:
+        timed = bool(reading.rounds_ms)
+        return {
+            **asdict(reading),
+            "step_ms": reading.step_ms if timed else None,
+            "range_ms": list(reading.range_ms) if timed else None,
+            "samples_per_s": reading.samples_per_s if timed else None,
+            "over_peer": self.ratio(reading),
+        }
+
+
+def readings_of(
+    results: Iterable[Mapping[str, Any]], works: Sequence[SideReading]
+) -> list[SideReading]:
+    """What `run_jobs` brought back; `works` says for each job what it was meant to be."""
+    found: list[SideReading] = []
+    for result, work in zip(results, works, strict=True):
+        if result["failed"]:
+            found.append(replace(work, failed=result["failed"]))
+        for reading in result["readings"]:
+            rounds = tuple(reading["rounds_ms"])
+            found.append(replace(work, form=reading["form"], rounds_ms=rounds))
+    return found
+
+
+def find_packages(named: Path | None) -> Path | None:
+    """The folder of the peers' packages: the one named, or where `tools/lab.py` unpacks them."""
+    home = Path(os.environ.get("NESTPIPE_LAB") or Path.home() / ".cache" / "nestpipe-lab")
+    if named is None:
+        return home / SITE if (home / SITE).is_dir() else None
+    if not named.is_dir():
+        raise ConfigError(f"there is no folder {str(named)!r}; name the one that holds fbgemm_gpu")
+    return named
+
+
+def compare_dlrm(
+    cases: Sequence[DlrmCase],
+    variants: Sequence[Variant],
+    packages: Path | None,
+    *,
+    limit_s: float,
+) -> SideBySide:
+    """TorchRec on every case where its packages are, then every variant of ours."""
+    check_names({v.plan for v in variants}, {v.retrieval for v in variants})
+    for variant in variants:
+        pipeline_settings(variant)  # refuses what cannot be, before anything runs
+    ranks, device = cases[0].ranks, cases[0].device
+    run_all = partial(run_jobs, ranks=ranks, device=device, limit_s=limit_s)
+    readings: list[SideReading] = []
+    if packages is not None:
+        theirs = [(case, name) for case in cases for name in PEER_PIPELINES]
+        works = [SideReading(_work(c), TORCHREC, name, c.batch * c.ranks) for c, name in theirs]
+        jobs = [{"case": asdict(c), "pipeline": name} for c, name in theirs]
+        readings += readings_of(run_all(PEER_MODULE, jobs, packages=packages), works)
+    ours = [(case, variant) for case in cases for variant in variants]
+    works = [SideReading(_work(c), NESTPIPE, variant_name(v), c.batch * c.ranks) for c, v in ours]
+    results = run_all(MODULE, [{"case": asdict(c), "variant": asdict(v)} for c, v in ours])
+    return SideBySide((*readings, *readings_of(results, works)))
+
+
+def _work(case: DlrmCase) -> str:
+    return f"{case.keys} key{'s' if case.keys > 1 else ''}"
+
+
+# The host's part: processor time of each op, with its act and without.
+
+
+@dataclass(frozen=True, slots=True)
+class DispatchReading:
+    """Host time of a mean batch."""
+
+    training: HostTime
+    executor: HostTime
+    """The same plan with acts that do nothing."""
+
+
+def measure_dispatch(case: DlrmCase, variant: Variant) -> DispatchReading:
+    """Train one rank, then run its plan with empty acts; both by the processor's clock."""
+    first, last = case.warm - 1, case.warm - 1 + case.steps
+    with closing(make_trainer(case, variant, LocalCommunicator())) as trainer:
+        clock = trainer.spans = HostTimes(trainer.spans, first, last)
+        steps = last + 1 + LAST_STEPS
+        source = Repeated(make_batches(case, 0), steps)
+        trainer.fit(source, steps=steps)  # type: ignore[arg-type]
+        training = clock.reading()
+        idle = HostTimes(spans_for(trainer.device, 0), first, last)
+        shape = trainer.plan.shape
+        work = dict.fromkeys(Kind, _do_nothing)
+        run(
+            trainer.plan,
+            work,
+            lanes_for(shape, trainer.device),
+            batches=StopSignal(steps),
+            spans=idle,
+        )
+    return DispatchReading(training, idle.reading())
+
+
+def _do_nothing(op: Op) -> None:
+    """The act of an op when the executor runs alone."""
+
+
+def connect_ranks(device: str) -> Communicator:
+    """This process as a rank; several of them may share one GPU."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return LocalCommunicator()
+    if device == "cpu":
+        return connect("gloo")
+    look_like_a_host()
+    return connect("nccl")
+
+
+def main() -> None:
+    """One rank of ours, or the start of several."""
+    folder = Path(sys.argv[1])
+    task = start_ranks(folder, MODULE)
+    with closing(connect_ranks(task["device"])) as comm:
+        do_jobs(folder, partial(time_own, comm))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,368 @@
+# pyright: reportMissingImports=false
+"""`nestpipe bench embedding`: forward, backward and update of rows alone, beside FBGEMM's TBE.
+
+Ours is the ordinary `Trainer` with a dense half that only hands fixed gradients back. The peer is
+FBGEMM's table-batched embeddings, which TorchRec runs on: no other part of TorchRec takes part. Its
+keys lie on the device before the clock starts, while ours come from pinned host memory every step.
+
+Run as `python -m nestpipe.bench.embedding FOLDER`; with `peer` in its jobs it is FBGEMM that runs.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from nestpipe.batch import Batch
+from nestpipe.bench.dlrm import (
+    LAST_STEPS,
+    NESTPIPE,
+    SideBySide,
+    SideReading,
+    StepClock,
+    readings_of,
+)
+from nestpipe.bench.machines import Job, do_jobs, run_jobs
+from nestpipe.bench.pipeline_cases import check_names
+from nestpipe.bench.pipeline_model import Repeated
+from nestpipe.config import Table, fraction, positive
+from nestpipe.embedding.optimizers import row_optimizer
+from nestpipe.errors import ConfigError
+from nestpipe.jagged import Jagged
+from nestpipe.models.protocol import Loss
+from nestpipe.train.config import DenseSettings, PipelineSettings, RowSettings, TrainSettings
+from nestpipe.train.trainer import Trainer
+
+# Shapes: B samples of a table, T lookups of all tables, D width of a row, K keys, W weights and
+# state
+
+MODULE = "nestpipe.bench.embedding"
+FBGEMM = "FBGEMM"
+PLACES = ("hbm", "cache", "host")
+PEER_OPTIMIZERS = {
+    "sgd": "EXACT_SGD",
+    "adam": "ADAM",
+    "adagrad": "EXACT_ADAGRAD",
+    "rowwise_adagrad": "EXACT_ROWWISE_ADAGRAD",
+}
+"""Row optimizers that both systems have, with FBGEMM's names."""
+GRADIENT_SCALE = 1e-3
+CHUNK = 1 << 18
+"""Rows stored at a time."""
+POOL_SPARE = 1.05
+"""Slots of a pool for all rows over their number."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EmbeddingCase:
+    """One workload: one key per table and sample, keys by a power law."""
+
+    device: Literal["cpu", "cuda"] = "cuda"
+    where: Literal["hbm", "cache", "host"] = "hbm"
+    """Rows all in device memory; on the host with a share of them on the device; or on the host."""
+    optimizer: str = "sgd"
+    tables: int = 10
+    samples: int = 104_857
+    rows: int = 0
+    """Different keys of a table; 0: 1,677,721 in device memory, else 8,000,000."""
+    dim: int = 128
+    exponent: float = 1.05
+    share: float = 0.1
+    """cache: the part of all rows that the device holds."""
+    plan: str = "nested"
+    distinct: int = -1
+    """Different batches, used in turns; 0: every step has its own; -1: 6 in device memory, else 0.
+    """
+    warm: int = 0
+    """Steps before the clock starts; 0: 12 in device memory, else 48, so that the cache is full."""
+    steps: int = 30
+    """Steps of a round."""
+    rounds: int = 3
+
+    def __post_init__(self) -> None:
+        for name in ("tables", "samples", "dim", "exponent", "steps", "rounds"):
+            positive(name, getattr(self, name))
+        fraction("share", self.share)
+        if self.where not in PLACES:
+            raise ConfigError(f"where is {self.where!r}; use {', '.join(PLACES)}")
+        if self.optimizer not in PEER_OPTIMIZERS:
+            known = ", ".join(PEER_OPTIMIZERS)
+            raise ConfigError(f"optimizer is {self.optimizer!r}; use one of {known}")
+        in_memory = self.where == "hbm"
+        defaults = {
+            "rows": (self.rows > 0, 1_677_721 if in_memory else 8_000_000),
+            "distinct": (self.distinct >= 0, 6 if in_memory else 0),
+            "warm": (self.warm > 0, 12 if in_memory else 48),
+        }
+        for name, (given, default) in defaults.items():
+            if not given:
+                object.__setattr__(self, name, default)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(f"t{number}" for number in range(self.tables))
+
+    @property
+    def work(self) -> str:
+        return f"{self.where}, {self.optimizer}"
+
+    @property
+    def retrieval(self) -> str:
+        return "new" if self.where == "host" else "pooled"
+
+    @property
+    def all_steps(self) -> int:
+        return self.warm + self.rounds * self.steps + LAST_STEPS
+
+    @property
+    def row_width(self) -> int:
+        """Numbers of a row with its state."""
+        return self.dim + row_optimizer(self.optimizer, 0.1, 1e-8, 1.0).state_dim(self.dim)
+
+    def draw_keys(self) -> list[Tensor]:
+        """(T,) keys of every batch, table after table; the same for both systems."""
+        generator = torch.Generator().manual_seed(0)
+        count = self.tables * self.samples
+        return [
+            power_law(count, self.rows, self.exponent, generator)
+            for _ in range(self.distinct or self.all_steps)
+        ]
+
+    def make_gradient(self) -> Tensor:
+        """(T, D) the gradient of what is looked up, the same in every step."""
+        generator = torch.Generator().manual_seed(1)
+        shape = self.tables * self.samples, self.dim
+        return torch.randn(shape, generator=generator).mul_(GRADIENT_SCALE)
+
+
+def power_law(count: int, rows: int, exponent: float, generator: torch.Generator) -> Tensor:
+    """Keys from 0 to rows - 1; how often one comes falls with that power of its number."""
+    if exponent == 1:
+        raise ConfigError("exponent is 1, where the power law has another form; use 1.01")
+    chance = torch.rand(count, generator=generator, dtype=torch.float64)
+    rest = 1 - exponent
+    drawn = chance.mul_(rows**rest - 1).add_(1).pow_(1 / rest)
+    return drawn.long().sub_(1).clamp_(0, rows - 1)
+
+
+# Ours.
+
+
+class _GivenGradients(torch.autograd.Function):
+    """A loss of zero whose gradients are given: no work but that of rows is on the clock."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: Sequence[Tensor], *rows: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return rows[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.gradients
+
+
+class EmbeddingOnly(nn.Module):
+    """A model without a dense half."""
+
+    gradient_CBD: Tensor
+
+    def __init__(self, case: EmbeddingCase) -> None:
+        super().__init__()
+        gradient = case.make_gradient().view(case.tables, case.samples, case.dim)
+        self.register_buffer("gradient_CBD", gradient, persistent=False)
+
+    def sparse_keys(self, batch: Batch) -> Mapping[str, Jagged]:
+        return batch.sparse
+
+    def dense(self, rows: Mapping[str, Tensor], batch: Batch) -> Loss:
+        # A weight of one leaves the gradients as they are.
+        total = _GivenGradients.apply(tuple(self.gradient_CBD), *rows.values())
+        assert isinstance(total, Tensor)
+        return Loss(total, 1.0)
+
+
+def make_batches(case: EmbeddingCase) -> list[Batch]:
+    """Our batches, for a GPU in pinned memory."""
+
+    def ready(tensor: Tensor) -> Tensor:
+        return tensor.pin_memory() if case.device == "cuda" else tensor
+
+    ones_B = ready(torch.ones(case.samples, dtype=torch.int64))
+
+    def made(keys_T: Tensor) -> Batch:
+        parts = keys_T.split(case.samples)
+        named = zip(case.names, parts, strict=True)
+        return Batch(case.samples, {}, {n: Jagged(ready(k.clone()), ones_B) for n, k in named})
+
+    return [made(keys_T) for keys_T in case.draw_keys()]
+
+
+def make_trainer(case: EmbeddingCase) -> Trainer:
+    """Ours: one rank, the ordinary settings; the place of rows decides the retrieval."""
+    check_names([case.plan], [case.retrieval])
+    memory: dict[str, Any] = {"device_memory": pool_memory(case)} if case.where != "host" else {}
+    settings = TrainSettings(
+        batch=case.samples,
+        device=case.device,
+        rows=RowSettings(optimizer=case.optimizer),  # pyright: ignore[reportArgumentType]
+        dense=DenseSettings(optimizer="sgd"),
+        pipeline=PipelineSettings(
+            plan=case.plan,
+            retrieval=case.retrieval,  # pyright: ignore[reportArgumentType]
+        ),
+        **memory,
+    )
+    tables = [Table(name=name, dim=case.dim) for name in case.names]
+    return Trainer(EmbeddingOnly(case), tables, settings)
+
+
+def pool_memory(case: EmbeddingCase) -> str:
+    """Device memory for all rows and some slots more, or for the share of a cache."""
+    from nestpipe.embedding.pool import INDEX_BYTES  # type: ignore
+
+    part = POOL_SPARE if case.where == "hbm" else case.share
+    row_bytes = -(-case.row_width // 4) * 16 + INDEX_BYTES
+    return f"{case.rows * case.tables * part * row_bytes / 1e9:.6f}GB"
+
+
+def store_rows(trainer: Trainer, batches: Sequence[Batch]) -> None:
+    """Store every row of the batches, as in a table that has been trained for long."""
+    (store,) = trainer.stores
+    names = trainer.table_names
+    rows_KW = torch.full((CHUNK, store.layout.width), 0.01)
+    for number, name in enumerate(names):
+        every_K = torch.cat([batch.sparse[name].values for batch in batches]).unique()
+        for keys_K in every_K.split(CHUNK):
+            counts = [len(keys_K) if table == number else 0 for table in range(len(names))]
+            store.scatter(keys_K, counts, rows_KW[: len(keys_K)])
+
+
+def time_own(case: EmbeddingCase) -> dict[str, Any]:
+    """Our rounds."""
+    clock, batches = StepClock(), make_batches(case)
+    with closing(make_trainer(case)) as trainer:
+        if case.where != "hbm":
+            store_rows(trainer, batches)
+        source = Repeated(batches, case.all_steps)
+        trainer.fit(source, steps=case.all_steps, on_step=clock)  # type: ignore[arg-type]
+    rounds_ms = clock.rounds_ms(case.warm, case.steps, case.rounds)
+    return {"form": f"{case.plan} {case.retrieval}", "rounds_ms": rounds_ms}
+
+
+# The peer.
+
+
+def time_peer(case: EmbeddingCase) -> dict[str, Any]:
+    """FBGEMM's rounds: each is forward and backward with a fused update, step after step."""
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    device = torch.device(case.device)
+    form, tables = make_peer(case, device)
+    keys = [keys_T.to(device) for keys_T in case.draw_keys()]
+    offsets_T1 = torch.arange(case.tables * case.samples + 1, device=device)
+    gradient_TD = case.make_gradient().to(device)
+    done = 0
+
+    def go(steps: int) -> float:
+        nonlocal done
+        begin = _now(device)
+        for _ in range(steps):
+            tables(keys[done % len(keys)], offsets_T1).backward(gradient_TD)
+            done += 1
+        return (_now(device) - begin) * 1e3 / steps
+
+    go(case.warm)
+    return {"form": form, "rounds_ms": [go(case.steps) for _ in range(case.rounds)]}
+
+
+def make_peer(case: EmbeddingCase, device: torch.device) -> tuple[str, nn.Module]:
+    """The tables of the case in FBGEMM, and how it keeps them."""
+    from fbgemm_gpu.split_embedding_configs import EmbOptimType
+    from fbgemm_gpu.split_table_batched_embeddings_ops_common import (
+        EmbeddingLocation,
+        PoolingMode,
+    )
+    from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+        ComputeDevice,
+        SplitTableBatchedEmbeddingBagsCodegen,
+    )
+
+    on_gpu = device.type == "cuda"
+    places = {"hbm": "DEVICE", "cache": "MANAGED_CACHING", "host": "MANAGED"}
+    place = places[case.where] if on_gpu else "HOST"
+    spec = (
+        case.rows,
+        case.dim,
+        EmbeddingLocation[place],
+        ComputeDevice.CUDA if on_gpu else ComputeDevice.CPU,
+    )
+    settings = RowSettings()
+    tables = SplitTableBatchedEmbeddingBagsCodegen(
+        [spec] * case.tables,
+        optimizer=EmbOptimType[PEER_OPTIMIZERS[case.optimizer]],
+        learning_rate=settings.lr,
+        eps=settings.eps,
+        pooling_mode=PoolingMode.NONE,
+        cache_load_factor=case.share,
+        device=device,
+    )
+    shares = f" {100 * case.share:g} %" if place == "MANAGED_CACHING" else ""
+    return f"TBE {place.lower()}{shares}", tables
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+# Both.
+
+
+def compare_embedding(
+    cases: Sequence[EmbeddingCase], packages: Path | None, *, limit_s: float
+) -> SideBySide:
+    """The peer on every case where its packages are, then ours."""
+    for case in cases:
+        check_names([case.plan], [case.retrieval])
+    readings: list[SideReading] = []
+    for system, path in ((FBGEMM, packages), (NESTPIPE, None)):
+        if system == FBGEMM and packages is None:
+            continue
+        jobs = [{"case": asdict(case), "peer": system == FBGEMM} for case in cases]
+        works = [
+            SideReading(
+                case.work,
+                system,
+                "TBE" if system == FBGEMM else f"{case.plan} {case.retrieval}",
+                case.samples,
+            )
+            for case in cases
+        ]
+        readings += readings_of(run_jobs(MODULE, jobs, packages=path, limit_s=limit_s), works)
+    return SideBySide(tuple(readings))
+
+
+def run_job(job: Job) -> list[dict[str, Any]]:
+    """One side of one case."""
+    case = EmbeddingCase(**job["case"])
+    return [time_peer(case) if job["peer"] else time_own(case)]
+
+
+def main() -> None:
+    """The process of one side."""
+    do_jobs(Path(sys.argv[1]), run_job)
+
+
+if __name__ == "__main__":
+    main()
