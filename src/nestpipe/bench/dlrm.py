@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -23,10 +24,11 @@ import torch
 from torch import Tensor
 
 from nestpipe.batch import Batch
-from nestpipe.bench.machines import Job, do_jobs, look_like_a_host, run_jobs, start_ranks
+from nestpipe.bench.machines import Job, do_jobs, run_jobs, start_ranks
 from nestpipe.bench.pipeline_cases import Variant, check_names
-from nestpipe.bench.pipeline_model import Repeated
-from nestpipe.comm import Communicator, LocalCommunicator, connect
+from nestpipe.bench.pipeline_model import Repeated, mixed_keys
+from nestpipe.bench.pipeline_rank import connect_ranks
+from nestpipe.comm import Communicator, LocalCommunicator
 from nestpipe.config import Table, positive
 from nestpipe.errors import ConfigError
 from nestpipe.jagged import Jagged
@@ -45,6 +47,8 @@ PEER_PIPELINES = ("TrainPipelineBase", "TrainPipelineSparseDist")
 """Of TorchRec, for tables in device memory; the faster one counts."""
 SITE = "site"
 """The folder of the peers' packages below NESTPIPE_LAB, as `tools/lab.py unpack` makes it."""
+HOT = 0.5
+"""Share of the keys that are log-uniform; the others are uniform over the table."""
 LAST_STEPS = 4
 """Steps after the clock has stopped, so that it stops in the middle of a run."""
 
@@ -140,18 +144,10 @@ def _make_batch(case: DlrmCase, generator: torch.Generator) -> Batch:
         "label": torch.randint(0, 2, (case.batch,), generator=generator).float(),
     }
     sparse = {
-        name: Jagged(mixed_keys(case.batch * case.keys, case.rows, generator), lengths_B)
+        name: Jagged(mixed_keys(case.batch * case.keys, case.rows, HOT, generator), lengths_B)
         for name in case.names
     }
     return Batch(case.batch, dense, sparse)
-
-
-def mixed_keys(count: int, rows: int, generator: torch.Generator) -> Tensor:
-    """Keys of which half are uniform over the rows and half log-uniform: hot ones, a long tail."""
-    exponents_T = torch.rand(count, generator=generator, dtype=torch.float64)
-    hot_T = torch.pow(float(rows), exponents_T).long().sub_(1).clamp_(0, rows - 1)
-    any_T = torch.randint(0, rows, (count,), generator=generator)
-    return torch.where(torch.rand(count, generator=generator) < 0.5, any_T, hot_T)
 
 
 def make_trainer(case: DlrmCase, variant: Variant, comm: Communicator) -> Trainer:
@@ -202,9 +198,9 @@ def time_own(comm: Communicator, job: Job) -> list[dict[str, Any]]:
 
 
 def variant_name(variant: Variant) -> str:
-    """Plan, retrieval, micro-batches."""
-    micro_batches = f", {variant.micro_batches} micro-batches" if variant.micro_batches > 1 else ""
-    return f"{variant.plan} {variant.retrieval}{micro_batches}"
+    """Plan, retrieval, and N micro-batches where there are several."""
+    several = f", N = {variant.micro_batches}" if variant.micro_batches > 1 else ""
+    return f"{variant.plan} {variant.retrieval}{several}"
 
 
 # Both systems: what is asked for, and what comes back.
@@ -259,6 +255,11 @@ class SideBySide:
         return min(theirs) / reading.step_ms
 
     @property
+    def works(self) -> list[str]:
+        """Each once, in the order in which they were asked for."""
+        return list(dict.fromkeys(reading.work for reading in self.readings))
+
+    @property
     def failed(self) -> list[str]:
         return [f"{r.system} {r.form} on {r.work}" for r in self.readings if not r.rounds_ms]
 
@@ -290,14 +291,20 @@ def readings_of(
     return found
 
 
-def find_packages(named: Path | None) -> Path | None:
-    """The folder of the peers' packages: the one named, or where `tools/lab.py` unpacks them."""
+def find_packages(named: Path | None, package: str) -> Path | None:
+    """The folder that holds a peer's package: the one named, else wherever it is; None: nowhere.
+
+    Without a name it is looked for where `tools/lab.py` unpacks it, then among what is installed.
+    """
+    if named is not None:
+        if not (named / package).is_dir():
+            raise ConfigError(f"{str(named)!r} holds no {package}; name the folder that does")
+        return named
     home = Path(os.environ.get("NESTPIPE_LAB") or Path.home() / ".cache" / "nestpipe-lab")
-    if named is None:
-        return home / SITE if (home / SITE).is_dir() else None
-    if not named.is_dir():
-        raise ConfigError(f"there is no folder {str(named)!r}; name the one that holds fbgemm_gpu")
-    return named
+    if (home / SITE / package).is_dir():
+        return home / SITE
+    installed = find_spec(package)
+    return Path(installed.origin).parents[1] if installed and installed.origin else None
 
 
 def compare_dlrm(
@@ -340,9 +347,16 @@ class DispatchReading:
     executor: HostTime
     """The same plan with acts that do nothing."""
 
+    def as_json(self) -> dict[str, Any]:
+        return {
+            name: {**asdict(seen), "between_ms": seen.between_ms, "threads_ms": seen.threads_ms}
+            for name, seen in (("training", self.training), ("executor", self.executor))
+        }
+
 
 def measure_dispatch(case: DlrmCase, variant: Variant) -> DispatchReading:
     """Train one rank, then run its plan with empty acts; both by the processor's clock."""
+    check_names([variant.plan], [variant.retrieval])
     first, last = case.warm - 1, case.warm - 1 + case.steps
     with closing(make_trainer(case, variant, LocalCommunicator())) as trainer:
         clock = trainer.spans = HostTimes(trainer.spans, first, last)
@@ -365,16 +379,6 @@ def measure_dispatch(case: DlrmCase, variant: Variant) -> DispatchReading:
 
 def _do_nothing(op: Op) -> None:
     """The act of an op when the executor runs alone."""
-
-
-def connect_ranks(device: str) -> Communicator:
-    """This process as a rank; several of them may share one GPU."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return LocalCommunicator()
-    if device == "cpu":
-        return connect("gloo")
-    look_like_a_host()
-    return connect("nccl")
 
 
 def main() -> None:

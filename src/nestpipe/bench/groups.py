@@ -184,7 +184,7 @@ def main() -> None:
     case = PipelineCase(**json.loads((folder / "task.json").read_text())["case"])
     torch.set_num_threads(1)
     try:
-        with closing(connect_ranks(case)) as comm:
+        with closing(connect_ranks(case.device)) as comm:
             measure(folder, comm)
     except NestpipeError as error:
         if os.environ.get("RANK", "0") == "0":

@@ -130,11 +130,16 @@ def draw_keys(case: PipelineCase, count: int, generator: torch.Generator) -> Ten
 
     Half and half it draws, number by number, what TorchRec's lab script draws for its batches.
     """
+    return mixed_keys(count, case.rows, case.hot, generator)
+
+
+def mixed_keys(count: int, rows: int, hot: float, generator: torch.Generator) -> Tensor:
+    """Keys of which a share is log-uniform, the others uniform over all rows."""
     uniform = torch.rand(count, generator=generator)
-    hot = torch.exp(uniform * torch.log(torch.tensor(float(case.rows)))).long().sub_(1)
-    is_any = torch.rand(count, generator=generator) < 1 - case.hot
-    any_ = torch.randint(0, case.rows, (count,), generator=generator)
-    return torch.where(is_any, any_, hot).clamp_(0, case.rows - 1)
+    hot_T = torch.exp(uniform * torch.log(torch.tensor(float(rows)))).long().sub_(1)
+    is_any = torch.rand(count, generator=generator) < 1 - hot
+    any_T = torch.randint(0, rows, (count,), generator=generator)
+    return torch.where(is_any, any_T, hot_T).clamp_(0, rows - 1)
 
 
 def fill_store(trainer: Trainer, case: PipelineCase) -> int:

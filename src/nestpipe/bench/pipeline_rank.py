@@ -313,11 +313,11 @@ def _say(line: str) -> None:
     sys.stderr.write(line + "\n")
 
 
-def connect_ranks(case: PipelineCase) -> Communicator:
-    """The group of a case's ranks; several of them may share one GPU."""
+def connect_ranks(device: str) -> Communicator:
+    """The group of this run's ranks; several of them may share one GPU."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return LocalCommunicator()
-    if case.device == "cpu":
+    if device == "cpu":
         return connect("gloo")
     look_like_a_host()
     return connect("nccl")
@@ -329,7 +329,7 @@ def main() -> None:
     case, variants = read_task(folder)
     torch.set_num_threads(1)
     try:
-        with closing(connect_ranks(case)) as comm:
+        with closing(connect_ranks(case.device)) as comm:
             measure(case, variants, comm, folder)
     except NestpipeError as error:
         if os.environ.get("RANK", "0") == "0":

@@ -333,6 +333,7 @@ class _PooledModel(nn.Module):
         pooled = self.embeddings(batch.sparse).values()
         pooled_BFD = pooled.view(-1, self.features, self.dim)
         dense = self.dense
+        assert dense.bottom is not None, "the case has dense features"
         with torch.autocast("cuda", torch.bfloat16, enabled=self.autocast):
             bottom_BD = dense.bottom(batch.features_BF)
             vectors_BND = torch.cat([bottom_BD[:, None], pooled_BFD.to(bottom_BD.dtype)], 1)

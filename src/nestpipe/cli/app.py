@@ -11,7 +11,15 @@ from typing import Annotated, Any, cast
 import typer
 
 from nestpipe import __version__
-from nestpipe.cli.bench import bench_app, bench_clustering, bench_groups, bench_train
+from nestpipe.cli.bench import (
+    bench_app,
+    bench_clustering,
+    bench_dispatch,
+    bench_dlrm,
+    bench_embedding,
+    bench_groups,
+    bench_train,
+)
 from nestpipe.cli.bench_pipeline import bench_pipeline
 from nestpipe.cli.bench_relay import bench_relay
 from nestpipe.cli.data import data_app
@@ -42,6 +50,9 @@ bench_app.command("pipeline")(bench_pipeline)
 bench_app.command("groups")(bench_groups)
 bench_app.command("clustering")(bench_clustering)
 bench_app.command("relay")(bench_relay)
+bench_app.command("dlrm")(bench_dlrm)
+bench_app.command("embedding")(bench_embedding)
+bench_app.command("dispatch")(bench_dispatch)
 app.add_typer(bench_app, name="bench")
 app.add_typer(data_app, name="data")
 app.command()(serve)

@@ -17,6 +17,7 @@ from nestpipe.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
     from nestpipe.bench.clustering import ClusteringReading
+    from nestpipe.bench.dlrm import DispatchReading, SideBySide
     from nestpipe.bench.groups import GroupReading
 
 bench_app = typer.Typer(
@@ -192,7 +193,7 @@ def bench_groups(
 
     chosen = build(PipelineCase, asdict(case_of(case)), overrides=set_ or [])
     check_groups(groups, chosen.ranks)
-    variants = group_variants(groups, _numbers(intervals))
+    variants = group_variants(groups, _numbers("intervals", intervals))
     readings = measure_groups(chosen, variants, hosts=hosts)
     if json is not None:
         results = [asdict(reading) for reading in readings]
@@ -201,13 +202,13 @@ def bench_groups(
         console().print(groups_table(f"{chosen.ranks} ranks of {chosen.batch} samples", readings))
 
 
-def _numbers(text: str) -> list[int]:
+def _numbers(name: str, text: str) -> list[int]:
     try:
         numbers = [int(number) for number in text.split(",")]
     except ValueError:
         numbers = []
     if not numbers or min(numbers) < 1:
-        raise ConfigError(f"intervals are {text!r}; give whole numbers from 1 on, such as 1,4,16")
+        raise ConfigError(f"{name} are {text!r}; give whole numbers from 1 on, such as 1,4,16")
     return numbers
 
 
@@ -305,4 +306,234 @@ def clustering_table(readings: list[ClusteringReading], title: str) -> Table:
             f"{reading.ms:.1f}",
             f"{reading.cpu_ms:.1f}",
         )
+    return table
+
+
+# `nestpipe bench dlrm`, `bench embedding` and `bench dispatch`: what a step on a GPU is made of.
+
+
+Sizes = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Change another size of the case."),
+]
+OnDevice = Annotated[str | None, typer.Option(help="cpu or cuda; default: a GPU if there is one.")]
+Steps = Annotated[int, typer.Option(min=1, help="Steps of a round.")]
+Rounds = Annotated[int, typer.Option(min=1, help="Timed rounds of each system.")]
+Peer = Annotated[
+    Path | None,
+    typer.Option(help="Folder of the peer's packages; default: where tools/lab.py unpacks them."),
+]
+NoPeer = Annotated[bool, typer.Option("--no-peer", help="Time NestPipe alone.")]
+Limit = Annotated[float, typer.Option(help="Seconds after which a process is stopped.")]
+
+
+def bench_dlrm(
+    keys: Annotated[
+        str, typer.Option(help="Keys of a feature and sample, separated by commas.")
+    ] = "1,10",
+    plans: Annotated[str, typer.Option(help="Our plans, separated by commas.")] = "nested",
+    retrieval: Annotated[
+        str, typer.Option(help="Forms of retrieval to run them in, separated by commas.")
+    ] = "pooled",
+    micro_batches: Annotated[
+        str, typer.Option(help="Micro-batches of a batch, separated by commas.")
+    ] = "1",
+    ranks: Annotated[int, typer.Option(min=1, help="Ranks; several share one GPU.")] = 1,
+    placement: Annotated[
+        str, typer.Option(help="A table on one rank (table), or spread by rows (rows).")
+    ] = "table",
+    rows: Annotated[int, typer.Option(min=1, help="Different keys of a table.")] = 1_000_000,
+    batch: Annotated[int, typer.Option(min=1, help="Samples per rank.")] = 16_384,
+    steps: Steps = 30,
+    rounds: Rounds = 3,
+    device: OnDevice = None,
+    set_: Sizes = None,
+    peer: Peer = None,
+    no_peer: NoPeer = False,
+    limit: Limit = 240.0,
+    json: JsonFile = None,
+) -> None:
+    """Time a whole DLRM step: 26 pooled tables, beside TorchRec with its tables in device memory.
+
+    Batches are drawn before the clock starts; both systems copy one from pinned memory every step.
+
+    Example: nestpipe bench dlrm --keys 1,10 --plans nested,serial --json out/dlrm.json
+
+    Example: nestpipe bench dlrm --ranks 2 --placement rows
+    """
+    from nestpipe.bench.dlrm import DlrmCase, compare_dlrm, find_packages
+    from nestpipe.bench.pipeline_cases import Variant
+    from nestpipe.config import build
+
+    given = {"ranks": ranks, "placement": placement, "rows": rows, "batch": batch}
+    given |= {"steps": steps, "rounds": rounds, "device": _device(device)}
+    cases = [
+        build(DlrmCase, {**given, "keys": number}, overrides=set_ or [])
+        for number in _numbers("keys", keys)
+    ]
+    variants = [
+        Variant(plan, form, number)
+        for plan in plans.split(",")
+        for form in retrieval.split(",")
+        for number in _numbers("micro-batches", micro_batches)
+    ]
+    packages = None if no_peer else find_packages(peer, "torchrec")
+    _say_alone(no_peer, packages, "TorchRec")
+    found = compare_dlrm(cases, variants, packages, limit_s=limit)
+    case = cases[0]
+    title = f"{case.features} tables of {case.rows:,} rows, {case.batch:,} samples x {case.ranks}"
+    _tell(json, {"cases": [asdict(case) for case in cases]}, title, found)
+
+
+def bench_embedding(
+    where: Annotated[
+        str, typer.Option(help="Where rows live: hbm, cache or host, separated by commas.")
+    ] = "hbm,cache",
+    optimizer: Annotated[
+        str, typer.Option(help="Row optimizers, separated by commas.")
+    ] = "sgd,adam",
+    plan: Annotated[str, typer.Option(help="Our plan.")] = "nested",
+    tables: Annotated[int, typer.Option(min=1, help="Tables.")] = 10,
+    samples: Annotated[int, typer.Option(min=1, help="Samples; each has a key a table.")] = 104_857,
+    rows: Annotated[
+        int, typer.Option(min=0, help="Different keys of a table; 0: as --where has them.")
+    ] = 0,
+    dim: Annotated[int, typer.Option(min=1, help="Width of a row.")] = 128,
+    share: Annotated[float, typer.Option(help="cache: part of all rows on the device.")] = 0.1,
+    steps: Steps = 30,
+    rounds: Rounds = 3,
+    device: OnDevice = None,
+    set_: Sizes = None,
+    peer: Peer = None,
+    no_peer: NoPeer = False,
+    limit: Limit = 240.0,
+    json: JsonFile = None,
+) -> None:
+    """Time forward, backward and update of rows alone, beside FBGEMM's table-batched embeddings.
+
+    hbm: a pool larger than all rows. cache: rows on the host, a share of them in the pool. host:
+    rows on the host, read and written batch by batch. Keys follow a power law.
+
+    Example: nestpipe bench embedding --where hbm --optimizer sgd,adam --json out/embedding.json
+    """
+    from nestpipe.bench.dlrm import find_packages
+    from nestpipe.bench.embedding import EmbeddingCase, compare_embedding
+    from nestpipe.config import build
+
+    given = {"plan": plan, "tables": tables, "samples": samples, "rows": rows, "dim": dim}
+    given |= {"share": share, "steps": steps, "rounds": rounds, "device": _device(device)}
+    cases = [
+        build(EmbeddingCase, {**given, "where": place, "optimizer": name}, overrides=set_ or [])
+        for place in where.split(",")
+        for name in optimizer.split(",")
+    ]
+    packages = None if no_peer else find_packages(peer, "fbgemm_gpu")
+    _say_alone(no_peer, packages, "FBGEMM")
+    found = compare_embedding(cases, packages, limit_s=limit)
+    title = f"{tables} tables, {tables * samples:,} lookups a step, D = {dim}"
+    _tell(json, {"cases": [asdict(case) for case in cases]}, title, found)
+
+
+def bench_dispatch(
+    keys: Annotated[int, typer.Option(min=1, help="Keys of a feature and sample.")] = 1,
+    plan: Annotated[str, typer.Option(help="The plan.")] = "nested",
+    retrieval: Annotated[str, typer.Option(help="The form of retrieval.")] = "pooled",
+    micro_batches: Annotated[int, typer.Option(min=1, help="Micro-batches of a batch.")] = 1,
+    rows: Annotated[int, typer.Option(min=1, help="Different keys of a table.")] = 1_000_000,
+    batch: Annotated[int, typer.Option(min=1, help="Samples.")] = 16_384,
+    steps: Annotated[int, typer.Option(min=1, help="Batches that count.")] = 50,
+    device: OnDevice = None,
+    set_: Sizes = None,
+    json: JsonFile = None,
+) -> None:
+    """Count processor time of the host per batch of the DLRM, by op: one rank, any plan.
+
+    Beside it stands the same plan with acts that do nothing: the executor alone.
+
+    Example: nestpipe bench dispatch --plan nested --retrieval pooled --json -
+    """
+    from nestpipe.bench.dlrm import DlrmCase, measure_dispatch
+    from nestpipe.bench.pipeline_cases import Variant
+    from nestpipe.config import build
+
+    given = {"keys": keys, "rows": rows, "batch": batch, "steps": steps, "device": _device(device)}
+    case = build(DlrmCase, given, overrides=set_ or [])
+    variant = Variant(plan, retrieval, micro_batches)
+    reading = measure_dispatch(case, variant)
+    if json is not None:
+        write_json(json, {"case": asdict(case), "variant": asdict(variant), **reading.as_json()})
+    if json != STDOUT:
+        title = f"host time of {plan} {retrieval}, {micro_batches} micro-batches, ms per batch"
+        console().print(dispatch_table(title, reading))
+
+
+def _device(name: str | None) -> str:
+    from nestpipe.train.trainer import choose_device
+
+    if name not in (None, "cpu", "cuda"):
+        raise ConfigError(f"device is {name!r}; use cpu or cuda")
+    return choose_device(name or "auto").type
+
+
+def _say_alone(no_peer: bool, packages: Path | None, peer: str) -> None:
+    if not no_peer and packages is None:
+        sys.stderr.write(f"{peer} is not here, so NestPipe runs alone; --peer names its folder\n")
+
+
+def _tell(json: str | None, about: dict[str, Any], title: str, found: SideBySide) -> None:
+    """Write and print what there is; then say what is missing, as a failure."""
+    if json is not None:
+        write_json(json, {**about, "results": found.as_json()})
+    for reading in found.readings:
+        if reading.failed:
+            what = f"{reading.system} {reading.form} on {reading.work}"
+            sys.stderr.write(f"{what}: {reading.failed}\n")
+    if json != STDOUT:
+        console().print(sides_table(title, found))
+    if found.failed:
+        raise RunError(f"no figures of {', '.join(found.failed)}; see above")
+
+
+def sides_table(title: str, found: SideBySide) -> Table:
+    """Both systems, work by work."""
+    table = figures_table(
+        title,
+        "median over rounds; range: fastest and slowest round; x: speed over the peer's fastest",
+        "work, system",
+        ("ms a step", "range", "samples/s", "x"),
+    )
+    for reading in sorted(found.readings, key=lambda reading: found.works.index(reading.work)):
+        figures = ("-",) * 4
+        if reading.rounds_ms:
+            ratio = found.ratio(reading)
+            figures = (
+                _short(reading.step_ms),
+                "..".join(map(_short, reading.range_ms)),
+                f"{reading.samples_per_s:,.0f}",
+                f"{ratio:.2f}x" if ratio else "",
+            )
+        table.add_row(f"{reading.work}, {reading.system} {reading.form}", *figures)
+    return table
+
+
+def _short(ms: float) -> str:
+    return f"{ms:.2f}" if ms < 100 else f"{ms:,.0f}"
+
+
+def dispatch_table(title: str, reading: DispatchReading) -> Table:
+    """Processor time by op, then of threads."""
+    table = figures_table(
+        title,
+        "processor time; backward on a GPU runs in a thread of autograd's, among the others",
+        "",
+        ("training", "executor alone"),
+    )
+    both = (reading.training, reading.executor)
+    for kind in reading.training.acts_ms:
+        table.add_row(kind, *(f"{seen.acts_ms.get(kind, 0.0):.3f}" for seen in both))
+    table.add_section()
+    table.add_row("all acts", *(f"{sum(seen.acts_ms.values()):.3f}" for seen in both))
+    table.add_row("between acts", *(f"{seen.between_ms:.3f}" for seen in both))
+    table.add_row("issuing thread and lanes", *(f"{seen.threads_ms:.3f}" for seen in both))
+    table.add_row("other threads", *(f"{seen.other_ms:.3f}" for seen in both))
     return table
