@@ -93,6 +93,8 @@ class EmbeddingCase:
         for name in ("tables", "samples", "dim", "exponent", "steps", "rounds"):
             positive(name, getattr(self, name))
         fraction("share", self.share)
+        if self.exponent == 1:
+            raise ConfigError("exponent is 1, where the power law has another form; use 1.01")
         if self.where not in PLACES:
             raise ConfigError(f"where is {self.where!r}; use {', '.join(PLACES)}")
         if self.optimizer not in PEER_OPTIMIZERS:
@@ -147,8 +149,6 @@ class EmbeddingCase:
 
 def power_law(count: int, rows: int, exponent: float, generator: torch.Generator) -> Tensor:
     """Keys from 0 to rows - 1; how often one comes falls with that power of its number."""
-    if exponent == 1:
-        raise ConfigError("exponent is 1, where the power law has another form; use 1.01")
     chance = torch.rand(count, generator=generator, dtype=torch.float64)
     rest = 1 - exponent
     drawn = chance.mul_(rows**rest - 1).add_(1).pow_(1 / rest)

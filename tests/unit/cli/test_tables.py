@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from nestpipe.bench.clustering import ClusteringReading
+from nestpipe.bench.dlrm import TORCHREC, DispatchReading, SideBySide, SideReading
 from nestpipe.bench.groups import GroupReading, group_variants
 from nestpipe.bench.pipeline_cases import EXACT_PLANS, case_of, variants_of
 from nestpipe.bench.pipeline_report import PointReport, VariantReport
@@ -24,6 +25,7 @@ from nestpipe.loadtest.advise import Memory
 from nestpipe.loadtest.report import Latency, Lengths, Report
 from nestpipe.loadtest.run import Found, SearchStep
 from nestpipe.loadtest.settings import ARMS, LoadSettings
+from nestpipe.runtime.spans import HostTime
 from nestpipe.schedule import Kind, PlanOptions, plan
 from nestpipe.serve.types import Path
 from nestpipe.sim import Scale, choose_groups, paper_cluster, paper_rows, scaling_curve
@@ -136,7 +138,18 @@ def bench_tables() -> list[Table]:
         ms=12_345.6,
         cpu_ms=12_345.6,
     )
+    sides = SideBySide(
+        (
+            SideReading("10 keys", TORCHREC, "TrainPipelineSparseDist", 16_384, (12_345.0,) * 3),
+            SideReading("10 keys", "NestPipe", "frozen_window pooled, N = 16", 1, (12_345.0,) * 3),
+            SideReading("cache, rowwise_adagrad", "FBGEMM", "TBE managed_caching 10 %", 1, (1.2,)),
+            SideReading("cache, rowwise_adagrad", "NestPipe", "frozen_window pooled", 1, (1.2,)),
+        )
+    )
+    spent = HostTime(dict.fromkeys(Kind, 12.345), 12.345, {"lane compute": 12.345}, 12.345)
     return [
+        bench.sides_table("26 tables of 1,000,000 rows, 16,384 samples x 4", sides),
+        bench.dispatch_table("host time", DispatchReading(spent, spent)),
         bench.train_table([result]),
         bench.groups_table("4 ranks of 256 samples", groups),
         bench.clustering_table([cut], "512 users, 200 items, 5 draws"),
