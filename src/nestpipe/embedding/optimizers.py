@@ -18,7 +18,8 @@ from nestpipe.kernels.rows import native as native_rows
 from nestpipe.kernels.rows.cuda import can_update, update_rows
 from nestpipe.kernels.rows.native import Gradients, OptimizerStruct, RowPointers, optimizer_struct
 
-# Shapes: K rows, D weights of a row, W weights and state, U rows that are merged
+# Shapes: K rows, N rows of a pool or the K rows, D weights of a row, W weights and state,
+# U rows that are merged
 
 TOUCH_SCALED = "touch_scaled_rowwise_adagrad"
 NEWEST_SHARE = 0.25
@@ -68,16 +69,26 @@ class RowOptimizer:
         native_rows.update(self._struct(step), rows, dim, gradients, times)
 
     def update_times(
-        self, rows_KW: Tensor, gradients_KD: Tensor, times: float | Tensor, step: int
+        self,
+        rows_NW: Tensor,
+        gradients_KD: Tensor,
+        times: float | Tensor,
+        step: int,
+        slots_K: Tensor | None = None,
     ) -> None:
         """The same on gradients times a number; on a GPU in one pass, where it has a kernel.
 
+        With slots, int32 and none twice, gradient i belongs to row `slots_K[i]` of a pool of rows.
         The gradients are of no use afterwards.
         """
-        if isinstance(times, Tensor) and can_update(rows_KW, gradients_KD, times):
-            update_rows(self._struct(step), rows_KW, gradients_KD, times)
+        if isinstance(times, Tensor) and can_update(rows_NW, gradients_KD, times, slots_K):
+            update_rows(self._struct(step), rows_NW, gradients_KD, times, slots_K)
+        elif slots_K is None:
+            self.update(rows_NW, gradients_KD.mul_(times), step)
         else:
+            rows_KW = rows_NW.index_select(0, slots_K)
             self.update(rows_KW, gradients_KD.mul_(times), step)
+            rows_NW.index_copy_(0, slots_K.long(), rows_KW)
 
     def _struct(self, step: int) -> OptimizerStruct:
         return optimizer_struct(

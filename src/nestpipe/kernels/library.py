@@ -47,7 +47,7 @@ CUDA_FLAGS = (
 )
 CUDA_HEADERS = (
     *sorted(CUDA_SOURCES.glob("*.h")),
-    Path(__file__).parent / "native" / "rows" / "row_math.h",
+    *(SOURCES / "rows" / name for name in ("row_math.h", "sum_order.h")),
 )
 USUAL_NVCC = Path("/usr/local/cuda/bin/nvcc")
 COMPILERS = ("g++", "c++", "clang++")
@@ -295,7 +295,7 @@ _CUDA_SIGNATURES = {
         *[c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int, c_void_p],
     ],
     "nestpipe_update_rows": [
-        *[c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_int64],
+        *[c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64],
         c_void_p,
     ],
 }
@@ -345,14 +345,28 @@ def cuda_library(device: int) -> ctypes.CDLL | None:
 
 
 def _begun(library: ctypes.CDLL, device: int) -> ctypes.CDLL:
-    for name, arguments in _CUDA_SIGNATURES.items():
-        function = getattr(library, name)
-        function.argtypes, function.restype = arguments, c_int
+    typed_cuda(library, _CUDA_SIGNATURES)
     with torch.cuda.device(device):
         status = library.nestpipe_row_copy_begin()
     if status != 0:
         raise CannotCompileError(f"the driver refuses what nvcc made: CUDA's error {status}")
     return library
+
+
+def typed_cuda(library: ctypes.CDLL, names: Iterable[str]) -> None:
+    """Give some functions of a library for GPUs their types."""
+    for name in names:
+        function = getattr(library, name)
+        function.argtypes, function.restype = _CUDA_SIGNATURES[name], c_int
+
+
+def launch(device: torch.device, name: str, *arguments: object) -> int:
+    """Call a function of a GPU's library on the device's current stream; returns its status."""
+    library = cuda_library(device.index)
+    assert library is not None, f"there is no {name} for {device}"
+    with torch.cuda.device(device):
+        stream = torch.cuda.current_stream(device).cuda_stream
+        return getattr(library, name)(*arguments, stream)
 
 
 def main() -> None:

@@ -74,6 +74,11 @@ inline Block& block() {
   return one;
 }
 
+inline std::vector<float>& shared_memory() {
+  static std::vector<float> one;
+  return one;
+}
+
 inline void yield() { swapcontext(&block().fibers[block().current]->context, &block().scheduler); }
 inline void may_yield() {
   if (block().random() % 4 == 0) yield();
@@ -226,8 +231,10 @@ constexpr std::common_type_t<A, B> max(A a, B b) {
 namespace nestpipe {
 
 template <typename... Parameters, typename... Arguments>
-int launch(void (*kernel)(Parameters...), int64_t blocks, int threads, cudaStream_t,
-           Arguments... arguments) {
+int launch_shared(void (*kernel)(Parameters...), int64_t blocks, int threads, size_t shared_bytes,
+                  cudaStream_t, Arguments... arguments) {
+  // Not zeros, which a kernel could take for granted.
+  emulated::shared_memory().assign(shared_bytes / sizeof(float), -1e30F);
   gridDim = {static_cast<unsigned>(blocks), 1, 1};
   blockDim = {static_cast<unsigned>(threads), 1, 1};
   emulated::block().body = [&] { kernel(arguments...); };
@@ -237,6 +244,8 @@ int launch(void (*kernel)(Parameters...), int64_t blocks, int threads, cudaStrea
   }
   return cudaSuccess;
 }
+
+inline float* shared_floats() { return emulated::shared_memory().data(); }
 
 template <typename T>
 T load_whole(const T* address) {

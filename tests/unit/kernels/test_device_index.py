@@ -5,10 +5,7 @@
 
 from __future__ import annotations
 
-import ctypes
-import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,7 +20,6 @@ from nestpipe.embedding.routing.lists import WantedKeys
 from nestpipe.embedding.routing.native import request as native_request
 from nestpipe.embedding.store.reference import first_weights
 from nestpipe.errors import ConfigError
-from nestpipe.kernels import library as build
 from nestpipe.kernels.index import library
 from nestpipe.kernels.index.dedup import DedupedKeys, Owners, dedup, plain_dedup
 from nestpipe.kernels.index.device_index import (
@@ -42,37 +38,18 @@ from nestpipe.kernels.index.segments import (
     sort_segments,
     update_segments,
 )
-from nestpipe.kernels.library import built_once, find_compiler, hash_of
 from nestpipe.kernels.rows.native import optimizer_struct
+from support.emulated_kernels import emulated_kernels
 
 CPU = torch.device("cpu")
-SOURCES = [build.CUDA_SOURCES / f"{name}.cu" for name in ("index", "dedup", "segments", "row_sums")]
-FAKE_CUDA = Path(__file__).parents[2] / "support" / "cuda_on_cpu"
-FLAGS = ["-std=c++17", "-O1", "-ffp-contract=off", "-DNESTPIPE_EMULATED", "-shared", "-fPIC"]
 ODD_KEYS = [0, 1, -1, 2**63 - 1, -(2**63), 2**32, -(2**32)]
 KEYS = st.one_of(st.sampled_from(ODD_KEYS), st.integers(-20, 20), st.integers(-(2**63), 2**63 - 1))
 TABLES_OF_KEYS = st.lists(st.lists(KEYS, max_size=60), min_size=1, max_size=4)
 
 
-def compiled() -> ctypes.CDLL:
-    """The kernels as a library of the host, made once."""
-    compiler = find_compiler()
-    headers = [*FAKE_CUDA.glob("*.h"), build.CUDA_SOURCES / "device.h", *build.CUDA_HEADERS]
-
-    def make(target: Path) -> None:
-        command = [*compiler, *FLAGS, f"-I{FAKE_CUDA}", "-o", str(target), "-x", "c++"]
-        made = subprocess.run(
-            [*command, *map(str, SOURCES)], capture_output=True, text=True, check=False
-        )
-        assert made.returncode == 0, made.stderr[-4000:]
-
-    key = hash_of((*FLAGS, *compiler), [*SOURCES, *headers])
-    return ctypes.CDLL(str(built_once(f"libnestpipe-emulated-{key}.so", make)))
-
-
 @pytest.fixture(autouse=True, scope="module")
 def kernels() -> Iterator[None]:
-    made = library.typed(compiled())
+    made = library.typed(emulated_kernels())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(library, "loaded", lambda device: made)
         yield
@@ -408,10 +385,11 @@ def test_rows_that_are_too_wide_are_refused():
 def test_lookups_have_the_bits_of_the_twin(form: str, dim: int):
     rows_NW = drawn_rows(50, -(-dim // 4) * 4 + 4)
     rows_NW[7] = -0.0
-    lengths_O = torch.tensor([0, 1, 2, 45, 0, 3])
+    lengths_O = torch.tensor([0, 1, 2, 1100, 0, 33])
     terms = 9 if form == "rows" else int(lengths_O.sum())
     slots_T = torch.randint(0, 50, (terms,), dtype=torch.int32)
     slots_T[:3] = torch.tensor([7, -1, 7])
+    slots_T[40:70:3] = -1
     pooling = None
     if form != "rows":
         ends_O1 = torch.cat([torch.zeros(1), lengths_O.cumsum(0)]).int()

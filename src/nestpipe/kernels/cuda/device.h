@@ -1,12 +1,13 @@
 // What the kernels of rows and keys share: launches, counters, tables of keys, 16 bytes at once.
 //
 // Tests compile the same sources for the host: NESTPIPE_EMULATED then stands for a CUDA runtime in
-// which threads are fibers, and which brings its own `launch`, `load_whole` and `swap_whole`.
+// which threads are fibers, and which brings what it needs instead of the part below.
 #pragma once
 
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
 
@@ -25,12 +26,18 @@ inline int64_t blocks_for(int64_t items, int64_t per_block, int64_t most) {
 
 // Nothing is launched for no blocks.
 template <typename... Parameters, typename... Arguments>
-int launch(void (*kernel)(Parameters...), int64_t blocks, int threads, cudaStream_t stream,
-           Arguments... arguments) {
+int launch_shared(void (*kernel)(Parameters...), int64_t blocks, int threads, size_t shared_bytes,
+                  cudaStream_t stream, Arguments... arguments) {
   if (blocks == 0) return cudaSuccess;
-  kernel<<<static_cast<unsigned>(blocks), static_cast<unsigned>(threads), 0, stream>>>(
+  kernel<<<static_cast<unsigned>(blocks), static_cast<unsigned>(threads), shared_bytes, stream>>>(
       arguments...);
   return cudaGetLastError();
+}
+
+// The memory that the block's threads share, as many bytes as the launch says.
+__device__ inline float* shared_floats() {
+  extern __shared__ float memory[];
+  return memory;
 }
 
 // 16 bytes that other threads may change meanwhile: all of them before a change, or all after it.
@@ -56,6 +63,12 @@ __device__ inline T swap_whole(T* address, T expected, T wanted) {
 }
 
 #endif
+
+template <typename... Parameters, typename... Arguments>
+int launch(void (*kernel)(Parameters...), int64_t blocks, int threads, cudaStream_t stream,
+           Arguments... arguments) {
+  return launch_shared(kernel, blocks, threads, 0, stream, arguments...);
+}
 
 template <typename T>
 __device__ inline T load_now(const T* address) {

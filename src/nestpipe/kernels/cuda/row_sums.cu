@@ -1,12 +1,13 @@
 // Sums of rows in a fixed order: pooled lookups, and gradients that are summed and applied at once.
 //
 // A group of lanes has a row: each lane 16 bytes of it, or several times 16. Terms of a sum are
-// added one after the other, first to last; every step rounds on its own (no contraction), so the
-// plain twin, which has one operation per step, gives the same bits.
+// added in the order of `sum_order.h`; every step rounds on its own (no contraction), so the plain
+// twin, which has one operation per step, gives the same bits.
 #include <cstddef>
 #include <cstdint>
 
 #include "../native/rows/row_math.h"
+#include "../native/rows/sum_order.h"
 #include "device.h"
 #include "export.h"
 
@@ -15,7 +16,6 @@ namespace {
 using namespace nestpipe;
 
 constexpr int kThreads = 256;
-constexpr int kPiece = 32;
 constexpr int kMostDim = 512;
 constexpr int64_t kMostBlocks = 132 * 16;
 // Chosen by `tools/bench_device_index.py`: rows under way in a group, blocks on a multiprocessor.
@@ -118,7 +118,7 @@ struct Rows {
   __device__ float* row(int64_t number) const { return base + number * stride; }
 };
 
-// One term of a sum: a row, divided and then multiplied. A negative row is no term.
+// One term of a sum: a row, divided and then multiplied. A negative row counts as zero.
 struct Term {
   int32_t row;
   float divisor, weight;
@@ -202,12 +202,14 @@ __global__ void __launch_bounds__(kThreads) look_up_bags(const Lookup task) {
   for (int64_t o = static_cast<int64_t>(blockIdx.x) * F::kGroups + lane.group; o < task.outputs;
        o += step) {
     Numbers<F> sum;
-    sum.clear();
     const auto fetch = [&](int32_t t) {
       return Term{task.slots[t], 1.0F, kWeighted ? task.weights[t] : 1.0F};
     };
-    add_terms<F, kWeighted, false>(sum, task.rows, task.dim, task.ends[o], task.ends[o + 1], lane,
-                                   fetch);
+    const auto sum_piece = [&](int32_t begin, int32_t end, Numbers<F>& piece) {
+      piece.clear();
+      add_terms<F, kWeighted, false>(piece, task.rows, task.dim, begin, end, lane, fetch);
+    };
+    sum_in_order(task.ends[o], task.ends[o + 1], sum, sum_piece);
     if (task.divisors) {
       const float divisor = task.divisors[o];
       sum.each([&](float& x, int, int) { x /= divisor; });

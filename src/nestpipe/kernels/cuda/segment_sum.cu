@@ -1,20 +1,22 @@
 // Sums of rows in a fixed order on a GPU: rows are read as they came and written as they leave.
 //
-// The rows of a segment are added one after the other, first to last, as the host and torch do. What
+// The rows of a segment are added in the order of `sum_order.h`, as the host and torch do. What
 // travels between ranks as bfloat16 is neither widened before nor narrowed after by a pass of its
 // own, and a segment without rows adds nothing, so it costs nothing.
-#include <cuda_runtime.h>
-
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 
+#include "../native/rows/sum_order.h"
+#include "device.h"
 #include "export.h"
 
 namespace {
 
-constexpr int kWarp = 32, kWarps = 8, kMostBlocks = 4096, kMostParts = 6, kAtOnce = 8;
+using namespace nestpipe;
+
+constexpr int kWarps = 8, kMostBlocks = 4096, kMostParts = 6, kAtOnce = 8;
 
 enum Type : int32_t {
   kFloat32 = 0,
@@ -110,21 +112,34 @@ __device__ void write(const Row& row, int column, const float (&x)[kWide]) {
   *reinterpret_cast<Together<float, kWide>*>(row.part->base + at * 4) = leaving;
 }
 
+// What a lane has of a sum.
+template <int kWide>
+struct Columns {
+  float of[kWide];
+
+  __device__ void clear() {
+    for (int i = 0; i < kWide; ++i) of[i] = 0.0F;
+  }
+  __device__ void add(const Columns& other) { add(other.of); }
+  __device__ void add(const float (&more)[kWide]) {
+    for (int i = 0; i < kWide; ++i) of[i] += more[i];
+  }
+};
+
 // Several rows are on their way before the first is added.
 template <int kWide>
-__device__ void sum_of(const Task& task, int64_t begin, int64_t end, int column,
-                       float (&sum)[kWide]) {
+__device__ void sum_piece(const Task& task, int32_t begin, int32_t end, int column,
+                          Columns<kWide>& sum) {
+  sum.clear();
   float x[kAtOnce][kWide];
-  int64_t t = begin;
+  int32_t t = begin;
   for (; t + kAtOnce <= end; t += kAtOnce) {
     for (int u = 0; u < kAtOnce; ++u) read(row_of(task.from, task.terms[t + u]), column, x[u]);
-    for (int u = 0; u < kAtOnce; ++u) {
-      for (int i = 0; i < kWide; ++i) sum[i] += x[u][i];
-    }
+    for (int u = 0; u < kAtOnce; ++u) sum.add(x[u]);
   }
   for (; t < end; ++t) {
     read(row_of(task.from, task.terms[t]), column, x[0]);
-    for (int i = 0; i < kWide; ++i) sum[i] += x[0][i];
+    sum.add(x[0]);
   }
 }
 
@@ -134,22 +149,24 @@ __global__ void __launch_bounds__(kWarp* kWarps) segment_sum(const Task task) {
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   const int64_t step = static_cast<int64_t>(gridDim.x) * kWarps;
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * kWarps + warp; i < task.segments; i += step) {
-    const int64_t begin = task.ends ? task.ends[i] : i, end = task.ends ? task.ends[i + 1] : i + 1;
+    const int32_t begin = task.ends ? task.ends[i] : 0, end = task.ends ? task.ends[i + 1] : 1;
     if (task.add && begin == end) continue;
     const Row to = row_of(task.to, task.positions ? task.positions[i] : i);
     for (int column = lane * kWide; column < task.dim; column += kWarp * kWide) {
-      float sum[kWide] = {};
+      Columns<kWide> sum;
       if (task.ends) {
-        sum_of(task, begin, end, column, sum);
+        sum_in_order(begin, end, sum, [&](int32_t first, int32_t last, Columns<kWide>& piece) {
+          sum_piece(task, first, last, column, piece);
+        });
       } else {
-        read(row_of(task.from, task.terms[i]), column, sum);  // as it is, a negative zero too
+        read(row_of(task.from, task.terms[i]), column, sum.of);  // as it is, a negative zero too
       }
       if (task.add) {
         float before[kWide];
         read(to, column, before);
-        for (int k = 0; k < kWide; ++k) sum[k] = before[k] + sum[k];
+        sum.add(before);
       }
-      write(to, column, sum);
+      write(to, column, sum.of);
     }
   }
 }
@@ -182,15 +199,10 @@ NESTPIPE_API int nestpipe_segment_sum(const Part* from, int64_t num_from, const 
   const auto fit = [&](int wide) {
     return fits(task.from, task.dim, wide) && fits(task.to, task.dim, wide);
   };
-  const auto blocks =
-      static_cast<int>(std::min<int64_t>(kMostBlocks, (segments + kWarps - 1) / kWarps));
+  const int64_t blocks = blocks_for(segments, kWarps, kMostBlocks);
   // As wide as keeps all lanes busy.
-  if (dim >= 128 && fit(4)) {
-    segment_sum<4><<<blocks, kWarp * kWarps, 0, stream>>>(task);
-  } else if (dim >= 64 && fit(2)) {
-    segment_sum<2><<<blocks, kWarp * kWarps, 0, stream>>>(task);
-  } else {
-    segment_sum<1><<<blocks, kWarp * kWarps, 0, stream>>>(task);
-  }
-  return cudaGetLastError();
+  const auto kernel = dim >= 128 && fit(4)  ? segment_sum<4>
+                      : dim >= 64 && fit(2) ? segment_sum<2>
+                                            : segment_sum<1>;
+  return launch(kernel, blocks, kWarp * kWarps, stream, task);
 }

@@ -1,11 +1,11 @@
 // Segments: the terms of a batch sorted by the row they belong to, cut into pieces of fixed length.
 //
-// A piece has at most 32 terms, counted from the start of its segment. So the order of every sum
-// depends on the order of terms alone, and not on the slots that rows happen to have: the pieces
-// of a segment are summed in order, 32 at a time, and then those sums.
+// A piece has at most 32 terms, counted from the start of its segment; `sum_order.h` says how pieces
+// are summed. The order of terms alone decides, and not the slots that rows happen to have.
 #include <cstddef>
 #include <cstdint>
 
+#include "../native/rows/sum_order.h"
 #include "device.h"
 #include "export.h"
 
@@ -24,7 +24,6 @@ namespace {
 using namespace nestpipe;
 
 constexpr int kThreads = 256;
-constexpr int64_t kPiece = 32;
 
 struct alignas(16) Piece {
   int32_t begin, count;  // sorted terms

@@ -1,22 +1,20 @@
 // Row optimizers on a GPU: gradients are scaled and applied in one pass over rows and state.
-#include <cuda_runtime.h>
-
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
 #include "../native/rows/row_math.h"
+#include "device.h"
 #include "export.h"
 
 namespace {
 
-using nestpipe::Optimizer;
+using namespace nestpipe;
 
-constexpr int kWarp = 32, kWarps = 8, kMostBlocks = 2048;
-constexpr int kUnknownOptimizer = -1;  // CUDA's own errors are positive
+constexpr int kWarps = 8, kMostBlocks = 2048;
 
 struct Rows {
   float* rows;
+  const int32_t* slots;  // the row that each gradient belongs to; null: gradient i to row i
   const float* gradients;
   const float* times;  // all gradients are multiplied by it
   int64_t row_stride, gradient_stride;  // numbers
@@ -44,20 +42,20 @@ __device__ void apply(const Optimizer& of, float* row, const float* g, float tim
                       float* squares, int lane) {
   float* const state = row + dim;
   switch (of.kind) {
-    case nestpipe::kSgd:
+    case kSgd:
       for (int i = lane; i < dim; i += kWarp) row[i] -= g[i] * times * of.lr;
       return;
-    case nestpipe::kAdagrad:
+    case kAdagrad:
       for (int i = lane; i < dim; i += kWarp) adagrad(of, row[i], state[i], g[i] * times);
       return;
-    case nestpipe::kAdam:
+    case kAdam:
       for (int i = lane; i < dim; i += kWarp) {
         adam(of, row[i], state[i], state[dim + i], g[i] * times);
       }
       return;
-    case nestpipe::kRowwiseAdagrad:
-    case nestpipe::kMomentumScaledRowwiseAdagrad:
-    case nestpipe::kTouchScaledRowwiseAdagrad: {
+    case kRowwiseAdagrad:
+    case kMomentumScaledRowwiseAdagrad:
+    case kTouchScaledRowwiseAdagrad: {
       const float squares_of = sum_of_squares(g, times, dim, squares, lane);
       const float moment = *state + squares_of / static_cast<float>(dim);
       const float rate = rowwise_rate(of, moment, divisor_of(of, state));
@@ -71,32 +69,30 @@ __device__ void apply(const Optimizer& of, float* row, const float* g, float tim
 
 // A warp for each row.
 __global__ void __launch_bounds__(kWarp* kWarps) update(const Optimizer of, const Rows all) {
-  extern __shared__ float memory[];
-  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  const int lane = lane_of_thread(), warp = static_cast<int>(threadIdx.x) / kWarp;
+  float* const squares = shared_floats() + warp * all.dim;
   const float times = *all.times;
   const int64_t step = static_cast<int64_t>(gridDim.x) * kWarps;
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * kWarps + warp; i < all.count; i += step) {
-    apply(of, all.rows + i * all.row_stride, all.gradients + i * all.gradient_stride, times,
-          all.dim, memory + warp * all.dim, lane);
+    const int64_t row = all.slots ? all.slots[i] : i;
+    apply(of, all.rows + row * all.row_stride, all.gradients + i * all.gradient_stride, times,
+          all.dim, squares, lane);
   }
 }
 
 }  // namespace
 
-// Rows and gradients of `count` rows with `dim` weights each; strides in numbers. Returns 0, a CUDA
-// error, or kUnknownOptimizer before anything was changed.
+// Gradients of `count` rows with `dim` weights each; strides in numbers. Without slots, row i gets
+// gradient i. Returns 0, a CUDA error, or kUnknownOptimizer before anything was changed.
 NESTPIPE_API int nestpipe_update_rows(const Optimizer* of, float* rows, int64_t row_stride,
-                                      const float* gradients, int64_t gradient_stride,
-                                      const float* times, int64_t count, int64_t dim,
-                                      cudaStream_t stream) {
-  if (!nestpipe::is_known(of->kind)) return kUnknownOptimizer;
-  const Rows all{rows, gradients, times, row_stride, gradient_stride, count,
-                 static_cast<int>(dim)};
-  const auto blocks =
-      static_cast<int>(std::min<int64_t>(kMostBlocks, (count + kWarps - 1) / kWarps));
-  const bool one_moment = of->kind != nestpipe::kSgd && of->kind != nestpipe::kAdagrad &&
-                          of->kind != nestpipe::kAdam;
+                                      const int32_t* slots, const float* gradients,
+                                      int64_t gradient_stride, const float* times, int64_t count,
+                                      int64_t dim, cudaStream_t stream) {
+  if (!is_known(of->kind)) return kUnknownOptimizer;
+  const Rows all{rows,       slots,           gradients, times,
+                 row_stride, gradient_stride, count,     static_cast<int>(dim)};
+  const bool one_moment = of->kind != kSgd && of->kind != kAdagrad && of->kind != kAdam;
   const size_t shared = one_moment ? sizeof(float) * kWarps * static_cast<size_t>(dim) : 0;
-  update<<<blocks, kWarp * kWarps, shared, stream>>>(*of, all);
-  return cudaGetLastError();
+  return launch_shared(update, blocks_for(count, kWarps, kMostBlocks), kWarp * kWarps, shared,
+                       stream, *of, all);
 }

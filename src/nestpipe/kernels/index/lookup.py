@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nestpipe.kernels.index.library import LookupStruct, call, check_list, pointer, rows_struct
-from nestpipe.kernels.index.segments import ordered_sums
+from nestpipe.kernels.rows.segments import Segments, plain_sums
 
 # Shapes: T terms, O outputs, N rows by slot, D weights of a row, W weights and state
 
@@ -28,7 +28,7 @@ class Pooling:
 def look_up(
     rows_NW: Tensor, slots_T: Tensor, out_OD: Tensor, pooling: Pooling | None = None
 ) -> None:
-    """Write the rows of slots, or pooled rows; a negative slot adds nothing."""
+    """Write the rows of slots, or pooled rows; a negative slot is a row of zeros."""
     outputs, dim = out_OD.shape
     check_list(slots_T, torch.int32, outputs if pooling is None else 0, "slots")
     if pooling is not None:
@@ -49,13 +49,12 @@ def plain_look_up(
     rows_NW: Tensor, slots_T: Tensor, dim: int, pooling: Pooling | None = None
 ) -> Tensor:
     """The twin: (O, D) outputs."""
-    there_T = slots_T >= 0
+    there_T1 = (slots_T >= 0)[:, None]
     terms_TD = rows_NW[slots_T.clamp(min=0).long(), :dim]
     if pooling is None:
-        return torch.where(there_T[:, None], terms_TD, 0.0)
+        return torch.where(there_T1, terms_TD, 0.0)
     if pooling.weights_T is not None:
         terms_TD = terms_TD * pooling.weights_T[:, None]
-    before_T1 = torch.cat([there_T.new_zeros(1, dtype=torch.int64), there_T.cumsum(0)])
-    counts_O = before_T1[pooling.ends_O1.long()].diff()
-    sums_OD = ordered_sums(terms_TD[there_T], counts_O)
+    terms = Segments(torch.arange(len(slots_T), device=slots_T.device), pooling.ends_O1.long())
+    sums_OD = plain_sums(terms, torch.where(there_T1, terms_TD, 0.0))
     return sums_OD if pooling.divisors_O is None else sums_OD / pooling.divisors_O[:, None]

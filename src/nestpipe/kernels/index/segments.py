@@ -1,8 +1,7 @@
 """Gradients summed by row in a fixed order and applied at once; and the plain twin.
 
-The terms of a row are cut, from its first term on, into pieces of 32. A piece is summed term by
-term; the sums of 32 pieces are summed one after the other; and then those sums. The result depends
-on the order of terms alone.
+The terms of a row are cut into pieces and added in the order of all segment sums, which
+`kernels/rows/segments.py` states. The result depends on the order of terms alone.
 """
 
 from __future__ import annotations
@@ -24,12 +23,10 @@ from nestpipe.kernels.index.library import (
     rows_struct,
 )
 from nestpipe.kernels.rows.native import OptimizerStruct
+from nestpipe.kernels.rows.segments import PIECE, Segments, ends_of, plain_sums
 
 # Shapes: T terms, O outputs that the model sees, N rows by id, S segments, D weights of a row,
 # W weights and state
-
-PIECE = 32
-"""Terms of a piece, and pieces that are summed at a time; `cuda/segments.cu` has it too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,25 +134,5 @@ def plain_segment_sums(ids_T: Tensor, gradients: TermGradients) -> tuple[Tensor,
         terms_TD = terms_TD / gradients.divisors_O[outputs_T, None]
     if gradients.weights_T is not None:
         terms_TD = terms_TD * gradients.weights_T[order_T, None]
-    for _ in range(2):
-        pieces_S = (counts_S + PIECE - 1) // PIECE
-        terms_TD, counts_S = _sum_pieces(terms_TD, counts_S, pieces_S), pieces_S
-    return ids_S, ordered_sums(terms_TD, counts_S)
-
-
-def _sum_pieces(terms_TD: Tensor, counts_S: Tensor, pieces_S: Tensor) -> Tensor:
-    """(P, D) the sums of all pieces, segment after segment."""
-    counts_P = torch.full((int(pieces_S.sum()),), PIECE, device=counts_S.device)
-    last_S = pieces_S.cumsum(0) - 1
-    counts_P[last_S] = counts_S - (pieces_S - 1) * PIECE
-    return ordered_sums(terms_TD, counts_P)
-
-
-def ordered_sums(terms_TD: Tensor, counts_S: Tensor) -> Tensor:
-    """(S, D) sums of so many terms each, from zero, one after the other."""
-    starts_S = counts_S.cumsum(0) - counts_S
-    sums_SD = terms_TD.new_zeros(len(counts_S), terms_TD.shape[1])
-    for t in range(int(counts_S.max()) if len(counts_S) else 0):
-        more_s = (counts_S > t).nonzero().squeeze(1)
-        sums_SD[more_s] += terms_TD[starts_S[more_s] + t]
-    return sums_SD
+    in_order = Segments(torch.arange(len(order_T), device=ids_T.device), ends_of(counts_S))
+    return ids_S, plain_sums(in_order, terms_TD)

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from nestpipe.errors import RunError
-from nestpipe.kernels.library import cuda_library
+from nestpipe.kernels.library import cuda_library, launch
 from nestpipe.kernels.rows.native import OptimizerStruct, unknown_optimizer
 
-# Shapes: S sums, T terms of all sums together, K rows that are updated, D weights of a row,
-# W weights and state
+# Shapes: S sums, T terms of all sums together, K rows that are updated, N rows of a pool or
+# K rows, D weights of a row, W weights and state
 
 MOST_PARTS = 6
 MOST_DIM = 1536
@@ -67,24 +67,14 @@ def sum_on_gpu(
     segments = len(terms_T) if ends_S1 is None else len(ends_S1) - 1
     if not segments:
         return
-    device = terms_T.device
-    library = cuda_library(terms_T.get_device())
-    assert library is not None
     assert positions_S is None or positions_S.dtype == torch.int32
-    with torch.cuda.device(device):
-        status = library.nestpipe_segment_sum(
-            (_RowPartStruct * len(rows))(*(_part(part, came) for part in rows)),
-            len(rows),
-            (_RowPartStruct * len(out))(*(_part(part, leaving) for part in out)),
-            len(out),
-            terms_T.data_ptr(),
-            None if ends_S1 is None else ends_S1.data_ptr(),
-            None if positions_S is None else positions_S.data_ptr(),
-            segments,
-            out[0].shape[1],
-            add,
-            torch.cuda.current_stream(device).cuda_stream,
-        )
+    status = launch(
+        *(terms_T.device, "nestpipe_segment_sum"),
+        *((_RowPartStruct * len(rows))(*(_part(part, came) for part in rows)), len(rows)),
+        *((_RowPartStruct * len(out))(*(_part(part, leaving) for part in out)), len(out)),
+        *(terms_T.data_ptr(), _pointer(ends_S1), _pointer(positions_S)),
+        *(segments, out[0].shape[1], add),
+    )
     if status != 0:
         raise RunError(f"the GPU cannot sum rows: CUDA's error {status}")
 
@@ -95,37 +85,46 @@ def _part(rows: Tensor, comm_dtype: torch.dtype) -> _RowPartStruct:
     return _RowPartStruct(rows.data_ptr(), rows.stride(0), len(rows), kind)
 
 
-def can_update(rows_KW: Tensor, gradients_KD: Tensor, times: Tensor) -> bool:
+def _pointer(numbers: Tensor | None) -> int | None:
+    return None if numbers is None else numbers.data_ptr()
+
+
+def can_update(
+    rows_NW: Tensor, gradients_KD: Tensor, times: Tensor, slots_K: Tensor | None = None
+) -> bool:
     """Whether these can be updated so."""
-    tensors = (rows_KW, gradients_KD, times)
+    tensors = (rows_NW, gradients_KD, times)
     return (
         all(tensor.is_cuda and tensor.dtype == torch.float32 for tensor in tensors)
-        and rows_KW.stride(1) == gradients_KD.stride(1) == times.numel() == 1
+        and (slots_K is None or (slots_K.dtype == torch.int32 and slots_K.is_contiguous()))
+        and rows_NW.stride(1) == gradients_KD.stride(1) == times.numel() == 1
         and gradients_KD.shape[1] <= MOST_DIM
-        and cuda_library(rows_KW.get_device()) is not None
+        and cuda_library(rows_NW.get_device()) is not None
     )
 
 
 def update_rows(
-    optimizer: OptimizerStruct, rows_KW: Tensor, gradients_KD: Tensor, times: Tensor
+    optimizer: OptimizerStruct,
+    rows_NW: Tensor,
+    gradients_KD: Tensor,
+    times: Tensor,
+    slots_K: Tensor | None = None,
 ) -> None:
-    """One application per row, in place, on its gradient times a number on the device."""
-    library = cuda_library(rows_KW.get_device())
-    assert library is not None
-    if not len(rows_KW):
+    """One application per row, in place, on its gradient times a number on the device.
+
+    `slots_K`: the row that each gradient belongs to, none twice; None: gradient i to row i.
+    """
+    assert slots_K is None or slots_K.dtype == torch.int32, f"slots are {slots_K.dtype}"
+    count = len(rows_NW if slots_K is None else slots_K)
+    assert count == len(gradients_KD), f"{len(gradients_KD)} gradients for {count} rows"
+    if not count:
         return
-    with torch.cuda.device(rows_KW.device):
-        status = library.nestpipe_update_rows(
-            ctypes.byref(optimizer),
-            rows_KW.data_ptr(),
-            rows_KW.stride(0),
-            gradients_KD.data_ptr(),
-            gradients_KD.stride(0),
-            times.data_ptr(),
-            len(rows_KW),
-            gradients_KD.shape[1],
-            torch.cuda.current_stream(rows_KW.device).cuda_stream,
-        )
+    status = launch(
+        *(rows_NW.device, "nestpipe_update_rows", ctypes.byref(optimizer)),
+        *(rows_NW.data_ptr(), rows_NW.stride(0), _pointer(slots_K)),
+        *(gradients_KD.data_ptr(), gradients_KD.stride(0)),
+        *(times.data_ptr(), count, gradients_KD.shape[1]),
+    )
     if status == UNKNOWN_OPTIMIZER:
         raise unknown_optimizer(optimizer)
     if status != 0:

@@ -1,8 +1,9 @@
 """Sums of rows in a fixed order: what exactness rests on.
 
-The rows of a segment are added one after the other, first to last: by a kernel of ours on a GPU, by
-native code on the host, into memory that is used again. torch's `embedding_bag`, which adds without
-atomics, stays as the twin of both.
+From its first row on, a segment is cut into pieces of 32 rows. The rows of a piece are added from
+zero, one after the other; so are the sums of 32 consecutive pieces; and so are those sums. A kernel
+of ours does so on a GPU and native code on the host, into memory that is used again. torch's
+`embedding_bag`, which adds in order and without atomics, is the twin of both.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from nestpipe.kernels.rows.native import RowPointers
 # Shapes: N rows, S sums, T terms of all sums together, D width
 
 F32 = torch.float32
+PIECE = 32
+"""Rows of a piece, and pieces that are summed at a time; `native/rows/sum_order.h` has it too."""
 Rows = Sequence[Tensor] | RowPointers
 """Rows in one or several (n, D) tensors, numbered one after the other, or where they live."""
 
@@ -160,13 +163,32 @@ def pointers_into(rows_ND: Tensor, positions_S: Tensor) -> RowPointers:
 
 def plain_sums(segments: Segments, rows_ND: Tensor) -> Tensor:
     """(S, D) every sum, by torch."""
-    if segments.ends_S1 is None:
-        return rows_ND.index_select(0, segments.rows_T)
-    if not len(segments.rows_T):
+    rows_T, ends_S1 = segments.rows_T, segments.ends_S1
+    if ends_S1 is None:
+        return rows_ND.index_select(0, rows_T)
+    if not len(rows_T):
         return rows_ND.new_zeros(len(segments), rows_ND.shape[1])
-    return functional.embedding_bag(
-        segments.rows_T, rows_ND, segments.ends_S1, mode="sum", include_last_offset=True
-    )
+    if int(segments.lengths().max()) > PIECE:
+        for _ in range(2):  # sums of pieces, then of 32 pieces each
+            pieces_P1, ends_S1 = _cut_into_pieces(ends_S1)
+            rows_ND = _sum_one_by_one(rows_T, pieces_P1, rows_ND)
+            rows_T = torch.arange(len(rows_ND), dtype=rows_T.dtype, device=rows_T.device)
+    return _sum_one_by_one(rows_T, ends_S1, rows_ND)
+
+
+def _sum_one_by_one(rows_T: Tensor, ends_S1: Tensor, rows_ND: Tensor) -> Tensor:
+    """(S, D) sums from zero, row after row."""
+    return functional.embedding_bag(rows_T, rows_ND, ends_S1, mode="sum", include_last_offset=True)
+
+
+def _cut_into_pieces(ends_S1: Tensor) -> tuple[Tensor, Tensor]:
+    """(P + 1,) where pieces start, and where the last one ends; (S + 1,) the pieces of segments."""
+    counts_S = (ends_S1.diff() + PIECE - 1) // PIECE
+    pieces_S1 = ends_of(counts_S)
+    segment_P = torch.repeat_interleave(counts_S)
+    number_P = torch.arange(len(segment_P), device=ends_S1.device) - pieces_S1[segment_P]
+    starts_P = ends_S1[segment_P] + number_P * PIECE
+    return torch.cat([starts_P.to(ends_S1.dtype), ends_S1[-1:]]), pieces_S1
 
 
 def concat(parts: Sequence[Tensor], like: Tensor | None = None) -> Tensor:

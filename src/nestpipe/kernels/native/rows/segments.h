@@ -1,11 +1,13 @@
-// Sums of rows, term after term: the order is part of the result.
+// Sums of rows in the order of `sum_order.h`: the order is part of the result.
 #pragma once
 
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 #include "common/abi.h"
+#include "rows/sum_order.h"
 
 namespace nestpipe {
 
@@ -42,8 +44,8 @@ inline void prefetch_row(const float* row, int64_t dim) {
 constexpr int64_t kBlock = 8;
 
 template <int64_t kEights>
-inline void sum_block(const Rows& rows, const Segments& segments, int64_t begin, int64_t end, int64_t at,
-                      float* out) {
+inline void sum_block(const Rows& rows, const Segments& segments, int64_t begin, int64_t end,
+                      int64_t at, float* out) {
   Eight sums[kEights] = {};
   for (int64_t i = begin; i < end; ++i) {
     const float* row = rows.row(segments.term(i)) + at;
@@ -52,16 +54,11 @@ inline void sum_block(const Rows& rows, const Segments& segments, int64_t begin,
   for (int64_t e = 0; e < kEights; ++e) *reinterpret_cast<Eight*>(out + at + 8 * e) = sums[e];
 }
 
-// out = the sum of a segment; zeros where it is empty. `last` bounds the terms that may be prefetched.
-inline void sum_segment(const Rows& rows, const Segments& segments, int64_t sum, int64_t last, int64_t dim,
-                    float* out) {
-  const int64_t begin = segments.begin(sum), end = segments.end(sum);
+// out = terms [begin, end), one after the other. `last` bounds the terms that may be prefetched.
+inline void sum_piece(const Rows& rows, const Segments& segments, int64_t begin, int64_t end,
+                      int64_t last, int64_t dim, float* out) {
   for (int64_t i = begin + kAheadTerms; i < std::min(end + kAheadTerms, last); ++i) {
     prefetch_row(rows.row(segments.term(i)), dim);
-  }
-  if (segments.ends == nullptr) {  // a row as it is: added to zero it would lose the sign of a zero
-    std::copy_n(rows.row(segments.term(begin)), dim, out);
-    return;
   }
   int64_t at = 0;
   for (; at + 8 * kBlock <= dim; at += 8 * kBlock) {
@@ -72,6 +69,40 @@ inline void sum_segment(const Rows& rows, const Segments& segments, int64_t sum,
     float total = 0.0F;
     for (int64_t i = begin; i < end; ++i) total += rows.row(segments.term(i))[at];
     out[at] = total;
+  }
+}
+
+struct RowSum {
+  std::vector<float> of;
+
+  void clear() { std::fill(of.begin(), of.end(), 0.0F); }
+  void add(const RowSum& other) {
+    for (size_t i = 0; i < of.size(); ++i) of[i] += other.of[i];
+  }
+};
+
+// Apart from short segments: what they do not need would slow them down.
+__attribute__((noinline)) inline void sum_long_segment(const Rows& rows, const Segments& segments,
+                                                       int64_t begin, int64_t end, int64_t last,
+                                                       int64_t dim, float* out) {
+  RowSum sum{std::vector<float>(static_cast<size_t>(dim))};
+  sum_in_order(begin, end, sum, [&](int64_t first, int64_t stop, RowSum& piece) {
+    sum_piece(rows, segments, first, stop, last, dim, piece.of.data());
+  });
+  std::copy(sum.of.begin(), sum.of.end(), out);
+}
+
+// out = the sum of a segment; zeros where it is empty.
+inline void sum_segment(const Rows& rows, const Segments& segments, int64_t sum, int64_t last,
+                        int64_t dim, float* out) {
+  const int64_t begin = segments.begin(sum), end = segments.end(sum);
+  if (segments.ends == nullptr) {  // a row as it is: added to zero it would lose the sign of a zero
+    if (begin + kAheadTerms < last) prefetch_row(rows.row(segments.term(begin + kAheadTerms)), dim);
+    std::copy_n(rows.row(segments.term(begin)), dim, out);
+  } else if (end - begin <= kPiece) {
+    sum_piece(rows, segments, begin, end, last, dim, out);
+  } else {
+    sum_long_segment(rows, segments, begin, end, last, dim, out);
   }
 }
 
