@@ -2,7 +2,8 @@
 
 Nothing here checks anything. Memory is what it is on a device: places are used in turn, reading a
 place that nobody filled gives garbage, and sums depend on the order of their terms, as floats do.
-So an op that runs too early or too late leaves another table behind.
+So an op that runs too early or too late leaves another table behind. A pool of rows has few places
+and gives one away as soon as it may, so that rows leave and come back all the time.
 """
 
 from __future__ import annotations
@@ -59,6 +60,12 @@ class Rank:
     taken: list[frozenset[int]]
     """Of a batch's keys, those that only the batch before the last has too."""
     buffers: list[dict[int, Row]]
+    seats: list[dict[int, int]]
+    """Of a batch's working set, the place of each key in the pool ..."""
+    absent: list[dict[int, int]]
+    """... of those that were not there, too ..."""
+    victims: list[dict[int, int]]
+    """... and of those that made room for them."""
     received: list[dict[int, int]]
     sent: list[dict[int, int]]
     active: int = 0
@@ -71,6 +78,16 @@ class Rank:
     updates: int = 0
     stored: dict[int, Row] = field(default_factory=dict[int, Row])
     """Host memory."""
+    pool: dict[int, Row] = field(default_factory=dict[int, Row])
+    """Rows by their place."""
+    index: dict[int, int] = field(default_factory=dict[int, int])
+    """The place of every key that has one ..."""
+    last_use: dict[int, int] = field(default_factory=dict[int, int])
+    """... and the last batch that uses it."""
+    places: int = 0
+    """Places in the pool: as many as two batches ever needed."""
+    reports: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    """Batches with their totals, as they end."""
 
     def owner(self, key: int) -> int:
         return self.group[key * 2_654_435_761 % len(self.group)]
@@ -120,6 +137,9 @@ def new_world(
             shared=[anything] * shape.slots,
             taken=[anything] * shape.slots,
             buffers=[{} for _ in range(shape.buffers)],
+            seats=[{} for _ in range(shape.slots)],
+            absent=[{} for _ in range(shape.slots)],
+            victims=[dict.fromkeys(anything_odd, 0) for _ in range(shape.slots)],
             marks=[anything] * shape.slots,
             received=[{} for _ in range(shape.places)],
             sent=[{} for _ in range(shape.receive)],
@@ -167,19 +187,39 @@ def _union(world: World, rank: Rank, t: int) -> None:
     if not world.shape.merges_replicas(t):  # else the working set is not known yet
         rank.owned[t % slots] = keys
     rank.shared[t % slots] = rank.taken[t % slots] = frozenset()
+    rank.seats[t % slots], rank.absent[t % slots], rank.victims[t % slots] = {}, {}, {}
     _compare(world, rank, t, keys)
     if world.shape.merge_every:
         rank.touched[t % len(rank.touched)] = keys
 
 
 def _compare(world: World, rank: Rank, t: int, keys: frozenset[int]) -> None:
-    """Find which of these keys the batches before have too."""
+    """Find which of these keys the batches before have too, or seat them in the pool."""
     slots = world.shape.slots
+    if world.shape.pooled:
+        _seat(rank, t, t % slots, keys)
     if world.shape.handover is K.SYNC:
         before = rank.owned[(t - 1) % slots] if t > 0 else frozenset[int]()
         rank.shared[t % slots] |= keys & before
         older = rank.owned[(t - 2) % slots] if t > 1 else frozenset[int]()
         rank.taken[t % slots] |= (keys & older) - before
+
+
+def _seat(rank: Rank, t: int, slot: int, keys: frozenset[int]) -> None:
+    """A place for each key; a row that batch t-1 and t do not use gives up its own."""
+    rank.last_use |= dict.fromkeys(keys, t)
+    free = [key for key in rank.index if rank.last_use[key] < t - 1]
+    free.sort(key=lambda key: (key * 2_654_435_761 + t * 40_503) % PRIME)
+    for key in sorted(keys):
+        if key not in rank.index:
+            if free:
+                victim = free.pop()
+                rank.victims[slot][victim] = rank.index[key] = rank.index.pop(victim)
+            else:
+                rank.index[key] = rank.places
+                rank.places += 1
+            rank.absent[slot][key] = rank.index[key]
+        rank.seats[slot][key] = rank.index[key]
 
 
 def _replica_union(world: World, rank: Rank, t: int) -> None:
@@ -190,6 +230,10 @@ def _replica_union(world: World, rank: Rank, t: int) -> None:
 
 def _retrieve(world: World, rank: Rank, t: int) -> None:
     slot = t % world.shape.slots
+    if world.shape.pooled:
+        for key, place in rank.absent[slot].items():
+            rank.pool[place] = world.moved(K.RETRIEVE, _stored(rank, key))
+        return
     keys = rank.owned[slot]
     if world.shape.retrieval is Retrieval.NEW:
         keys = keys - rank.shared[slot]
@@ -206,6 +250,33 @@ def _retrieve(world: World, rank: Rank, t: int) -> None:
 
 def _stored(rank: Rank, key: int) -> Row:
     return rank.stored.get(key, first_value(key))
+
+
+def _row(world: World, rank: Rank, t: int, key: int) -> Row:
+    """A row of the working set of an open window."""
+    if world.shape.pooled:
+        place = rank.seats[t % world.shape.slots].get(key, -1)
+        return rank.pool.get(place, GARBAGE_ROW)
+    return rank.buffers[rank.active].get(key, GARBAGE_ROW)
+
+
+def _put(world: World, rank: Rank, t: int, key: int, row: Row) -> None:
+    """Change a row of the working set of an open window."""
+    if world.shape.pooled:
+        rank.pool[rank.seats[t % world.shape.slots].get(key, -1)] = row
+    else:
+        rank.buffers[rank.active][key] = row
+
+
+def rows_at_the_end(world: World, rank: Rank) -> dict[int, Row]:
+    """What host memory holds once everything that stayed in the pool is written."""
+    kept = rank.index.items() if world.shape.pooled else ()
+    return {**rank.stored, **{key: rank.pool.get(place, GARBAGE_ROW) for key, place in kept}}
+
+
+def reports_at_the_end(world: World, rank: Rank) -> list[tuple[int, int]]:
+    """Batches with their totals; where it is promised, in the order in which they came."""
+    return rank.reports if world.shape.pooled else sorted(rank.reports)
 
 
 def _sync(world: World, rank: Rank, t: int) -> None:
@@ -269,13 +340,13 @@ def _add_to_window(rank: Rank, micro_batches: MicroKeys, m: int, gradients: dict
 
 
 def _update(world: World, rank: Rank, t: int) -> None:
-    slot, rows = t % world.shape.slots, rank.buffers[rank.active]
+    slot = t % world.shape.slots
     averaged = world.shape.merge is Merge.AVERAGED
     for key in (rank.own if averaged else rank.owned)[slot]:
-        weight, state = rows.get(key, GARBAGE_ROW)
+        weight, state = _row(world, rank, t, key)
         gradient = rank.row_sum.get(key, GARBAGE) * (rank.totals[slot] + 1) % PRIME
         state = (state + gradient * gradient + 1) % PRIME
-        rows[key] = ((weight * 3 - gradient * state) % PRIME, state)
+        _put(world, rank, t, key, ((weight * 3 - gradient * state) % PRIME, state))
     rank.row_sum = {}
     rank.updates += 1
     if not world.shape.separate_dense_group:
@@ -290,6 +361,12 @@ def _apply(world: World, rank: Rank, t: int) -> None:
 
 def _writeback(world: World, rank: Rank, t: int) -> None:
     slots = world.shape.slots
+    rank.reports.append((t, rank.totals[t % slots]))
+    if world.shape.pooled:
+        leaving = rank.victims[(t + 2) % slots] if t + 2 < world.batches else {}
+        for key, place in leaving.items():
+            rank.stored[key] = world.moved(K.WRITEBACK, rank.pool.get(place, GARBAGE_ROW))
+        return
     keys = rank.owned[t % slots]
     if world.shape.retrieval is Retrieval.NEW and t + 1 < world.batches:
         keys = keys - rank.owned[(t + 1) % slots]
@@ -346,10 +423,13 @@ def _rows(world: World, members: list[Rank], t: int, m: int) -> None:
     arriving: dict[int, dict[int, int]] = {rank.number: {} for rank in members}
     early = world.shape.speculative_rows and m == 0
     for owner in members:
-        rows = owner.buffers[t % world.shape.buffers if early else owner.active]
         for peer in members:
             for key in _asked_of(owner, slot, peer.number, m):
-                arriving[peer.number][key] = rows.get(key, GARBAGE_ROW)[0]
+                if early:
+                    row = owner.buffers[t % world.shape.buffers].get(key, GARBAGE_ROW)
+                else:
+                    row = _row(world, owner, t, key)
+                arriving[peer.number][key] = row[0]
     for rank in members:
         rank.received[place] = arriving[rank.number]
 
@@ -412,12 +492,12 @@ def _replica_sync(world: World, members: list[Rank], t: int) -> None:
     if world.shape.merge is Merge.EXACT:
         _sum_over_replicas(world, members, t)
         return
-    slot, buffer = t % world.shape.slots, t % world.shape.buffers
+    slot = t % world.shape.slots
     for key in filter(_is_merged, frozenset[int]().union(*(rank.owned[slot] for rank in members))):
-        rows = [rank.buffers[buffer].get(key, GARBAGE_ROW) for rank in members]
+        rows = [_row(world, rank, t, key) for rank in members]
         merged = (sum(w for w, _ in rows) % PRIME, sum(s for _, s in rows) % PRIME)
         for rank in members:
-            rank.buffers[buffer][key] = merged
+            _put(world, rank, t, key, merged)
 
 
 def _sum_over_replicas(world: World, members: list[Rank], t: int) -> None:

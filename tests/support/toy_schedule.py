@@ -25,11 +25,14 @@ from support.toy_memory import (
     end_local,
     members_of,
     new_world,
+    reports_at_the_end,
+    rows_at_the_end,
     start_local,
 )
 
-Table = tuple[tuple[int, int, tuple[tuple[int, Row], ...]], ...]
-"""Per rank: dense weights, number of updates, and every stored row in the order of its key."""
+Table = tuple[tuple[int, int, tuple[tuple[int, Row], ...], tuple[tuple[int, int], ...]], ...]
+"""Per rank: dense weights, number of updates, every stored row in the order of its key, and the
+totals of every batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +221,7 @@ class _Run:
             if retire is not None and not self.done[r][retire]:
                 return Outcome(None, f"overrun: `{made.ops[i]}` starts beyond the look-ahead")
             self._start(r, i)
-        return Outcome(_table(self.world))
+        return Outcome(table_of(self.world))
 
     def _start(self, r: int, i: int) -> None:
         made, rank, op = self.made, self.world.ranks[r], self.made.ops[i]
@@ -278,7 +281,14 @@ def _argmin(values: Sequence[float]) -> int:
     return values.index(min(values))
 
 
-def _table(world: World) -> Table:
+def table_of(world: World) -> Table:
+    """Everything that training leaves behind."""
     return tuple(
-        (rank.weights, rank.updates, tuple(sorted(rank.stored.items()))) for rank in world.ranks
+        (
+            rank.weights,
+            rank.updates,
+            tuple(sorted(rows_at_the_end(world, rank).items())),
+            tuple(reports_at_the_end(world, rank)),
+        )
+        for rank in world.ranks
     )

@@ -19,6 +19,7 @@ from statistics import median
 from typing import Any
 
 from nestpipe.bench.pipeline_cases import (
+    BASELINE_FORMS,
     EXACT_PLANS,
     LAST_STEPS,
     TIMED_STEPS,
@@ -35,7 +36,7 @@ from nestpipe.bench.pipeline_rank import measure_rounds, read_rounds
 from nestpipe.bench.pipeline_report import steady
 from nestpipe.bench.torchrec_lab import PeerTask, read_readings
 from nestpipe.errors import ConfigError
-from nestpipe.schedule import Kind, Retrieval
+from nestpipe.schedule import Kind
 from nestpipe.trace import Trace
 
 CONFIGS = ("A", "B", "C", "D", "paper")
@@ -271,13 +272,14 @@ class TableRow:
 
 
 def table_variants(case: PipelineCase, forms: Sequence[str]) -> list[Variant]:
-    """The runs behind the plan table: overlapping plans in the given forms, baselines in both.
+    """The runs behind the plan table: overlapping plans in the given forms, baselines in these
+    and in those that copy rows.
 
     `serial` has no use for micro-batches, so it has one.
     """
     plans = [plan for plan in EXACT_PLANS if plan != "serial"]
     return [
-        *lab_variants(case, ["serial"], list(Retrieval), [1]),
+        *lab_variants(case, ["serial"], list(dict.fromkeys((*BASELINE_FORMS, *forms))), [1]),
         *lab_variants(case, plans, forms, [case.micro_batches]),
     ]
 

@@ -285,6 +285,10 @@ class Variant:
         )
 
 
+BASELINE_FORMS = (Retrieval.WHOLE, Retrieval.NEW)
+"""Forms of retrieval that `serial` always runs in; a pool only where it is asked for."""
+
+
 def case_of(name: str) -> PipelineCase:
     """The workload of that name."""
     if name not in CASES:
@@ -301,7 +305,7 @@ def check_names(
             raise ConfigError(f"unknown plan {name!r}; the plans are {', '.join(PLANS)}")
     for form in forms:
         if form not in list(Retrieval):
-            raise ConfigError(f"unknown retrieval {form!r}; use {' or '.join(Retrieval)}")
+            raise ConfigError(f"unknown retrieval {form!r}; use whole, new or pooled")
     for exchange in exchanges:
         if exchange not in list(Exchange):
             raise ConfigError(f"unknown exchange {exchange!r}; use {' or '.join(Exchange)}")
@@ -309,7 +313,8 @@ def check_names(
 
 def variant_of(case: PipelineCase, name: str, form: str, exchange: str = "micro") -> Variant:
     """A plan as the case wants it: what only nested pipelines can have, others do without."""
-    shape = plan(name).shape
+    stale = plan(name).shape.stale  # it has one form only
+    shape = plan(name, PlanOptions(retrieval=Retrieval.WHOLE if stale else Retrieval(form))).shape
     nested = shape.refreshes_ahead and shape.window_overlaps
     buffers = case.buffers if nested and form == Retrieval.NEW else 2
     return Variant(
@@ -325,8 +330,9 @@ def variants_of(
 ) -> list[Variant]:
     """The runs to compare: each plan in each form of retrieval and of exchange.
 
-    `serial` is always among them, in both forms of retrieval and with every exchange: it is what
-    the others are measured against, and what their steps are predicted from. It also runs without
+    `serial` is always among them, in every form of retrieval that moves copies of rows, in those
+    asked for, and with every exchange: it is what the others are measured against, and what their
+    steps are predicted from. It also runs without
     micro-batches, which it has no use for, so that the comparison is with the best of it. On a GPU
     all of these run twice, as strict and as async loop.
     """
@@ -345,10 +351,9 @@ def variants_of(
         if form == "whole" or not plan(name).shape.stale
         for exchange in ways
     ]
-    serial = [
-        Variant("serial", form, case.micro_batches, way) for way in ways for form in Retrieval
-    ]
-    unsplit = [Variant("serial", form, 1) for form in Retrieval] if case.micro_batches > 1 else []
+    bases = dict.fromkeys((*BASELINE_FORMS, *map(Retrieval, forms)))
+    serial = [Variant("serial", form, case.micro_batches, way) for way in ways for form in bases]
+    unsplit = [Variant("serial", form, 1) for form in bases] if case.micro_batches > 1 else []
     return [*serial_loops(case, [*unsplit, *serial]), *others]
 
 

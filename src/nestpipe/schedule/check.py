@@ -156,13 +156,13 @@ class _Access:
 def _accesses(ops: tuple[Op, ...], shape: Shape, batches: int) -> Mapping[Cell, Sequence[_Access]]:
     """Who touches each cell, in the order of the serial reference; edges play no part."""
     touched: dict[Cell, list[_Access]] = {}
-    last = batches - 1
+    later = shape.leaving_known_after
     for op in sorted(ops, key=lambda op: reference_position(op, shape)):
         does = effects(op, shape)
         reads = does.reads
-        if op.kind is K.WRITEBACK and op.batch == last:
-            # After the last batch every row leaves; there are no later keys to compare with.
-            reads = tuple(c for c in reads if c[0] != "owned" or c[1] == last % shape.slots)
+        if op.kind is K.WRITEBACK and later and op.batch + later >= batches:
+            # After the last batch there are no later keys to tell which rows leave.
+            reads = tuple(c for c in reads if c != ("owned", (op.batch + later) % shape.slots))
         for cell in dict.fromkeys((*reads, *does.writes)):
             access = _Access(op, cell in reads, cell in does.writes)
             touched.setdefault(cell, []).append(access)
@@ -203,7 +203,7 @@ def _read_too_early(reader: Op, writer: Op, cell: Cell) -> Violation:
         f"make `{reader}` wait for `{writer}`"
     )
     rule = "data before use"
-    if cell[0] == "buffer" and writer.batch < reader.batch:
+    if cell[0] in ("buffer", "pool") and writer.batch < reader.batch:
         rule = "freshness"
         first_use = Op(K.ROWS, reader.batch, 0)
         sentence = (
@@ -243,7 +243,7 @@ def _reused_too_early(writer: Op, user: Op, cell: Cell) -> Violation:
 def _stored_rows_land_in_order(schedule: Schedule, order: HappensBefore) -> Iterator[Violation]:
     """Two write-backs that can hold the same row must not pass each other."""
     # With `new`, a row that leaves after batch t is not in batch t+1, so neighbours never meet.
-    nearest = 1 if schedule.shape.retrieval is Retrieval.WHOLE else 2
+    nearest = 2 if schedule.shape.retrieval is Retrieval.NEW else 1
     for late in range(schedule.batches):
         for early in range(late - nearest + 1):
             first, second = Op(K.WRITEBACK, early), Op(K.WRITEBACK, late)
@@ -260,11 +260,12 @@ def _stored_rows_land_in_order(schedule: Schedule, order: HappensBefore) -> Iter
 def _fresh_rows(schedule: Schedule, order: HappensBefore) -> Iterator[Violation]:
     """What a batch reads from host memory, nobody is still about to write there."""
     shape = schedule.shape
-    refreshed = shape.handover is K.SYNC
+    refreshed = shape.handover is K.SYNC or shape.pooled
     for batch in range(1, schedule.batches):
         retrieve = Op(K.RETRIEVE, batch)
         # `sync` brings the rows of the batch just before, and with three buffers `retrieve` those
-        # of the one before it from the device; all older ones come from host memory.
+        # of the one before it from the device; all older ones come from host memory. In a pool, the
+        # rows of the batch just before are where they were.
         newest_stored = batch - shape.buffers if refreshed else batch - 1
         for earlier in range(newest_stored, -1, -1):
             writeback = Op(K.WRITEBACK, earlier)

@@ -42,7 +42,8 @@ def _keys(op: Op, shape: Shape) -> Iterator[Op]:
 
 def _union(op: Op, shape: Shape) -> Iterator[Op]:
     yield Op(K.KEYS, op.batch)
-    if shape.handover is K.SYNC:
+    if shape.handover is K.SYNC or shape.pooled:
+        # It compares its keys with those of the batch before, or changes the index of the pool.
         yield shape.last_union(op.batch - 1)
     if shape.retrieval is Retrieval.NEW:
         # Write-back still reads the working set of the slot's last batch after that batch retired.
@@ -95,6 +96,9 @@ def _rows(op: Op, shape: Shape) -> Iterator[Op]:
         yield Op(K.RETRIEVE, op.batch)
         return
     yield Op(shape.handover, op.batch)
+    if shape.pooled:
+        # Rows that both batches use are the same memory.
+        yield shape.last_write(op.batch - 1)
     if shape.speculative_rows and op.batch == 0:  # there is nothing to refresh, and no wait for it
         yield Op(K.RETRIEVE, op.batch)
     before = op.micro - shape.receive
@@ -166,13 +170,14 @@ def _replica_sync(op: Op, shape: Shape) -> Iterator[Op]:
 
 def _writeback(op: Op, shape: Shape) -> Iterator[Op]:
     yield shape.last_write(op.batch)
-    if shape.retrieval is Retrieval.NEW:
-        yield shape.last_union(op.batch + 1)
-        if shape.takes_over:
-            # A row that was taken over is stored twice: the later value must land last.
-            yield Op(K.WRITEBACK, op.batch - 2)
-    elif shape.buffers > 1:
-        # Both batches may have changed the same row: the later value must land last.
+    if shape.leaving_known_after:
+        yield shape.last_union(op.batch + shape.leaving_known_after)
+    if shape.takes_over:
+        # A row that was taken over is stored twice: the later value must land last.
+        yield Op(K.WRITEBACK, op.batch - 2)
+    elif shape.buffers > 1 and shape.retrieval is not Retrieval.NEW:
+        # Both batches may have changed the same row: the later value must land last. With a pool
+        # it may also come back so soon that `retrieve` waits for the later one only.
         yield Op(K.WRITEBACK, op.batch - 1)
     if shape.stale:
         # One step stale on every run, not by luck: the next batch reads before this one writes.

@@ -3,7 +3,8 @@
 The checker derives from this table which ops must not pass each other; it never looks at how a plan
 came by its edges. A `Cell` is one piece of memory of one rank; cells with a number are used in turn
 (`("buffer", t % 2)`). Host memory is not a cell: which of its rows an op touches depends on
-the keys, so `check` has rules of its own for it.
+the keys, so `check` has rules of its own for it. In a pool the cells of rows are: `buffer`, the
+places that `retrieve t` fills and `writeback t-2` has emptied, and `pool`, all that batches share.
 """
 
 from __future__ import annotations
@@ -12,11 +13,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from nestpipe.schedule.op import Kind, Op
-from nestpipe.schedule.options import Exchange, Merge, Retrieval
+from nestpipe.schedule.options import Exchange, Merge
 from nestpipe.schedule.schedule import Shape
 
 K = Kind
 Cell = tuple[str, int]
+INDEX: Cell = ("index", 0)
+POOL: Cell = ("pool", 0)
+REPORTS: Cell = ("reports", 0)
 
 WEIGHT, STATE = "weight", "state"
 CARRIES: Mapping[Kind, frozenset[str]] = {
@@ -36,7 +40,9 @@ CONTENT_OF = {
     "touched": "keys that the batch touched",
     "merged": "keys that replicas merge",
     "stale_mask": "marks of rows that come again",
+    "index": "index of the pool",
     "buffer": "rows in the device buffer",
+    "pool": "rows in the pool",
     "active": "marks of the active buffer",
     "received": "received rows",
     "sent": "row gradients to send",
@@ -47,6 +53,7 @@ CONTENT_OF = {
     "dense_sum": "summed dense gradients",
     "dense_total": "dense gradients summed over ranks",
     "weights": "dense weights",
+    "reports": "reports of the batches before",
 }
 """How a cell is called in a sentence."""
 
@@ -56,7 +63,9 @@ SUMS = frozenset({"window_sum", "row_sum", "losses", "dense_sum"})
 STREAMED = frozenset({"losses", "dense_sum"})
 """Cells that an op may read while the op that it runs alongside still writes them."""
 
-WRITTEN_AT_START = frozenset({"row_sum", "dense_sum", "weights", "active"})
+WRITTEN_AT_START = frozenset(
+    {"row_sum", "dense_sum", "weights", "active", "index", "pool", "reports"}
+)
 """Cells that hold something valid before the first op."""
 
 
@@ -75,7 +84,6 @@ def effects(op: Op, shape: Shape) -> Effects:
     queue = ("queue", t % shape.lookahead)
     batch, wanted, sizes = ("batch", slot), ("wanted", slot), ("sizes", slot)
     asked, owned = ("asked", slot), ("owned", slot)
-    owned_next = ("owned", (t + 1) % shape.slots)
     buffer, other_buffer = ("buffer", t % shape.buffers), ("buffer", (t - 1) % shape.buffers)
     received, sent = ("received", shape.place(t, m)), ("sent", m % shape.receive)
     row_sum, dense_sum = ("row_sum", 0), ("dense_sum", 0)
@@ -107,6 +115,8 @@ def effects(op: Op, shape: Shape) -> Effects:
             return Effects(writes=active)
         case K.STALE_MASK | K.PATCH:
             return _early_effects(op, shape)
+        case K.ROWS if shape.pooled:
+            return Effects(reads=(wanted, asked, owned, buffer, POOL), writes=(received,))
         case K.ROWS:
             return Effects(reads=(wanted, asked, buffer, *active), writes=(received,))
         case K.DENSE | K.GRADS if shape.exchange is Exchange.WINDOW:
@@ -123,10 +133,10 @@ def effects(op: Op, shape: Shape) -> Effects:
         case K.REPLICA_SYNC if shape.merge is Merge.EXACT:
             return Effects(reads=(owned, row_sum), writes=(row_sum,))
         case K.REPLICA_SYNC:
-            return Effects(reads=(owned, buffer), writes=(buffer,))
+            rows = (buffer, POOL) if shape.pooled else (buffer,)
+            return Effects(reads=(owned, *rows), writes=rows)
         case K.WRITEBACK:
-            leaving = (owned_next,) if shape.retrieval is Retrieval.NEW else ()
-            return Effects(reads=(owned, buffer, ("totals", slot), *leaving))
+            return _writeback_effects(op, shape)
 
 
 def _end_effects(op: Op, shape: Shape) -> Effects:
@@ -136,7 +146,8 @@ def _end_effects(op: Op, shape: Shape) -> Effects:
     losses, totals, dense_total = ("losses", slot), ("totals", slot), ("dense_total", 0)
     buffer, owned = ("buffer", op.batch % shape.buffers), ("owned", slot)
     active: tuple[Cell, ...] = (("active", 0),) if shape.handover is not K.RETRIEVE else ()
-    rows = Effects(reads=(owned, buffer, row_sum, totals, *active), writes=(buffer, row_sum))
+    of_batch = (buffer, POOL) if shape.pooled else (buffer,)
+    rows = Effects((owned, *of_batch, row_sum, totals, *active), (*of_batch, row_sum))
     dense = Effects(reads=(dense_total, totals, weights), writes=(weights, dense_sum))
     summed = Effects(reads=(dense_sum,), writes=(dense_total,))
     match op.kind:
@@ -165,15 +176,31 @@ def _lookup_effects(op: Op, shape: Shape) -> Effects:
     if op.kind is K.REPLICA_KEYS:
         touched = (_touched(batch, shape) for batch in shape.merged_batches(t))
         return Effects(reads=tuple(touched), writes=(("merged", t % shape.slots),))
+    index = (INDEX,) if shape.pooled else ()
     compares = shape.handover is K.SYNC and t > 0
     before = (("owned", (t - 1) % shape.slots),) if compares else ()
     older = (("owned", (t - 2) % shape.slots),) if takes_over else ()
     if op.kind is K.REPLICA_UNION:
-        reads = (owned, ("merged", t % shape.slots), *before, *older)
-        return Effects(reads=reads, writes=(owned,))
+        reads = (owned, ("merged", t % shape.slots), *before, *older, *index)
+        return Effects(reads=reads, writes=(owned, *index))
     asked = ("asked", t % shape.slots)
     noted = (_touched(t, shape),) if shape.merge_every else ()
-    return Effects(reads=(asked, *before, *older), writes=(owned, *noted))
+    return Effects(reads=(asked, *before, *older, *index), writes=(owned, *noted, *index))
+
+
+def _writeback_effects(op: Op, shape: Shape) -> Effects:
+    """The same for the op that stores rows and ends its batch.
+
+    With a pool it stores what the union of a later batch tells it to, which in the last batches is
+    nothing; what keeps them in order then is that a batch is reported after the one before it.
+    """
+    t = op.batch
+    buffer, totals = ("buffer", t % shape.buffers), ("totals", t % shape.slots)
+    leaving = ("owned", (t + shape.leaving_known_after) % shape.slots)
+    if shape.pooled:
+        return Effects(reads=(leaving, buffer, totals, REPORTS), writes=(REPORTS,))
+    keys = dict.fromkeys((("owned", t % shape.slots), leaving))
+    return Effects(reads=(*keys, buffer, totals))
 
 
 def _touched(batch: int, shape: Shape) -> Cell:
@@ -223,8 +250,8 @@ _STAGE[K.DENSE] = _STAGE[K.GRADS] = _STAGE[K.ROWS]
 
 def reference_position(op: Op, shape: Shape) -> tuple[float, ...]:
     """Where the op stands in the serial order that every exact plan must be equal to."""
-    if op.kind is K.WRITEBACK and shape.retrieval is Retrieval.NEW:
-        return (op.batch + 1, _STAGE[K.REPLICA_UNION] + 0.5)
+    if op.kind is K.WRITEBACK and shape.leaving_known_after:
+        return (op.batch + shape.leaving_known_after, _STAGE[K.REPLICA_UNION] + 0.5)
     if shape.is_early(op):
         return (op.batch, _STAGE[K.RETRIEVE] + 0.5)
     stage = _STAGE[op.kind]

@@ -32,6 +32,9 @@ class Retrieval(StrEnum):
     """The batch's whole working set, as in the paper."""
     NEW = "new"
     """Only rows that the active buffer does not hold are read, only rows that leave are written."""
+    POOLED = "pooled"
+    """Rows stay in one pool of device memory, where all batches use them in place: only rows that
+    are not there are read, only rows that make room for others are written."""
 
 
 class Exchange(StrEnum):
@@ -103,7 +106,8 @@ class PipelineOptions(_Checked):
     )
     retrieval: Retrieval = option(
         Retrieval.WHOLE,
-        "Rows read per batch: the whole working set, or only new rows, which no buffer holds.",
+        "Rows read per batch: the whole working set, only new rows, which no buffer holds, or "
+        "those that a pool in device memory lacks (pooled).",
     )
     exchange: Exchange = option(
         Exchange.MICRO, "Deduplicate row requests per micro-batch or per batch (window)."

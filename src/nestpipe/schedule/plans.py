@@ -112,12 +112,12 @@ def with_separate_dense_group(plan: Plan) -> Plan:
     """The same plan with dense gradients summed in a network of their own.
 
     The sums run alongside the last `dense` of the batch. Rows need not wait for them: `apply`
-    comes after `update`, and where the next batch has been looked up already, after its `sync` too.
+    comes after `update`, and where the next batch has been looked up already, after its `sync`.
     """
     shape = replace(plan.shape, separate_dense_group=True)
     tick = [slot for slot in plan.tick if slot.kind is not K.REDUCE]
     kinds = [slot.kind for slot in tick]
-    if kinds[0] is shape.handover:
+    if kinds[0] is shape.handover:  # else nothing on the lane is between `update` and `apply`
         tick.insert(1, Slot(K.APPLY, -1))
     else:
         tick.insert(max(kinds.index(K.UPDATE), kinds.index(K.REPLICA_SYNC)) + 1, Slot(K.APPLY, 0))
@@ -133,6 +133,11 @@ def with_early_rows(plan: Plan) -> Plan:
     `patch`, after its update; that is all that is left between two windows.
     """
     shape = replace(plan.shape, speculative_rows=True)
+    if shape.pooled:
+        raise PlanError(
+            "rows cannot be sent early from a pool, where the batch before changes them in place; "
+            "use retrieval new, or turn speculative_rows off"
+        )
     if not shape.refreshes_ahead:
         raise PlanError(
             f"plan {plan.name} cannot send rows early, because it looks up no batch ahead and "
@@ -165,6 +170,11 @@ def with_third_buffer(plan: Plan) -> Plan:
     A row that comes back after one batch without it need not have been stored by then: it is taken
     over from the third buffer, where it still is.
     """
+    if plan.shape.pooled:
+        raise PlanError(
+            "a pool has no use for a third buffer, because rows stay where they are; "
+            "use retrieval new, or two buffers"
+        )
     if not plan.shape.refreshes_ahead:
         raise PlanError(
             f"plan {plan.name} has no use for a third buffer, because it looks up no batch ahead "
@@ -201,6 +211,11 @@ def stale_prefetch(options: PlanOptions) -> Plan:
         raise PlanError(
             "stale_prefetch cannot retrieve only new rows, because it never refreshes the others; "
             "use --retrieval whole"
+        )
+    if options.retrieval is Retrieval.POOLED:
+        raise PlanError(
+            "stale_prefetch cannot use a pool, because batches share the rows in it and none is "
+            "stale; use --retrieval whole"
         )
     ahead = _full_depth(options)
     return _plan("stale_prefetch", options, ahead, lookup_ahead, taking_turns, stale=True)
@@ -270,6 +285,11 @@ def _plan(
 ) -> Plan:
     whole = options.retrieval is Retrieval.WHOLE
     lookahead = ahead.prefetch + 1
+    slots = {
+        Retrieval.WHOLE: lookahead,
+        Retrieval.NEW: lookahead + 1,  # key lists are compared after their batch has retired
+        Retrieval.POOLED: max(lookahead, 2),  # totals are read when the next batch has some too
+    }
     # One micro-batch is a window of its own: both exchanges are the same.
     exchange = options.exchange if options.micro_batches > 1 else Exchange.MICRO
     chosen: dict[str, Any] = dict(plan_options_of(options))
@@ -280,7 +300,7 @@ def _plan(
         **chosen,
         plan=name,
         lookahead=lookahead,
-        slots=lookahead if whole else lookahead + 1,
+        slots=slots[options.retrieval],
         receive=_receive(options.micro_batches, exchange, window),
         overlaps=overlaps,
         window_overlaps=window is overlapped,

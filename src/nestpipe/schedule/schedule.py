@@ -66,7 +66,7 @@ class Shape(PlanOptions):
     lookahead: int
     """Batches in flight at most, from their `prefetch` to the end of their `retire` op."""
     slots: int
-    """Places on the device for a batch's samples and key lists, used in turn."""
+    """Places on the device for a batch's samples, key lists and totals, used in turn."""
     receive: int
     """Places for the rows and row gradients of a micro-batch, used in turn."""
     overlaps: bool = True
@@ -137,10 +137,10 @@ class Shape(PlanOptions):
     def retire(self, batch: int) -> Op:
         """The op after which a batch counts as done.
 
-        With `new`, a batch's write-back needs the keys of the batch after it, so the batch itself
-        ends when its rows are final.
+        Where a batch's write-back needs the keys of a later one, the batch itself ends when its
+        rows are final.
         """
-        if self.retrieval is Retrieval.WHOLE:
+        if self.leaving_known_after == 0:
             return Op(Kind.WRITEBACK, batch)
         return self.last_write(batch)
 
@@ -152,6 +152,21 @@ class Shape(PlanOptions):
     def is_early(self, op: Op) -> bool:
         """Whether the op sends rows before they are refreshed."""
         return self.speculative_rows and op.kind is Kind.ROWS and op.micro == 0
+
+    @property
+    def pooled(self) -> bool:
+        """Whether all batches use rows in place, in one pool of device memory.
+
+        A row's place is its own until it makes room for another. `union t` gives places away, but
+        none that batch t-1 or t uses. So rows of batch t that were not there have a memory of their
+        own beside those of batch t-1, as in two buffers: `retrieve t` waits for `writeback t-2`.
+        """
+        return self.retrieval is Retrieval.POOLED
+
+    @property
+    def leaving_known_after(self) -> int:
+        """How many batches later the keys come that tell which rows `writeback` stores."""
+        return {Retrieval.WHOLE: 0, Retrieval.NEW: 1, Retrieval.POOLED: 2}[self.retrieval]
 
     @property
     def refreshes_ahead(self) -> bool:
@@ -173,7 +188,8 @@ class Shape(PlanOptions):
         """The op after which a batch's rows may be sent out."""
         if self.stale:
             return Kind.SWAP
-        return Kind.SYNC if self.buffers > 1 else Kind.RETRIEVE
+        # In a pool there is nothing to refresh: batches share the memory of the rows they share.
+        return Kind.SYNC if self.buffers > 1 and not self.pooled else Kind.RETRIEVE
 
     def merges_replicas(self, batch: int) -> bool:
         """Whether replicas of rows are merged in that batch."""

@@ -165,7 +165,10 @@ TICKS_OF = {Kind.PREFETCH: 3, Kind.RETRIEVE: 3, Kind.DENSE: 2}
 
 
 def nominal_trace(schedule: Schedule) -> Trace:
-    """Each op as early as its lane and its ties allow; ties to ops issued later are ignored."""
+    """Each op as early as its lane and its ties allow; ties to ops issued later are ignored.
+
+    Where nothing overlaps, no op starts before the one that is issued before it has ended.
+    """
     free_at = dict.fromkeys(Lane, 0)
     start_of: dict[Op, int] = {}
     end_of: dict[Op, int] = {}
@@ -175,6 +178,8 @@ def nominal_trace(schedule: Schedule) -> Trace:
         lane = schedule.shape.lane(op.kind)
         starts = [start_of.get(tie.before, 0) for tie in step.ties if tie.how is not How.AFTER]
         start = max(free_at[lane], *starts, *(end_of.get(before, 0) for before in step.after), 0)
+        if not schedule.shape.overlaps:
+            start = max(start, max(free_at.values()))
         end = start + TICKS_OF.get(op.kind, 1)
         if step.alongside is not None and op.kind in DRAINING:
             end = max(end, end_of.get(step.alongside, 0) + 1)

@@ -58,7 +58,15 @@ Window = Callable[[int, list[Slot], bool], list[Slot]]
 Tick = Callable[[Shape, Ahead, Window], list[Slot]]
 """All of a tick in issue order."""
 
-FLUSH = Slot(K.WRITEBACK, -1)
+
+def fetch(shape: Shape, ahead: int) -> list[Slot]:
+    """Where rows are fetched: those that they take the place of have been stored.
+
+    With a pool these are the rows that the batch's own union gave up, so the write-back stands
+    behind that; else they are those of the batch before the open window.
+    """
+    stored = ahead - shape.leaving_known_after if shape.pooled else -1
+    return [Slot(K.WRITEBACK, stored), Slot(K.RETRIEVE, ahead)]
 
 
 def end_of(shape: Shape) -> list[Slot]:
@@ -69,6 +77,11 @@ def end_of(shape: Shape) -> list[Slot]:
     return [reduce, update, merge]
 
 
+def handover_of(shape: Shape) -> list[Slot]:
+    """What makes the rows of the window's batch current, where `retrieve` alone does not."""
+    return [] if shape.handover is K.RETRIEVE else [Slot(shape.handover, 0)]
+
+
 def lookup_first(shape: Shape, ahead: Ahead, window: Window) -> list[Slot]:
     """The whole lookup of a batch, then its window: no stage runs ahead."""
     lookup = [*ahead.samples, *ahead.routing, *ahead.replica_routing]
@@ -76,27 +89,29 @@ def lookup_first(shape: Shape, ahead: Ahead, window: Window) -> list[Slot]:
     if shape.retrieval is Retrieval.WHOLE:
         # The write-back ends its own batch, so that nothing at all overlaps.
         return [*lookup, Slot(K.RETRIEVE, 0), *body, *end, Slot(K.WRITEBACK, 0)]
-    return [*lookup, FLUSH, Slot(K.RETRIEVE, 0), Slot(K.SYNC, 0), *body, *end]
+    return [*lookup, *fetch(shape, 0), *handover_of(shape), *body, *end]
 
 
 def routing_ahead(shape: Shape, ahead: Ahead, window: Window) -> list[Slot]:
     """Samples and keys of later batches travel under the window; rows are fetched before it."""
-    handover = [Slot(K.SYNC, 0)] if shape.handover is K.SYNC else []
     body = (
         window(shape.micro_batches, ahead.routing, ahead.routing_is_ready) + ahead.replica_routing
     )
-    return [FLUSH, Slot(K.RETRIEVE, 0), *handover, *ahead.samples, *body, *end_of(shape)]
+    return [*fetch(shape, 0), *handover_of(shape), *ahead.samples, *body, *end_of(shape)]
 
 
 def lookup_ahead(shape: Shape, ahead: Ahead, window: Window) -> list[Slot]:
     """The whole lookup of later batches runs under the window, retrieval one batch ahead."""
-    retrieve = Slot(K.RETRIEVE, ahead.retrieve)
+    writeback, retrieve = fetch(shape, ahead.retrieve)
+    first, ready = [*handover_of(shape), writeback], [retrieve]
+    if shape.pooled:
+        first, ready = [], [writeback, retrieve]
     # Behind the window: the network would wait there for the union that comes before them.
     body = (
         window(shape.micro_batches, ahead.routing, ahead.routing_is_ready) + ahead.replica_routing
     )
-    body = [retrieve, *body] if ahead.route > ahead.retrieve else [*body, retrieve]
-    return [Slot(shape.handover, 0), FLUSH, *ahead.samples, *body, *end_of(shape)]
+    body = [*ready, *body] if ahead.route > ahead.retrieve else [*body, *ready]
+    return [*first, *ahead.samples, *body, *end_of(shape)]
 
 
 def taking_turns(micro_batches: int, routing: list[Slot], routing_is_ready: bool) -> list[Slot]:

@@ -316,7 +316,7 @@ def test_serial_runs_in_both_forms_and_without_micro_batches():
     ("plans", "forms", "sentence"),
     [
         (("nestd",), ("whole",), "unknown plan 'nestd'"),
-        (("nested",), ("some",), "unknown retrieval 'some'; use whole or new"),
+        (("nested",), ("some",), "unknown retrieval 'some'; use whole, new or pooled"),
     ],
 )
 def test_what_cannot_be_run_is_named(plans, forms, sentence):

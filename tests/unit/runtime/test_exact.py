@@ -32,12 +32,11 @@ from nestpipe.schedule import (
 from nestpipe.schedule.effects import CARRIES
 from support.thread_ranks import run_ranks
 from support.toy_memory import MicroKeys, World, do_collective, do_local, new_world
-from support.toy_schedule import Interpreter, ToyData
+from support.toy_schedule import Interpreter, Table, ToyData, table_of
 
 ENDLESS = 1_000_000
 Data = tuple[tuple[MicroKeys, ...], ...]
 """Keys: `data[rank][batch][micro]`; ranks may have different numbers of batches."""
-Table = list[tuple[int, int, list[tuple[int, tuple[int, int]]]]]
 
 
 @dataclass
@@ -88,7 +87,7 @@ class Toy:
 
     def table(self) -> Table:
         """Everything that training leaves behind."""
-        return [(r.weights, r.updates, sorted(r.stored.items())) for r in self.world.ranks]
+        return table_of(self.world)
 
 
 EXACT = [name for name in PLANS if name != "stale_prefetch"]
@@ -151,7 +150,7 @@ def test_ranks_that_run_out_of_data_at_different_times_agree_on_the_end(
         reference = Interpreter(serial).run_in_issue_order(padded(data)).table
         assert reference is not None
         table, ran = train(plan(name, options), data, ThreadLanes, seed=seed, max_ms=1.5)
-        assert table == [(w, u, list(rows)) for w, u, rows in reference], lengths
+        assert table == reference, lengths
         assert_ran_to_the_end(ran, max(lengths), plan(name, options))
 
 
@@ -168,7 +167,7 @@ def assert_ran_to_the_end(ran: list[set[str]], batches: int, chosen: Plan) -> No
 @pytest.mark.parametrize("lanes", [InlineLanes, ThreadLanes])
 def test_no_data_at_all_is_an_end_too(lanes: Callable[[], Lanes]):
     table, ran = train(plan("nested"), ((), ()), lanes)
-    assert [updates for _, updates, _ in table] == [0, 0]
+    assert [updates for _, updates, *_ in table] == [0, 0]
     assert all("counts 0" in names and "keys 0" not in names for names in ran)
 
 

@@ -81,7 +81,7 @@ def test_words_stand_for_enums_and_unknown_ones_are_refused():
     made = PlanOptions(**words)
     assert made.retrieval is Retrieval.NEW
     assert made.exchange is Exchange.WINDOW
-    with pytest.raises(PlanError, match="retrieval is 'old'; use one of whole, new"):
+    with pytest.raises(PlanError, match="retrieval is 'old'; use one of whole, new, pooled"):
         PlanOptions(retrieval="old")  # pyright: ignore[reportArgumentType]
 
 

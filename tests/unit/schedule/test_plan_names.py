@@ -2,12 +2,13 @@
 
 import ast
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import nestpipe
-from nestpipe.schedule import PLANS, PlanOptions, plan, usable
+from nestpipe.schedule import PLANS, PlanOptions, Retrieval, plan, usable
 
 SOURCES = Path(nestpipe.__file__).parent
 ALLOWED = {SOURCES / "schedule" / "plans.py", SOURCES / "bench" / "lab.py"}
@@ -67,3 +68,5 @@ def test_options_that_a_plan_has_no_use_for_are_left_out() -> None:
     assert {name for name, of in used.items() if of.speculative_rows} == {"nested"}
     assert {name for name, of in used.items() if of.buffers == 3} == {"dual_buffer", "nested"}
     assert all(of.micro_batches == 2 for of in used.values())
+    pooled = usable("nested", replace(options, retrieval=Retrieval.POOLED))
+    assert (pooled.speculative_rows, pooled.buffers) == (False, 2)

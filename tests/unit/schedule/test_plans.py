@@ -32,9 +32,11 @@ EVERY = [
     pytest.param(name, retrieval, id=f"{name}-{retrieval}")
     for name in PLANS
     for retrieval in Retrieval
-    if (name, retrieval) != ("stale_prefetch", Retrieval.NEW)
+    if name != "stale_prefetch" or retrieval is Retrieval.WHOLE
 ]
 every_plan = pytest.mark.parametrize(("name", "retrieval"), EVERY)
+REFRESHED = (Retrieval.WHOLE, Retrieval.NEW)
+"""Forms in which rows are copied, so that they can be sent before they are current."""
 REFRESHING = ("dual_buffer", "nested")
 """Plans that look up a batch ahead and refresh it: they may send rows early."""
 Golden = Callable[[str, str], None]
@@ -55,7 +57,7 @@ def any_plan(draw: st.DrawFn) -> Plan:
     made = plan(name, options)
     if name in REFRESHING and retrieval is Retrieval.NEW and draw(st.booleans()):
         made = with_third_buffer(made)
-    can_be_early = name in REFRESHING and options.merge_every == 0
+    can_be_early = made.shape.refreshes_ahead and options.merge_every == 0
     return with_early_rows(made) if can_be_early and draw(st.booleans()) else made
 
 
@@ -130,7 +132,7 @@ def test_one_micro_batch_shares_its_rows_with_none() -> None:
 EARLY = [
     pytest.param(name, retrieval, micro_batches, id=f"{name}-{retrieval}-{micro_batches}")
     for name in REFRESHING
-    for retrieval in Retrieval
+    for retrieval in REFRESHED
     for micro_batches in (1, 2, 3, 5)
 ]
 every_early_plan = pytest.mark.parametrize(("name", "retrieval", "micro_batches"), EARLY)
@@ -164,7 +166,12 @@ def test_early_rows_are_issued_under_the_batch_before_and_fresh_ones_after_its_u
 
 
 @pytest.mark.parametrize(
-    ("name", "retrieval"), [case for case in EVERY if case.values[0] not in REFRESHING]
+    ("name", "retrieval"),
+    [
+        case
+        for case in EVERY
+        if case.values[0] not in REFRESHING and case.values[1] is not Retrieval.POOLED
+    ],
 )
 def test_a_plan_that_refreshes_no_batch_ahead_cannot_send_rows_early(
     name: str, retrieval: Retrieval
@@ -380,6 +387,21 @@ def test_a_reader_of_a_long_stream_remembers_only_recent_ops(
             lambda: plan("stale_prefetch", PlanOptions(retrieval=Retrieval.NEW)),
             "stale_prefetch cannot retrieve only new rows, because it never refreshes the others; "
             "use --retrieval whole",
+        ),
+        (
+            lambda: plan("stale_prefetch", PlanOptions(retrieval=Retrieval.POOLED)),
+            "stale_prefetch cannot use a pool, because batches share the rows in it and none is "
+            "stale; use --retrieval whole",
+        ),
+        (
+            lambda: plan("nested", PlanOptions(retrieval=Retrieval.POOLED, speculative_rows=True)),
+            "rows cannot be sent early from a pool, where the batch before changes them in place; "
+            "use retrieval new, or turn speculative_rows off",
+        ),
+        (
+            lambda: plan("nested", PlanOptions(retrieval=Retrieval.POOLED, buffers=3)),
+            "a pool has no use for a third buffer, because rows stay where they are; "
+            "use retrieval new, or two buffers",
         ),
         (
             lambda: with_early_rows(plan("nested", PlanOptions(merge_every=2))),
