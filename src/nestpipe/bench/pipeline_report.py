@@ -9,7 +9,7 @@ from itertools import pairwise
 from statistics import mean, median
 
 from nestpipe.bench.pipeline_cases import PipelineCase, SerialLoop, Variant
-from nestpipe.schedule import COLLECTIVES, Kind
+from nestpipe.schedule import COLLECTIVES, Kind, Retrieval
 from nestpipe.sim.replay import Sharing
 from nestpipe.sim.report import EXCHANGE_KINDS, LOOKUP_KINDS
 from nestpipe.sim.trace_costs import SerialRuns
@@ -297,12 +297,12 @@ def _predict(
     ]
     predicted: dict[Variant, float] = {}
     for exchange in dict.fromkeys(variant.exchange for variant in split):
-        whole, new = (
-            rounds[Variant("serial", form, case.micro_batches, exchange)]
-            for form in ("whole", "new")
+        whole, new, pooled = (
+            rounds.get(Variant("serial", form, case.micro_batches, exchange), ())
+            for form in Retrieval
         )
         draw = collective_draw(whole) if case.device == "cpu" else 0.0
-        runs = SerialRuns(whole, new, replace(sharing, collective_draw=draw))
+        runs = SerialRuns(whole, new, replace(sharing, collective_draw=draw), pooled)
         for variant in split:
             if variant.exchange == exchange:
                 made = runs.predict(variant.make_plan(case.device), batches=PREDICTED_BATCHES)

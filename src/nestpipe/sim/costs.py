@@ -125,6 +125,9 @@ class Workload:
     """Unique keys at an owner over the keys that its requesters sent."""
     shared_share: float = 0.3
     """Share of a batch's working set that the batch before had too."""
+    pool_batches: float = 16.0
+    """Retrieval `pooled`: batches whose rows, each once, fill the pool on the device. A row that
+    none of them has must be read, and another one written."""
     split_growth: float = 0.0
     """Growth of the exchanged rows for each doubling of the micro-batches (keys met again), where
     each micro-batch asks for its own."""
@@ -143,7 +146,9 @@ class Workload:
     """Dense parameters whose reduction is not hidden under the backward pass."""
 
     def __post_init__(self) -> None:
-        for name in ("samples", "keys_per_sample", "dim", "weight_bytes", "gflop_per_sample"):
+        for name in ("samples", "keys_per_sample", "dim", "weight_bytes"):
+            positive(name, getattr(self, name))
+        for name in ("gflop_per_sample", "pool_batches"):
             positive(name, getattr(self, name))
         for name in ("sample_kb", "state_bytes", "split_growth", "dense_mb"):
             not_negative(name, getattr(self, name))
@@ -271,7 +276,7 @@ def costs(cluster: Cluster, shape: Shape, scale: Scale) -> Costs:
 def _host_costs(cluster: Cluster, shape: Shape, scale: Scale) -> dict[Kind, float]:
     host, work = cluster.host, cluster.workload
     busy = 1 + host.contention_per_worker * scale.workers
-    moved = 1 - work.shared_share if shape.retrieval is Retrieval.NEW else 1.0
+    moved = moved_share(work, shape)
     foreign = work.merge_from_host * foreign_rows(work, shape, scale.groups)
     row_bytes = (work.owned_rows * moved + foreign) * work.stored_row_bytes
     return {
@@ -280,6 +285,18 @@ def _host_costs(cluster: Cluster, shape: Shape, scale: Scale) -> dict[Kind, floa
         K.RETRIEVE: busy * _transfer_ms(row_bytes, host.gather_gb_per_s),
         K.WRITEBACK: busy * _transfer_ms(row_bytes, host.scatter_gb_per_s),
     }
+
+
+def moved_share(work: Workload, shape: Shape) -> float:
+    """Of a batch's rows, the part that is read from host memory; as many are written there.
+
+    A pool of the rows of n batches lacks what batch n+1 adds to them; one of a single batch would
+    lack what the buffer before lacks.
+    """
+    if shape.pooled:
+        n = work.pool_batches
+        return distinct_growth(work, n + 1) - distinct_growth(work, n)
+    return 1 - work.shared_share if shape.retrieval is Retrieval.NEW else 1.0
 
 
 def _network_costs(cluster: Cluster, shape: Shape, scale: Scale) -> dict[Kind, float]:

@@ -370,7 +370,7 @@ def paper_choices(progress: Callable[[int], None] = lambda batch: None) -> list[
     cluster = paper_cluster()
     found: list[PaperChoice] = []
     for workers in (LARGEST, BEYOND):
-        for retrieval in Retrieval:
+        for retrieval in (Retrieval.WHOLE, Retrieval.NEW):
             options = PlanOptions(micro_batches=paper.MICROS, retrieval=retrieval, merge_every=1)
             numbers = usual_groups(workers)
             choice = choose_groups("nested", options, cluster, workers, numbers, progress=progress)

@@ -16,7 +16,7 @@ from statistics import median
 import numpy as np
 
 from nestpipe.errors import ParseError
-from nestpipe.schedule import Retrieval
+from nestpipe.schedule import Retrieval, Shape
 from nestpipe.schedule.op import (
     COLLECTIVES,
     MICRO_KINDS,
@@ -41,16 +41,23 @@ BUCKETS = "dense_buckets"
 
 @dataclass(frozen=True, slots=True)
 class SerialRuns:
-    """Traces of `serial` in both forms of retrieval, and what the ranks shared."""
+    """Traces of `serial` in the forms of retrieval, and what the ranks shared."""
 
     whole: Sequence[Trace]
     new: Sequence[Trace]
     sharing: Sharing
+    pooled: Sequence[Trace] = ()
+    """With a pool that has filled; only plans that have one need them."""
 
     def predict(self, plan: Plan, *, batches: int) -> Trace:
         """The trace that another plan of as many micro-batches would have."""
-        whole, new = (SerialCosts(runs, self.sharing) for runs in (self.whole, self.new))
         shape = plan.shape
+        cost_of = SerialCosts(self.pooled, self.sharing) if shape.pooled else self._copied(shape)
+        return replay_shared(plan, cost_of, self.sharing, batches=batches, buckets=self._buckets)
+
+    def _copied(self, shape: Shape) -> CostOf:
+        """Costs of a plan whose batches have copies of the rows that they share."""
+        whole, new = (SerialCosts(runs, self.sharing) for runs in (self.whole, self.new))
 
         def cost_of(op: Op, rank: int) -> float:
             if op.kind in SPECULATIVE_KINDS:
@@ -58,11 +65,11 @@ class SerialRuns:
             refreshes = shape.buffers > 1 and op.kind in REFRESH_KINDS
             return (new if shape.retrieval is Retrieval.NEW or refreshes else whole)(op, rank)
 
-        return replay_shared(plan, cost_of, self.sharing, batches=batches, buckets=self._buckets)
+        return cost_of
 
     @property
     def _buckets(self) -> int:
-        return int(self.whole[0].facts.get(BUCKETS, USUAL_BUCKETS))
+        return int((*self.whole, *self.pooled)[0].facts.get(BUCKETS, USUAL_BUCKETS))
 
 
 def _early_cost(op: Op, rank: int, whole: CostOf, new: CostOf) -> float:
@@ -89,8 +96,9 @@ class SerialCosts:
         for trace in traces:
             costs = _costs_of(trace, sharing)
             batches = sorted({batch for _, batch, _, _ in costs})
-            # The last batch may end unlike the others: nothing follows it.
-            for batch in batches[WARM_UP:-1]:
+            # The last batches end unlike the others: no keys tell which rows leave.
+            pooled = trace.facts.get("retrieval") == Retrieval.POOLED
+            for batch in batches[WARM_UP : -2 if pooled else -1]:
                 self._batches.append(
                     {(k, m, r): ms for (k, b, m, r), ms in costs.items() if b == batch}
                 )

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from nestpipe.schedule import Kind, PlanOptions, plan
+from nestpipe.schedule import Kind, PlanOptions, Retrieval, plan
 from nestpipe.sim import Cluster, Layout, Network, Scale, Workload, costs
 
 FREE = replace(
@@ -61,3 +61,26 @@ def test_a_patch_sends_the_rows_that_neighbouring_batches_share(shared):
     found = at(SLOW_FAR, work, Scale(64), micro_batches=4)
     assert found[Kind.ROWS] > 0
     assert found[Kind.PATCH] == pytest.approx(shared * found[Kind.ROWS])
+
+
+@pytest.mark.parametrize("shared", [0.0, 0.25, 1.0])
+def test_a_pool_moves_what_its_batches_lack(shared):
+    """A pool of one batch's rows lacks what a second batch adds, as the buffer before does."""
+    small, large = (Workload(shared_share=shared, pool_batches=n) for n in (1, 64))
+    new = at(SLOW_FAR, small, Scale(64), micro_batches=1, retrieval=Retrieval.NEW)
+    least = at(SLOW_FAR, small, Scale(64), micro_batches=1, retrieval=Retrieval.POOLED)
+    most = at(SLOW_FAR, large, Scale(64), micro_batches=1, retrieval=Retrieval.POOLED)
+    for kind in (Kind.RETRIEVE, Kind.WRITEBACK):
+        assert least[kind] == pytest.approx(new[kind])
+        assert most[kind] < least[kind] or shared in (0.0, 1.0)
+
+
+def test_a_pool_that_holds_every_row_moves_none():
+    found = at(
+        SLOW_FAR,
+        Workload(pool_batches=1e15),
+        Scale(64),
+        micro_batches=1,
+        retrieval=Retrieval.POOLED,
+    )
+    assert found[Kind.RETRIEVE] == found[Kind.WRITEBACK] == pytest.approx(0, abs=1e-2)

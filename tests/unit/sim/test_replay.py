@@ -113,13 +113,13 @@ def test_every_plan_replays_with_one_worker(name):
 
 
 @pytest.mark.parametrize("name", ["serial", "dual_buffer", "nested"])
-def test_retrieving_only_new_rows_is_never_slower(name):
+def test_retrieving_fewer_rows_is_never_slower(name):
     shared = replace(paper_cluster(), workload=Workload(shared_share=0.5))
-    whole, new = (
+    whole, new, pooled = (
         simulate(plan(name, PlanOptions(retrieval=form)), shared, Scale(256)).step_ms
         for form in Retrieval
     )
-    assert new <= whole
+    assert pooled <= new <= whole
 
 
 def test_pipelines_are_ordered_as_expected():

@@ -117,14 +117,14 @@ def test_serial_gives_back_the_costs_it_was_made_of(sharing, retrieval, placed):
 @pytest.mark.parametrize("name", ["sparse_dist", "dual_buffer", "frozen_window", "nested"])
 @pytest.mark.parametrize("retrieval", list(Retrieval))
 def test_serial_alone_predicts_every_other_plan(name: str, retrieval: Retrieval):
-    whole, new = (
+    whole, new, pooled = (
         replay_shared(
             plan("serial", PlanOptions(micro_batches=4, retrieval=form)), uneven, PAIRS, batches=12
         )
         for form in Retrieval
     )
     other = plan(name, PlanOptions(micro_batches=4, retrieval=retrieval))
-    predicted = SerialRuns([whole], [new], PAIRS).predict(other, batches=20)
+    predicted = SerialRuns([whole], [new], PAIRS, [pooled]).predict(other, batches=20)
     true = replay_shared(other, uneven, PAIRS, batches=20)
     for rank in range(4):
         assert step_ms(predicted, rank) == pytest.approx(step_ms(true, rank), rel=1e-3)
@@ -135,7 +135,7 @@ def test_serial_predicts_a_plan_whose_dense_sums_begin_early(name: str):
     def long_sums(op: Op, rank: int) -> float:
         return 30.0 if op.kind is Kind.REDUCE else uneven(op, rank)
 
-    serial = (plan("serial", PlanOptions(micro_batches=4, retrieval=form)) for form in Retrieval)
+    serial = (plan("serial", PlanOptions(micro_batches=4, retrieval=form)) for form in COPIED)
     whole, new = (replay_shared(apart(one), long_sums, NOTHING, batches=12) for one in serial)
     whole = Trace(whole.spans, {**whole.facts, BUCKETS: 2})
     other = apart(plan(name, PlanOptions(micro_batches=4)))
@@ -157,6 +157,8 @@ def test_early_rows_are_replayed_alike(name, placed):
     assert {(s.name, s.rank): s.end for s in shared.spans} == pytest.approx(ends, abs=1e-3)
 
 
+COPIED = [Retrieval.WHOLE, Retrieval.NEW]
+"""Forms in which batches have copies of the rows that they share."""
 NEW_SHARES = [(1.0, 0.0), (0.4, 0.6), (0.0, 1.0), (1.3, 0.0)]
 """What `new` reads of a batch, and so the part of its rows that must come again."""
 
@@ -182,13 +184,13 @@ def serial_runs(new_share: float, sharing: Sharing = NOTHING) -> SerialRuns:
             sharing,
             batches=12,
         )
-        for form in Retrieval
+        for form in COPIED
     }
     return SerialRuns([traces[Retrieval.WHOLE]], [traces[Retrieval.NEW]], sharing)
 
 
 @pytest.mark.parametrize(("new_share", "again"), NEW_SHARES)
-@pytest.mark.parametrize("retrieval", list(Retrieval))
+@pytest.mark.parametrize("retrieval", COPIED)
 def test_rows_that_come_again_cost_their_part_of_the_first_ones(new_share, again, retrieval):
     early = with_early_rows(plan("nested", PlanOptions(micro_batches=3, retrieval=retrieval)))
     spans = serial_runs(new_share).predict(early, batches=20).of_rank(0)
