@@ -43,6 +43,14 @@ class RunError(NestpipeError):
     exit_status = 3
 
 
+class LossError(RunError):
+    """The loss of a step is NaN or infinite."""
+
+    def __init__(self, step: int, loss: float):
+        super().__init__(f"the loss of step {step} is {loss}; lower the learning rates")
+        self.step, self.loss = step, loss
+
+
 class ShedError(NestpipeError):
     """The service has more to do than it can; the same request may be answered a little later."""
 

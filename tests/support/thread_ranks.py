@@ -23,7 +23,7 @@ from nestpipe.comm.communicator import (
     check_exchange,
     decode,
     encode,
-    own_part,
+    own_subset,
 )
 from nestpipe.comm.peer_failure import OpLabel
 from nestpipe.errors import RunError
@@ -44,12 +44,12 @@ class _ThreadCommunicator:
         self._meeting = meeting
         self._world_rank = world_rank
         self._sent = 0
-        self._parts: list[_ThreadCommunicator] = []
+        self._subgroups: list[_ThreadCommunicator] = []
 
     @property
     def bytes_sent(self) -> int:
         """Bytes that went to other ranks so far, through subgroups too."""
-        return self._sent + sum(part.bytes_sent for part in self._parts)
+        return self._sent + sum(part.bytes_sent for part in self._subgroups)
 
     def all_to_all(
         self,
@@ -90,20 +90,22 @@ class _ThreadCommunicator:
     def barrier(self) -> None:
         self._all("barrier", None)
 
-    def subgroup(self, parts: Sequence[Sequence[int]]) -> _ThreadCommunicator | LocalCommunicator:
+    def subgroup(
+        self, partition: Sequence[Sequence[int]]
+    ) -> _ThreadCommunicator | LocalCommunicator:
         assert self._meeting.whole is None, "only the communicator of all ranks has subgroups"
-        own = own_part(parts, self.rank, self.size)
-        if all(len(part) == 1 for part in parts):
+        own = own_subset(partition, self.rank, self.size)
+        if all(len(subset) == 1 for subset in partition):
             return LocalCommunicator(self.op_label)
         # Everyone offers a meeting; that of a part is the one its first rank offers.
-        asked = [list(part) for part in parts]
+        asked = [list(subset) for subset in partition]
         offers = self._all("subgroup", (asked, self._meeting.part(own)))
         check_agreement([asked for asked, _ in offers])
         if len(own) == 1:
             return LocalCommunicator(self.op_label)
         _, meeting = offers[own[0]]
         part = _ThreadCommunicator(meeting, self._world_rank, self.op_label)
-        self._parts.append(part)
+        self._subgroups.append(part)
         return part
 
     def close(self) -> None:

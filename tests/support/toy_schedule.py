@@ -266,15 +266,24 @@ class _Run:
             if queue is None:
                 continue
             members = members_of(self.world, self.world.ranks[r], self.made.ops[i])
-            queues = [self.started.get((m, queue), []) for m in members]
-            here = all(started[:1] == [i] for started in queues)
-            if not here or not all(drained < 0 or self.done[m][drained] for m in members):
+            if not self._all_here(members, queue, i, drained):
                 continue
             do_collective(self.world, [self.world.ranks[m] for m in members], self.made.ops[i])
-            for member, started in zip(members, queues, strict=True):
+            for member in members:
+                started = self.started[member, queue]
                 started.pop(0)
                 self._finish(member, i)
                 todo += [(member, started[0])] if started else []
+
+    def _all_here(self, members: Sequence[int], queue: str, i: int, drained: int) -> bool:
+        """A loop that ends at the first member that is not here: most calls find one."""
+        for member in members:
+            started = self.started.get((member, queue))
+            if not started or started[0] != i:
+                return False
+            if drained >= 0 and not self.done[member][drained]:
+                return False
+        return True
 
 
 def _argmin(values: Sequence[float]) -> int:

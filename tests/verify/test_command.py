@@ -106,6 +106,13 @@ def test_delays_are_for_plans(verify):
     assert err.startswith("error: --delays is 3 with --one-dimension; ")
 
 
+@pytest.mark.parametrize("seed", ["x", "-1", "1.5"])
+def test_delays_take_a_seed(verify, seed):
+    status, _, err = verify("--delays", seed)
+    assert status == 2
+    assert err == f"error: --delays is {seed!r}; give a seed, a whole number from 0\n"
+
+
 @pytest.mark.parametrize(
     ("arguments", "plan"),
     [

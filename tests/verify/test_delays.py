@@ -9,12 +9,20 @@ from typing import Any
 import pytest
 
 from nestpipe.config import build
-from nestpipe.errors import RunError
+from nestpipe.errors import LossError, RunError
 from nestpipe.runtime import inject_delays
 from nestpipe.schedule import Kind, Plan, Shape, Step
 from nestpipe.train.config import PipelineSettings
 from nestpipe.train.trainer import Trainer
-from nestpipe.train.verify import Findings, Trained, compare, serial_twin, train_to_compare, verify
+from nestpipe.train.verify import (
+    Findings,
+    Trained,
+    compare,
+    races_named,
+    serial_twin,
+    train_to_compare,
+    verify,
+)
 from support.thread_ranks import run_ranks
 
 RANKS, SEEDS, MAX_MS, STEPS = 2, 54, 1.5, 5
@@ -100,6 +108,16 @@ def test_no_delay_changes_a_bit(twins, seed):
         assert asdict(found) == asdict(
             Findings(rows_compared=found.rows_compared, tensors_compared=found.tensors_compared)
         )
+
+
+def test_a_broken_loss_under_delays_is_called_a_race():
+    with (
+        pytest.raises(RunError, match="with delays 3 the loss of step 4 is nan, with serial"),
+        races_named("nested", 3),
+    ):
+        raise LossError(4, float("nan"))
+    with pytest.raises(LossError, match="lower the learning rates"), races_named("nested", None):
+        raise LossError(4, float("nan"))
 
 
 def test_the_same_comparison_catches_a_stale_plan(twins):

@@ -52,9 +52,8 @@ def verify(
         ),
     ] = False,
     delays: Annotated[
-        int | None,
+        str | None,
         typer.Option(
-            min=0,
             metavar="SEED",
             help="Delay random ops of the compared run, so that a race is lost on purpose.",
         ),
@@ -79,6 +78,7 @@ def verify(
             f"--delays is {delays} with --one-dimension; delays are for the comparison of plans, "
             "so leave one of them out"
         )
+    seed = None if delays is None else _seed(delays)
     job_config = _chosen(read_job(config, [*(settings or []), *_overrides(steps, plan)]), plan)
     if starts_ranks(ranks):
         raise typer.Exit(launch_ranks(ranks))
@@ -93,7 +93,7 @@ def verify(
         found = verify_one_dimension(job_config, comm, watch)
         proven, figures, lines = found.agrees, found.figures(), agreement_sentences(found)
     else:
-        verdict = verify_job(job_config, comm, watch, delays)
+        verdict = verify_job(job_config, comm, watch, seed)
         proven, figures, lines = verdict.identical, verdict.figures(), sentences(verdict)
     if comm.rank == 0:
         _show(figures, lines, json)
@@ -116,6 +116,12 @@ def _chosen(config: JobConfig, plan: str | None) -> JobConfig:
     if plan is not None or config.pipeline.make_plan().shape.overlaps:
         return config
     return replace(config, pipeline=replace(config.pipeline, plan=DEFAULT_PLAN))
+
+
+def _seed(text: str) -> int:
+    if not text.isdecimal():
+        raise ConfigError(f"--delays is {text!r}; give a seed, a whole number from 0")
+    return int(text)
 
 
 def _watch(name: str, total: int | None) -> AbstractContextManager[Callable[[object], None]]:

@@ -84,13 +84,13 @@ class Communicator(Protocol):
         """Return when every rank has come here."""
         ...
 
-    def subgroup(self, parts: Sequence[Sequence[int]]) -> Communicator:
-        """The communicator of the part that this rank is in; a part of one costs no network.
+    def subgroup(self, partition: Sequence[Sequence[int]]) -> Communicator:
+        """The communicator of the subset that this rank is in; a subset of one costs no network.
 
-        Every rank calls this with the same `parts`, each rank in exactly one of them, in the order
-        that ranks are to have there. Each call makes new networks, so two subgroups of the same
-        ranks may be used from two threads. They share `op_label`, and messages name ranks of the
-        whole. Subgroups have no subgroups.
+        Every rank calls this with the same `partition`, each rank in exactly one subset, in the
+        order that ranks are to have there. Each call makes new networks, so two subgroups of the
+        same ranks may be used from two threads. They share `op_label`, and messages name ranks of
+        the whole. Subgroups have no subgroups.
         """
         ...
 
@@ -140,30 +140,32 @@ class LocalCommunicator:
     def barrier(self) -> None:
         """Everyone is here."""
 
-    def subgroup(self, parts: Sequence[Sequence[int]]) -> LocalCommunicator:
-        own_part(parts, self.rank, self.size)
+    def subgroup(self, partition: Sequence[Sequence[int]]) -> LocalCommunicator:
+        own_subset(partition, self.rank, self.size)
         return LocalCommunicator(self.op_label)
 
     def close(self) -> None:
         """Nothing to leave."""
 
 
-# A partition of the ranks: every rank is in exactly one part.
+# A partition of the ranks: every rank is in exactly one subset.
 
 
-def own_part(parts: Sequence[Sequence[int]], rank: int, size: int) -> list[int]:
-    """The part that a rank is in, of all ranks 0 to `size` - 1."""
-    ranks = sorted(r for part in parts for r in part)
+def own_subset(partition: Sequence[Sequence[int]], rank: int, size: int) -> list[int]:
+    """The subset that a rank is in, of all ranks 0 to `size` - 1."""
+    ranks = sorted(r for subset in partition for r in subset)
     assert ranks == list(range(size)), (
-        f"parts {[list(part) for part in parts]} must hold each of {size} ranks once"
+        f"the partition {[list(s) for s in partition]} must hold each of {size} ranks once"
     )
-    return next(list(part) for part in parts if rank in part)
+    return next(list(subset) for subset in partition if rank in subset)
 
 
 def check_agreement(asked: Sequence[object]) -> None:
     """Find our own mistake before a rank waits for peers that made another partition."""
-    for rank, parts in enumerate(asked):
-        assert parts == asked[0], f"rank 0 asked for parts {asked[0]}, rank {rank} for {parts}"
+    for rank, partition in enumerate(asked):
+        assert partition == asked[0], (
+            f"rank 0 asked for the partition {asked[0]}, rank {rank} for {partition}"
+        )
 
 
 # What travels: rows cut into one piece per rank, tensors as bytes, plain values as JSON.
@@ -181,8 +183,8 @@ def check_exchange(
         ("received", received, received_splits),
         ("sent", sent, sent_splits),
     ):
-        assert len(splits) == size, f"{name}_splits has {len(splits)} parts for {size} ranks"
-        assert min(splits) >= 0, f"{name}_splits has a negative part: {list(splits)}"
+        assert len(splits) == size, f"{name}_splits has {len(splits)} splits for {size} ranks"
+        assert min(splits) >= 0, f"{name}_splits has a negative split: {list(splits)}"
         assert sum(splits) == len(tensor), (
             f"{name} has shape {tuple(tensor.shape)}, its splits ask for {sum(splits)} rows"
         )

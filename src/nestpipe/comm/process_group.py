@@ -26,7 +26,7 @@ from nestpipe.comm.communicator import (
     check_exchange,
     decode,
     encode,
-    own_part,
+    own_subset,
     row_bytes,
 )
 from nestpipe.comm.peer_failure import CollectiveState, LostPeers, explain_sigterm
@@ -130,7 +130,7 @@ class DistributedCommunicator:
         groups: _Groups,
         state: CollectiveState,
         *,
-        is_part: bool = False,
+        is_subgroup: bool = False,
     ) -> None:
         """`members` are ranks of the world; `state` is shared with the world's."""
         self.rank = list(members).index(state.rank)
@@ -142,15 +142,15 @@ class DistributedCommunicator:
         self._timeout_s = timeout_s
         self._groups = groups
         self._state = state
-        self._is_part = is_part
-        self._parts: list[DistributedCommunicator] = []
+        self._is_subgroup = is_subgroup
+        self._subgroups: list[DistributedCommunicator] = []
         self._sent = dict.fromkeys(NETWORKS, 0)
         """By network: each may have a thread."""
 
     @property
     def bytes_sent(self) -> int:
         """Bytes that went to other ranks so far, through subgroups too."""
-        return sum(self._sent.values()) + sum(part.bytes_sent for part in self._parts)
+        return sum(self._sent.values()) + sum(part.bytes_sent for part in self._subgroups)
 
     def all_to_all(
         self,
@@ -189,8 +189,8 @@ class DistributedCommunicator:
         with self._state.inside("all_gather_values", self._members):
             sizes = [int(size) for size in self._gather(torch.tensor([len(data)]))]
             padded = data.ljust(max(sizes))
-            parts = self._gather(torch.frombuffer(bytearray(padded), dtype=torch.uint8))
-        texts = [bytes(part.tolist()) for part in parts]
+            gathered = self._gather(torch.frombuffer(bytearray(padded), dtype=torch.uint8))
+        texts = [bytes(of_rank.tolist()) for of_rank in gathered]
         return [decode(text[:size]) for text, size in zip(texts, sizes, strict=True)]
 
     def barrier(self) -> None:
@@ -198,48 +198,48 @@ class DistributedCommunicator:
             dist.barrier(group=self._groups["hosts"])
 
     def subgroup(
-        self, parts: Sequence[Sequence[int]]
+        self, partition: Sequence[Sequence[int]]
     ) -> DistributedCommunicator | LocalCommunicator:
-        assert not self._is_part, "only the communicator of all ranks has subgroups"
-        own = own_part(parts, self.rank, self.size)
-        if all(len(part) == 1 for part in parts):
+        assert not self._is_subgroup, "only the communicator of all ranks has subgroups"
+        own = own_subset(partition, self.rank, self.size)
+        if all(len(subset) == 1 for subset in partition):
             return LocalCommunicator(self.op_label)
-        check_agreement(self.all_gather_values([list(part) for part in parts]))
+        check_agreement(self.all_gather_values([list(subset) for subset in partition]))
         with self._state.inside("subgroup", self._members):
-            made = [(part, self._groups_of(part)) for part in parts if len(part) > 1]
+            made = [(subset, self._groups_of(subset)) for subset in partition if len(subset) > 1]
         if len(own) == 1:
             return LocalCommunicator(self.op_label)
-        groups = next(groups for part, groups in made if self.rank in part)
-        part = DistributedCommunicator(
-            own, self.device, self._timeout_s, groups, self._state, is_part=True
+        groups = next(groups for subset, groups in made if self.rank in subset)
+        subgroup = DistributedCommunicator(
+            own, self.device, self._timeout_s, groups, self._state, is_subgroup=True
         )
-        self._parts.append(part)
-        return part
+        self._subgroups.append(subgroup)
+        return subgroup
 
-    def _groups_of(self, part: Sequence[int]) -> _Groups:
-        """New networks of a part; its sums share that of the devices, for NCCL's are not cheap."""
-        hosts = _group(part, "gloo", self._timeout_s)
-        devices = _group(part, "nccl", self._timeout_s) if self.separate_groups else hosts
+    def _groups_of(self, ranks: Sequence[int]) -> _Groups:
+        """New networks of some ranks; sums share that of the devices, for NCCL's are not cheap."""
+        hosts = _group(ranks, "gloo", self._timeout_s)
+        devices = _group(ranks, "nccl", self._timeout_s) if self.separate_groups else hosts
         return {"devices": devices, "hosts": hosts, "sums": devices}
 
     def close(self) -> None:
         """Leave the group, also after a failure: an open group can abort the process at its end."""
-        if self._is_part:
+        if self._is_subgroup:
             for group in set(self._groups.values()):
                 dist.destroy_process_group(group)
             self._groups = {}
             return
         if dist.is_initialized():
             dist.destroy_process_group()
-        for part in self._parts:
-            part._groups = {}
+        for subgroup in self._subgroups:
+            subgroup._groups = {}
 
     def _network(self, tensor: Tensor) -> str:
         return "hosts" if self.separate_groups and tensor.device.type == "cpu" else "devices"
 
-    def _gather(self, part: Tensor) -> list[Tensor]:
-        """The parts of all ranks, of equal size, on the host."""
-        part = part.to(self.device)
-        parts = [torch.empty_like(part) for _ in range(self.size)]
-        dist.all_gather(parts, part, group=self._groups["devices"])
-        return [part.cpu() for part in parts]
+    def _gather(self, tensor: Tensor) -> list[Tensor]:
+        """The tensors of all ranks, of equal size, on the host."""
+        tensor = tensor.to(self.device)
+        gathered = [torch.empty_like(tensor) for _ in range(self.size)]
+        dist.all_gather(gathered, tensor, group=self._groups["devices"])
+        return [of_rank.cpu() for of_rank in gathered]

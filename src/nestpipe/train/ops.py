@@ -17,7 +17,7 @@ from nestpipe.batch import Batch
 from nestpipe.comm.mesh import Mesh
 from nestpipe.data.clustering import How, micro_batches
 from nestpipe.embedding.sharded import ShardedTables
-from nestpipe.errors import RunError
+from nestpipe.errors import LossError
 from nestpipe.models.protocol import RecModel
 from nestpipe.runtime import StopSignal
 from nestpipe.schedule import Merge
@@ -283,7 +283,7 @@ def _check_loss(totals: Tensor, step: int) -> float:
     total, weight = totals[:2].tolist()
     loss = total / (weight or 1.0)
     if not math.isfinite(loss):
-        raise RunError(f"the loss of step {step} is {loss}; lower the learning rates")
+        raise LossError(step, loss)
     return loss
 
 

@@ -7,8 +7,8 @@ equals itself, -0.0 is not 0.0.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -19,6 +19,7 @@ from torch import Tensor
 from nestpipe.comm import Communicator
 from nestpipe.data import Source
 from nestpipe.embedding.store.protocol import RowStore
+from nestpipe.errors import LossError, RunError
 from nestpipe.runtime import Work, inject_delays
 from nestpipe.train.config import PipelineSettings
 from nestpipe.train.job import JobConfig, make_job
@@ -360,7 +361,8 @@ def verify(
         twin = serial_twin(pipeline)
         serial = train(twin, twin.plan)
         again = " again" if pipeline.plan == twin.plan else ""
-        other = train(pipeline, pipeline.plan + again, delays)
+        with races_named(pipeline.plan, delays):
+            other = train(pipeline, pipeline.plan + again, delays)
         findings = compare(serial, other)
         comm = serial.trainer.comm
         return combine(
@@ -372,6 +374,20 @@ def verify(
             steps=serial.trainer.progress.step,
             micro_batches=pipeline.micro_batches,
         )
+
+
+@contextmanager
+def races_named(plan: str, delays: int | None) -> Generator[None]:
+    """Say that a broken loss of the delayed run is a race: the serial run before it had none."""
+    try:
+        yield
+    except LossError as error:
+        if delays is None:
+            raise
+        raise RunError(
+            f"{plan} loses a race: with delays {delays} the loss of step {error.step} is "
+            f"{error.loss}, with serial it is finite; find the op that reads rows too early"
+        ) from error
 
 
 def delay_ops(seed: int, comm: Communicator) -> Callable[[Work], Work]:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nestpipe.config import build, fraction, load, not_negative, override, positive, read
+from nestpipe.config import Table, build, fraction, load, not_negative, override, positive, read
 from nestpipe.errors import ConfigError
 
 
@@ -432,3 +432,18 @@ def test_a_check_passes_or_says_what_to_give(check: Any, good: Any, bad: Any, ad
     for value in bad:
         with pytest.raises(ConfigError, match=re.escape(f"x is {value}; {advice}")):
             check("x", value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "sentence"),
+    [
+        ("pooling", "mean", "pooling of table 'items' is \"mean\"; use one of none, sum"),
+        ("placement", "row", "placement of table 'items' is \"row\"; did you mean rows?"),
+        ("dtype", "float16", "dtype of table 'items' is \"float16\"; did you mean bfloat16?"),
+    ],
+)
+def test_a_table_refuses_words_that_it_does_not_know(field: str, value: str, sentence: str):
+    given: dict[str, Any] = {"name": "items", "dim": 4, field: value}
+    with pytest.raises(ConfigError) as refused:
+        Table(**given)
+    assert str(refused.value) == sentence
