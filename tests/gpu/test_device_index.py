@@ -174,10 +174,10 @@ def test_dedup_gives_the_lists_of_its_twin(kind: str, ranks: int):
     }.get(kind, powers(count, 100_000, ranks))
     cuts = torch.randint(0, count + 1, (tables - 1,), device=CUDA).sort().values
     ends_C = torch.cat([cuts, cuts.new_tensor([count])])
-    homes_C = torch.full((tables,), -1, dtype=torch.int32, device=CUDA)
-    homes_C[1] = ranks - 1
+    table_owners_C = torch.full((tables,), -1, dtype=torch.int32, device=CUDA)
+    table_owners_C[1] = ranks - 1
     for rank in {0, ranks - 1}:
-        owners = Owners(ranks, rank, homes_C)
+        owners = Owners(ranks, rank, table_owners_C)
         found, wanted = dedup(keys_T, ends_C, owners), plain_dedup(keys_T, ends_C, owners)
         unique = int(wanted.num_unique)
         assert torch.equal(found.counts.cpu(), wanted.counts)
@@ -234,7 +234,11 @@ def test_segment_sums_have_the_bits_of_the_twin(dim: int, count: int):
     wanted_ND = rows_ND.clone()
     ids_S, sums_SD = plain_segment_sums(ids_T, gradients)
     wanted_ND[ids_S.long()] = sums_SD
-    update_segments(sort_segments(ids_T, 20_000), gradients, rows_ND, None)
+    segments = sort_segments(ids_T, 20_000)
+    update_segments(segments, gradients, rows_ND, None)
+    assert torch.equal(rows_ND, wanted_ND)
+    wanted_ND[ids_S.long()] += sums_SD
+    update_segments(segments, gradients, rows_ND, None, add=True)
     assert torch.equal(rows_ND, wanted_ND)
 
 
@@ -262,6 +266,7 @@ def test_a_fused_update_has_the_bits_of_sums_and_a_plain_update(name: str, dim: 
 def drawn_pooling(outputs: int, seed: int) -> tuple[Tensor, Pooling]:
     """Lengths, and means for every second output."""
     lengths_O = powers(outputs, 200, seed) % 90
+    lengths_O[1] = 2_500  # more than 32 pieces
     divisors_O = torch.where(lengths_O % 2 == 0, lengths_O.clamp(min=1), 1).float()
     ends_O1 = torch.cat([lengths_O.new_zeros(1), lengths_O.cumsum(0)]).int()
     weights_T = drawn_rows(int(ends_O1[-1]), 1, seed).squeeze(1)

@@ -19,8 +19,8 @@ from nestpipe.kernels.rows.segments import (
 
 CUDA = torch.device("cuda")
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
-LENGTHS = torch.tensor([0, 1, 1, 1, 2, 3, 9, 0, 700, 1, 17] * 300)
-"""Of segments; a hot key has a long one."""
+LENGTHS = torch.tensor([0, 1, 1, 1, 2, 3, 9, 0, 33, 1, 17] * 300 + [700, 1025, 33_000])
+"""Of segments; hot keys have long ones."""
 
 
 @contextmanager

@@ -36,9 +36,35 @@ def test_one_pass_and_many_operations_give_the_same_bits(name: str, dim: int):
         assert torch.equal(rows_KW, twin_KW), f"step {step}"
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("dim", [1, 33, 64, 128])
+def test_rows_of_a_pool_are_updated_by_slot(name: str, dim: int):
+    optimizer = row_optimizer(name, lr=0.07, eps=1e-6, scale=4.0)
+    generator = torch.Generator(CUDA).manual_seed(dim)
+    pool_NW = aligned_rows(9_000, dim + optimizer.state_dim(dim), CUDA)
+    pool_NW.copy_(torch.randn(pool_NW.shape, device=CUDA, generator=generator))
+    pool_NW[:, dim:].abs_()
+    twin_NW = pool_NW.clone()
+    slots_K = torch.randperm(9_000, device=CUDA, generator=generator)[:3_001].int()
+    times = torch.full((), 0.3, device=CUDA)
+    for step in (1, 2):
+        gradients_KD = torch.randn(3_001, dim, device=CUDA, generator=generator)
+        if not can_update(pool_NW, gradients_KD, times, slots_K):
+            pytest.skip("no kernel: it needs compute capability 9.0 and nvcc")
+        rows_KW = twin_NW[slots_K.long()]
+        optimizer.update(rows_KW, gradients_KD * times, step)
+        twin_NW[slots_K.long()] = rows_KW
+        optimizer.update_times(pool_NW, gradients_KD, times, step, slots_K)
+        assert torch.equal(pool_NW, twin_NW), f"step {step}"
+
+
 def test_no_rows_are_no_work():
     rows_KW, gradients_KD = torch.zeros(0, 8, device=CUDA), torch.zeros(0, 8, device=CUDA)
-    row_optimizer("sgd").update_times(rows_KW, gradients_KD, torch.ones((), device=CUDA), 1)
+    times, no_slots = torch.ones((), device=CUDA), torch.zeros(0, dtype=torch.int32, device=CUDA)
+    row_optimizer("sgd").update_times(rows_KW, gradients_KD, times, 1)
+    row_optimizer("sgd").update_times(
+        torch.zeros(3, 8, device=CUDA), gradients_KD, times, 1, no_slots
+    )
 
 
 def test_a_number_of_the_host_takes_the_other_way():

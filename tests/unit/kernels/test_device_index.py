@@ -247,8 +247,8 @@ def test_dedup_gives_the_lists_of_its_twin(
     keys_T, cells = cells_of(tables)
     rank = data.draw(st.integers(0, ranks - 1))
     drawn = data.draw(st.lists(st.integers(-1, ranks - 1), min_size=4, max_size=4))
-    homes = torch.tensor(drawn[: len(tables)], dtype=torch.int32)
-    owners = Owners(ranks, rank, data.draw(st.sampled_from([None, homes])))
+    table_owners = torch.tensor(drawn[: len(tables)], dtype=torch.int32)
+    owners = Owners(ranks, rank, data.draw(st.sampled_from([None, table_owners])))
     check_deduped(dedup(keys_T, cells.ends_G, owners), plain_dedup(keys_T, cells.ends_G, owners))
 
 
@@ -257,20 +257,20 @@ def test_dedup_gives_the_lists_of_native_routing(ranks: int):
     random = np.random.default_rng(ranks)
     tables = [random.zipf(1.2, size).astype(np.int64) % 997 for size in (2500, 0, 700, 1, 3000)]
     keys = [torch.from_numpy(table) for table in tables]
-    homes = (-1, -1, ranks - 1, -1, -1)
+    table_owners = (-1, -1, ranks - 1, -1, -1)
     ends_C = torch.tensor([len(table) for table in keys]).cumsum(0)
     for rank in range(ranks):
         wanted = WantedKeys(
             keys=keys,
             lengths=[torch.ones_like(table) for table in keys],
             pooled=[False] * len(keys),
-            table_owners=homes,
+            table_owners=table_owners,
             row_bytes=512,
             rank=rank,
             ranks=ranks,
         )
         routed = native_request(wanted)
-        owners = Owners(ranks, rank, torch.tensor(homes, dtype=torch.int32))
+        owners = Owners(ranks, rank, torch.tensor(table_owners, dtype=torch.int32))
         found = dedup(torch.cat(keys), ends_C, owners)
         assert torch.equal(found.key_counts.long(), routed.key_counts_RC)
         assert torch.equal(found.keys_T[: int(found.num_unique)], routed.keys_A)
@@ -316,6 +316,32 @@ def test_segment_sums_have_the_bits_of_the_twin(ids: list[int], dim: int):
     wanted_ND[ids_S] = sums_SD
     update_segments(sort_segments(ids_T, 10), gradients, rows_ND, None)
     assert torch.equal(rows_ND, wanted_ND)
+
+
+@given(st.lists(IDS, min_size=2, max_size=3), st.sampled_from([1, 4, 6, 12]))
+@hypothesis_settings(max_examples=15)
+def test_sums_of_micro_batches_are_added_to_those_before(micros: list[list[int]], dim: int):
+    rows_ND = drawn_rows(10, dim, seed=9)
+    wanted_ND, times = rows_ND.clone(), torch.tensor([0.3])
+    for seed, ids in enumerate(micros):
+        ids_T = torch.tensor(ids, dtype=torch.int32)
+        gradients = TermGradients(drawn_rows(len(ids), dim, seed))
+        ids_S, sums_SD = plain_segment_sums(ids_T, gradients)
+        wanted_ND[ids_S] += sums_SD * times
+        update_segments(sort_segments(ids_T, 10), gradients, rows_ND, None, times, add=True)
+    assert torch.equal(rows_ND, wanted_ND)
+
+
+@pytest.mark.parametrize("dim", [3, 16, 64, 128, 200, 512])
+def test_added_sums_leave_the_state_of_rows_alone(dim: int):
+    rows_NW = drawn_rows(4, 2 * dim, seed=1)
+    wanted_NW = rows_NW.clone()
+    ids_T = torch.tensor([0, *[2] * 1100, 0, 3], dtype=torch.int32)
+    gradients = TermGradients(drawn_rows(len(ids_T), dim))
+    ids_S, sums_SD = plain_segment_sums(ids_T, gradients)
+    wanted_NW[ids_S, :dim] += sums_SD
+    update_segments(sort_segments(ids_T, 4), gradients, rows_NW, None, add=True)
+    assert torch.equal(rows_NW, wanted_NW)
 
 
 def test_segments_are_cut_from_their_first_term_on():

@@ -1,8 +1,10 @@
 // The requester's routing: unique keys of a micro-batch by owner, and which of them each term is.
 //
-// The lists are those of the host's native routing: by seat of the owner, then by table, then in
-// the order of first appearance. Keys come table by table, so that is the order of positions inside
-// a seat. Only counts leave for the host, and nothing here waits for it.
+// The lists are those of the host's native routing: by owner, peers first and this rank last, then
+// by table, then in the order of first appearance. Keys come table by table, so that is the order
+// of positions inside an owner. Only counts leave for the host, and nothing here waits for it.
+//
+// `order` is an owner's position among "peers, then self".
 #include <cstdint>
 
 #include "device.h"
@@ -23,7 +25,7 @@ struct Wanted {
   const int64_t* keys;
   int64_t count;
   Cells tables;
-  const int32_t* homes;  // by table: its one owner; -1: each key has its own; null: all have
+  const int32_t* table_owners;  // by table: its one owner; -1: each key has its own; null: all have
   int32_t ranks, rank;
 };
 
@@ -31,7 +33,7 @@ struct Deduped {
   int32_t* places;    // 2^n: the first position of a key, in the end -2 - its number; begins as -1
   int64_t num_places;
   int32_t* place_of;  // of each term
-  int32_t* starts;    // by seat and block: how many keys, then the number of the first
+  int32_t* starts;    // by owner and block: how many keys, then the number of the first
   int64_t* keys;      // unique
   int32_t* inverse;   // of each term: the number of its key
   int32_t* counts;    // by rank and table, then the sum of all
@@ -47,19 +49,19 @@ __device__ inline uint64_t mixed(int64_t key, int64_t table) {
 }
 
 __device__ inline int32_t owner_of(const Wanted& wanted, int64_t key, int64_t table) {
-  if (wanted.homes && wanted.homes[table] >= 0) return wanted.homes[table];
+  if (wanted.table_owners && wanted.table_owners[table] >= 0) return wanted.table_owners[table];
   const auto ranks = static_cast<uint64_t>(wanted.ranks);
   const uint64_t hash = mixed(key, table);
   return static_cast<int32_t>((ranks & (ranks - 1)) == 0 ? hash & (ranks - 1) : hash % ranks);
 }
 
 // The other ranks in order, then this one.
-__device__ inline int32_t seat_of(const Wanted& wanted, int32_t owner) {
+__device__ inline int32_t order_of(const Wanted& wanted, int32_t owner) {
   return owner == wanted.rank ? wanted.ranks - 1 : owner - (owner > wanted.rank);
 }
 
-__device__ inline int32_t owner_in(const Wanted& wanted, int32_t seat) {
-  return seat == wanted.ranks - 1 ? wanted.rank : seat + (seat >= wanted.rank);
+__device__ inline int32_t owner_at(const Wanted& wanted, int32_t order) {
+  return order == wanted.ranks - 1 ? wanted.rank : order + (order >= wanted.rank);
 }
 
 // Terms with the same key meet in one place, which ends up with the first of their positions. All
@@ -84,9 +86,10 @@ __global__ void __launch_bounds__(kThreads) meet(const Wanted wanted, const Dedu
   to.place_of[i] = static_cast<int32_t>(at);
 }
 
-// The terms of a lane, round by round: the seat of each that is the first with its key, else -1.
+// The terms of a lane, round by round: the order of the owner of each that is the first with its
+// key, else -1.
 struct Firsts {
-  int32_t seats[kRounds], tables[kRounds];
+  int32_t orders[kRounds], tables[kRounds];
 
   __device__ Firsts(const Wanted& wanted, const Deduped& to, int64_t begin) {
     int32_t place[kRounds], first[kRounds];
@@ -97,10 +100,10 @@ struct Firsts {
     for (int r = 0; r < kRounds; ++r) first[r] = to.places[place[r]];
     for (int r = 0; r < kRounds; ++r) {
       const int64_t i = begin + r * kWarp;
-      seats[r] = -1;
+      orders[r] = -1;
       if (i >= wanted.count || first[r] != i) continue;
       tables[r] = static_cast<int32_t>(wanted.tables.cell_of(i));
-      seats[r] = seat_of(wanted, owner_of(wanted, wanted.keys[i], tables[r]));
+      orders[r] = order_of(wanted, owner_of(wanted, wanted.keys[i], tables[r]));
     }
   }
 };
@@ -110,13 +113,13 @@ __device__ inline int64_t first_of_lane() {
          static_cast<int64_t>(threadIdx.x) / kWarp * kOfWarp + lane_of_thread();
 }
 
-// The number of a term among those of its seat and warp so far; `counts` are the warp's.
-__device__ inline int32_t number_in_warp(int32_t seat, int32_t* counts) {
-  const unsigned peers = __match_any_sync(kAllLanes, seat);
+// The number of a term among those of its owner and warp so far; `counts` are the warp's.
+__device__ inline int32_t number_in_warp(int32_t order, int32_t* counts) {
+  const unsigned peers = __match_any_sync(kAllLanes, order);
   const unsigned before = peers & ((1U << lane_of_thread()) - 1);
-  const int32_t number = seat >= 0 ? counts[seat] + __popc(before) : 0;
+  const int32_t number = order >= 0 ? counts[order] + __popc(before) : 0;
   __syncwarp();
-  if (seat >= 0 && before == 0) counts[seat] += __popc(peers);
+  if (order >= 0 && before == 0) counts[order] += __popc(peers);
   __syncwarp();
   return number;
 }
@@ -126,7 +129,7 @@ __device__ inline void clear_counts(int32_t (&counts)[kWarps][kMostRanks], int32
   __syncwarp();
 }
 
-// Counts first terms by seat for each block, and by rank and table for all.
+// Counts first terms by owner for each block, and by rank and table for all.
 __global__ void __launch_bounds__(kThreads) count_firsts(const Wanted wanted, const Deduped to) {
   __shared__ int32_t counts[kWarps][kMostRanks];
   clear_counts(counts, wanted.ranks);
@@ -136,9 +139,9 @@ __global__ void __launch_bounds__(kThreads) count_firsts(const Wanted wanted, co
   const bool one_table = last < wanted.tables.ends[table];
   const Firsts firsts(wanted, to, first_of_lane());
   for (int r = 0; r < kRounds; ++r) {
-    number_in_warp(firsts.seats[r], counts[threadIdx.x / kWarp]);
-    if (firsts.seats[r] >= 0 && !one_table) {
-      const int64_t owner = owner_in(wanted, firsts.seats[r]);
+    number_in_warp(firsts.orders[r], counts[threadIdx.x / kWarp]);
+    if (firsts.orders[r] >= 0 && !one_table) {
+      const int64_t owner = owner_at(wanted, firsts.orders[r]);
       atomicAdd(&to.counts[owner * wanted.tables.count + firsts.tables[r]], 1);
     }
   }
@@ -148,7 +151,7 @@ __global__ void __launch_bounds__(kThreads) count_firsts(const Wanted wanted, co
     for (int w = 0; w < kWarps; ++w) sum += counts[w][s];
     to.starts[static_cast<int64_t>(s) * gridDim.x + blockIdx.x] = sum;
     if (one_table && sum > 0) {
-      const int64_t owner = owner_in(wanted, s);
+      const int64_t owner = owner_at(wanted, s);
       atomicAdd(&to.counts[owner * wanted.tables.count + table], sum);
     }
   }
@@ -175,7 +178,7 @@ __global__ void __launch_bounds__(kThreads) number_firsts(const Wanted wanted, c
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
   const Firsts firsts(wanted, to, begin);
   int32_t numbers[kRounds];
-  for (int r = 0; r < kRounds; ++r) numbers[r] = number_in_warp(firsts.seats[r], counts[warp]);
+  for (int r = 0; r < kRounds; ++r) numbers[r] = number_in_warp(firsts.orders[r], counts[warp]);
   __syncthreads();
   for (auto s = static_cast<int32_t>(threadIdx.x); s < wanted.ranks; s += kThreads) {
     int32_t start = to.starts[static_cast<int64_t>(s) * gridDim.x + blockIdx.x];
@@ -187,9 +190,9 @@ __global__ void __launch_bounds__(kThreads) number_firsts(const Wanted wanted, c
   }
   __syncthreads();
   for (int r = 0; r < kRounds; ++r) {
-    if (firsts.seats[r] < 0) continue;
+    if (firsts.orders[r] < 0) continue;
     const int64_t i = begin + r * kWarp;
-    const int32_t number = counts[warp][firsts.seats[r]] + numbers[r];
+    const int32_t number = counts[warp][firsts.orders[r]] + numbers[r];
     to.keys[number] = wanted.keys[i];
     to.places[to.place_of[i]] = -2 - number;
   }

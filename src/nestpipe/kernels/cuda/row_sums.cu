@@ -242,9 +242,10 @@ struct Update {
   Rows rows;                // by id; their weights are updated, or become the sums
   int64_t num_terms;
   int32_t dim;
+  int32_t add;              // without an optimizer: sums are added to the weights
 };
 
-enum Does : int { kStores, kSgds, kAdagrads, kRowwises, kAdams };
+enum Does : int { kStores, kAdds, kSgds, kAdagrads, kRowwises, kAdams };
 
 // The sum of squares: halves are added until one number is left, as the host and the plain twin do.
 template <typename F>
@@ -302,6 +303,8 @@ struct Target {
     if constexpr (kDoes == kStores) {
       g.store(row, dim, lane);
       return;
+    } else if constexpr (kDoes == kAdds) {
+      weights.add(g);
     } else if constexpr (kDoes == kSgds) {
       g.each([&](float& x, int p, int k) { weights.of[p].of[k] -= x * of.lr; });
     } else if constexpr (kDoes == kAdagrads) {
@@ -468,7 +471,7 @@ NESTPIPE_API int nestpipe_look_up(const Lookup* task, cudaStream_t stream) {
 }
 
 // Sums the gradients of every row and applies an optimizer; without one the sums themselves are
-// written to the rows.
+// written to the rows, or added to them.
 NESTPIPE_API int nestpipe_update_segments(const Optimizer* of, const Update* task,
                                           cudaStream_t stream) {
   const bool whole = is_whole(task->rows, task->dim) && is_whole(task->gradients, task->dim) &&
@@ -476,6 +479,7 @@ NESTPIPE_API int nestpipe_update_segments(const Optimizer* of, const Update* tas
                      is_whole({task->group_partials, task->dim}, task->dim);
   return with_form(task->dim, whole, [&](auto form) {
     using F = decltype(form);
+    if (!of && task->add) return launch_update<F, kAdds>(Optimizer{}, *task, stream);
     if (!of) return launch_update<F, kStores>(Optimizer{}, *task, stream);
     switch (of->kind) {
       case kSgd:

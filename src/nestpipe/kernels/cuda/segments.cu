@@ -1,7 +1,7 @@
 // Segments: the terms of a batch sorted by the row they belong to, cut into pieces of fixed length.
 //
-// A piece has at most 32 terms, counted from the start of its segment; `sum_order.h` says how pieces
-// are summed. The order of terms alone decides, and not the slots that rows happen to have.
+// A piece has at most 32 terms, counted from the start of its segment; `sum_order.h` says how
+// pieces are summed. The order of terms alone decides, and not the slots that rows happen to have.
 #include <cstddef>
 #include <cstdint>
 

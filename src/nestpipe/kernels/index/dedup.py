@@ -33,15 +33,15 @@ class Owners:
 
     ranks: int
     rank: int
-    homes_C: Tensor | None = None
+    table_owners_C: Tensor | None = None
     """int32: the one owner of each table; -1, or None for all: each key has its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class DedupedKeys:
-    """Unique keys by seat of the owner, then table, then first appearance.
+    """Unique keys by owner, then table, then first appearance.
 
-    Seats are the other ranks in order, then the rank itself.
+    Owners come peers first, in order of rank, then the rank itself.
     """
 
     keys_T: Tensor
@@ -72,7 +72,7 @@ def dedup(keys_T: Tensor, table_ends_C: Tensor, owners: Owners) -> DedupedKeys:
             f"use fewer than {MOST_TERMS} keys and at most {MOST_RANKS} ranks"
         )
     check_list(keys_T, torch.int64, terms, "keys")
-    check_list(owners.homes_C, torch.int32, tables, "homes of tables")
+    check_list(owners.table_owners_C, torch.int32, tables, "table owners")
     places = torch.empty(_power_of_two(2 * terms), dtype=torch.int32, device=device)
     lists = torch.empty(2, terms, dtype=torch.int32, device=device)
     room = max(1, ask(device, "nestpipe_dedup_starts", terms, owners.ranks))
@@ -81,7 +81,7 @@ def dedup(keys_T: Tensor, table_ends_C: Tensor, owners: Owners) -> DedupedKeys:
     made = DedupedKeys(torch.empty_like(keys_T), lists[0], counts, tables)
     wanted = WantedStruct(
         *(keys_T.data_ptr(), terms, KeyCells(table_ends_C).struct()),
-        *(pointer(owners.homes_C), owners.ranks, owners.rank),
+        *(pointer(owners.table_owners_C), owners.ranks, owners.rank),
     )
     to = DedupedStruct(
         *(places.data_ptr(), len(places), lists[1].data_ptr(), starts.data_ptr()),
@@ -94,9 +94,10 @@ def dedup(keys_T: Tensor, table_ends_C: Tensor, owners: Owners) -> DedupedKeys:
 def plain_dedup(keys_T: Tensor, table_ends_C: Tensor, owners: Owners) -> DedupedKeys:
     """The twin, in numpy on the host: the same lists."""
     ranks, tables = owners.ranks, len(table_ends_C)
-    seats = [*(r for r in range(ranks) if r != owners.rank), owners.rank]
+    peers_then_self = [*(r for r in range(ranks) if r != owners.rank), owners.rank]
     counts = np.zeros((ranks, tables), np.int32)
-    homes = [-1] * tables if owners.homes_C is None else owners.homes_C.tolist()
+    given_C = owners.table_owners_C
+    table_owners = [-1] * tables if given_C is None else given_C.tolist()
     all_keys = keys_T.cpu().numpy()
     unique: list[NDArray[np.int64]] = []
     owner_of: list[NDArray[np.int64]] = []
@@ -104,15 +105,15 @@ def plain_dedup(keys_T: Tensor, table_ends_C: Tensor, owners: Owners) -> Deduped
     begin = known = 0
     for table, end in enumerate(table_ends_C.tolist()):
         keys, number = _by_first_appearance(all_keys[begin:end])
-        home = homes[table]
-        owner = np.full(len(keys), home) if home >= 0 else _mixed(keys, table) % ranks
+        one = table_owners[table]
+        owner = np.full(len(keys), one) if one >= 0 else _mixed(keys, table) % ranks
         counts[:, table] = np.bincount(owner, minlength=ranks)
         unique.append(keys)
         owner_of.append(owner)
         inverse.append(number + known)
         begin, known = end, known + len(keys)
-    seat_of = np.argsort(seats)[np.concatenate(owner_of)]
-    order = np.argsort(seat_of, kind="stable")
+    order_of_owner = np.argsort(peers_then_self)[np.concatenate(owner_of)]
+    order = np.argsort(order_of_owner, kind="stable")
     place = np.empty_like(order)
     place[order] = np.arange(len(order))
     keys_out = np.zeros(len(all_keys), np.int64)

@@ -54,7 +54,7 @@ class WantedStruct(ctypes.Structure):
 
     _fields_ = (
         *(("keys", c_void_p), ("count", c_int64), ("tables", CellsStruct)),
-        *(("homes", c_void_p), ("ranks", c_int32), ("rank", c_int32)),
+        *(("table_owners", c_void_p), ("ranks", c_int32), ("rank", c_int32)),
     )
 
 
@@ -100,7 +100,7 @@ class UpdateStruct(ctypes.Structure):
         *((name, c_void_p) for name in ("terms", "outputs", "weights", "divisors", "times")),
         *((name, c_void_p) for name in ("pieces", "longs", "counts")),
         *((name, c_void_p) for name in ("partials", "group_partials")),
-        *(("rows", RowsStruct), ("num_terms", c_int64), ("dim", c_int32)),
+        *(("rows", RowsStruct), ("num_terms", c_int64), ("dim", c_int32), ("add", c_int32)),
     )
 
 

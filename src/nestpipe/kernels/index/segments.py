@@ -101,11 +101,15 @@ def update_segments(
     rows_NW: Tensor,
     optimizer: OptimizerStruct | None,
     times: Tensor | None = None,
+    *,
+    add: bool = False,
 ) -> None:
     """Sum the gradients of every row that has terms, times a number, and update the row in place.
 
-    Without an optimizer the weights of the row become the sum.
+    Without an optimizer the weights of the row become the sum; with `add` it is added to them, as
+    for the second of several micro-batches.
     """
+    assert optimizer is None or not add, "sums are added to weights or applied, not both"
     terms, dim, device = len(segments.ids_T), gradients.rows_OD.shape[1], rows_NW.device
     check_list(gradients.divisors_O, torch.float32, len(gradients.rows_OD), "divisors")
     check_list(times, torch.float32, 1, "factors")
@@ -117,7 +121,7 @@ def update_segments(
         *(pointer(gradients.weights_T), pointer(gradients.divisors_O), pointer(times)),
         *(segments.pieces_T4.data_ptr(), segments.longs_L4.data_ptr()),
         *(segments.counts.data_ptr(), partials.data_ptr(), group_partials.data_ptr()),
-        *(rows_struct(rows_NW), terms, dim),
+        *(rows_struct(rows_NW), terms, dim, add),
     )
     given = None if optimizer is None else ctypes.byref(optimizer)
     call(device, "nestpipe_update_segments", given, ctypes.byref(task))

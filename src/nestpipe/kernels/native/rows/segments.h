@@ -109,5 +109,6 @@ inline void sum_segment(const Rows& rows, const Segments& segments, int64_t sum,
 }  // namespace nestpipe
 
 // out[i] = sum i, or out[i] += sum i for all that have terms.
-NESTPIPE_API int nestpipe_segment_sum(const nestpipe::Rows* rows, const nestpipe::Segments* segments, int64_t sums,
-                              int64_t dim, const nestpipe::Rows* out, int64_t add, int64_t threads);
+NESTPIPE_API int nestpipe_segment_sum(const nestpipe::Rows* rows,
+                                      const nestpipe::Segments* segments, int64_t sums, int64_t dim,
+                                      const nestpipe::Rows* out, int64_t add, int64_t threads);
