@@ -437,9 +437,9 @@ def test_a_check_passes_or_says_what_to_give(check: Any, good: Any, bad: Any, ad
 @pytest.mark.parametrize(
     ("field", "value", "sentence"),
     [
-        ("pooling", "mean", "pooling of table 'items' is \"mean\"; use one of none, sum"),
-        ("placement", "row", "placement of table 'items' is \"row\"; did you mean rows?"),
-        ("dtype", "float16", "dtype of table 'items' is \"float16\"; did you mean bfloat16?"),
+        ("pooling", "mean", "pooling of table 'items' is 'mean'; give one of 'none', 'sum'"),
+        ("placement", "row", "placement of table 'items' is 'row'; did you mean 'rows'?"),
+        ("dtype", "float16", "dtype of table 'items' is 'float16'; did you mean 'bfloat16'?"),
     ],
 )
 def test_a_table_refuses_words_that_it_does_not_know(field: str, value: str, sentence: str):
