@@ -426,4 +426,13 @@ def do_jobs(folder: Path, do: Callable[[Job], list[dict[str, Any]]]) -> None:
         if os.environ.get("RANK", "0") == "0":
             with (folder / RESULTS).open("a") as file:
                 file.write(json.dumps(result) + "\n")
-        gc.collect()  # what one job had on the device, the next may need
+        _free_device()
+
+
+def _free_device() -> None:
+    """Give back what one job had on the device: the next may need it."""
+    import torch  # late: those who only make hosts do without
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
