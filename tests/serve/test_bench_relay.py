@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from nestpipe.bench import relay_report as relay_kill
 from nestpipe.bench import relay_run as relay
-from nestpipe.bench.relay_report import Reference
-from nestpipe.bench.relay_service import write_random
+from nestpipe.bench import relay_service as relay_kill
+from nestpipe.bench.relay_service import Reference, write_random
 from nestpipe.loadtest.run import RandomModel
 from nestpipe.loadtest.settings import LoadSettings, WorkloadSettings
 from nestpipe.serve.engine.rank_model import HstuRankModel

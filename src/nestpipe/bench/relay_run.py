@@ -17,8 +17,15 @@ from typing import Literal
 
 import numpy as np
 
-from nestpipe.bench.relay_report import Compared, Kill, Reference, RelayReading, killed_under_load
-from nestpipe.bench.relay_service import Behind, serving
+from nestpipe.bench.relay_service import (
+    Behind,
+    Compared,
+    Kill,
+    Reference,
+    RelayReading,
+    killed_under_load,
+    serving,
+)
 from nestpipe.errors import ConfigError
 from nestpipe.loadtest.driver import Record, Run
 from nestpipe.loadtest.report import report

@@ -27,8 +27,8 @@ from nestpipe.errors import ConfigError
 from nestpipe.loadtest.settings import LoadSettings
 
 if TYPE_CHECKING:
-    from nestpipe.bench.relay_report import Reference, RelayReading
     from nestpipe.bench.relay_run import AskedSizes, RelayCase, Sizes
+    from nestpipe.bench.relay_service import Reference, RelayReading
 
 NOT_SOUND = 1
 """Exit status where a request was lost or a score wrong."""
@@ -83,8 +83,8 @@ def bench_relay(
             positive(f"--{name}", value)
     build(LoadSettings, {}, overrides=settings or [])  # a wrong name is told before the work
     require("torch", "safetensors", "fastapi", "httpx", "prometheus_client", "uvicorn")
-    from nestpipe.bench.relay_report import is_sound
     from nestpipe.bench.relay_run import AskedSizes, find_nginx
+    from nestpipe.bench.relay_service import is_sound
 
     notes = [NO_NGINX] if nginx and find_nginx() is None else []
     fronts = ("builtin", "nginx") if nginx and not notes else ("builtin",)
@@ -140,8 +140,7 @@ def _reference(checkpoint: Path | None, random: str | None) -> Generator[tuple[P
     """The checkpoint that is served, and the same model here, on one thread as in an instance."""
     import torch
 
-    from nestpipe.bench.relay_report import Reference
-    from nestpipe.bench.relay_service import write_random
+    from nestpipe.bench.relay_service import Reference, write_random
     from nestpipe.loadtest.run import random_model
     from nestpipe.serve.engine.rank_model import HstuRankModel
 
@@ -169,7 +168,7 @@ def _tell(
     notes: Sequence[str],
     json: str | None,
 ) -> None:
-    from nestpipe.bench.relay_report import conclusion
+    from nestpipe.bench.relay_service import conclusion
 
     sentence = conclusion(readings, case.settings.workload.length)
     if json is not None:

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 
 from nestpipe.bench import relay_run as relay
-from nestpipe.bench.relay_report import (
+from nestpipe.bench.relay_run import ARMS, AskedSizes, choose, sections, turned
+from nestpipe.bench.relay_service import (
     Compared,
     Kill,
     Reference,
     RelayReading,
     conclusion,
     is_sound,
+    write_random,
 )
-from nestpipe.bench.relay_run import ARMS, AskedSizes, choose, sections, turned
-from nestpipe.bench.relay_service import write_random
 from nestpipe.cli.app import main
 from nestpipe.config import build
 from nestpipe.errors import ConfigError

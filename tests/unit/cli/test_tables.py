@@ -15,9 +15,9 @@ from nestpipe.bench.dlrm import TORCHREC, DispatchReading, SideBySide, SideReadi
 from nestpipe.bench.groups import GroupReading, group_variants
 from nestpipe.bench.pipeline_cases import EXACT_PLANS, case_of, variants_of
 from nestpipe.bench.pipeline_report import PointReport, VariantReport
-from nestpipe.bench.relay_report import Compared, Kill, RelayReading
 from nestpipe.bench.relay_run import ARMS as RELAY_ARMS
 from nestpipe.bench.relay_run import RelayCase
+from nestpipe.bench.relay_service import Compared, Kill, RelayReading
 from nestpipe.cli import bench, bench_pipeline, bench_relay, load_jobs
 from nestpipe.cli import simulate as simulation
 from nestpipe.cli.options import summary_table
