@@ -8,6 +8,9 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready
 NESTPIPE := $(BIN)/nestpipe
 PYTEST := $(BIN)/pytest -q -n 2 --dist worksteal
+PYRIGHT := PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright
+# pyright keeps one core busy for a minute, so it runs beside the tests; either may fail the target.
+TYPES_BESIDE = $(PYRIGHT) & types=$$!; $(PYTEST); tests=$$?; wait $$types && exit $$tests
 MUTMUT := PYTHONPATH=$(VENV)/mutmut $(BIN)/python -m mutmut
 PICTURE := out/scaling.svg
 # The release whose plain build runs without a GPU; with one, install the torch you need and
@@ -20,7 +23,7 @@ SIMULATE_SCALING := simulate --plan nested --micro-batches 8 --workers 1,8,64,51
 VERIFY := verify --plan nested --ranks 2 --steps 8 --set pipeline.micro_batches=4
 TRAIN := train --ranks 2 --set data.synthetic.samples=1500000
 
-.PHONY: demo test test-long slowest mutants mutmut check docs bench-deps clean
+.PHONY: demo test test-long slowest mutants mutmut check lint docs bench-deps clean
 
 demo: $(READY)
 	@mkdir -p $(dir $(PICTURE))
@@ -34,12 +37,12 @@ demo: $(READY)
 	$(NESTPIPE) $(VERIFY)
 	@printf '\nThe baseline is always predicting the mean label. The picture of scaling is in $(PICTURE).\n'
 
-test: check
-	$(PYTEST)
+test: lint
+	$(TYPES_BESIDE)
 
 # Property tests draw twenty times as many examples; for a nightly run.
-test-long: check
-	NESTPIPE_EXAMPLES=long $(PYTEST)
+test-long: lint
+	NESTPIPE_EXAMPLES=long; export NESTPIPE_EXAMPLES; $(TYPES_BESIDE)
 
 slowest: $(READY)
 	$(PYTEST) --durations=20
@@ -55,10 +58,12 @@ mutmut: $(READY)
 	$(MUTMUT) run --max-children 2
 	$(MUTMUT) results
 
-check: $(READY)
+check: lint
+	$(PYRIGHT)
+
+lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright
 
 docs: $(READY)
 	$(BIN)/python tools/make_docs.py
