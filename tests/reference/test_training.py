@@ -93,7 +93,9 @@ def plain_loop(model: nn.Module, optimizer: str, dense: str) -> PlainLoop:
 def tables_of(model: Any) -> list[Table]:
     """The model's tables, with first rows of about the size of trained ones.
 
-    Directions of tiny rows turn with every rounding: the two runs would drift apart for nothing.
+    Directions of tiny rows turn with every rounding, and the two runs drift apart. With rows of
+    0.01 and row-wise AdaGrad, the plain loop in float32 ends 1.7e-3 from the same loop in float64,
+    and `Trainer` 4.7e-4; with rows of 0.5 it is 1.6e-7 and 2.8e-7.
     """
     return [replace(table, init_std=0.5) for table in model.tables()]
 
