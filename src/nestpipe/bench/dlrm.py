@@ -33,7 +33,7 @@ from nestpipe.config import Table, positive
 from nestpipe.errors import ConfigError
 from nestpipe.jagged import Jagged
 from nestpipe.models.dlrm import Dlrm, DlrmConfig
-from nestpipe.runtime import StopSignal, lanes_for, run, spans_for
+from nestpipe.runtime import StopSignal, run, spans_for
 from nestpipe.runtime.spans import HostTime, HostTimes
 from nestpipe.schedule import Kind, Op
 from nestpipe.train.config import DenseSettings, PipelineSettings, RowSettings, TrainSettings
@@ -365,15 +365,8 @@ def measure_dispatch(case: DlrmCase, variant: Variant) -> DispatchReading:
         trainer.fit(source, steps=steps)  # type: ignore[arg-type]
         training = clock.reading()
         idle = HostTimes(spans_for(trainer.device, 0), first, last)
-        shape = trainer.plan.shape
         work = dict.fromkeys(Kind, _do_nothing)
-        run(
-            trainer.plan,
-            work,
-            lanes_for(shape, trainer.device),
-            batches=StopSignal(steps),
-            spans=idle,
-        )
+        run(trainer.plan, work, trainer.lanes, batches=StopSignal(steps), spans=idle)
     return DispatchReading(training, idle.reading())
 
 
