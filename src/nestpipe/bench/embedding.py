@@ -193,16 +193,12 @@ class EmbeddingOnly(nn.Module):
 
 def make_batches(case: EmbeddingCase) -> list[Batch]:
     """Our batches, for a GPU in pinned memory."""
-
-    def ready(tensor: Tensor) -> Tensor:
-        return tensor.pin_memory() if case.device == "cuda" else tensor
-
-    ones_B = ready(torch.ones(case.samples, dtype=torch.int64))
+    ones_B = torch.ones(case.samples, dtype=torch.int64)
 
     def made(keys_T: Tensor) -> Batch:
-        parts = keys_T.split(case.samples)
-        named = zip(case.names, parts, strict=True)
-        return Batch(case.samples, {}, {n: Jagged(ready(k.clone()), ones_B) for n, k in named})
+        named = zip(case.names, keys_T.split(case.samples), strict=True)
+        batch = Batch(case.samples, {}, {name: Jagged(keys_B, ones_B) for name, keys_B in named})
+        return batch.pin_memory() if case.device == "cuda" else batch
 
     return [made(keys_T) for keys_T in case.draw_keys()]
 
