@@ -10,7 +10,8 @@ import torch
 
 from nestpipe.config import build, override
 from nestpipe.train.job import JobConfig
-from nestpipe.train.loop import communicator, prepare
+from nestpipe.train.loop import communicator
+from nestpipe.train.resume import prepare
 
 SETTINGS = (
     "run.batch=256",

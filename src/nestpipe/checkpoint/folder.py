@@ -228,13 +228,14 @@ def open_noted(path: Path, *, tell: bool = True) -> Checkpoint:
 
 def newest(folder: Path, *, tell: bool = True) -> Checkpoint | None:
     """The newest checkpoint that verifies in full."""
+    return first_good(candidates(folder), lambda path: verified(path, tell=tell), tell=tell)
 
-    def verified(path: Path) -> Checkpoint:
-        checkpoint = open_noted(path, tell=tell)
-        checkpoint.verify()
-        return checkpoint
 
-    return first_good(candidates(folder), verified, tell=tell)
+def verified(path: Path, *, tell: bool = False) -> Checkpoint:
+    """A checkpoint of which every file is what it was."""
+    checkpoint = open_noted(path, tell=tell)
+    checkpoint.verify()
+    return checkpoint
 
 
 def readable(folder: Path) -> list[Checkpoint]:

@@ -116,8 +116,14 @@ Settings = Annotated[
 Ranks = Annotated[int, typer.Option(help="Rank processes to start on this machine.")]
 
 
-def read_job(config: Path | None, settings: list[str] | None) -> JobConfig:
-    """The config of a job: what the file says, with what the command line overrides."""
+def read_job(
+    config: Path | None, settings: list[str] | None, *, checkpoint: str | None = None
+) -> JobConfig:
+    """The config of a job: what the file says, with what the command line overrides.
+
+    Without a file it is that of the checkpoint, or of the newest in a folder; `auto` means the
+    folder that the settings name.
+    """
     try:
         from nestpipe.train.job import JobConfig
     except ModuleNotFoundError as error:
@@ -125,7 +131,13 @@ def read_job(config: Path | None, settings: list[str] | None) -> JobConfig:
             f"training needs {error.name}, which is not installed; pip install 'nestpipe[train]'"
         ) from None
     given = read(config) if config is not None else {}
-    return build(JobConfig, given, overrides=settings or [])
+    job = build(JobConfig, given, overrides=settings or [])
+    if config is not None or checkpoint is None:
+        return job
+    from nestpipe.train.resume import AUTO, config_in
+
+    saved = config_in(job.run.checkpoint if checkpoint == AUTO else checkpoint)
+    return build(JobConfig, saved, overrides=settings or [])
 
 
 def starts_ranks(ranks: int) -> bool:

@@ -35,6 +35,7 @@ from nestpipe.errors import ConfigError
 from nestpipe.trace import write_chrome
 
 if TYPE_CHECKING:
+    from nestpipe.train.job import Job
     from nestpipe.train.loop import TrainResult
     from nestpipe.train.ops import StepReport
 
@@ -45,8 +46,18 @@ def train(
     ranks: Ranks = 1,
     resume: Annotated[
         str | None,
-        typer.Option(metavar="PATH", help="Go on from a checkpoint, or the latest in it."),
+        typer.Option(
+            metavar="PATH",
+            help="Go on from a checkpoint, or a folder's newest good one; auto: from "
+            "run.checkpoint, or begin.",
+        ),
     ] = None,
+    override: Annotated[
+        bool,
+        typer.Option(
+            "--override", help="With --resume: allow changed settings that change results."
+        ),
+    ] = False,
     trace: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Write when the last batches' ops ran, for Perfetto."),
@@ -59,34 +70,48 @@ def train(
 
     Example: nestpipe train --set pipeline.plan=nested --trace trace.json
 
-    Example: torchrun --nproc-per-node 2 -m nestpipe train config.toml
+    Example: nestpipe train config.toml --set run.checkpoint=runs/today --resume auto
+
+    Example: torchrun --nproc-per-node 2 --max-restarts 3 -m nestpipe train c.toml --resume auto
     """
-    job_config = read_job(config, settings)
+    job_config = read_job(config, settings, checkpoint=resume)
     if trace is not None:
         _check_folder_of(trace)
     if starts_ranks(ranks):
         raise typer.Exit(launch_ranks(ranks))
     quieten()
-    from nestpipe.train.loop import communicator, prepare, total_steps, train_job
+    from nestpipe.train.loop import claimed, communicator
+    from nestpipe.train.resume import prepare
+    from nestpipe.train.stopping import mark_stopped
 
     comm = communicator(job_config)
-    job = prepare(job_config, comm, resume)
-    total = total_steps(job)
-    if comm.rank == 0 and job.trainer.mesh.groups > 1 and json != STDOUT:
-        console().print(job.trainer.mesh.reason, markup=False, soft_wrap=True)
-    with _progress(total, job.trainer.progress.step, comm.rank) as tell:
-        outcome = train_job(job, tell)
+    with claimed(job_config.run.checkpoint, comm):
+        job = prepare(job_config, comm, resume, override=override)
+        outcome = _trained(job, json)
     if comm.rank == 0:
         if trace is not None:
             write_chrome(outcome.trace, trace)
         _show(outcome, comm.size, job_config.pipeline.plan, json)
     comm.close()
+    if outcome.stopped:
+        mark_stopped(comm.rank)
+
+
+def _trained(job: Job, json: str | None) -> TrainResult:
+    from nestpipe.train.loop import total_steps, train_job
+
+    trainer = job.trainer
+    if trainer.comm.rank == 0 and trainer.mesh.groups > 1 and json != STDOUT:
+        console().print(trainer.mesh.reason, markup=False, soft_wrap=True)
+    with _progress(total_steps(job), trainer.progress.step, trainer.comm.rank) as tell:
+        return train_job(job, tell)
 
 
 def evaluate(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, or a folder of them.")],
     config: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The config that it was trained with.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Another config than the one it was trained with."),
     ] = None,
     settings: Settings = None,
     ranks: Ranks = 1,
@@ -94,17 +119,20 @@ def evaluate(
 ) -> None:
     """Evaluate a checkpoint on the held-out split.
 
-    Example: nestpipe eval runs/demo --config demo.toml
+    Example: nestpipe eval runs/demo
+
+    Example: nestpipe eval runs/demo --set run.eval_split=validation
     """
-    job_config = read_job(config, settings)
+    job_config = read_job(config, settings, checkpoint=str(checkpoint))
     if starts_ranks(ranks):
         raise typer.Exit(launch_ranks(ranks))
     quieten()
     from nestpipe.train.evaluate import evaluate as measure
-    from nestpipe.train.loop import communicator, prepare
+    from nestpipe.train.loop import communicator
+    from nestpipe.train.resume import prepare
 
     comm = communicator(job_config)
-    job = prepare(job_config, comm, str(checkpoint))
+    job = prepare(job_config, comm, str(checkpoint), exact=False)
     metrics = measure(job.trainer, job.held_out())
     if comm.rank == 0:
         if json is not None:
@@ -179,6 +207,7 @@ def _show(outcome: TrainResult, ranks: int, plan: str, json: str | None) -> None
             "samples_per_s": outcome.samples_per_s,
             "metrics": outcome.metrics,
             "checkpoint": outcome.checkpoint,
+            "stopped": outcome.stopped,
             "plan": plan,
             "pipeline": asdict(outcome.summary) if outcome.summary else None,
         }
@@ -192,7 +221,9 @@ def _show(outcome: TrainResult, ranks: int, plan: str, json: str | None) -> None
         console().print(summary_table(outcome.summary, plan))
         console().print(summary_lines(outcome.summary), markup=False)
     if outcome.checkpoint:
-        console().print(f"checkpoint: {outcome.checkpoint}", markup=False)
+        console().print(f"checkpoint: {outcome.checkpoint}", markup=False, soft_wrap=True)
+    if outcome.stopped:
+        console().print("stopped by a signal; --resume auto goes on from there", markup=False)
 
 
 def _metrics_table(title: str, figures: dict[str, float]) -> Table:

@@ -12,6 +12,7 @@ import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nestpipe.errors import NestpipeError
@@ -28,7 +29,8 @@ def launch(ranks: int, command: Sequence[str] | Callable[[], object]) -> int:
     The command is a program with its arguments, or a function that a new process can import. It
     finds RANK, WORLD_SIZE, MASTER_ADDR and so on in its environment. Standard output is shown for
     rank 0, standard error for all. When a rank fails the others are told to stop, and the status is
-    that of the first to fail (128 and the signal's number, where a signal ended it).
+    that of the first to fail (128 and the signal's number, where a signal ended it). A signal to
+    this process goes to the ranks; where all of them have saved and ended well, the status is 0.
     """
     # Late: the launcher alone takes a second to import.
     from torch.distributed.elastic.multiprocessing import SignalException
@@ -38,7 +40,7 @@ def launch(ranks: int, command: Sequence[str] | Callable[[], object]) -> int:
     entry, arguments = (_main, [command]) if callable(command) else (command[0], list(command[1:]))
     with (
         tempfile.TemporaryDirectory(prefix="nestpipe-") as folder,
-        _environment(_for_ranks(ranks)),
+        _environment({**_for_ranks(ranks), "NESTPIPE_STOPPED": folder}),
         _quiet_launcher(),
     ):
         try:
@@ -47,7 +49,8 @@ def launch(ranks: int, command: Sequence[str] | Callable[[], object]) -> int:
             _, first = failed.get_first_failure()
             return first.exitcode if first.exitcode > 0 else 128 - first.exitcode
         except SignalException as stopped:
-            return 128 + stopped.sigval
+            saved = list(Path(folder).glob("stopped-*"))
+            return 0 if len(saved) == ranks else 128 + stopped.sigval
     return 0
 
 

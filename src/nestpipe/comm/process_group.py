@@ -63,6 +63,8 @@ def connect(
     device = _device(backend)
     try:
         store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=meet_s)))
+        # Under torchrun the store outlives a restart, with the keys of the attempt before.
+        store = PrefixStore(f"{_attempt()} of {size}", store)
         _meet(PrefixStore("here", store), rank, size, timedelta(seconds=meet_s))
         dist.init_process_group(
             backend,
@@ -87,6 +89,11 @@ def connect(
         groups["hosts"] = _group(everyone, "gloo", timeout_s)
         groups["sums"] = _group(everyone, "nccl", timeout_s)
     return DistributedCommunicator(everyone, device, timeout_s, groups, state)
+
+
+def _attempt() -> str:
+    """Which start of the ranks this is, by the launcher's count."""
+    return f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
 def _group(ranks: Sequence[int], backend: str, timeout_s: float) -> dist.ProcessGroup | None:
@@ -146,6 +153,10 @@ class DistributedCommunicator:
         self._subgroups: list[DistributedCommunicator] = []
         self._sent = dict.fromkeys(NETWORKS, 0)
         """By network: each may have a thread."""
+
+    def where(self) -> str:
+        """In which collective this rank is, for people."""
+        return self._state.sentence()
 
     @property
     def bytes_sent(self) -> int:

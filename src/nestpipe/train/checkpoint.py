@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,9 +32,17 @@ from nestpipe.comm.mesh import Mesh
 from nestpipe.embedding.routing.lists import owner_of
 from nestpipe.embedding.store.protocol import RowStore
 from nestpipe.embedding.table_groups import TableGroup
-from nestpipe.errors import CheckpointError, NestpipeError, RunError
+from nestpipe.errors import (
+    CapacityError,
+    CheckpointError,
+    ConfigError,
+    DataError,
+    NestpipeError,
+    RunError,
+)
 from nestpipe.models import HstuRanker
 
+T = TypeVar("T")
 PART_BYTES = 1 << 26
 """Rows of one file at most, so that loading needs little memory."""
 
@@ -130,22 +138,32 @@ def raise_everywhere(comm: Communicator, do: Callable[[], None]) -> None:
     _raise_first(cast("list[list[str] | None]", comm.all_gather_values(_fault_of(do))))
 
 
+def gathered_from_first(comm: Communicator, value: T) -> T:
+    """What rank 0 has, on every rank."""
+    return cast("list[T]", comm.all_gather_values(value))[0]
+
+
 def _fault_of(do: Callable[[], None]) -> list[str] | None:
     """The kind and the sentence of an error meant for people; others end the run as they are."""
     try:
         do()
     except MemoryError:
-        return ["CheckpointError", "memory is full; free some, or spread tables over more ranks"]
+        return ["CapacityError", "memory is full; free some, or spread tables over more ranks"]
     except NestpipeError as error:
         return [type(error).__name__, str(error)]
     return None
 
 
+_KINDS: Mapping[str, type[NestpipeError]] = {
+    kind.__name__: kind
+    for kind in (CapacityError, CheckpointError, ConfigError, DataError, RunError)
+}
+
+
 def _raise_first(faults: Sequence[list[str] | None]) -> None:
     for fault in faults:
         if fault is not None:
-            kind = RunError if fault[0] == "RunError" else CheckpointError
-            raise kind(fault[1])
+            raise _KINDS.get(fault[0], NestpipeError)(fault[1])
 
 
 def _manifest(
@@ -238,6 +256,7 @@ def load_checkpoint(
     stores: Sequence[RowStore],
     mesh: Mesh,
     optimizer_name: str,
+    dense_name: str = "",
 ) -> RunState:
     """Fill model and stores from a checkpoint that any number of ranks wrote.
 
@@ -247,7 +266,7 @@ def load_checkpoint(
 
     def do() -> None:
         opened = open_noted(checkpoint, tell=mesh.world.rank == 0)
-        _refuse_misfits(opened, groups, optimizer_name)
+        _refuse_misfits(opened, groups, optimizer_name, dense_name)
         _load_dense(opened, opened.dense(), model, dense_optimizer)
         for group, store in zip(groups, stores, strict=True):
             _load_rows(opened, group, store, mesh.shards)
@@ -285,7 +304,9 @@ def _state_of(manifest: Manifest) -> RunState:
     )
 
 
-def _refuse_misfits(checkpoint: Checkpoint, groups: Sequence[TableGroup], optimizer: str) -> None:
+def _refuse_misfits(
+    checkpoint: Checkpoint, groups: Sequence[TableGroup], optimizer: str, dense: str
+) -> None:
     manifest, where = checkpoint.manifest, str(checkpoint.path)
     tables = _declared(manifest.tables)
     if tables != _declared(_about_tables(groups)):
@@ -294,6 +315,11 @@ def _refuse_misfits(checkpoint: Checkpoint, groups: Sequence[TableGroup], optimi
         raise CheckpointError(
             f"the rows of {where!r} carry the state of {manifest.optimizer!r}, not of "
             f"{optimizer!r}; use that row optimizer"
+        )
+    if dense and manifest.dense_optimizer not in ("", dense):
+        raise CheckpointError(
+            f"{where!r} carries the state of the dense optimizer {manifest.dense_optimizer!r}, not "
+            f"of {dense!r}; use that one"
         )
 
 

@@ -16,6 +16,7 @@ from nestpipe.jagged import Jagged
 from nestpipe.models import Auc, HstuRetriever, LogLoss, TargetRank, ranks_of_targets
 from nestpipe.models.protocol import RecModel
 from nestpipe.schedule import PlanOptions, plan
+from nestpipe.train.stopping import STOP
 from nestpipe.train.trainer import Trainer
 
 # Shapes: B samples, N items of the catalogue, D width
@@ -27,12 +28,17 @@ _M = TypeVar("_M", Auc, LogLoss, TargetRank)
 def evaluate(
     trainer: Trainer, source: Source, *, on_batch: Callable[[], None] = lambda: None
 ) -> dict[str, float]:
-    """The metrics that fit the model, over all ranks; every rank gets the same figures."""
+    """The metrics that fit the model, over all ranks; every rank gets the same figures.
+
+    None at all where a rank wants to stop meanwhile.
+    """
     trainer.model.eval()
     with torch.no_grad():
         if isinstance(trainer.model, HstuRetriever):
-            return _evaluate_retrieval(trainer, trainer.model, source, on_batch)
-        return _evaluate_clicks(trainer, source, on_batch)
+            metrics = _evaluate_retrieval(trainer, trainer.model, source, on_batch)
+        else:
+            metrics = _evaluate_clicks(trainer, source, on_batch)
+    return {} if trainer.stopped else metrics
 
 
 def _evaluate_clicks(
@@ -116,7 +122,7 @@ def forward(
     number = 0
     while True:
         batch = next(batches, empty)
-        rows = _look_up(tables, number, batch, keys_of(batch))
+        rows = _look_up(trainer, tables, number, batch, keys_of(batch))
         if rows is None:
             return
         yield batch.to(trainer.device), rows
@@ -124,11 +130,20 @@ def forward(
 
 
 def _look_up(
-    tables: ShardedTables, number: int, batch: Batch, keys: Mapping[str, Jagged]
+    trainer: Trainer,
+    tables: ShardedTables,
+    number: int,
+    batch: Batch,
+    keys: Mapping[str, Jagged],
 ) -> dict[str, Tensor] | None:
-    """The rows of one batch, by the ops of a schedule; None where no rank has samples."""
+    """The rows of one batch, by the ops of a schedule; None where no rank has samples.
+
+    Nor where one wants to stop: all of them learn it here.
+    """
     tables.dedup(number, [keys])
-    if tables.counts(number, batch.size) == 0:
+    samples = tables.counts(number, batch.size + STOP * trainer.stop_wanted())
+    trainer.stopped = trainer.stopped or samples >= STOP
+    if samples == 0 or samples >= STOP:
         return None
     tables.keys(number)
     tables.union(number)

@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import nn
 
+from nestpipe.checkpoint.folder import Retention
 from nestpipe.comm import DEFAULT_TIMEOUT_S, Communicator
 from nestpipe.config import Table, not_negative, positive
 from nestpipe.data import (
@@ -102,6 +103,14 @@ class RunConfig(ExecutionSettings):
     """Folder for checkpoints; empty: none."""
     checkpoint_every: int = 0
     """Write one after every so many batches; 0: at the end."""
+    keep_last: int = 0
+    """Keep the newest so many checkpoints; 0: no rule. Without any rule all are kept."""
+    keep_hours: float = 0.0
+    """Keep checkpoints not older than this; 0: no rule."""
+    keep_best: str = ""
+    """Keep also the checkpoint with the best value of this metric, e.g. `auc`."""
+    grace_s: float = 25.0
+    """After SIGTERM or SIGINT, seconds to finish the batch, save and exit."""
     log: str = ""
     """Folder for TensorBoard; empty: none."""
 
@@ -111,8 +120,14 @@ class RunConfig(ExecutionSettings):
         positive("timeout_s", self.timeout_s)
         if self.timeout_s > MOST_TIMEOUT_S:
             raise ConfigError(f"timeout_s is {self.timeout_s}; give at most {MOST_TIMEOUT_S:,.0f}")
-        for name in ("steps", "eval_every", "checkpoint_every"):
+        for name in ("steps", "eval_every", "checkpoint_every", "keep_last", "keep_hours"):
             not_negative(name, getattr(self, name))
+        positive("grace_s", self.grace_s)
+
+    @property
+    def retention(self) -> Retention:
+        """Which checkpoints stay when a new one is written."""
+        return Retention(last=self.keep_last, hours=self.keep_hours, best=self.keep_best)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,16 +11,17 @@ from pathlib import Path
 from typing import Any, cast
 
 from nestpipe.checkpoint import disk
-from nestpipe.checkpoint.folder import candidates, first_good, readable
+from nestpipe.checkpoint.folder import Retention, candidates, first_good, name_of, prune, verified
 from nestpipe.comm import Communicator, LocalCommunicator, connect
 from nestpipe.data import Ranking
-from nestpipe.errors import CheckpointError, NestpipeError
+from nestpipe.errors import CheckpointError
 from nestpipe.models import HstuRetriever
 from nestpipe.trace import ShortTraceError, Span, Trace
-from nestpipe.train.checkpoint import raise_everywhere
+from nestpipe.train.checkpoint import gathered_from_first, raise_everywhere
 from nestpipe.train.evaluate import evaluate, popularity, popularity_auc
-from nestpipe.train.job import Job, JobConfig, make_job
+from nestpipe.train.job import Job, JobConfig
 from nestpipe.train.ops import StepReport
+from nestpipe.train.stopping import StopRequest
 from nestpipe.train.summary import Summary, Traffic, summarise
 from nestpipe.train.trainer import Trainer, choose_device
 
@@ -43,6 +44,8 @@ class TrainResult:
     """Where the time of a step went; None where the run was too short to say."""
     trace: Trace
     """The last batches, of every rank where ranks are few."""
+    stopped: bool = False
+    """Whether a signal ended it before its time."""
 
 
 def communicator(config: JobConfig) -> Communicator:
@@ -51,32 +54,6 @@ def communicator(config: JobConfig) -> Communicator:
         return LocalCommunicator()
     cuda = choose_device(config.run.device).type == "cuda"
     return connect("nccl" if cuda else "gloo", timeout_s=config.run.timeout_s)
-
-
-def prepare(config: JobConfig, comm: Communicator, checkpoint: str | None) -> Job:
-    """The job of a config; goes on from a checkpoint, or the newest good one of a folder."""
-    if checkpoint is None:
-        return make_job(config, comm)
-
-    def load(found: Path) -> Job:
-        # A load that fails halfway leaves rows behind: each attempt has a trainer of its own.
-        job = make_job(config, comm)
-        try:
-            job.trainer.load(found)
-        except NestpipeError:
-            job.trainer.close()
-            raise
-        return job
-
-    # All ranks try the same ones in the same order, also where one sees a folder late.
-    found = comm.all_gather_values([str(path) for path in candidates(Path(checkpoint))])
-    paths = [Path(path) for path in cast("list[list[str]]", found)[0]]
-    job = first_good(paths, load, tell=comm.rank == 0)
-    if job is None:
-        raise CheckpointError(
-            f"there is no checkpoint in {checkpoint!r}; check its name, or begin without --resume"
-        )
-    return job
 
 
 @contextmanager
@@ -98,9 +75,15 @@ def claimed(folder: str, comm: Communicator) -> Generator[None]:
 
 def train_job(job: Job, tell: Tell) -> TrainResult:
     """Train, evaluate and save as the config says; `tell` hears of every step on rank 0."""
-    with claimed(job.config.run.checkpoint, job.trainer.comm):
-        raise_everywhere(job.trainer.comm, lambda: _refuse_newer(job))
-        return _train(job, tell)
+    run, comm = job.config.run, job.trainer.comm
+    stop = StopRequest(run.grace_s)
+    stop.describe = getattr(comm, "where", stop.describe)
+    with claimed(run.checkpoint, comm):
+        raise_everywhere(comm, lambda: _refuse_newer(job))
+        # Without a place to save there is nothing to wait for.
+        with stop.on_signals() if run.checkpoint else nullcontext():
+            job.trainer.stop_wanted = lambda: stop.wanted
+            return train_steps(job, tell)
 
 
 def _refuse_newer(job: Job) -> None:
@@ -108,15 +91,20 @@ def _refuse_newer(job: Job) -> None:
     folder, step = Path(job.config.run.checkpoint), job.trainer.progress.step
     if not job.config.run.checkpoint or job.trainer.comm.rank != 0:
         return
-    newer = [one.name for one in readable(folder) if one.manifest.step > step]
-    if newer:
+    newer = [path for path in candidates(folder) if path.name > name_of(step)]
+    try:
+        good = first_good(newer, verified, tell=False)
+    except CheckpointError:  # all of them are damaged, and this run writes them again
+        return
+    if good is not None:
         raise CheckpointError(
-            f"{str(folder)!r} already holds {newer[-1]}, and this run begins at step {step}; go on "
+            f"{str(folder)!r} already holds {good.name}, and this run begins at step {step}; go on "
             "from there with --resume, or choose another folder"
         )
 
 
-def _train(job: Job, tell: Tell) -> TrainResult:
+def train_steps(job: Job, tell: Tell) -> TrainResult:
+    """The run itself, in a folder that nobody else writes to; ends early where a rank wants to."""
     config, comm = job.config, job.trainer.comm
     losses: list[float] = []
     samples, seconds = 0, 0.0
@@ -129,10 +117,10 @@ def _train(job: Job, tell: Tell) -> TrainResult:
             tell(report)
 
     metrics: dict[str, float] = {}
-    saved: Path | None = None
+    saved, begun_at = None, _step_on_disk(job)
     writer = _writer(config.run.log, comm.rank)
     with writer or nullcontext():
-        while not _finished(job):
+        while not _finished(job) and not job.trainer.stopped:
             start, epoch = time.perf_counter(), job.trainer.progress.epoch
             job.trainer.fit(
                 job.train,
@@ -141,24 +129,29 @@ def _train(job: Job, tell: Tell) -> TrainResult:
                 on_step=_logged(on_step, writer),
             )
             seconds += time.perf_counter() - start
-            if _eval_due(job, epoch) or _finished(job):
+            if (_eval_due(job, epoch) or _finished(job)) and not job.trainer.stopped:
                 metrics = evaluate(job.trainer, job.held_out())
                 _log_metrics(writer, metrics, job.trainer.progress.step)
             if _due(job, config.run.checkpoint_every):
                 saved = _save(job, metrics) or saved
-    if job.trainer.progress.step != _step_of(saved):
+    step = job.trainer.progress.step
+    if step == begun_at:
+        saved = saved or Path(config.run.checkpoint) / name_of(step)
+    elif step != _step_of(saved):
         saved = _save(job, metrics)
-    metrics |= _baseline(job)
+    if not job.trainer.stopped:
+        metrics |= _baseline(job)
     trace = _gathered_trace(job.trainer)
     tail = losses[-max(1, len(losses) // 10) :]
     outcome = TrainResult(
-        job.trainer.progress.step,
+        step,
         sum(tail) / len(tail) if tail else float("nan"),
         samples / seconds if seconds else 0.0,
         metrics,
         str(saved) if saved else None,
         _summary(job.trainer, trace),
         trace,
+        job.trainer.stopped,
     )
     job.trainer.close()
     return outcome
@@ -194,10 +187,24 @@ def total_steps(job: Job) -> int | None:
 
 def _save(job: Job, metrics: dict[str, float]) -> Path | None:
     """A checkpoint that says by itself how to go on, evaluate and serve."""
-    folder = job.config.run.checkpoint
-    if not folder:
+    run, comm = job.config.run, job.trainer.comm
+    if not run.checkpoint:
         return None
-    return job.trainer.save(folder, config=asdict(job.config), metrics=metrics)
+    saved = job.trainer.save(run.checkpoint, config=asdict(job.config), metrics=metrics)
+
+    def prune_old() -> None:
+        if comm.rank == 0 and run.retention != Retention():
+            prune(Path(run.checkpoint), run.retention, time.time(), protect=[saved.name])
+
+    raise_everywhere(comm, prune_old)
+    return saved
+
+
+def _step_on_disk(job: Job) -> int | None:
+    """The step that a run begins with, where its folder already has that checkpoint."""
+    run, step = job.config.run, job.trainer.progress.step
+    there = run.checkpoint and (Path(run.checkpoint) / name_of(step)).is_dir()
+    return gathered_from_first(job.trainer.comm, step if there else None)
 
 
 def _step_of(saved: Path | None) -> int | None:

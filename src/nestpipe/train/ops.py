@@ -23,6 +23,7 @@ from nestpipe.runtime import StopSignal
 from nestpipe.schedule import Merge
 from nestpipe.schedule.op import Kind, Op
 from nestpipe.train.grad_buckets import GradBuckets
+from nestpipe.train.stopping import STOP
 
 K = Kind
 
@@ -96,7 +97,11 @@ class TrainingWork:
     end: StopSignal = field(default_factory=StopSignal)
     """Where the run ends: at a number of batches, or where no rank has samples left."""
     data_ended: bool = False
-    """Whether it was the data that ended."""
+    """Whether it was the data that ended ..."""
+    stop_wanted: Callable[[], bool] = lambda: False
+    """... or this rank wants to end early ..."""
+    stopped: bool = False
+    """... and some rank did."""
     in_flight: dict[int, TrainingBatch] = field(default_factory=dict[int, TrainingBatch])
     grad_buckets: GradBuckets | None = None
     """Hands dense gradients over where they have a network of their own."""
@@ -152,10 +157,12 @@ class TrainingWork:
     def counts(self, op: Op) -> None:
         state = self.in_flight[op.batch]
         mine = sum(micro.size for micro in state.on_host)
-        state.samples = self.tables.counts(op.batch, mine)
+        total = self.tables.counts(op.batch, mine + STOP * self.stop_wanted())
+        state.samples = total % STOP
         state.asked = self.tables.keys_asked(op.batch)
-        if state.samples == 0:
-            self.data_ended = True
+        if total == 0 or total >= STOP:
+            self.data_ended = state.samples == 0
+            self.stopped = total >= STOP
             self.end.found_at(op.batch)
 
     def retrieve(self, op: Op) -> None:

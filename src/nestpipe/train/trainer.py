@@ -106,6 +106,10 @@ class Trainer:
             else None
         )
         self.progress = Progress()
+        self.stop_wanted: Callable[[], bool] = lambda: False
+        """Asked before each batch: whether to end after those that have begun."""
+        self.stopped = False
+        """Whether some rank wanted that, so that all have ended."""
 
     def placed(self, plan: Plan) -> Plan:
         """The plan as it runs here: beside GPUs, keys and dense sums have networks of their own."""
@@ -140,7 +144,7 @@ class Trainer:
         """
         self.model.train()
         left = steps
-        while self.progress.epoch < epochs and left != 0:
+        while self.progress.epoch < epochs and left != 0 and not self.stopped:
             before = self.progress.step
             epoch_ended = self._fit_epoch(source, left, on_step)
             trained = self.progress.step - before
@@ -186,6 +190,7 @@ class Trainer:
             first_step=self.progress.step,
             on_step=self._counted(on_step, self.progress.step),
             end=StopSignal(most),
+            stop_wanted=self.stop_wanted,
             grad_buckets=self._grad_buckets,
         )
         self._run(work)
@@ -199,6 +204,7 @@ class Trainer:
             position=self.progress.position + trained,
             samples=self.progress.samples + trained * self.settings.batch,
         )
+        self.stopped = work.stopped
         return work.data_ended
 
     def _run(self, work: TrainingWork) -> None:
@@ -285,6 +291,7 @@ class Trainer:
             self.stores,
             self.mesh,
             self.row_optimizer.name,
+            self.settings.dense.optimizer,
         )
         # A checkpoint of format 1 counts batches alone.
         samples = state.position * self.settings.batch if state.samples < 0 else state.samples

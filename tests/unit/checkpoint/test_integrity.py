@@ -19,12 +19,12 @@ import torch
 
 from nestpipe.checkpoint import disk
 from nestpipe.checkpoint.folder import (
-    Checkpoint,
     candidates,
     first_good,
     newest,
     open_checkpoint,
     paths_in,
+    verified,
     write_checkpoint,
 )
 from nestpipe.checkpoint.manifest import DENSE, MANIFEST, Manifest, Parent, read_manifest
@@ -33,7 +33,7 @@ from nestpipe.config import build
 from nestpipe.errors import CheckpointError, NestpipeError, RunError
 from nestpipe.models import HstuConfig, HstuRanker
 from nestpipe.serve.engine.weights import read_weights
-from nestpipe.train import JobConfig, loop
+from nestpipe.train import JobConfig, make_job, train_job
 from support.checkpoints import change_manifest, flip_bit, set_number
 from support.examples import num_examples
 
@@ -66,12 +66,6 @@ def folder(tmp_path: Path) -> Path:
     write(tmp_path, 1)
     write(tmp_path, 2)
     return tmp_path
-
-
-def verified(path: Path) -> Checkpoint:
-    checkpoint = open_checkpoint(path)
-    checkpoint.verify()
-    return checkpoint
 
 
 def test_what_is_written_reads_back(folder: Path):
@@ -360,7 +354,7 @@ def test_a_folder_that_cannot_be_written_is_noticed_before_training(tmp_path: Pa
     )
     steps: list[object] = []
     with pytest.raises(CheckpointError, match=r"cannot write to .*; check the disk"):
-        loop.train_job(loop.prepare(config, LocalCommunicator(), None), steps.append)
+        train_job(make_job(config, LocalCommunicator()), steps.append)
     assert not steps
 
 

@@ -63,12 +63,15 @@ def test_a_run_goes_on_from_its_checkpoint_and_can_be_evaluated(run, tmp_path):
     assert status == 0, said
     assert (folder / "step-00000007" / "manifest.json").exists()
     assert list((tmp_path / "tb").iterdir())
-    status, out, said = run("train", *settings, "--resume", folder, "--json", "-")
+    to_the_end = ("--set", "run.steps=0", "--resume", folder, "--json", "-")
+    status, _, said = run("train", "--set", "rows.lr=0.1", *to_the_end)
+    refused("rows.lr is 0.1 and was 0.05 in step-00000007", status, "", said)
+    status, out, said = run("train", *to_the_end)  # the checkpoint has the rest of its config
     assert status == 0, said
     resumed = json.loads(out)
     assert resumed["steps"] == 16
     assert resumed["metrics"] == json.loads(straight.stdout)["metrics"]
-    status, out, said = run("eval", folder, *SMALL, "--json", "-")
+    status, out, said = run("eval", folder, "--json", "-")
     assert status == 0, said
     assert json.loads(out) == resumed["metrics"]
 

@@ -1,0 +1,241 @@
+"""A run goes on exactly where it was, or is refused with the setting that is in the way."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nestpipe.batch import Batch
+from nestpipe.checkpoint.folder import newest, paths_in
+from nestpipe.checkpoint.manifest import DENSE
+from nestpipe.comm import LocalCommunicator
+from nestpipe.config import build
+from nestpipe.data import DataConfig, SyntheticConfig, open_source
+from nestpipe.errors import CheckpointError, ConfigError
+from nestpipe.train import JobConfig, train_job
+from nestpipe.train.resume import config_in, effect_of, prepare, saved_config
+from support.checkpoints import change_manifest, flip_bit
+from support.thread_ranks import run_ranks
+
+SAMPLES, BATCH = 208, 16
+WORLD: dict[str, dict[str, Any]] = {
+    "data": {"synthetic": {"samples": SAMPLES, "test_samples": 32, "num_tables": 2}},
+    "model": {"dim": 4, "bottom": [8, 4], "top": [8]},
+    "run": {"batch": BATCH, "device": "cpu", "epochs": 2},
+}
+
+
+def job_of(folder: Path | str = "", **sections: dict[str, Any]) -> JobConfig:
+    merged = {
+        name: {**WORLD.get(name, {}), **sections.get(name, {})} for name in {*WORLD, *sections}
+    }
+    merged["run"] = {"checkpoint": str(folder), **merged["run"]}
+    return build(JobConfig, merged)
+
+
+def trained(config: JobConfig, resume: str | None = None, **options: Any):
+    losses: list[float] = []
+    job = prepare(config, LocalCommunicator(), resume, **options)
+    outcome = train_job(job, lambda report: losses.append(report.loss))
+    return outcome, losses
+
+
+def contents(path: Path) -> dict[str, Any]:
+    """All tensors of a checkpoint."""
+    good = newest(path)
+    assert good is not None
+    rows = {
+        (table["name"], int(key)): row
+        for table in good.manifest.tables
+        for keys, rows in good.rows(table["name"])
+        for key, row in zip(keys, rows, strict=True)
+    }
+    return {**good.dense(), **{str(name): row for name, row in rows.items()}}
+
+
+def assert_same(one: Path, other: Path) -> None:
+    ours, theirs = contents(one), contents(other)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert torch.equal(tensor, theirs[name]), name
+
+
+def test_one_launch_line_begins_and_goes_on_bit_for_bit(tmp_path: Path):
+    straight, losses = trained(job_of(tmp_path / "straight"), "auto")
+    first, begun = trained(job_of(tmp_path / "run", run={"steps": 5}), "auto")
+    assert first.steps == 5
+    last, rest = trained(job_of(tmp_path / "run"), "auto")
+    assert last.steps == straight.steps == 26
+    assert begun + rest == losses
+    assert_same(tmp_path / "run", tmp_path / "straight")
+    again, none = trained(job_of(tmp_path / "run"), "auto")
+    assert (again.steps, none, again.checkpoint) == (26, [], last.checkpoint)
+
+
+def test_the_newest_good_checkpoint_is_gone_on_from(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    trained(job_of(tmp_path / "straight"))
+    trained(job_of(tmp_path / "run", run={"checkpoint_every": 5, "steps": 15}))
+    flip_bit(tmp_path / "run" / "step-00000015" / DENSE, 5000)
+    outcome, losses = trained(job_of(tmp_path / "run"), "auto")
+    assert "skipped step-00000015" in caplog.text
+    assert len(losses) == 16
+    assert outcome.steps == 26
+    assert_same(tmp_path / "run", tmp_path / "straight")
+
+
+def test_a_fresh_start_in_a_folder_with_checkpoints_is_refused(tmp_path: Path):
+    trained(job_of(tmp_path, run={"steps": 3}))
+    with pytest.raises(CheckpointError, match=r"already holds step-00000003.*--resume"):
+        trained(job_of(tmp_path))
+    with pytest.raises(ConfigError, match=r"run\.checkpoint is empty"):
+        trained(job_of(), "auto")
+    with pytest.raises(CheckpointError, match="there is no checkpoint in"):
+        trained(job_of(tmp_path), str(tmp_path / "other"))
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("run", "batch", 8),
+        ("run", "seed", 1),
+        ("rows", "lr", 0.1),
+        ("rows", "eps", 1e-3),
+        ("dense", "lr", 0.1),
+        ("model", "init_std", 0.1),
+        ("model", "top", [9]),
+        ("data", "shuffle", False),
+        ("data", "synthetic", {"samples": SAMPLES, "num_tables": 2, "seed": 5}),
+        ("pipeline", "comm_dtype", "bfloat16"),
+    ],
+)
+def test_a_changed_setting_that_changes_results_is_named(
+    tmp_path: Path, section: str, key: str, value: object
+):
+    trained(job_of(tmp_path, run={"steps": 3}))
+    with pytest.raises(ConfigError, match=rf"{section}\.{key}[\w.]* is .* and was .*--override"):
+        trained(job_of(tmp_path, **{section: {key: value}}), "auto")
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "says"),
+    [
+        ("pipeline", "micro_batches", 2, "changes only the order of sums"),
+        ("pipeline", "plan", "nested", ""),
+        ("run", "in_place", False, ""),
+        ("run", "checkpoint_every", 4, ""),
+    ],
+)
+def test_speed_may_change_and_sums_are_noted(
+    tmp_path: Path,
+    section: str,
+    key: str,
+    value: object,
+    says: str,
+    caplog: pytest.LogCaptureFixture,
+):
+    trained(job_of(tmp_path, run={"steps": 3}))
+    outcome, _ = trained(job_of(tmp_path, **{section: {key: value}}), "auto")
+    assert outcome.steps == 26
+    assert says in caplog.text
+    assert bool(caplog.text) == bool(says)
+
+
+def test_every_key_of_a_section_that_may_change_exists():
+    from nestpipe.train import resume
+
+    for table in (resume._RESULTS, resume._SUMS):
+        for section, keys in table.items():
+            known = {f.name for f in fields(getattr(JobConfig(), section))}
+            assert keys <= known, section
+    assert effect_of("rows.lr") == "results"
+    assert effect_of("data.test_path") == "none"
+    assert effect_of("run.device") == "sums"
+
+
+@pytest.mark.parametrize("optimizer", ["dense", "rows"])
+def test_another_optimizer_is_refused_even_when_overridden(tmp_path: Path, optimizer: str):
+    trained(job_of(tmp_path, run={"steps": 3}))
+    other = {optimizer: {"optimizer": "sgd"}}
+    with pytest.raises(CheckpointError, match=r"carr.*the state of"):
+        trained(job_of(tmp_path, **other), "auto", override=True)
+
+
+class Noted:
+    """A source that notes the labels it deals, in order."""
+
+    def __init__(self) -> None:
+        world = SyntheticConfig(samples=SAMPLES, test_samples=32, num_tables=2)
+        self.source = open_source(DataConfig(synthetic=world))
+        self.seen: list[float] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.source, name)
+
+    def batches(self, **given: Any) -> Iterator[Batch]:
+        for batch in self.source.batches(**given):
+            self.seen += batch.dense["features"].sum(1).tolist()
+            yield batch
+
+
+@pytest.mark.parametrize("batch", [8, 24, 7])
+def test_another_batch_size_goes_on_at_the_right_sample(
+    tmp_path: Path, batch: int, caplog: pytest.LogCaptureFixture
+):
+    trained(job_of(tmp_path, run={"steps": 5}))
+    config = job_of(tmp_path, run={"batch": batch, "epochs": 1})
+    job = prepare(config, LocalCommunicator(), "auto", override=True)
+    assert f"run.batch is {batch} instead of {BATCH}, which changes results" in caplog.text
+    source, whole = Noted(), Noted()
+    job.trainer.fit(source)  # type: ignore[arg-type]
+    list(whole.batches(global_batch=SAMPLES, rank=0, ranks=1, seed=0))
+    assert source.seen == whole.seen[5 * BATCH :]
+    assert job.trainer.progress.epoch == 1
+
+
+def test_a_checkpoint_holds_its_config(tmp_path: Path):
+    config = job_of(tmp_path, rows={"lr": 0.123}, run={"steps": 2})
+    trained(config)
+    good = newest(tmp_path)
+    assert good is not None
+    assert saved_config(good.manifest, good.path) == config
+    assert build(JobConfig, config_in(str(tmp_path))) == config
+    assert config_in(str(tmp_path / "nothing")) == {}
+    change_manifest(good.path, config={**asdict(config), "rows": {"colour": 1}})
+    with pytest.raises(CheckpointError, match=r"unknown key rows\.'colour'"):
+        trained(config, "auto")
+
+
+def test_several_ranks_refuse_alike(tmp_path: Path):
+    trained(job_of(tmp_path, run={"steps": 3}))
+
+    def one(comm: Any) -> str:
+        with pytest.raises(ConfigError) as caught:
+            prepare(job_of(tmp_path, rows={"lr": 0.1}), comm, "auto")
+        return str(caught.value)
+
+    assert len(set(run_ranks(2, one))) == 1
+
+
+def test_old_checkpoints_go_and_the_best_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from nestpipe.train import loop
+
+    values = iter([0.5, 0.9, 0.6, 0.7, 0.8])
+    monkeypatch.setattr(loop, "evaluate", lambda trainer, source: {"auc": next(values)})
+    every = {"eval_every": 2, "checkpoint_every": 2, "steps": 10, "keep_last": 2}
+    trained(job_of(tmp_path, run={**every, "keep_best": "auc"}))
+    names = [path.name for path in paths_in(tmp_path)]
+    assert names == ["step-00000004", "step-00000008", "step-00000010"]
+
+
+def test_without_a_rule_all_checkpoints_stay(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.DEBUG)
+    trained(job_of(tmp_path, run={"checkpoint_every": 3, "steps": 9}))
+    assert len(paths_in(tmp_path)) == 3
