@@ -18,6 +18,7 @@ COUNTS = {
     "many": 150,
     "most": 300,
     "bit flips": 200,
+    "restarts": 2,
 }
 """Slow worlds take few; what costs microseconds takes many."""
 PROFILES = {"default": 1, "long": 20}

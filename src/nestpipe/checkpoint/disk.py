@@ -66,7 +66,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> WrittenFile:
     """A new safetensors file; numbers that are not finite are refused."""
     for name, tensor in tensors.items():
         refuse_non_finite(tensor, f"{name} of {path.name}")
-    return write_bytes(path, _safetensors(tensors))
+    # Sorted: equal tensors make equal files.
+    return write_bytes(path, _safetensors(dict(sorted(tensors.items()))))
 
 
 def refuse_non_finite(tensor: Tensor, what: str) -> None:

@@ -22,6 +22,7 @@ from nestpipe.cli.bench import (
 )
 from nestpipe.cli.bench_pipeline import bench_pipeline
 from nestpipe.cli.bench_relay import bench_relay
+from nestpipe.cli.checkpoint import checkpoint_app
 from nestpipe.cli.data import data_app
 from nestpipe.cli.draw import check, draw
 from nestpipe.cli.load import load
@@ -40,6 +41,7 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command("eval")(evaluate)
+app.add_typer(checkpoint_app, name="checkpoint")
 app.command()(verify)
 app.command()(load)
 app.command()(draw)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from nestpipe.checkpoint import disk
+from nestpipe.checkpoint.contents import PART_BYTES
 from nestpipe.checkpoint.folder import Checkpoint, counted, name_of, open_noted, rows_file
 from nestpipe.checkpoint.manifest import (
     DENSE,
@@ -43,8 +44,6 @@ from nestpipe.errors import (
 from nestpipe.models import HstuRanker
 
 T = TypeVar("T")
-PART_BYTES = 1 << 26
-"""Rows of one file at most, so that loading needs little memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
+from nestpipe.checkpoint.contents import flat
 from nestpipe.checkpoint.folder import candidates, first_good, open_checkpoint, open_noted
 from nestpipe.checkpoint.manifest import Manifest
 from nestpipe.comm import Communicator
@@ -76,16 +77,8 @@ def config_in(path: str) -> Mapping[str, Any]:
 
 def changes(config: JobConfig, saved: JobConfig) -> dict[str, tuple[object, object]]:
     """Settings that differ, by their full name: what they were, what they are."""
-    now, then = _flat(asdict(config)), _flat(asdict(saved))
+    now, then = flat(asdict(config)), flat(asdict(saved))
     return {key: (then[key], now[key]) for key in now if now[key] != then[key]}
-
-
-def _flat(values: Mapping[str, Any], where: str = "") -> dict[str, object]:
-    found: dict[str, object] = {}
-    for key, value in values.items():
-        name = f"{where}{key}"
-        found |= _flat(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
-    return found
 
 
 def refuse_changes(config: JobConfig, manifest: Manifest, where: Path, *, override: bool) -> None:

@@ -1,0 +1,256 @@
+"""`nestpipe checkpoint`: look at checkpoints, verify, prune, compare and export them."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from nestpipe.cli.options import JsonFile
+from nestpipe.cli.output import STDOUT, console, figures_table, write_json
+from nestpipe.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from nestpipe.checkpoint.folder import Checkpoint
+
+checkpoint_app = typer.Typer(
+    help="Look at checkpoints, verify, prune, compare and export them.",
+    rich_markup_mode=None,
+    no_args_is_help=True,
+)
+
+FolderPath = Annotated[Path, typer.Argument(metavar="FOLDER", help="A folder of checkpoints.")]
+CheckpointPath = Annotated[
+    Path, typer.Argument(metavar="PATH", help="A checkpoint, or a folder: its newest good one.")
+]
+
+
+@checkpoint_app.command("ls")
+def list_checkpoints(folder: FolderPath, json: JsonFile = None) -> None:
+    """List the checkpoints of a folder; files are compared by size, not read.
+
+    Example: nestpipe checkpoint ls runs/today
+    """
+    from nestpipe.checkpoint.folder import open_checkpoint, paths_in
+
+    found: list[dict[str, Any]] = []
+    for path in _some(paths_in(folder), folder):
+        try:
+            found.append(_facts(open_checkpoint(path)))
+        except CheckpointError as error:
+            found.append({"name": path.name, "damage": str(error)})
+    if json is not None:
+        write_json(json, found)
+    if json == STDOUT:
+        return
+    columns = ("kind", "epoch", "rows", "MB", "ranks", "written")
+    table = figures_table(str(folder), "", "checkpoint", columns)
+    for facts in found:
+        cells = ["damaged", *[""] * 5] if "damage" in facts else _cells(facts)
+        table.add_row(facts["name"], *cells)
+    console().print(table)
+    for facts in found:
+        if "damage" in facts:
+            console().print(facts["damage"], markup=False, soft_wrap=True)
+
+
+@checkpoint_app.command()
+def show(path: CheckpointPath, json: JsonFile = None) -> None:
+    """Show what a checkpoint says of itself: progress, tables, metrics and config.
+
+    Example: nestpipe checkpoint show runs/today/step-00001000
+    """
+    from nestpipe.checkpoint.contents import flat
+
+    checkpoint = _newest(path)
+    facts = _facts(checkpoint)
+    if json is not None:
+        write_json(json, {**facts, "config": checkpoint.manifest.config})
+    if json == STDOUT:
+        return
+    for name, value in {**facts, **flat(checkpoint.manifest.config)}.items():
+        console().print(f"{name} = {value}", markup=False, soft_wrap=True)
+
+
+@checkpoint_app.command()
+def verify(
+    path: Annotated[Path, typer.Argument(help="A checkpoint, or a folder: all of them.")],
+    json: JsonFile = None,
+) -> None:
+    """Read every file and compare it with its hash; exit status 1 where one is damaged.
+
+    Example: nestpipe checkpoint verify runs/today
+    """
+    from nestpipe.checkpoint.folder import candidates, verified
+
+    found: dict[str, str | None] = {}
+    began, num_bytes = time.monotonic(), 0
+    for each in _some(candidates(path), path):
+        try:
+            num_bytes += verified(each).manifest.num_bytes
+            found[each.name] = None
+        except CheckpointError as error:
+            found[each.name] = str(error)
+    if json is not None:
+        write_json(json, found)
+    if json != STDOUT:
+        for name, damage in sorted(found.items()):
+            console().print(f"{name}: {damage or 'good'}", markup=False, soft_wrap=True)
+        seconds = time.monotonic() - began
+        console().print(f"{num_bytes / 1e6:,.0f} MB good, read in {seconds:.1f} s", markup=False)
+    if any(found.values()):
+        raise typer.Exit(1)
+
+
+@checkpoint_app.command()
+def prune(
+    folder: FolderPath,
+    keep_last: Annotated[int, typer.Option(min=0, help="Keep the newest N.")] = 0,
+    keep_hours: Annotated[float, typer.Option(min=0, help="Keep those not older.")] = 0.0,
+    keep_best: Annotated[str, typer.Option(help="Keep the best by this metric.")] = "",
+    damaged: Annotated[
+        bool, typer.Option("--damaged", help="Remove those that do not verify, and only those.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go.")] = False,
+) -> None:
+    """Remove checkpoints that no rule keeps; the newest, and parents of increments, always stay.
+
+    Example: nestpipe checkpoint prune runs/today --keep-last 3 --keep-best auc
+    """
+    from nestpipe.checkpoint import disk
+    from nestpipe.checkpoint.folder import Retention, paths_in, readable, verified
+    from nestpipe.checkpoint.folder import prune as remove
+
+    rules = Retention(last=keep_last, hours=keep_hours, best=keep_best)
+    _some(paths_in(folder), folder)
+    with disk.locked(folder):
+        if damaged:
+            gone = [path for path in paths_in(folder) if _is_damaged(path, verified)]
+            for path in gone if not dry_run else ():
+                disk.remove_folder(path)
+        elif dry_run:
+            found = readable(folder)
+            kept = rules.kept(found, time.time())
+            gone = [one.path for one in found if one.name not in kept]
+        else:
+            gone = remove(folder, rules, time.time())
+    for path in gone:
+        verb = "would remove" if dry_run else "removed"
+        console().print(f"{verb} {path.name}", markup=False)
+    console().print(f"{len(gone)} checkpoints, {len(paths_in(folder))} in the folder")
+
+
+@checkpoint_app.command()
+def diff(one: CheckpointPath, other: CheckpointPath, json: JsonFile = None) -> None:
+    """Compare settings, dense tensors and rows; exit status 1 where a number differs.
+
+    Example: nestpipe checkpoint diff runs/a runs/b
+    """
+    from nestpipe.checkpoint.contents import difference
+
+    found = difference(_newest(one), _newest(other))
+    if json is not None:
+        write_json(json, {**asdict(found), "same_state": found.same_state})
+    if json != STDOUT:
+        for name, (ours, theirs) in found.settings.items():
+            console().print(f"{name}: {ours} and {theirs}", markup=False, soft_wrap=True)
+        for name, most in found.tensors.items():
+            console().print(f"{name}: differs by at most {most:.3g}", markup=False)
+        for name, of in found.rows.items():
+            console().print(
+                f"{name}: {of.changed:,} of {of.common:,} common rows differ; "
+                f"{of.only_first:,} and {of.only_second:,} are in one only",
+                markup=False,
+                soft_wrap=True,
+            )
+        console().print("the same bits" if found.same_state else "different", markup=False)
+    if not found.same_state:
+        raise typer.Exit(1)
+
+
+@checkpoint_app.command()
+def export(
+    path: CheckpointPath,
+    folder: Annotated[Path, typer.Argument(help="A new folder for the files.")],
+) -> None:
+    """Write weights as plain safetensors: dense ones, and keys with weights of each table.
+
+    Example: nestpipe checkpoint export runs/today weights
+    """
+    from nestpipe.checkpoint import contents
+
+    for file in contents.export(_newest(path), folder):
+        console().print(str(file), markup=False, soft_wrap=True)
+
+
+@checkpoint_app.command()
+def compact(path: CheckpointPath) -> None:
+    """Write an increment anew as a full checkpoint, in its place; its parents may go then.
+
+    Example: nestpipe checkpoint compact runs/today/step-00001000
+    """
+    from nestpipe.checkpoint import contents
+
+    checkpoint = _newest(path)
+    contents.compact(checkpoint.path)
+    console().print(f"{checkpoint.name} is full", markup=False)
+
+
+def _newest(path: Path) -> Checkpoint:
+    from nestpipe.checkpoint.folder import newest
+
+    found = newest(path)
+    if found is None:
+        raise CheckpointError(f"there is no checkpoint in '{path}'; check its name")
+    return found
+
+
+def _some(paths: list[Path], folder: Path) -> list[Path]:
+    if not paths:
+        raise CheckpointError(f"there is no checkpoint in '{folder}'; check its name")
+    return paths
+
+
+def _is_damaged(path: Path, verified: Any) -> bool:
+    try:
+        verified(path)
+    except CheckpointError:
+        return True
+    return False
+
+
+def _facts(checkpoint: Checkpoint) -> dict[str, Any]:
+    manifest = checkpoint.manifest
+    return {
+        "name": checkpoint.name,
+        "kind": "increment" if checkpoint.parents else "full",
+        "parents": [one.name for one in checkpoint.parents],
+        "step": manifest.step,
+        "epoch": manifest.epoch,
+        "samples": manifest.samples,
+        "rows": manifest.num_rows,
+        "bytes": manifest.num_bytes,
+        "ranks": manifest.ranks,
+        "optimizer": manifest.optimizer,
+        "dense_optimizer": manifest.dense_optimizer,
+        "tables": list(manifest.tables),
+        "metrics": manifest.metrics,
+        "created": manifest.created,
+    }
+
+
+def _cells(facts: dict[str, Any]) -> list[str]:
+    written = datetime.fromtimestamp(facts["created"]).strftime("%Y-%m-%d %H:%M:%S")
+    size = f"{facts['bytes'] / 1e6:,.1f}"
+    return [
+        facts["kind"],
+        str(facts["epoch"]),
+        f"{facts['rows']:,}",
+        size,
+        str(facts["ranks"]),
+        written,
+    ]
