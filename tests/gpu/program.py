@@ -9,9 +9,8 @@ import sys
 import torch
 
 from nestpipe.config import build, override
-from nestpipe.train.job import JobConfig
+from nestpipe.train.job import JobConfig, prepare
 from nestpipe.train.loop import communicator
-from nestpipe.train.resume import prepare
 
 SETTINGS = (
     "run.batch=256",

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nestpipe.checkpoint.contents import difference
-from nestpipe.checkpoint.folder import Checkpoint, newest
+from nestpipe.checkpoint.folder import Checkpoint, difference, newest
 from ranks.restart_program import STEPS
 from support.examples import num_examples
 

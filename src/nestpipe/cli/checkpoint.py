@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nestpipe.cli.options import JsonFile
-from nestpipe.cli.output import STDOUT, console, figures_table, write_json
+from nestpipe.cli.options import STDOUT, JsonFile, console, figures_table, write_json
 from nestpipe.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -64,7 +63,7 @@ def show(path: CheckpointPath, json: JsonFile = None) -> None:
 
     Example: nestpipe checkpoint show runs/today/step-00001000
     """
-    from nestpipe.checkpoint.contents import flat
+    from nestpipe.checkpoint.folder import flat
 
     checkpoint = _newest(path)
     facts = _facts(checkpoint)
@@ -150,7 +149,7 @@ def diff(one: CheckpointPath, other: CheckpointPath, json: JsonFile = None) -> N
 
     Example: nestpipe checkpoint diff runs/a runs/b
     """
-    from nestpipe.checkpoint.contents import difference
+    from nestpipe.checkpoint.folder import difference
 
     found = difference(_newest(one), _newest(other))
     if json is not None:
@@ -181,9 +180,9 @@ def export(
 
     Example: nestpipe checkpoint export runs/today weights
     """
-    from nestpipe.checkpoint import contents
+    from nestpipe.checkpoint import folder as checkpoints
 
-    for file in contents.export(_newest(path), folder):
+    for file in checkpoints.export(_newest(path), folder):
         console().print(str(file), markup=False, soft_wrap=True)
 
 
@@ -193,10 +192,10 @@ def compact(path: CheckpointPath) -> None:
 
     Example: nestpipe checkpoint compact runs/today/step-00001000
     """
-    from nestpipe.checkpoint import contents
+    from nestpipe.checkpoint import folder as checkpoints
 
     checkpoint = _newest(path)
-    contents.compact(checkpoint.path)
+    checkpoints.compact(checkpoint.path)
     console().print(f"{checkpoint.name} is full", markup=False)
 
 

@@ -134,7 +134,7 @@ def read_job(
     job = build(JobConfig, given, overrides=settings or [])
     if config is not None or checkpoint is None:
         return job
-    from nestpipe.train.resume import AUTO, config_in
+    from nestpipe.train.job import AUTO, config_in
 
     saved = config_in(job.run.checkpoint if checkpoint == AUTO else checkpoint)
     return build(JobConfig, saved, overrides=settings or [])

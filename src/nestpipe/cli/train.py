@@ -80,9 +80,9 @@ def train(
     if starts_ranks(ranks):
         raise typer.Exit(launch_ranks(ranks))
     quieten()
+    from nestpipe.comm.peer_failure import mark_stopped
+    from nestpipe.train.job import prepare
     from nestpipe.train.loop import claimed, communicator
-    from nestpipe.train.resume import prepare
-    from nestpipe.train.stopping import mark_stopped
 
     comm = communicator(job_config)
     with claimed(job_config.run.checkpoint, comm):
@@ -128,8 +128,8 @@ def evaluate(
         raise typer.Exit(launch_ranks(ranks))
     quieten()
     from nestpipe.train.evaluate import evaluate as measure
+    from nestpipe.train.job import prepare
     from nestpipe.train.loop import communicator
-    from nestpipe.train.resume import prepare
 
     comm = communicator(job_config)
     job = prepare(job_config, comm, str(checkpoint), exact=False)

@@ -18,8 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from nestpipe.checkpoint import disk
-from nestpipe.checkpoint.contents import PART_BYTES
-from nestpipe.checkpoint.folder import Checkpoint, counted, name_of, open_noted, rows_file
+from nestpipe.checkpoint.folder import (
+    PART_BYTES,
+    Checkpoint,
+    counted,
+    name_of,
+    open_noted,
+    rows_file,
+)
 from nestpipe.checkpoint.manifest import (
     DENSE,
     FileEntry,

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from nestpipe.batch import Batch
 from nestpipe.comm import Communicator
+from nestpipe.comm.peer_failure import STOP
 from nestpipe.data import HISTORY, TARGET, Ranking, Source
 from nestpipe.embedding.sharded import ShardedTables
 from nestpipe.jagged import Jagged
 from nestpipe.models import Auc, HstuRetriever, LogLoss, TargetRank, ranks_of_targets
 from nestpipe.models.protocol import RecModel
 from nestpipe.schedule import PlanOptions, plan
-from nestpipe.train.stopping import STOP
 from nestpipe.train.trainer import Trainer
 
 # Shapes: B samples, N items of the catalogue, D width

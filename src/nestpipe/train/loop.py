@@ -13,6 +13,7 @@ from typing import Any, cast
 from nestpipe.checkpoint import disk
 from nestpipe.checkpoint.folder import Retention, candidates, first_good, name_of, prune, verified
 from nestpipe.comm import Communicator, LocalCommunicator, connect
+from nestpipe.comm.peer_failure import StopRequest
 from nestpipe.data import Ranking
 from nestpipe.errors import CheckpointError
 from nestpipe.models import HstuRetriever
@@ -21,7 +22,6 @@ from nestpipe.train.checkpoint import gathered_from_first, raise_everywhere
 from nestpipe.train.evaluate import evaluate, popularity, popularity_auc
 from nestpipe.train.job import Job, JobConfig
 from nestpipe.train.ops import StepReport
-from nestpipe.train.stopping import StopRequest
 from nestpipe.train.summary import Summary, Traffic, summarise
 from nestpipe.train.trainer import Trainer, choose_device
 

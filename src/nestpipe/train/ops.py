@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from nestpipe.batch import Batch
 from nestpipe.comm.mesh import Mesh
+from nestpipe.comm.peer_failure import STOP
 from nestpipe.data.clustering import How, micro_batches
 from nestpipe.embedding.sharded import ShardedTables
 from nestpipe.errors import LossError
@@ -23,7 +24,6 @@ from nestpipe.runtime import StopSignal
 from nestpipe.schedule import Merge
 from nestpipe.schedule.op import Kind, Op
 from nestpipe.train.grad_buckets import GradBuckets
-from nestpipe.train.stopping import STOP
 
 K = Kind
 

@@ -11,8 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nestpipe.checkpoint.contents import compact, merged_rows
-from nestpipe.checkpoint.folder import open_checkpoint, paths_in, verified
+from nestpipe.checkpoint.folder import compact, merged_rows, open_checkpoint, paths_in, verified
 from nestpipe.checkpoint.manifest import DENSE, Parent, read_manifest
 from nestpipe.cli.app import main
 from support.checkpoints import change_manifest, flip_bit

@@ -19,7 +19,7 @@ from nestpipe.config import build
 from nestpipe.data import DataConfig, SyntheticConfig, open_source
 from nestpipe.errors import CheckpointError, ConfigError
 from nestpipe.train import JobConfig, train_job
-from nestpipe.train.resume import config_in, effect_of, prepare, saved_config
+from nestpipe.train.job import config_in, effect_of, prepare, saved_config
 from support.checkpoints import change_manifest, flip_bit
 from support.thread_ranks import run_ranks
 
@@ -149,7 +149,7 @@ def test_speed_may_change_and_sums_are_noted(
 
 
 def test_every_key_of_a_section_that_may_change_exists():
-    from nestpipe.train import resume
+    from nestpipe.train import job as resume
 
     for table in (resume._RESULTS, resume._SUMS):
         for section, keys in table.items():

@@ -16,7 +16,7 @@ import pytest
 
 from nestpipe.comm import LocalCommunicator
 from nestpipe.train import loop, train_job
-from nestpipe.train.resume import prepare
+from nestpipe.train.job import prepare
 from support.thread_ranks import run_ranks
 from unit.train.test_resume import assert_same, job_of, trained
 
@@ -79,7 +79,7 @@ def test_what_takes_too_long_or_is_told_twice_ends_at_once(again: bool):
     """In a process of its own, which never asks whether it should stop."""
     program = f"""
 import os, signal, sys, time
-from nestpipe.train import stopping
+from nestpipe.comm import peer_failure as stopping
 stopping.AGAIN_S = 0.0
 stop = stopping.StopRequest({100.0 if again else 0.2})
 with stop.on_signals():
