@@ -237,7 +237,8 @@ def store_rows(trainer: Trainer, batches: Sequence[Batch]) -> None:
     names = trainer.table_names
     rows_KW = torch.full((CHUNK, store.layout.width), 0.01)
     for number, name in enumerate(names):
-        every_K = torch.cat([batch.sparse[name].values for batch in batches]).unique()
+        asked = torch.cat([batch.sparse[name].values for batch in batches])
+        every_K = asked.to(trainer.device).unique().cpu()
         for keys_K in every_K.split(CHUNK):
             counts = [len(keys_K) if table == number else 0 for table in range(len(names))]
             store.scatter(keys_K, counts, rows_KW[: len(keys_K)])
@@ -310,7 +311,6 @@ def make_peer(case: EmbeddingCase, device: torch.device) -> tuple[str, nn.Module
         eps=settings.eps,
         pooling_mode=PoolingMode.NONE,
         cache_load_factor=case.share,
-        device=device,
     )
     shares = f" {100 * case.share:g} %" if place == "MANAGED_CACHING" else ""
     return f"TBE {place.lower()}{shares}", tables
