@@ -9,6 +9,7 @@ import pytest
 from nestpipe.schedule import (
     PLANS,
     Exchange,
+    Kind,
     Merge,
     Plan,
     PlanOptions,
@@ -21,7 +22,9 @@ from nestpipe.schedule import (
     with_separate_dense_group,
     with_separate_key_group,
 )
+from nestpipe.schedule.effects import CARRIES
 from support.examples import num_examples
+from support.toy_memory import do_collective, do_local, new_world
 from support.toy_schedule import Interpreter, Outcome, ToyData
 
 BATCHES = 8
@@ -189,6 +192,29 @@ def test_any_legal_order_of_a_shared_window_matches_serial(
         "serial", PlanOptions(micro_batches=micro_batches, exchange=Exchange.WINDOW)
     )
     assert seeds_that_end_elsewhere(run, serial, random_data(micro_batches), SEEDS) == {}
+
+
+def test_rows_leave_the_toy_pool_and_come_back() -> None:
+    """Else nothing of the above would say anything about a pool."""
+    came_back = 0
+    for seed in range(20):
+        schedule = plan(
+            "serial", PlanOptions(micro_batches=4, retrieval=Retrieval.POOLED)
+        ).schedule(BATCHES)
+        data = random_data(4)(seed)
+        world = new_world(schedule.shape, data.keys, 1, CARRIES)
+        left: set[tuple[int, int]] = set()
+        for op in schedule.ops:
+            if op.collective:
+                do_collective(world, world.ranks, op)
+                continue
+            for rank in world.ranks:
+                do_local(world, rank, op)
+                if op.kind is Kind.UNION:
+                    slot = op.batch % schedule.shape.slots
+                    came_back += sum((rank.number, key) in left for key in rank.absent[slot])
+                    left |= {(rank.number, key) for key in rank.victims[slot]}
+    assert came_back > 100
 
 
 @every_exact_plan

@@ -203,7 +203,31 @@ REPLICA_CASES = [
     for every, merge in ((1, Merge.EXACT), (3, Merge.AVERAGED))
 ]
 """Replicas are merged on GPUs."""
-MORE_CASES = [*WINDOW_CASES, *EARLY_CASES, *THIRD_CASES, *SEPARATE_CASES, *REPLICA_CASES]
+POOL_CASES = [
+    Case(
+        name,
+        PlanOptions(
+            micro_batches=2,
+            retrieval=Retrieval.POOLED,
+            exchange=Exchange.WINDOW,
+            merge_every=every,
+            merge=merge,
+        ),
+    )
+    for name in PLANS
+    if name != "stale_prefetch"
+    for every, merge in ((1, Merge.EXACT), (2, Merge.AVERAGED), (0, Merge.AVERAGED))
+    if every or name in ("sparse_dist", "dual_buffer")  # the others are above
+]
+"""Rows stay in a pool, and micro-batches share those that came."""
+MORE_CASES = [
+    *WINDOW_CASES,
+    *EARLY_CASES,
+    *THIRD_CASES,
+    *SEPARATE_CASES,
+    *REPLICA_CASES,
+    *POOL_CASES,
+]
 
 
 def in_pairs(cases: list[Case]) -> Iterator[Case]:

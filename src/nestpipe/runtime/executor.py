@@ -78,6 +78,7 @@ def _make_room(batch: int, shape: Shape, done: dict[Op, Event]) -> None:
     if retired.batch >= 0:
         done[retired].wait()
     # The oldest batch that still gets ops lies `lookahead` behind; edges reach `lookahead + 1`.
+    # With a pool it lies one further behind, but it gets a write-back only, whose edges reach 1.
     oldest = batch - 2 * shape.lookahead - 1
     for op in [op for op in done if op.batch < oldest]:
         del done[op]

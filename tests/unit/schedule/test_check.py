@@ -190,6 +190,66 @@ def test_a_later_value_of_a_row_must_be_stored_last() -> None:
     assert violation.missing == gone
 
 
+# One test per edge that only a pool has
+
+
+POOL_EDGES = [
+    (
+        edge("update 0", "rows 1.0"),
+        "freshness",
+        "`rows 1.0` can read rows that `update 0` has not written; "
+        "make `rows 1.0` wait for `update 0`",
+    ),
+    (
+        edge("union 1", "union 2"),
+        "data before use",
+        "`union 2` can read the index of the pool before `union 1` has run; "
+        "make `union 2` wait for `union 1`",
+    ),
+    (
+        edge("union 3", "writeback 1"),
+        "data before use",
+        "`writeback 1` can read the keys of the working set before `union 3` has run; "
+        "make `writeback 1` wait for `union 3`",
+    ),
+    (
+        edge("writeback 1", "retrieve 3"),
+        "safe buffer reuse",
+        "`retrieve 3` can overwrite the rows in the device buffer before `writeback 1` is done "
+        "with them; make `retrieve 3` wait for `writeback 1`",
+    ),
+    (
+        edge("writeback 0", "writeback 1"),
+        "freshness",
+        "`writeback 0` can overwrite in host memory what `writeback 1` has stored; "
+        "make `writeback 1` wait for `writeback 0`",
+    ),
+    (
+        edge("update 5", "writeback 5"),
+        "data before use",
+        "`writeback 5` can read the rows in the device buffer before `update 5` has run; "
+        "make `writeback 5` wait for `update 5`",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("gone", "rule", "sentence"), POOL_EDGES, ids=[f"{b}, {a}" for (b, a), *_ in POOL_EDGES]
+)
+def test_an_edge_of_a_pool_is_missed(gone: Edge, rule: str, sentence: str) -> None:
+    pooled = nested(batches=6, retrieval=Retrieval.POOLED)
+    for chained in redundant_edges(pooled):
+        pooled = pooled.without_edge(*chained)
+    assert found(pooled.without_edge(*gone), rule, sentence).missing == gone
+
+
+@pytest.mark.parametrize("kind", [Kind.RETRIEVE, Kind.WRITEBACK])
+def test_optimizer_state_must_travel_in_and_out_of_a_pool(kind: Kind) -> None:
+    forgetful = {**CARRIES, kind: frozenset({WEIGHT})}
+    (violation,) = violations(nested(retrieval=Retrieval.POOLED), carries=forgetful)
+    assert violation.sentence.endswith(f"let `{kind}` carry the state with the row")
+
+
 @pytest.mark.parametrize("kind", [Kind.RETRIEVE, Kind.SYNC, Kind.WRITEBACK])
 def test_optimizer_state_must_travel_with_the_row(kind: Kind) -> None:
     forgetful = {**CARRIES, kind: frozenset({WEIGHT})}
