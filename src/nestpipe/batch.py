@@ -21,6 +21,8 @@ class Batch:
     """Features and labels, each (size, ...)."""
     sparse: Mapping[str, Jagged] = field(default_factory=dict[str, Jagged])
     """Lists of 64-bit keys."""
+    packed: PackedColumns | None = field(default=None, repr=False, compare=False)
+    """The memory of all columns, where they lie one after the other: a copy moves them together."""
 
     def __post_init__(self) -> None:
         for name, tensor in self.dense.items():
@@ -55,6 +57,8 @@ class Batch:
         return self.slice(0, 0)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
+        if self.packed is not None:
+            return self.packed.to(device, non_blocking).unpack(self)
         return self._map(
             self.size,
             lambda dense: dense.to(device, non_blocking=non_blocking),
@@ -62,7 +66,13 @@ class Batch:
         )
 
     def pin_memory(self) -> Batch:
-        return self._map(self.size, Tensor.pin_memory, Jagged.pin_memory)
+        """The same samples in pinned memory, packed; one that is already there is not copied."""
+        pinned = self.packed is not None and self.packed.is_pinned
+        return self if pinned else self.pack(pin_memory=True)
+
+    def pack(self, *, pin_memory: bool = False) -> Batch:
+        """The same samples with all columns of a type in one piece of memory."""
+        return PackedColumns.of(self, pin_memory=pin_memory).unpack(self)
 
     def _map(
         self, size: int, on_dense: Callable[[Tensor], Tensor], on_keys: Callable[[Jagged], Jagged]
@@ -72,3 +82,59 @@ class Batch:
             {name: on_dense(tensor) for name, tensor in self.dense.items()},
             {name: on_keys(jagged) for name, jagged in self.sparse.items()},
         )
+
+
+@dataclass(frozen=True, slots=True)
+class PackedColumns:
+    """The columns of a batch, those of one type behind each other."""
+
+    parts: Mapping[torch.dtype, Tensor]
+
+    @classmethod
+    def of(cls, batch: Batch, *, pin_memory: bool) -> PackedColumns:
+        parts: dict[torch.dtype, Tensor] = {}
+        for dtype, columns in _by_type(batch).items():
+            size = sum(column.numel() for column in columns)
+            parts[dtype] = torch.empty(size, dtype=dtype, pin_memory=pin_memory)
+            torch.cat([column.reshape(-1) for column in columns], out=parts[dtype])
+        return cls(parts)
+
+    @property
+    def is_pinned(self) -> bool:
+        return all(part.is_pinned() for part in self.parts.values())
+
+    def to(self, device: torch.device | str, non_blocking: bool) -> PackedColumns:
+        return PackedColumns(
+            {
+                dtype: part.to(device, non_blocking=non_blocking)
+                for dtype, part in self.parts.items()
+            }
+        )
+
+    def unpack(self, like: Batch) -> Batch:
+        """The batch again, as views of this memory; `like` says which columns there are."""
+        columns = _by_type(like)
+        views = {
+            dtype: iter(torch.split(part, [column.numel() for column in columns[dtype]]))
+            for dtype, part in self.parts.items()
+        }
+        dense = {
+            name: next(views[column.dtype]).view(column.shape)
+            for name, column in like.dense.items()
+        }
+        sparse = {
+            name: Jagged(next(views[keys.values.dtype]), next(views[keys.lengths.dtype]))
+            for name, keys in like.sparse.items()
+        }
+        return Batch(like.size, dense, sparse, self)
+
+
+def _by_type(batch: Batch) -> dict[torch.dtype, list[Tensor]]:
+    """All columns in one order, by type."""
+    columns = [*batch.dense.values()]
+    for keys in batch.sparse.values():
+        columns += [keys.values, keys.lengths]
+    found: dict[torch.dtype, list[Tensor]] = {}
+    for column in columns:
+        found.setdefault(column.dtype, []).append(column)
+    return found

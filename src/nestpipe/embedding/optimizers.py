@@ -66,7 +66,7 @@ class RowOptimizer:
         step: int,
     ) -> None:
         """The same on the host, with sums and the factor of the gradients in the same pass."""
-        native_rows.update(self._struct(step), rows, dim, gradients, times)
+        native_rows.update(self.struct(step), rows, dim, gradients, times)
 
     def update_times(
         self,
@@ -82,7 +82,7 @@ class RowOptimizer:
         The gradients are of no use afterwards.
         """
         if isinstance(times, Tensor) and can_update(rows_NW, gradients_KD, times, slots_K):
-            update_rows(self._struct(step), rows_NW, gradients_KD, times, slots_K)
+            update_rows(self.struct(step), rows_NW, gradients_KD, times, slots_K)
         elif slots_K is None:
             self.update(rows_NW, gradients_KD.mul_(times), step)
         else:
@@ -90,7 +90,8 @@ class RowOptimizer:
             self.update(rows_KW, gradients_KD.mul_(times), step)
             rows_NW.index_copy_(0, slots_K.long(), rows_KW)
 
-    def _struct(self, step: int) -> OptimizerStruct:
+    def struct(self, step: int) -> OptimizerStruct:
+        """The optimizer as kernels take it."""
         return optimizer_struct(
             self.name,
             lr=self.lr,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from nestpipe.comm.communicator import Communicator
 from nestpipe.embedding.optimizers import RowOptimizer
+from nestpipe.embedding.pool import SlotRows
 from nestpipe.embedding.replica_union import MergedKeys
 from nestpipe.embedding.routing.owners import ReplicaRows
 from nestpipe.embedding.store.protocol import RowStore
@@ -85,8 +86,10 @@ def average_over_groups(comm: Communicator, parts: Sequence[Tensor]) -> list[Ten
     return [total.mul_(1 / comm.size) for total in sum_over_groups(comm, parts)]
 
 
-def read_rows(rows: Tensor | RowPointers, at_U: Tensor) -> Tensor:
+def read_rows(rows: Tensor | RowPointers | SlotRows, at_U: Tensor) -> Tensor:
     """(U, W) some rows, wherever they are."""
+    if isinstance(rows, SlotRows):
+        return rows.at(at_U).read()
     if isinstance(rows, Tensor):
         return rows.index_select(0, at_U)
     out_UW = empty_rows(len(at_U), rows.width, torch.device("cpu"))
@@ -94,8 +97,11 @@ def read_rows(rows: Tensor | RowPointers, at_U: Tensor) -> Tensor:
     return out_UW
 
 
-def write_rows(rows: Tensor | RowPointers, at_U: Tensor, values_UW: Tensor) -> None:
+def write_rows(rows: Tensor | RowPointers | SlotRows, at_U: Tensor, values_UW: Tensor) -> None:
     """Put rows back to where they were read."""
+    if isinstance(rows, SlotRows):
+        rows.at(at_U).write(values_UW)
+        return
     if isinstance(rows, Tensor):
         rows.index_copy_(0, at_U, values_UW)
         return
@@ -118,7 +124,7 @@ def merge_gradients(
 
 def merge_rows(
     comm: Communicator,
-    every: Sequence[Tensor | RowPointers],
+    every: Sequence[Tensor | RowPointers | SlotRows],
     replicas: Sequence[ReplicaRows],
     optimizer: RowOptimizer,
     dims: Sequence[int],

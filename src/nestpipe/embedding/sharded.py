@@ -10,7 +10,7 @@ device. Rows and gradients live on the device.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -21,6 +21,7 @@ from nestpipe.comm.mesh import Mesh
 from nestpipe.embedding.buffers import RowBuffers
 from nestpipe.embedding.lookup import lookup_rows, lookup_window
 from nestpipe.embedding.optimizers import RowOptimizer
+from nestpipe.embedding.pool import PoolRows, RowPool, SlotRows
 from nestpipe.embedding.replica_sync import merge_gradients, merge_rows, merge_stored
 from nestpipe.embedding.replica_union import Replicas, ReplicaUnion
 from nestpipe.embedding.routing.all_to_all import exchange
@@ -35,8 +36,7 @@ from nestpipe.embedding.routing.wire_format import (
 )
 from nestpipe.embedding.speculative import RowPatch, exchange_stale_mask, send_patch
 from nestpipe.embedding.store.protocol import RowStore
-from nestpipe.embedding.table_groups import TableGroup
-from nestpipe.errors import ConfigError
+from nestpipe.embedding.table_groups import TableGroup, check_features
 from nestpipe.jagged import Jagged
 from nestpipe.kernels.rows.comm_dtype import from_wire
 from nestpipe.kernels.rows.native import Gradients, RowPointers
@@ -50,11 +50,13 @@ from nestpipe.kernels.rows.segments import (
     sum_segments,
     use_native,
 )
-from nestpipe.schedule import Exchange, Merge, Retrieval, Shape
+from nestpipe.schedule import Exchange, Kind, Merge, Op, Retrieval, Shape
 
 # Shapes: P rows that come for a micro-batch, K rows of a working set, D weights, W weights and
 # state, R ranks, M micro-batches, C tables of a group, G groups
 
+AnyRows = Tensor | RowPointers | SlotRows
+"""The rows of a batch: in a buffer, where the host store has them, or in the slots of a pool."""
 RowGradients = tuple[Tensor, list[Tensor]]
 """The gradients of rows that came: other ranks' in one piece, and this rank's own."""
 
@@ -116,11 +118,12 @@ class ShardedTables:
         in_place: bool = False,
         pin: bool = False,
         comm_dtype: torch.dtype = torch.float32,
+        pools: Sequence[RowPool] = (),
     ) -> None:
         """`in_place`: use and update rows where the store has them, if that is possible.
 
         `pin`: where it is not, let a GPU copy them from there itself. `comm_dtype`: the type in
-        which rows and their gradients travel.
+        which rows and their gradients travel. `pools`: one for each store, if retrieval is pooled.
         """
         self.groups = list(groups)
         self.optimizer = optimizer
@@ -130,7 +133,11 @@ class ShardedTables:
         self.shape = shape
         self.device = device
         self.comm_dtype = comm_dtype
-        self.buffers = RowBuffers(list(stores), shape, device, in_place=in_place, pin=pin)
+        self.buffers = (
+            PoolRows(pools)
+            if shape.retrieval is Retrieval.POOLED
+            else RowBuffers(list(stores), shape, device, in_place=in_place, pin=pin)
+        )
         self.in_flight: dict[int, BatchState] = {}
         self.replicas = (
             Replicas(mesh.replica_keys, [len(group.tables) for group in groups], shape)
@@ -143,11 +150,25 @@ class ShardedTables:
         """The table of each feature."""
         return {f.name: g.tables[f.table].name for g in self.groups for f in g.features}
 
+    def acts(self) -> dict[Kind, Callable[[Op], None]]:
+        """What ops do that are about rows alone."""
+        return {
+            Kind.KEYS: lambda op: self.keys(op.batch),
+            Kind.UNION: lambda op: self.union(op.batch),
+            Kind.REPLICA_KEYS: lambda op: self.replica_keys(op.batch),
+            Kind.REPLICA_UNION: lambda op: self.replica_union(op.batch),
+            Kind.STALE_MASK: lambda op: self.stale_mask(op.batch),
+            Kind.PATCH: lambda op: self.patch(op.batch),
+            Kind.ROWS: lambda op: self.rows(op.batch, op.micro or 0),
+            Kind.GRADS: lambda op: self.grads(op.batch, op.micro or 0),
+            Kind.REPLICA_SYNC: lambda op: self.replica_sync(op.batch),
+        }
+
     # Routing, in host memory
 
     def dedup(self, batch: int, micro_keys: Sequence[Mapping[str, Jagged]]) -> None:
         """Unique keys of every micro-batch, ordered by owner."""
-        self._check_features(micro_keys[0])
+        check_features(self.groups, micro_keys[0])
         rank, ranks = self.comm.rank, self.comm.size
         if self.shape.exchange is Exchange.WINDOW:
             requests = [
@@ -164,13 +185,6 @@ class ShardedTables:
     def keys_asked(self, batch: int) -> int:
         """How many keys this rank asks for, itself included, in all micro-batches."""
         return sum(len(r.keys_A) for of in self.in_flight[batch].requests for r in of)
-
-    def _check_features(self, keys: Mapping[str, Jagged]) -> None:
-        known = {feature.name for group in self.groups for feature in group.features}
-        if known != set(keys):
-            odd = sorted(known ^ set(keys))[0]
-            where = "no table has it" if odd in keys else "the model gives no keys for it"
-            raise ConfigError(f"feature {odd!r} does not match: {where}; mend the table's features")
 
     def counts(self, batch: int, samples: int) -> int:
         """All-to-all of key counts; returns the number of samples of all ranks."""
@@ -251,7 +265,8 @@ class ShardedTables:
 
     def _make_working_sets(self, batch: int, replicas: Sequence[ReplicaUnion] | None) -> None:
         state = self.in_flight[batch]
-        before = self.in_flight.get(batch - 1) if self.shape.buffers > 1 else None
+        compared = self.shape.buffers > 1 and not isinstance(self.buffers, PoolRows)
+        before = self.in_flight.get(batch - 1) if compared else None
         older = self.in_flight.get(batch - 2) if self.shape.takes_over else None
         state.working = [
             make_working_set(
@@ -262,10 +277,12 @@ class ShardedTables:
                 replica=replicas[g] if replicas else None,
                 speculative=self.shape.speculative_rows,
                 older=older.working[g] if older else None,
-                compared=self.shape.buffers > 1,
+                compared=compared,
             )
             for g, asked in enumerate(state.asked)
         ]
+        if isinstance(self.buffers, PoolRows):
+            state.working = self.buffers.admit(batch, state.working)
         state.asked, state.unions = [], []
 
     def stale_mask(self, batch: int) -> None:
@@ -284,16 +301,22 @@ class ShardedTables:
 
         Returns how many; rows carried over from an older batch count too.
         """
+        assert isinstance(self.buffers, RowBuffers), "rows in a pool are never refreshed"
         return self.buffers.sync(batch, self.in_flight[batch].working)
 
     def writeback(self, batch: int) -> int:
         """Rows that leave the device into their stores; returns how many."""
-        then = self.in_flight.get(batch + 1) if self.shape.retrieval is Retrieval.NEW else None
-        staying = then.working if then is not None and then.working else None
-        written = self.buffers.writeback(batch, self.in_flight[batch].working, staying)
+        written = self._write_rows(batch)
         # With several buffers a batch's keys serve later unions, and its rows later batches.
         self.forget(batch - self.shape.buffers + 1)
         return written
+
+    def _write_rows(self, batch: int) -> int:
+        if isinstance(self.buffers, PoolRows):
+            return self.buffers.writeback(batch)
+        then = self.in_flight.get(batch + 1) if self.shape.retrieval is Retrieval.NEW else None
+        staying = then.working if then is not None and then.working else None
+        return self.buffers.writeback(batch, self.in_flight[batch].working, staying)
 
     def forget(self, batch: int) -> None:
         """Drop the state of a batch."""
@@ -430,8 +453,13 @@ class ShardedTables:
             merges = working.replica_rows if self.shape.merge is Merge.AVERAGED else None
             own = None if merges is None else merges.own
             if use_native(self.device):
-                some = rows if own is None else _some_of(rows, own)
+                some = _some_of(rows, own)
                 self.optimizer.update_native(some, group.dim, [sums], float(times), step)
+            elif isinstance(rows, SlotRows):
+                some = rows if own is None else rows.at(own)
+                self.optimizer.update_times(
+                    some.rows_SW, sums.rows[0], times, step, slots_K=some.slots_K
+                )
             else:
                 assert isinstance(rows, Tensor)
                 some = rows if own is None else rows.index_select(0, own)
@@ -452,28 +480,44 @@ class ShardedTables:
         for group, rows in zip(self.groups, every, strict=True):
             _round(group, rows)
 
+    @property
+    def merge_is_due(self) -> bool:
+        """Whether the last batches of a run touched rows that replicas have not merged."""
+        return self.replicas is not None and bool(self.replicas.pending)
+
     def merge_rest(self, stores: Sequence[RowStore]) -> None:
         """After a run: merge in host memory what its last batches touched."""
-        if self.replicas is None or not self.replicas.pending:
-            return
+        assert self.replicas is not None
         for group, store, merged in zip(
             self.groups, stores, self.replicas.take_rest(), strict=True
         ):
             merge_stored(self.mesh.replicas, store, merged, self.optimizer, group.dim, self.device)
 
 
-def _weights_of(rows: Tensor | RowPointers, dim: int) -> Rows:
-    """The weights of rows that carry their state."""
-    return rows if isinstance(rows, RowPointers) else [rows[:, :dim]]
+def _weights_of(rows: AnyRows, dim: int) -> Rows:
+    """The weights of rows that carry their state; those of a pool are numbered by slot."""
+    if isinstance(rows, RowPointers):
+        return rows
+    return [(rows.rows_SW if isinstance(rows, SlotRows) else rows)[:, :dim]]
 
 
-def _some_of(rows: Tensor | RowPointers, positions: Tensor) -> RowPointers:
+def _some_of(rows: AnyRows, positions: Tensor | None) -> Tensor | RowPointers:
+    """Some rows, or all of them, as native code takes them."""
+    if isinstance(rows, SlotRows):
+        some = rows if positions is None else rows.at(positions)
+        return pointers_into(some.rows_SW, some.slots_K)
+    if positions is None:
+        return rows
     return rows.at(positions) if isinstance(rows, RowPointers) else pointers_into(rows, positions)
 
 
-def _round(group: TableGroup, rows: Tensor | RowPointers) -> None:
+def _round(group: TableGroup, rows: AnyRows) -> None:
     """Round as the store would: rows that stay on the device must not be finer."""
-    if group.tables[0].dtype == "bfloat16":
+    if group.tables[0].dtype == "bfloat16" and isinstance(rows, SlotRows):
+        rows_KW = rows.read()
+        rows_KW[:, : group.dim].copy_(rows_KW[:, : group.dim].bfloat16())
+        rows.write(rows_KW)
+    elif group.tables[0].dtype == "bfloat16":
         assert isinstance(rows, Tensor)
         weights_KD = rows[:, : group.dim]
         weights_KD.copy_(weights_KD.bfloat16())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from nestpipe.config import Table
@@ -70,6 +70,15 @@ def group_tables(tables: Sequence[Table]) -> list[TableGroup]:
         )
         for group in members.values()
     ]
+
+
+def check_features(groups: Sequence[TableGroup], keys: Mapping[str, object]) -> None:
+    """Refuse keys that do not fit the tables, feature by feature."""
+    known = {feature.name for group in groups for feature in group.features}
+    if known != set(keys):
+        odd = sorted(known ^ set(keys))[0]
+        where = "no table has it" if odd in keys else "the model gives no keys for it"
+        raise ConfigError(f"feature {odd!r} does not match: {where}; mend the table's features")
 
 
 def _refuse_repeats(tables: Sequence[Table]) -> None:

@@ -146,6 +146,9 @@ class ExecutionSettings:
     pin_rows: bool = True
     """With a GPU and `in_place`: pin the rows in host memory, so that the GPU reads and writes them
     there itself. The system cannot use that memory for anything else. The result is the same."""
+    device_memory: str = "auto"
+    """With retrieval `pooled`: memory for rows on the device of each rank; a size such as `40GB`, a
+    share of what is free such as `0.4`, or `auto`, which takes half of it."""
     store_threads: int = 0
     """Threads of the host store; 0: as many as torch uses."""
 

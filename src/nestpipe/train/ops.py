@@ -17,8 +17,10 @@ from nestpipe.batch import Batch
 from nestpipe.comm.mesh import Mesh
 from nestpipe.comm.peer_failure import STOP
 from nestpipe.data.clustering import How, micro_batches
+from nestpipe.embedding.device_tables import DeviceTables
 from nestpipe.embedding.sharded import ShardedTables
 from nestpipe.errors import LossError
+from nestpipe.jagged import Jagged
 from nestpipe.models.protocol import RecModel
 from nestpipe.runtime import StopSignal
 from nestpipe.schedule import Merge
@@ -83,7 +85,7 @@ class TrainingWork:
     """The functions behind the ops, and the state that they share."""
 
     model: nn.Module
-    tables: ShardedTables
+    tables: ShardedTables | DeviceTables
     dense_optimizer: torch.optim.Optimizer
     batches: Iterator[Batch]
     """This rank's part of each global batch; may end before that of other ranks."""
@@ -119,24 +121,16 @@ class TrainingWork:
             K.COPY: self.copy,
             K.DEDUP: self.dedup,
             K.COUNTS: self.counts,
-            K.KEYS: lambda op: self.tables.keys(op.batch),
-            K.UNION: lambda op: self.tables.union(op.batch),
-            K.REPLICA_KEYS: lambda op: self.tables.replica_keys(op.batch),
-            K.REPLICA_UNION: lambda op: self.tables.replica_union(op.batch),
-            K.STALE_MASK: lambda op: self.tables.stale_mask(op.batch),
             K.RETRIEVE: self.retrieve,
             K.SYNC: self.sync,
             K.SWAP: lambda op: None,
-            K.PATCH: lambda op: self.tables.patch(op.batch),
-            K.ROWS: lambda op: self.tables.rows(op.batch, op.micro or 0),
             K.DENSE: self.dense,
-            K.GRADS: lambda op: self.tables.grads(op.batch, op.micro or 0),
             K.TOTALS: self.totals,
             K.REDUCE: self.reduce,
             K.APPLY: self.apply,
             K.UPDATE: self.update,
-            K.REPLICA_SYNC: lambda op: self.tables.replica_sync(op.batch),
             K.WRITEBACK: self.writeback,
+            **self.tables.acts(),
         }
 
     def prefetch(self, op: Op) -> None:
@@ -151,7 +145,11 @@ class TrainingWork:
         state.micros = [micro.to(self.device, non_blocking=True) for micro in state.on_host]
 
     def dedup(self, op: Op) -> None:
-        keys = [self._model.sparse_keys(micro) for micro in self.in_flight[op.batch].on_host]
+        state = self.in_flight[op.batch]
+        keys = [self._model.sparse_keys(micro) for micro in state.on_host]
+        if isinstance(self.tables, DeviceTables):
+            micros = zip(keys, state.on_host, state.micros, strict=True)
+            keys = [keys_on(self.device, *micro) for micro in micros]
         self.tables.dedup(op.batch, keys)
 
     def counts(self, op: Op) -> None:
@@ -171,6 +169,7 @@ class TrainingWork:
     def sync(self, op: Op) -> None:
         if op.batch == 0:  # nothing to refresh: it may come before all else of the batch
             return
+        assert isinstance(self.tables, ShardedTables)
         self.in_flight[op.batch].refreshed = self.tables.sync(op.batch)
 
     def dense(self, op: Op) -> None:
@@ -246,9 +245,8 @@ class TrainingWork:
         return 2 + self.mesh.group if apart else 1
 
     def _step_dense(self, scales: Tensor) -> None:
-        for parameter in self._parameters:
-            assert parameter.grad is not None
-            parameter.grad.mul_(scales[1])
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        torch._foreach_mul_(gradients, scales[1])  # pyright: ignore[reportPrivateImportUsage]
         self.dense_optimizer.step()
         self.dense_optimizer.zero_grad(set_to_none=True)
 
@@ -275,6 +273,17 @@ def grad_scales(totals: Tensor) -> Tensor:
     before this one has read it.
     """
     return torch.where(totals == 0, 1.0, totals).reciprocal_()
+
+
+def keys_on(
+    device: torch.device, keys: Mapping[str, Jagged], on_host: Batch, there: Batch
+) -> dict[str, Jagged]:
+    """The keys of a micro-batch on the device; those that are a column of it are there already."""
+    columns = {id(column): there.sparse[name] for name, column in on_host.sparse.items()}
+    return {
+        feature: columns.get(id(of)) or of.pin_memory().to(device, non_blocking=True)
+        for feature, of in keys.items()
+    }
 
 
 def _set_gradients(parameters: list[nn.Parameter], flat: Tensor) -> None:

@@ -14,10 +14,12 @@ from nestpipe.comm import Communicator, LocalCommunicator
 from nestpipe.comm.mesh import make_mesh
 from nestpipe.config import Table
 from nestpipe.data import Source
+from nestpipe.embedding.device_tables import DeviceTables, can_route_on_device
 from nestpipe.embedding.optimizers import row_optimizer
+from nestpipe.embedding.pool import RowPool, pool_sizes, pools_on_one_device
 from nestpipe.embedding.routing.lists import owner_of
 from nestpipe.embedding.sharded import ShardedTables
-from nestpipe.embedding.store import open_store
+from nestpipe.embedding.store import RowStore, open_store
 from nestpipe.embedding.table_groups import group_tables
 from nestpipe.errors import ConfigError
 from nestpipe.kernels.rows.comm_dtype import COMM_DTYPES
@@ -90,7 +92,8 @@ class Trainer:
         self.row_optimizer = row_optimizer(rows.optimizer, rows.lr, rows.eps, scale)
         self.dense_optimizer = _dense_optimizer(self.model, self.settings.dense)
         self.groups = group_tables(tables)
-        self.stores = [
+        self._pools: list[RowPool] = []
+        self._stores = [
             open_store(
                 group.layout(
                     self.row_optimizer, seed=self.settings.seed, ranks=self.mesh.shards.size
@@ -116,11 +119,44 @@ class Trainer:
         apart = self.device.type == "cuda" and self.comm.separate_groups
         return with_separate_dense_group(with_separate_key_group(plan)) if apart else plan
 
-    def make_tables(self, plan: Plan, *, training: bool = False) -> ShardedTables:
-        """The tables as ops of that plan see them; read-only callers never insert rows."""
+    @property
+    def stores(self) -> list[RowStore]:
+        """The host stores, one for each group of tables, with all rows as they are now."""
+        for pool in self._pools:
+            pool.flush()
+        return self._stores
+
+    def make_tables(self, plan: Plan) -> ShardedTables:
+        """The tables as ops of that plan see them that only read; they never insert rows."""
+        return self._sharded(plan, self.stores)
+
+    def _make_training_tables(self, plan: Plan) -> ShardedTables | DeviceTables:
+        if plan.shape.retrieval is not Retrieval.POOLED:
+            return self._sharded(plan, self._stores, training=True)
+        self._pools = self._pools or self._open_pools()
+        for pool in self._pools:
+            pool.begin_run()
+        if can_route_on_device(self.groups, plan.shape, self.device, self.comm.size):
+            return DeviceTables(
+                self.groups, self._pools, self.row_optimizer, plan.shape, self.device
+            )
+        return self._sharded(plan, self._stores, training=True)
+
+    def _open_pools(self) -> list[RowPool]:
+        layouts = [store.layout for store in self._stores]
+        sharing = pools_on_one_device(self.device, self.comm.size)
+        sizes = pool_sizes(self.settings.device_memory, layouts, self.device, sharing)
+        return [
+            RowPool(store, slots, self.device, pin=self.settings.pin_rows)
+            for store, slots in zip(self._stores, sizes, strict=True)
+        ]
+
+    def _sharded(
+        self, plan: Plan, stores: Sequence[RowStore], *, training: bool = False
+    ) -> ShardedTables:
         return ShardedTables(
             self.groups,
-            self.stores,
+            stores,
             self.row_optimizer,
             self.mesh,
             plan.shape,
@@ -128,6 +164,7 @@ class Trainer:
             in_place=training and self.settings.in_place,
             pin=training and self.settings.pin_rows,
             comm_dtype=COMM_DTYPES[self.settings.pipeline.comm_dtype],
+            pools=self._pools if training else (),
         )
 
     def fit(
@@ -171,7 +208,7 @@ class Trainer:
             **({"offset": offset} if offset else {}),
         )
         pipeline = self.settings.pipeline
-        tables = self.make_tables(self.plan, training=True)
+        tables = self._make_training_tables(self.plan)
         tables.buffers.poison = self.poison_buffers
         work = TrainingWork(
             model=self.model,
@@ -195,7 +232,10 @@ class Trainer:
         )
         self._run(work)
         # Who looks at rows now, or saves them, finds the same in every group.
-        work.tables.merge_rest(self.stores)
+        if work.tables.merge_is_due:
+            work.tables.merge_rest(self.stores)
+            for pool in self._pools:
+                pool.clear()
         trained = work.end()
         assert trained is not None, "a run ends only when its end is known"
         self.progress = replace(
@@ -288,11 +328,13 @@ class Trainer:
             self.model,
             self.dense_optimizer,
             self.groups,
-            self.stores,
+            self._stores,
             self.mesh,
             self.row_optimizer.name,
             self.settings.dense.optimizer,
         )
+        for pool in self._pools:
+            pool.clear()
         # A checkpoint of format 1 counts batches alone.
         samples = state.position * self.settings.batch if state.samples < 0 else state.samples
         self.progress = Progress(state.step, state.epoch, state.position, samples)
@@ -323,7 +365,8 @@ class Trainer:
         """Give the rows' memory back."""
         if self._grad_buckets is not None:
             self._grad_buckets.close()
-        for store in self.stores:
+        self._pools = []
+        for store in self._stores:
             store.close()
 
 

@@ -353,6 +353,8 @@ struct FirstRows {
   float state_init;
   const uint64_t* seeds;  // by table
   const double* stds;
+  const int64_t* keys;    // of the slots listed; null: those that the index has now
+  const int32_t* tables;
 };
 
 // A warp for each new slot.
@@ -363,8 +365,8 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t step = static_cast<int64_t>(gridDim.x) * (kThreads / kWarp);
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * (kThreads / kWarp) + threadIdx.x / kWarp;
        i < *count; i += step) {
-    const int32_t slot = slots[i], table = index.slot_tables[slot];
-    const auto key = static_cast<uint64_t>(index.slot_keys[slot]);
+    const int32_t slot = slots[i], table = to.tables ? to.tables[i] : index.slot_tables[slot];
+    const auto key = static_cast<uint64_t>(to.keys ? to.keys[i] : index.slot_keys[slot]);
     const uint64_t start = mix(mix(to.seeds[table] + kStep) ^ key);
     const double std = to.stds[table];
     float* const row = to.rows + slot * to.stride;

@@ -67,7 +67,7 @@ class FoundSlots:
     slots_N: Tensor
     """int32: the slot of each key; -1 where no slot is left for it."""
     new_slots_N: Tensor
-    """int32: slots of keys that are new; the first `num_new` count."""
+    """int32: slots of keys that are new; the first `num_new` count, the others are 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ class DeviceIndex:
     def find_or_insert(self, keys_N: Tensor, cells: KeyCells, batch: int) -> FoundSlots:
         """Find the slot of every key, or give it one; the batches given must not decrease."""
         slots_N = torch.empty(len(keys_N), dtype=torch.int32, device=self.device)
-        new_N = torch.empty_like(slots_N)
+        new_N = torch.zeros_like(slots_N)
         self._call("find_or_insert", self._keys(keys_N, cells), batch, slots_N, new_N)
         return FoundSlots(slots_N, new_N)
 
@@ -146,7 +146,7 @@ class DeviceIndex:
         Least recently used first, among `window` slots from where the last choice ended (None: all
         slots). A slot that a batch from `oldest_in_flight` on uses is never chosen.
         """
-        victims_V = torch.empty(max(least_free, 0), dtype=torch.int32, device=self.device)
+        victims_V = torch.zeros(max(least_free, 0), dtype=torch.int32, device=self.device)
         window = self.num_slots if window is None else window
         self._call("choose", oldest_in_flight, least_free, window, self._ages, victims_V)
         return victims_V
@@ -167,15 +167,27 @@ class DeviceIndex:
         self._call("rebuild", int(most_used * self.num_places))
 
     def write_first_rows(
-        self, first: FirstValues, rows_SW: Tensor, slots_V: Tensor, count: Tensor
+        self,
+        first: FirstValues,
+        rows_SW: Tensor,
+        slots_V: Tensor,
+        count: Tensor,
+        of: tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        """Write first weights and state into the rows of some slots, the first `count` of them."""
+        """Write first weights and state into the rows of some slots, the first `count` of them.
+
+        `of`: the (V,) keys and tables of these slots, where the index may have changed since.
+        """
+        keys_V, tables_V = of or (None, None)
+        check_list(keys_V, torch.int64, len(slots_V), "keys of slots")
+        check_list(tables_V, torch.int32, len(slots_V), "tables of slots")
         assert rows_SW.stride(1) == 1, "a row has gaps"
         assert rows_SW.dtype == torch.float32, f"rows are {rows_SW.dtype}"
         check_list(slots_V, torch.int32, len(slots_V), "slots")
         given = FirstRowsStruct(
             *(rows_SW.data_ptr(), rows_SW.stride(0), first.dim, first.state_dim),
             *(first.state_init, first.seeds_C.data_ptr(), first.stds_C.data_ptr()),
+            *(pointer(keys_V), pointer(tables_V)),
         )
         self._call("first_rows", ctypes.byref(given), slots_V, count, len(slots_V))
 
@@ -192,15 +204,22 @@ class PlainIndex:
     """The twin: a dictionary, on the host, with the same slots for the same keys but in order."""
 
     def __init__(self, num_slots: int) -> None:
-        self.num_slots = num_slots
+        self.num_slots, self.device = num_slots, torch.device("cpu")
         self._slots: dict[tuple[int, int], int] = {}
-        self._stamps: dict[int, int] = {}
+        self.slot_keys_S = torch.zeros(num_slots, dtype=torch.int64)
+        self.slot_tables_S = torch.zeros(num_slots, dtype=torch.int32)
+        self.stamps_S = torch.full((num_slots,), FREE_STAMP, dtype=torch.int32)
         self._free = list(reversed(range(num_slots)))
-        self.num_missing = 0
+        self.counters = torch.zeros(_ALL_COUNTERS, dtype=torch.int32)
+        self._count(free=num_slots)
 
     @property
     def num_free(self) -> int:
         return len(self._free)
+
+    @property
+    def num_missing(self) -> int:
+        return int(self.counters[COUNTERS.index("num_missing")])
 
     def find_or_insert(self, keys_N: Tensor, cells: KeyCells, batch: int) -> FoundSlots:
         """What the device does; new slots are listed in the order of their keys."""
@@ -210,12 +229,13 @@ class PlainIndex:
             slot = self._slots.get((table, key), -1)
             if slot < 0 and self._free:
                 slot = self._slots[table, key] = self._free.pop()
+                self.slot_keys_S[slot], self.slot_tables_S[slot] = key, table
                 new.append(slot)
-            if slot >= 0:
-                self._stamps[slot] = batch
             slots.append(slot)
-        self.num_missing = slots.count(-1)
-        return FoundSlots(_int32(slots), _int32(new))
+        found = FoundSlots(_int32(slots), _int32(new))
+        self.stamps_S[found.slots_N[found.slots_N >= 0].long()] = batch
+        self._count(free=len(self._free), num_new=len(new), num_missing=slots.count(-1))
+        return found
 
     def find(self, keys_N: Tensor, cells: KeyCells) -> Tensor:
         """(N,) the slot of every key, -1 where it has none."""
@@ -224,16 +244,36 @@ class PlainIndex:
 
     def choose_victims(self, oldest_in_flight: int, least_free: int) -> Tensor:
         """Slots to erase, the least recently used first."""
-        old = [(stamp, s) for s, stamp in self._stamps.items() if stamp < oldest_in_flight]
-        return _int32([s for _, s in sorted(old)[: max(0, least_free - len(self._free))]])
+        in_use = (self.stamps_S != FREE_STAMP) & (self.stamps_S < oldest_in_flight)
+        slots = in_use.nonzero().squeeze(1)
+        oldest_first = slots[self.stamps_S[slots].argsort(stable=True)]
+        victims_V = oldest_first[: max(0, least_free - len(self._free))].int()
+        self._count(num_victims=len(victims_V))
+        return victims_V
 
-    def erase(self, slots_V: Tensor) -> None:
-        """Forget the keys of some slots."""
-        gone = {s for s in slots_V.tolist() if s in self._stamps}
-        self._slots = {pair: s for pair, s in self._slots.items() if s not in gone}
-        for slot in gone:
-            del self._stamps[slot]
-        self._free += sorted(gone)
+    def erase(self, slots_V: Tensor, count: Tensor | None = None) -> None:
+        """Forget the keys of some slots, of which the first `count` count."""
+        slots_V = slots_V if count is None else slots_V[: int(count)]
+        for slot in sorted(set(slots_V.tolist())):
+            if self.stamps_S[slot] == FREE_STAMP:
+                continue
+            del self._slots[int(self.slot_tables_S[slot]), int(self.slot_keys_S[slot])]
+            self.stamps_S[slot] = FREE_STAMP
+            self._free.append(slot)
+        self._count(free=len(self._free))
+
+    @property
+    def num_victims(self) -> Tensor:
+        """(1,) how many slots the last `choose_victims` found."""
+        i = COUNTERS.index("num_victims")
+        return self.counters[i : i + 1]
+
+    def rebuild(self) -> None:
+        """A dictionary needs none."""
+
+    def _count(self, **numbers: int) -> None:
+        for name, number in numbers.items():
+            self.counters[COUNTERS.index(name)] = number
 
 
 def _int32(numbers: Sequence[int]) -> Tensor:

@@ -46,6 +46,7 @@ class FirstRowsStruct(ctypes.Structure):
     _fields_ = (
         *(("rows", c_void_p), ("stride", c_int64), ("dim", c_int32), ("state_dim", c_int32)),
         *(("state_init", c_float), ("seeds", c_void_p), ("stds", c_void_p)),
+        *(("keys", c_void_p), ("tables", c_void_p)),
     )
 
 

@@ -1,0 +1,473 @@
+"""A pool of rows in device memory: rows stay there from batch to batch, used and updated in place.
+
+Per store and rank there are slots, each with the weights and the state of a row, and an index from
+(table, key) to slot. `admit` gives every key of a batch a slot, if need be that of a victim: a row
+that neither this batch nor the one before uses. `retrieve` fills the slots of keys that were not
+there, `writeback` saves the rows of victims before that. With room for all rows nothing ever moves.
+
+The host store stays the home of rows that left, and of checkpoints: `flush` brings it up to date.
+Which rows leave, and which slot a key gets, changes no result.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from nestpipe.embedding.routing.owners import WorkingSet
+from nestpipe.embedding.store.protocol import RowStore, StoreLayout
+from nestpipe.embedding.transports import has_triton
+from nestpipe.errors import CapacityError, ConfigError
+from nestpipe.kernels.host_memory import empty
+from nestpipe.kernels.index.device_index import (
+    COUNTERS,
+    FREE_STAMP,
+    DeviceIndex,
+    FirstValues,
+    KeyCells,
+    PlainIndex,
+)
+from nestpipe.kernels.library import native_wanted
+from nestpipe.kernels.rows.row_copy_tma import aligned_rows
+from nestpipe.kernels.rows.segments import Segments, lists_on
+
+# Shapes: N keys asked for, S slots, V slots of a list, n those of them that count, C tables,
+# W weights and state
+
+INDEX_BYTES = 54
+"""Of a slot beside its row: places of the index, key, table, stamp, free list, address."""
+SPARE = 256
+"""Slots that are made free beyond what the last batches needed."""
+MOST_SLOTS = 2**30 - 1
+FLUSH_ROWS = 1 << 20
+"""Rows that `flush` moves at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotRows:
+    """Rows of a working set, where the pool has them."""
+
+    rows_SW: Tensor
+    slots_K: Tensor
+
+    def at(self, positions: Tensor) -> SlotRows:
+        """Some of them."""
+        return SlotRows(self.rows_SW, self.slots_K.index_select(0, positions))
+
+    def read(self) -> Tensor:
+        """(K, W) a copy of these rows."""
+        return self.rows_SW.index_select(0, self.slots_K)
+
+    def write(self, rows_KW: Tensor) -> None:
+        """Put rows there; no slot comes twice."""
+        self.rows_SW.index_copy_(0, self.slots_K.long(), rows_KW)
+
+
+class Told:
+    """Counters of an index as they are now; on a GPU a copy that is on its way."""
+
+    def __init__(self, counters: Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        if counters.is_cuda:
+            self._numbers = torch.empty(len(counters), dtype=counters.dtype, pin_memory=True)
+            self._numbers.copy_(counters, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+        else:
+            self._numbers = counters.clone()
+
+    def __getitem__(self, name: str) -> int:
+        """Wait for the copy, and read it."""
+        if self._event is not None:
+            self._event.synchronize()
+            self._event = None
+        return int(self._numbers[COUNTERS.index(name)])
+
+
+@dataclass(frozen=True, slots=True)
+class SlotList:
+    """Slots with the keys that they have at this time; the index may change later."""
+
+    slots_V: Tensor
+    keys_V: Tensor
+    tables_V: Tensor
+    told: Told
+    count_there: Tensor
+    """(1,) how many of them count, on the device"""
+    counter: str
+
+    @property
+    def count(self) -> int:
+        """How many of them count; waits for the device."""
+        return self.told[self.counter]
+
+    def by_table(self, num_tables: int) -> tuple[Tensor, Tensor, list[int]]:
+        """Slots on the device, keys on the host, table by table, and how many of each."""
+        n = self.count
+        tables_n, order_n = torch.sort(self.tables_V[:n], stable=True)
+        keys_n = self.keys_V[:n].index_select(0, order_n).cpu()
+        counts = torch.bincount(tables_n.cpu(), minlength=num_tables).tolist()
+        return self.slots_V[:n].index_select(0, order_n).long(), keys_n, counts
+
+
+@dataclass(slots=True)
+class Admission:
+    """What one batch does to a pool."""
+
+    slots_N: Tensor
+    new: list[SlotList] = field(default_factory=list[SlotList])
+    leaving: list[SlotList] = field(default_factory=list[SlotList])
+
+
+class RowPool:
+    """Slots on a device before a host store. Batches are admitted in order."""
+
+    def __init__(
+        self, store: RowStore, num_slots: int, device: torch.device, *, pin: bool = False
+    ) -> None:
+        """`pin`: let a GPU read and write rows of the host store by itself."""
+        layout = store.layout
+        self._store, self._layout, self.device = store, layout, device
+        self.num_slots = num_slots
+        on_gpu = device.type == "cuda"
+        self.rows_SW = aligned_rows(num_slots, layout.width, device)
+        self.index = DeviceIndex(num_slots, device) if on_gpu else PlainIndex(num_slots)
+        self._first = _first_values(layout, device) if on_gpu else None
+        can = store.abilities
+        direct = on_gpu and pin and can.pin is not None and has_triton() and native_wanted()
+        self._locator = can.locate if direct else None
+        self._pinner = can.pin if direct else None
+        self._addresses_S = (
+            torch.zeros(num_slots, dtype=torch.int64, device=device) if direct else None
+        )
+        """Where the host store has the row of each slot; 0: not known."""
+        self._all_located = True
+        self._admitted: dict[int, Admission] = {}
+        self._first_batch = 0
+        """The stamp of the run's batch 0."""
+        self._last_stamp = -1
+        self._dirty_from = 0
+        """Rows with this stamp or a later one may differ from those in the host store."""
+        self._outside = layout.dtype != "float32" or not on_gpu
+        """Whether a key that is not here may be in the host store, or must have its first value
+        from there."""
+        self._flushed = 0
+        """Rows of the host store that are known to be here too."""
+        self._free_told = Told(self.index.counters)
+        self._asked_since = 0
+        self._recent_new = 0
+        self.poison = False
+        """Fill the slots of rows that left with NaN, so that a late reader is found out."""
+
+    def begin_run(self) -> None:
+        """Batches are numbered from 0 again."""
+        self._admitted.clear()
+        self._outside |= sum(self._store.num_rows()) > self._flushed
+        self._first_batch = self._last_stamp + 3
+
+    # What a batch does, in the order of its ops
+
+    def admit(self, batch: int, keys_N: Tensor, cells: KeyCells) -> Tensor:
+        """(N,) the slot of every key; keys, repeats allowed, are on the device."""
+        stamp = self._first_batch + batch
+        self._last_stamp = stamp
+        sure = self._surely_free(len(keys_N))
+        leaving = [] if sure else self._make_room(stamp, self._recent_new * 5 // 4 + SPARE)
+        found = self.index.find_or_insert(keys_N, cells, stamp)
+        new = [self._listed(found.new_slots_N, "num_new")]
+        while not sure and (missing := new[-1].told["num_missing"]):
+            gained = self._make_room(stamp, missing)
+            if not sum(of.count for of in gained):
+                raise self._too_small(batch, missing)
+            leaving += gained
+            found = self.index.find_or_insert(keys_N, cells, stamp)
+            new.append(self._listed(found.new_slots_N, "num_new"))
+        if not sure:
+            self._recent_new = max(self._recent_new * 3 // 4, sum(of.count for of in new))
+            self._free_told, self._asked_since = new[-1].told, 0
+        self._admitted[batch] = Admission(found.slots_N, new, leaving)
+        return found.slots_N
+
+    def retrieve(self, batch: int) -> int:
+        """Fill the slots of keys that were not here; returns how many rows the host store gave."""
+        admitted = self._admitted[batch]
+        if batch < 2:  # no op of this run writes them before
+            self._write_all(admitted.leaving)
+        if self._outside:
+            return sum(self._read(of) for of in admitted.new)
+        for of in admitted.new:
+            self._make(of)
+        return 0
+
+    def writeback(self, batch: int) -> int:
+        """Save the rows whose slots the batch after the next takes; returns how many."""
+        taking = self._admitted.get(batch + 2)
+        return self._write_all(taking.leaving) if taking is not None else 0
+
+    def forget(self, batch: int) -> None:
+        self._admitted.pop(batch, None)
+
+    # Between runs
+
+    def flush(self) -> None:
+        """Bring the host store up to date; rows stay here."""
+        outside, stamps_S = self._outside, self.index.stamps_S
+        slots = (stamps_S >= self._dirty_from).nonzero().squeeze(1).int()
+        for slots_V in torch.split(slots, FLUSH_ROWS) if len(slots) else ():
+            keys_V = self.index.slot_keys_S[slots_V.long()]
+            tables_V = self.index.slot_tables_S[slots_V.long()]
+            all_V = torch.full((len(COUNTERS),), len(slots_V), dtype=torch.int32)
+            self._write(SlotList(slots_V, keys_V, tables_V, Told(all_V), all_V[:1], COUNTERS[0]))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self._dirty_from = self._last_stamp + 1
+        self._outside = outside  # what was written is still here
+        self._flushed = sum(self._store.num_rows())
+
+    def clear(self) -> None:
+        """Forget all rows, without saving them: the host store has been changed."""
+        self.index.erase((self.index.stamps_S != FREE_STAMP).nonzero().squeeze(1).int())
+        self.index.rebuild()
+        self._admitted.clear()
+        self._outside = True
+        self._free_told, self._asked_since = Told(self.index.counters), 0
+        self._dirty_from = self._last_stamp + 1
+
+    def num_bytes(self) -> int:
+        """Device memory of rows and index."""
+        return self.num_slots * (self.rows_SW.stride(0) * 4 + INDEX_BYTES)
+
+    # Room
+
+    def _surely_free(self, keys: int) -> bool:
+        """Whether so many keys find a slot without victims, for all that the host knows."""
+        self._asked_since += keys
+        if self._asked_since <= self._free_told["free"]:
+            return True
+        self._free_told, self._asked_since = Told(self.index.counters), keys
+        return keys <= self._free_told["free"]
+
+    def _make_room(self, stamp: int, least_free: int) -> list[SlotList]:
+        least_free = min(least_free, self.num_slots)
+        victims_V = self.index.choose_victims(stamp - 1, least_free)
+        listed = self._listed(victims_V, "num_victims")
+        self.index.erase(victims_V, self.index.num_victims)
+        self.index.rebuild()
+        return [listed]
+
+    def _listed(self, slots_V: Tensor, counter: str) -> SlotList:
+        keys_V = self.index.slot_keys_S.index_select(0, slots_V)
+        tables_V = self.index.slot_tables_S.index_select(0, slots_V)
+        counters = self.index.counters.clone()
+        i = COUNTERS.index(counter)
+        return SlotList(slots_V, keys_V, tables_V, Told(counters), counters[i : i + 1], counter)
+
+    def _too_small(self, batch: int, missing: int) -> CapacityError:
+        return CapacityError(
+            f"the pool of {self.num_slots:,} rows ({self.num_bytes() / 1e9:.3g} GB) is too small: "
+            f"batches {batch - 1} and {batch} of this run need up to {missing:,} more; raise "
+            "device_memory, or make batches smaller"
+        )
+
+    # Rows between slots and the host store
+
+    def _make(self, of: SlotList) -> None:
+        """First values, made on the device: no key that is new here can be in the host store."""
+        assert isinstance(self.index, DeviceIndex)
+        assert self._first is not None
+        self.index.write_first_rows(
+            self._first, self.rows_SW, of.slots_V, of.count_there, (of.keys_V, of.tables_V)
+        )
+        self._all_located = False
+
+    def _read(self, of: SlotList) -> int:
+        if not of.count:
+            return 0
+        slots_n, keys_n, counts = of.by_table(self._layout.num_tables)
+        if self._located(slots_n, keys_n, counts):
+            self._copy(slots_n, to_store=False)
+        else:
+            rows_nW = self._staging(len(keys_n))
+            self._store.gather(keys_n, counts, rows_nW)
+            self.rows_SW.index_copy_(0, slots_n, rows_nW.to(self.device, non_blocking=True))
+        return len(keys_n)
+
+    def _write_all(self, leaving: list[SlotList]) -> int:
+        return sum(self._write(of) for of in leaving)
+
+    def _write(self, of: SlotList) -> int:
+        n = of.count
+        if not n:
+            return 0
+        self._outside = True
+        if self._addresses_S is not None and self._all_located:
+            self._copy(of.slots_V[:n].long(), to_store=True)
+        else:
+            slots_n, keys_n, counts = of.by_table(self._layout.num_tables)
+            if self._located(slots_n, keys_n, counts):
+                self._copy(slots_n, to_store=True)
+            else:
+                rows_nW = self.rows_SW.index_select(0, slots_n).cpu().contiguous()
+                self._store.scatter(keys_n, counts, rows_nW)
+        if self.poison:
+            self.rows_SW.index_fill_(0, of.slots_V[:n].long(), math.nan)
+        return n
+
+    def _located(self, slots_n: Tensor, keys_n: Tensor, counts: list[int]) -> bool:
+        """Find out where the host store has rows, so that the GPU can reach them itself."""
+        if self._addresses_S is None:
+            return False
+        assert self._locator is not None
+        assert self._pinner is not None
+        found = self._locator.locate(keys_n, counts)
+        if not self._pinner.pin():
+            self._addresses_S = None  # the system refuses: the host copies from now on
+            return False
+        addresses_n = found.addresses_K.pin_memory().to(self.device, non_blocking=True)
+        self._addresses_S.index_copy_(0, slots_n, addresses_n)
+        return True
+
+    def _copy(self, slots_n: Tensor, *, to_store: bool) -> None:
+        from nestpipe.kernels.rows.row_copy_triton import copy_rows_by_gpu
+
+        assert self._addresses_S is not None
+        copy_rows_by_gpu(self._addresses_S, slots_n, self.rows_SW, to_store=to_store)
+
+    def _staging(self, count: int) -> Tensor:
+        on_gpu = self.device.type == "cuda"
+        return empty((count, self._layout.width), torch.float32, torch.device("cpu"), pinned=on_gpu)
+
+
+def _first_values(layout: StoreLayout, device: torch.device) -> FirstValues:
+    """What first values are made of, on the device."""
+    seeds = [seed - 2**64 if seed >= 2**63 else seed for seed in layout.table_seeds]
+    return FirstValues(
+        torch.tensor(seeds, dtype=torch.int64, device=device),
+        torch.tensor(layout.init_stds, dtype=torch.float64, device=device),
+        layout.dim,
+        layout.state_dim,
+        layout.state_init,
+    )
+
+
+_UNITS = {"kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
+AUTO_SHARE = 0.5
+"""Of free device memory, for all pools together."""
+AUTO_ROWS_ON_HOST = 1 << 18
+"""Rows of a pool in host memory, which is there to be compared with, unless a size is given."""
+
+
+def pool_sizes(
+    device_memory: str, layouts: Sequence[StoreLayout], device: torch.device, sharing: int = 1
+) -> list[int]:
+    """Slots for each store: as many rows a table as fit into that memory.
+
+    `device_memory`: `auto`, a size such as `40GB`, or a share of what is free, such as `0.4`.
+    `sharing`: processes with pools on the same device; a size is what each of them gets.
+    """
+    row_bytes = [-(-layout.width // 4) * 16 + INDEX_BYTES for layout in layouts]
+    tables = [layout.num_tables for layout in layouts]
+    memory = _memory(device_memory, device, sharing)
+    of_table = int(memory // sum(b * t for b, t in zip(row_bytes, tables, strict=True)))
+    slots = [max(1, of_table * t) for t in tables]
+    if device_memory == "auto":
+        slots = [min(s, _most_rows(layout)) for s, layout in zip(slots, layouts, strict=True)]
+        if device.type != "cuda":
+            slots = [min(s, AUTO_ROWS_ON_HOST) for s in slots]
+    return [min(s, MOST_SLOTS) for s in slots]
+
+
+def pools_on_one_device(device: torch.device, ranks: int) -> int:
+    """Ranks of this machine that share a device."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", str(ranks)))
+    return -(-local // max(1, torch.cuda.device_count())) if device.type == "cuda" else local
+
+
+def _memory(device_memory: str, device: torch.device, sharing: int) -> float:
+    """Bytes for all pools of this process."""
+    text = device_memory.strip().lower()
+    unit = text[-2:] if text[-2:] in _UNITS else ""
+    try:
+        number = AUTO_SHARE if text == "auto" else float(text.removesuffix(unit))
+    except ValueError:
+        number = 0.0
+    if unit and number > 0:
+        return number * _UNITS[unit]
+    if 0 < number < 1:
+        return number * _free_memory(device) / sharing
+    raise ConfigError(
+        f"device_memory is {device_memory!r}; use 'auto', a size such as '40GB', or a share of the "
+        "free memory such as '0.4'"
+    )
+
+
+def _free_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+
+
+def _most_rows(layout: StoreLayout) -> int:
+    """Rows that the tables can have at most."""
+    limits = layout.max_rows
+    return sum(limits) if limits and all(limits) else MOST_SLOTS
+
+
+class PoolRows:
+    """The rows of the batches in flight in the pools of all stores, where keys are routed by hosts.
+
+    It stands where `RowBuffers` stands for the other forms of retrieval.
+    """
+
+    def __init__(self, pools: Sequence[RowPool]) -> None:
+        self.pools = list(pools)
+        self._rows: dict[int, list[SlotRows]] = {}
+        """[batch][group]"""
+
+    @property
+    def poison(self) -> bool:
+        return any(pool.poison for pool in self.pools)
+
+    @poison.setter
+    def poison(self, wanted: bool) -> None:
+        for pool in self.pools:
+            pool.poison = wanted
+
+    def admit(self, batch: int, working: Sequence[WorkingSet]) -> list[WorkingSet]:
+        """Give every key a slot; the same working sets, with slots for rows to send."""
+        rows = [self._admitted(batch, *of) for of in zip(self.pools, working, strict=True)]
+        self._rows[batch] = rows
+        return [
+            replace(of_store, serve=[_by_slot(serve, slots.slots_K) for serve in of_store.serve])
+            for of_store, slots in zip(working, rows, strict=True)
+        ]
+
+    def _admitted(self, batch: int, pool: RowPool, working: WorkingSet) -> SlotRows:
+        ends_C = torch.tensor(working.table_counts, dtype=torch.int64).cumsum(0)
+        keys_K, ends_C = lists_on(pool.device, [working.keys_K, ends_C])
+        return SlotRows(pool.rows_SW, pool.admit(batch, keys_K, KeyCells(ends_C)))
+
+    def of(self, batch: int) -> list[SlotRows]:
+        return self._rows[batch]
+
+    def retrieve(self, batch: int, working: Sequence[WorkingSet]) -> int:
+        return sum(pool.retrieve(batch) for pool in self.pools)
+
+    def writeback(self, batch: int) -> int:
+        return sum(pool.writeback(batch) for pool in self.pools)
+
+    def forget(self, batch: int) -> None:
+        self._rows.pop(batch, None)
+        for pool in self.pools:
+            pool.forget(batch)
+
+
+def _by_slot(segments: Segments, slots_K: Tensor) -> Segments:
+    """The same sums of rows, which are numbered by slot."""
+    rows_T = slots_K.index_select(0, segments.rows_T).to(segments.rows_T.dtype)
+    return Segments(rows_T, segments.ends_S1)

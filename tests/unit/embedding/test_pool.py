@@ -1,0 +1,139 @@
+"""A pool of rows: whatever leaves and comes back, every batch finds the rows of a plain table."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from nestpipe.embedding.pool import RowPool, SlotRows, pool_sizes, pools_on_one_device
+from nestpipe.embedding.store import StoreLayout, open_store
+from nestpipe.embedding.store.protocol import RowStore
+from nestpipe.errors import CapacityError, ConfigError
+from nestpipe.kernels.index.device_index import KeyCells
+
+CPU = torch.device("cpu")
+LAYOUT = StoreLayout(table_seeds=(5, 9), init_stds=(0.1, 0.2), dim=3, state_dim=2)
+BATCH = st.lists(st.tuples(st.integers(0, 1), st.integers(-6, 6)), max_size=8, unique=True)
+
+
+def pool_of(slots: int, store: RowStore | None = None) -> RowPool:
+    return RowPool(store or open_store(LAYOUT, native=False), slots, CPU)
+
+
+def laid_out(batch: list[tuple[int, int]]) -> tuple[Tensor, KeyCells]:
+    tables = [[key for table, key in batch if table == number] for number in range(2)]
+    ends_C = torch.tensor([len(tables[0]), len(batch)])
+    return torch.tensor([*tables[0], *tables[1]], dtype=torch.int64), KeyCells(ends_C)
+
+
+def pairs(batch: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    return [pair for table in range(2) for pair in batch if pair[0] == table]
+
+
+def train(pool: RowPool, batches: list[list[tuple[int, int]]], model: dict[tuple[int, int], float]):
+    """Ops in the order of the serial plan; each batch adds its number to every row that it uses."""
+    pool.begin_run()
+    for t, batch in enumerate(batches):
+        slots = pool.admit(t, *laid_out(batch))
+        if t >= 2:
+            pool.writeback(t - 2)
+        pool.retrieve(t)
+        rows = SlotRows(pool.rows_SW, slots)
+        rows_KW = rows.read()
+        for row, pair in zip(rows_KW, pairs(batch), strict=True):
+            assert row[-1].item() == model.get(pair, 0.0), f"batch {t} finds another row of {pair}"
+            model[pair] = model.get(pair, 0.0) + t + 1
+        rows_KW[:, -1] += t + 1
+        rows.write(rows_KW)
+        pool.forget(t - 1)
+
+
+@given(st.lists(st.lists(BATCH, max_size=8), min_size=1, max_size=3), st.integers(16, 30))
+def test_rows_that_leave_and_come_back_are_those_of_a_dictionary(runs, slots):
+    pool, model = pool_of(slots), {}
+    for batches in runs:
+        train(pool, batches, model)
+        pool.poison = True
+    pool.flush()
+    store = pool._store
+    assert sum(store.num_rows()) == len(model)
+    for (table, key), value in model.items():
+        rows_1W = torch.empty(1, LAYOUT.width)
+        store.gather(torch.tensor([key]), [1 - table, table], rows_1W)
+        assert rows_1W[0, -1].item() == value
+
+
+def test_first_values_are_those_of_the_store():
+    pool, store = pool_of(8), open_store(LAYOUT, native=False)
+    batch = [(0, 7), (1, 7), (1, -1)]
+    slots = pool.admit(0, *laid_out(batch))
+    pool.retrieve(0)
+    wanted_KW = torch.empty(3, LAYOUT.width)
+    store.gather(torch.tensor([7, 7, -1]), [1, 2], wanted_KW)
+    assert torch.equal(SlotRows(pool.rows_SW, slots).read(), wanted_KW)
+
+
+def test_a_row_is_written_only_when_its_slot_is_needed():
+    pool = pool_of(4)
+    pool.begin_run()
+    for t, batch in enumerate([[(0, 1), (0, 2)], [(0, 2)], [(0, 2)]]):
+        pool.admit(t, *laid_out(batch))
+        pool.retrieve(t)
+        assert pool.writeback(t - 2) == 0, "there is room for all"
+    assert not any(pool._store.num_rows())
+
+
+def test_victims_are_rows_that_neither_this_batch_nor_the_one_before_uses():
+    pool = pool_of(4)
+    pool.begin_run()
+    for t, batch in enumerate([[(0, 1), (0, 2)], [(0, 2), (0, 3)], [(0, 4), (0, 5)]]):
+        pool.admit(t, *laid_out(batch))
+        pool.writeback(t - 2)
+        pool.retrieve(t)
+    assert pool._store.num_rows() == [1, 0], "only key 1 may leave"
+
+
+def test_a_pool_too_small_for_two_batches_says_so_with_its_numbers():
+    pool = pool_of(3)
+    pool.begin_run()
+    pool.admit(0, *laid_out([(0, 1), (0, 2)]))
+    with pytest.raises(CapacityError, match=r"3 rows .* batches 0 and 1 .* 1 more; raise dev"):
+        pool.admit(1, *laid_out([(0, 3), (0, 4)]))
+
+
+def test_rows_that_were_loaded_beside_the_pool_are_found():
+    pool, model = pool_of(16), {}
+    train(pool, [[(0, 1)]], model)
+    pool.clear()
+    pool._store.scatter(torch.tensor([1]), [1, 0], torch.full((1, LAYOUT.width), 7.0))
+    train(pool, [[(0, 1)]], {(0, 1): 7.0})
+
+
+@pytest.mark.parametrize("words", ["", "GB", "-1GB", "0", "1.5", "lots", "40 XB"])
+def test_a_size_that_is_none_is_refused(words):
+    with pytest.raises(ConfigError, match=r"device_memory is .* use 'auto', a size"):
+        pool_sizes(words, [LAYOUT], CPU)
+
+
+def test_sizes_share_memory_so_that_every_table_gets_as_many_rows():
+    wide = StoreLayout(table_seeds=(1,), init_stds=(0.1,), dim=64, state_dim=64)
+    narrow, single = pool_sizes("1MB", [LAYOUT, wide], CPU)
+    assert narrow == 2 * single
+    assert 900_000 < narrow * (32 + 54) + single * (512 + 54) <= 1_000_000
+    assert pool_sizes("0.1", [LAYOUT], CPU)[0] > 1000
+
+
+def test_a_pool_is_not_larger_than_its_tables_can_be():
+    limited = StoreLayout(
+        table_seeds=(1, 2), init_stds=(0.1, 0.1), dim=4, state_dim=0, max_rows=(30, 12)
+    )
+    assert pool_sizes("auto", [limited], CPU) == [42]
+
+
+def test_ranks_of_one_machine_share_a_device(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    assert pools_on_one_device(torch.device("cuda"), 12) == 2
