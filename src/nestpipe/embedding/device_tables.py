@@ -1,26 +1,33 @@
-"""`DeviceTables`: what every op does with rows where one GPU has them all and routes its own keys.
+"""`DeviceTables`: what every op does with rows where a GPU routes its own keys into its pool.
 
-Keys never come to the host. `dedup` lays the batch's keys side by side, `union` finds their slots
-in the pool and sorts them into segments, `rows` looks rows up, `update` sums gradients by row and
-applies them at once. Nothing travels between ranks, so `counts`, `keys` and `grads` have nothing to
-do. `ShardedTables` is the twin: the same bits, with keys routed by the host.
+Keys stay on the device; the host knows counts alone. `dedup` lays a batch's keys side by side and,
+with several ranks, finds the unique ones of each owner. `union` finds the slots of all keys that
+this rank was asked for and sorts them into segments. `rows` looks rows up for whoever asked,
+`update` sums gradients by row and applies them in the same pass. With one rank nothing travels:
+rows go from the pool straight to the model.
+
+`ShardedTables` with a pool is the twin: the same bits, with keys routed by the host.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from nestpipe.comm.communicator import Communicator
+from nestpipe.comm.mesh import Mesh
 from nestpipe.embedding.optimizers import RowOptimizer
 from nestpipe.embedding.pool import PoolRows, RowPool, SlotRows
+from nestpipe.embedding.routing.all_to_all import exchange
 from nestpipe.embedding.store.protocol import RowStore
 from nestpipe.embedding.table_groups import TableGroup, check_features
 from nestpipe.jagged import Jagged
+from nestpipe.kernels.index.dedup import DedupedKeys, Owners, dedup, plain_dedup
 from nestpipe.kernels.index.device_index import KeyCells
 from nestpipe.kernels.index.lookup import Pooling, look_up, plain_look_up
 from nestpipe.kernels.index.segments import (
@@ -30,19 +37,75 @@ from nestpipe.kernels.index.segments import (
     sort_segments,
     update_segments,
 )
+from nestpipe.kernels.rows.comm_dtype import round_in_place
 from nestpipe.kernels.rows.segments import empty_rows, lists_on
 from nestpipe.schedule import Kind, Op, Retrieval, Shape
 
-# Shapes: T keys of a batch, repeats included, O outputs that the model sees, D weights of a row,
-# C tables of a group, S slots
+# Shapes: T keys of a batch, repeats included, O outputs that the model sees, A unique keys that are
+# sent, P keys that this rank is asked for, D weights of a row, C tables of a group, R ranks
 
 MOST_DIM = 512
 """Weights of a row that the kernels know."""
 
 
 @dataclass(slots=True)
+class TermSums:
+    """Gradients of terms, summed for the row that each belongs to: sorted ahead on a GPU."""
+
+    ids_T: Tensor
+    outputs_T: Tensor | None
+    sorted: TermSegments | None
+
+    @classmethod
+    def of(cls, ids_T: Tensor, num_ids: int, outputs_T: Tensor | None) -> TermSums:
+        on_gpu = ids_T.is_cuda
+        return cls(ids_T, outputs_T, sort_segments(ids_T, num_ids, outputs_T) if on_gpu else None)
+
+    def store(self, gradients_OD: Tensor, out_AD: Tensor) -> None:
+        """Write the sum of every row that has terms."""
+        if self.sorted is not None:
+            update_segments(self.sorted, TermGradients(gradients_OD), out_AD, None)
+            return
+        ids_S, sums_SD = plain_segment_sums(self.ids_T, TermGradients(gradients_OD, self.outputs_T))
+        out_AD.index_copy_(0, ids_S.long(), sums_SD)
+
+    def apply(
+        self,
+        optimizer: RowOptimizer,
+        gradients_OD: Tensor,
+        rows_SW: Tensor,
+        times: float | Tensor,
+        step: int,
+    ) -> None:
+        """Update every row that has terms with their sum times a number."""
+        if self.sorted is not None:
+            assert isinstance(times, Tensor)
+            gradients = TermGradients(gradients_OD)
+            update_segments(self.sorted, gradients, rows_SW, optimizer.struct(step), times)
+            return
+        ids_K, sums_KD = plain_segment_sums(self.ids_T, TermGradients(gradients_OD, self.outputs_T))
+        optimizer.update_times(rows_SW, sums_KD, times, step, slots_K=ids_K)
+
+
+@dataclass(slots=True)
+class Asked:
+    """What other ranks and this one ask each other for; lists have this rank itself last."""
+
+    request: DedupedKeys
+    counts_told: _ToldCounts
+    keys_P: Tensor | None = None
+    """Keys that this rank is asked for ..."""
+    slots_P: Tensor | None = None
+    """... and their slots."""
+    received_RC: Tensor | None = None
+    """How many keys of each table each rank asks this one for, on the host."""
+    gradients_PD: Tensor | None = None
+    """Of rows that this rank gave away and of its own."""
+
+
+@dataclass(slots=True)
 class GroupBatch:
-    """One batch in the tables of one group; all tensors are on the device."""
+    """One batch in the tables of one group."""
 
     keys_T: Tensor
     cells: KeyCells
@@ -52,39 +115,69 @@ class GroupBatch:
     """None: each key is an output."""
     outputs_T: Tensor | None
     """The output of each key, where there is pooling."""
-    slots_T: Tensor | None = None
-    segments: TermSegments | None = None
+    asked: Asked | None = None
+    """None: there is one rank."""
+    seen_sums: TermSums | None = None
+    """Gradients of what the model sees, summed for the rows that came."""
+    owner_sums: TermSums | None = None
+    """Gradients of rows, summed by slot."""
+    slots: Tensor | None = None
+    came_AD: Tensor | None = None
+    """The rows that this rank asked for, with several ranks."""
     seen_OD: Tensor | None = None
-    gradients: Tensor | None = None
-    """(O, D), once the model has made them."""
+    gradients_OD: Tensor | None = None
+
+    def gradients(self) -> Tensor:
+        """(O, D) of what the model saw; zero where it did not use it."""
+        assert self.seen_OD is not None
+        return torch.zeros_like(self.seen_OD) if self.gradients_OD is None else self.gradients_OD
 
 
-@dataclass(slots=True)
-class DeviceBatch:
-    """One batch, group by group; it keeps alive what a stream may still use."""
+class _ToldCounts:
+    """Counts of keys on their way to the host."""
 
-    groups: list[GroupBatch]
-    kept: list[object] = field(default_factory=list[object])
+    def __init__(self, request: DedupedKeys, ranks: int) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._shape = (ranks, request.num_tables)
+        self._numbers = request.counts
+        if request.counts.is_cuda:
+            self._numbers = torch.empty(
+                len(request.counts), dtype=request.counts.dtype, pin_memory=True
+            )
+            self._numbers.copy_(request.counts, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def counts_RC(self) -> Tensor:  # noqa: N802 - its shape
+        """(R, C) keys of each table for each owner; waits for the copy."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._numbers[:-1].view(self._shape).long()
 
 
 class DeviceTables:
-    """All tables of the only rank, and the batches in flight."""
+    """One rank's shard of all tables, in pools, and the batches in flight."""
 
     def __init__(
         self,
         groups: Sequence[TableGroup],
         pools: Sequence[RowPool],
         optimizer: RowOptimizer,
+        comm: Communicator,
         shape: Shape,
         device: torch.device,
+        comm_dtype: torch.dtype = torch.float32,
     ) -> None:
         self.groups = list(groups)
         self.optimizer = optimizer
+        self.comm = comm
         self.shape = shape
         self.device = device
+        self.comm_dtype = comm_dtype
         self.buffers = PoolRows(pools)
         self._pools = list(pools)
-        self.in_flight: dict[int, DeviceBatch] = {}
+        self.in_flight: dict[int, list[GroupBatch]] = {}
+        self._owners = [_owners(group, comm, device) for group in groups]
 
     @property
     def table_of(self) -> dict[str, str]:
@@ -92,117 +185,212 @@ class DeviceTables:
         return {f.name: g.tables[f.table].name for g in self.groups for f in g.features}
 
     def acts(self) -> dict[Kind, Callable[[Op], None]]:
-        """What ops do that are about rows alone; only one rank has work for them."""
+        """What ops do that are about rows alone."""
         return {
-            Kind.KEYS: lambda op: None,
+            Kind.KEYS: lambda op: self.keys(op.batch),
             Kind.UNION: lambda op: self.union(op.batch),
-            Kind.ROWS: lambda op: self.rows(op.batch, op.micro or 0),
-            Kind.GRADS: lambda op: None,
+            Kind.ROWS: lambda op: self.rows(op.batch),
+            Kind.GRADS: lambda op: self.grads(op.batch),
         }
 
+    # Routing
+
     def dedup(self, batch: int, micro_keys: Sequence[Mapping[str, Jagged]]) -> None:
-        """Lay the keys of each group side by side, table by table."""
+        """Lay the keys of each group side by side, table by table; find unique ones by owner."""
         (keys,) = micro_keys
         check_features(self.groups, keys)
-        self.in_flight[batch] = DeviceBatch([self._laid_out(keys, g) for g in self.groups])
+        found = [self._laid_out(keys, group) for group in self.groups]
+        for of, owners in zip(found, self._owners, strict=True):
+            if self.comm.size > 1:
+                find = dedup if of.keys_T.is_cuda else plain_dedup
+                request = find(of.keys_T, of.cells.ends_G, owners)
+                of.asked = Asked(request, _ToldCounts(request, self.comm.size))
+                of.seen_sums = TermSums.of(request.inverse_T, len(of.keys_T), of.outputs_T)
+        self.in_flight[batch] = found
 
     def _laid_out(self, keys: Mapping[str, Jagged], group: TableGroup) -> GroupBatch:
         lists = [keys[f.name] for f in group.features]
         counts = [0] * len(group.tables)
         for feature, of in zip(group.features, lists, strict=True):
             counts[feature.table] += len(of.values)
-        ends_C = torch.tensor(counts, dtype=torch.int64).cumsum(0)
-        (ends_there,) = lists_on(self.device, [ends_C])
+        (ends_C,) = lists_on(self.device, [torch.tensor(counts, dtype=torch.int64).cumsum(0)])
         keys_T = torch.cat([of.values for of in lists])
-        pooled = [f.pooled for f in group.features]
         sizes = {
             f.name: of.num_samples if f.pooled else len(of.values)
             for f, of in zip(group.features, lists, strict=True)
         }
-        pooling, outputs_T = None, None
-        if any(pooled):
-            lengths_O = torch.cat(
-                [
-                    of.lengths if pools else torch.ones_like(of.values)
-                    for of, pools in zip(lists, pooled, strict=True)
-                ]
-            )
-            ends_O1 = torch.zeros(len(lengths_O) + 1, dtype=torch.int32, device=self.device)
-            torch.cumsum(lengths_O, 0, dtype=torch.int32, out=ends_O1[1:])
-            numbers_O = torch.arange(len(lengths_O), dtype=torch.int32, device=self.device)
-            outputs_T = numbers_O.repeat_interleave(lengths_O, output_size=len(keys_T))
-            pooling = Pooling(ends_O1)
-        return GroupBatch(keys_T, KeyCells(ends_there), sizes, pooling, outputs_T)
+        if not any(f.pooled for f in group.features):
+            return GroupBatch(keys_T, KeyCells(ends_C), sizes, None, None)
+        lengths_O = torch.cat(
+            [
+                of.lengths if f.pooled else torch.ones_like(of.values)
+                for f, of in zip(group.features, lists, strict=True)
+            ]
+        )
+        ends_O1 = torch.zeros(len(lengths_O) + 1, dtype=torch.int32, device=self.device)
+        torch.cumsum(lengths_O, 0, dtype=torch.int32, out=ends_O1[1:])
+        numbers_O = torch.arange(len(lengths_O), dtype=torch.int32, device=self.device)
+        outputs_T = numbers_O.repeat_interleave(lengths_O, output_size=len(keys_T))
+        return GroupBatch(keys_T, KeyCells(ends_C), sizes, Pooling(ends_O1), outputs_T)
 
     def keys_asked(self, batch: int) -> int:
-        """Keys of the batch, repeats included: nothing is sent, so nobody counts unique ones."""
-        return sum(len(of.keys_T) for of in self.in_flight[batch].groups)
+        """How many keys this rank asks for; one rank alone does not count unique ones."""
+        return sum(
+            len(of.keys_T) if of.asked is None else int(of.asked.counts_told.counts_RC().sum())
+            for of in self.in_flight[batch]
+        )
 
     def counts(self, batch: int, samples: int) -> int:
-        """The only rank has all samples."""
-        return samples
+        """All-to-all of key counts; returns the number of samples of all ranks."""
+        ranks = self.comm.size
+        if ranks == 1:
+            return samples
+        asked = [_asked(of) for of in self.in_flight[batch]]
+        parts = [of.counts_told.counts_RC() for of in asked]
+        sent = torch.cat([*parts, torch.full((ranks, 1), samples)], 1)
+        received = torch.empty_like(sent)
+        self.comm.all_to_all(received, sent, [1] * ranks, [1] * ranks)
+        *found, all_samples = torch.split(received, [*(part.shape[1] for part in parts), 1], 1)
+        for of, received_RC in zip(asked, found, strict=True):
+            of.received_RC = received_RC
+        return int(all_samples.sum())
+
+    def keys(self, batch: int) -> None:
+        """All-to-all of keys, through the network of the schedule: of hosts or of devices."""
+        if self.comm.size == 1:
+            return
+        asked = [_asked(of) for of in self.in_flight[batch]]
+        by_host = self.shape.network(Kind.KEYS) != "devices"
+        splits = [of.counts_told.counts_RC().sum(1).tolist() for of in asked]
+        expected = [_received(of).sum(1).tolist() for of in asked]
+        rank = self.comm.rank
+        sent: list[Tensor] = []
+        received: list[Tensor] = []
+        for of, to, come in zip(asked, splits, expected, strict=True):
+            keys_A = of.request.keys_T[: sum(to) - to[rank]]
+            sent.append(keys_A.cpu() if by_host else keys_A)
+            received.append(sent[-1].new_empty(sum(come) - come[rank]))
+        exchange(self.comm, sent, splits, received, expected)
+        for of, to, came in zip(asked, splits, received, strict=True):
+            own_A = of.request.keys_T[sum(to) - to[rank] : sum(to)]
+            (there,) = lists_on(self.device, [came]) if by_host else (came,)
+            of.keys_P = torch.cat([there, own_A])
 
     def union(self, batch: int) -> None:
-        """Slots of all keys, and the segments in which their gradients will be summed."""
-        for of, pool in zip(self.in_flight[batch].groups, self._pools, strict=True):
-            of.slots_T = pool.admit(batch, of.keys_T, of.cells)
-            if of.slots_T.is_cuda:
-                of.segments = sort_segments(of.slots_T, pool.num_slots, of.outputs_T)
+        """Slots of all keys that this rank was asked for, and the segments of their gradients."""
+        for of, pool in zip(self.in_flight[batch], self._pools, strict=True):
+            if of.asked is None:
+                of.slots = pool.admit(batch, of.keys_T, of.cells)
+                of.owner_sums = TermSums.of(of.slots, pool.num_slots, of.outputs_T)
+                continue
+            assert of.asked.keys_P is not None
+            received_RC = _received(of.asked)
+            cells = self._cells(received_RC)
+            of.slots = of.asked.slots_P = pool.admit(batch, of.asked.keys_P, cells)
+            before = int(received_RC[: self.comm.rank].sum())
+            own = int(received_RC[self.comm.rank].sum())
+            of.owner_sums = TermSums.of(
+                _in_rank_order(of.slots, before, own),
+                pool.num_slots,
+                _in_rank_order(_numbers(len(of.slots), self.device), before, own),
+            )
+
+    def _cells(self, received_RC: Tensor) -> KeyCells:
+        """Where the keys of each rank and table lie: other ranks in order, then this one."""
+        ranks, tables = received_RC.shape
+        order = [*(r for r in range(ranks) if r != self.comm.rank), self.comm.rank]
+        ends_G, tables_G = lists_on(
+            self.device,
+            [received_RC[order].reshape(-1).cumsum(0), torch.arange(tables).repeat(ranks)],
+        )
+        return KeyCells(ends_G, tables_G.int())
 
     def retrieve(self, batch: int) -> int:
         """Rows that are not in the pool; returns how many came from the host store."""
         return sum(pool.retrieve(batch) for pool in self._pools)
 
-    def rows(self, batch: int, micro: int) -> None:
-        """Look up what the model sees."""
-        for of, pool, group in zip(
-            self.in_flight[batch].groups, self._pools, self.groups, strict=True
-        ):
-            assert of.slots_T is not None
-            outputs = sum(of.sizes.values())
-            of.seen_OD = empty_rows(outputs, group.dim, self.device)
-            if of.slots_T.is_cuda:
-                look_up(pool.rows_SW, of.slots_T, of.seen_OD, of.pooling)
+    # The window
+
+    def rows(self, batch: int) -> None:
+        """Look up what the model sees; with several ranks, through their owners."""
+        found = self.in_flight[batch]
+        if self.comm.size > 1:
+            self._exchange_rows(found)
+        for of, pool, group in zip(found, self._pools, self.groups, strict=True):
+            of.seen_OD = empty_rows(sum(of.sizes.values()), group.dim, self.device)
+            if of.asked is None:
+                assert of.slots is not None
+                _look_up(pool.rows_SW, of.slots, of.seen_OD, of.pooling)
             else:
-                seen_OD = plain_look_up(pool.rows_SW, of.slots_T, group.dim, of.pooling)
-                of.seen_OD.copy_(seen_OD)
+                assert of.came_AD is not None
+                _look_up(of.came_AD, of.asked.request.inverse_T, of.seen_OD, of.pooling)
+
+    def _exchange_rows(self, found: Sequence[GroupBatch]) -> None:
+        """All-to-all of rows, from owners to requesters."""
+        rank = self.comm.rank
+        asked = [_asked(of) for of in found]
+        splits = [_received(of).sum(1).tolist() for of in asked]
+        expected = [of.counts_told.counts_RC().sum(1).tolist() for of in asked]
+        sent: list[Tensor] = []
+        received: list[Tensor] = []
+        for g, (of, pool) in enumerate(zip(found, self._pools, strict=True)):
+            assert of.slots is not None
+            own, dim = splits[g][rank], self.groups[g].dim
+            others = len(of.slots) - own
+            sent_PD = empty_rows(others, dim, self.device)
+            of.came_AD = empty_rows(sum(expected[g]), dim, self.device)
+            _look_up(pool.rows_SW, of.slots[:others], sent_PD, None)
+            own_AD = of.came_AD[sum(expected[g]) - own :]
+            _look_up(pool.rows_SW, of.slots[others:], own_AD, None)
+            round_in_place(own_AD, self.comm_dtype)
+            sent.append(sent_PD)
+            received.append(of.came_AD[: sum(expected[g]) - own])
+        exchange(self.comm, sent, splits, received, expected, self.comm_dtype)
 
     def lookup(self, batch: int, micro: int) -> dict[str, Tensor]:
         """The rows of every feature, as the model sees them."""
         seen: dict[str, Tensor] = {}
-        for of in self.in_flight[batch].groups:
+        for of in self.in_flight[batch]:
             # Something that wants a gradient, so that the backward pass comes by.
             anchor = torch.zeros(0, requires_grad=True)
             outputs: tuple[Tensor, ...] = _Seen.apply(anchor, of)  # type: ignore[assignment]
             seen.update(zip(of.sizes, outputs, strict=True))
         return seen
 
+    def grads(self, batch: int) -> None:
+        """All-to-all of row gradients, back to their owners, each summed by its requester."""
+        if self.comm.size == 1:
+            return
+        rank, found = self.comm.rank, self.in_flight[batch]
+        asked = [_asked(of) for of in found]
+        splits = [of.counts_told.counts_RC().sum(1).tolist() for of in asked]
+        expected = [_received(of).sum(1).tolist() for of in asked]
+        sent: list[Tensor] = []
+        received: list[Tensor] = []
+        for g, of in enumerate(found):
+            assert of.seen_sums is not None
+            own, dim = splits[g][rank], self.groups[g].dim
+            sums_AD = empty_rows(sum(splits[g]), dim, self.device)
+            of.seen_sums.store(of.gradients(), sums_AD)
+            gradients_PD = empty_rows(sum(expected[g]), dim, self.device)
+            own_PD = gradients_PD[sum(expected[g]) - own :]
+            own_PD.copy_(sums_AD[sum(splits[g]) - own :])
+            round_in_place(own_PD, self.comm_dtype)
+            sent.append(sums_AD[: sum(splits[g]) - own])
+            received.append(gradients_PD[: sum(expected[g]) - own])
+            asked[g].gradients_PD = gradients_PD
+        exchange(self.comm, sent, splits, received, expected, self.comm_dtype)
+
     def update(self, batch: int, times: float | Tensor, step: int) -> None:
         """Sum gradients by row and apply the optimizer, once per row, in one pass."""
-        for of, pool, group in zip(
-            self.in_flight[batch].groups, self._pools, self.groups, strict=True
-        ):
-            assert of.slots_T is not None
-            assert of.seen_OD is not None
-            if of.gradients is None:  # the model did not use them
-                of.gradients = torch.zeros_like(of.seen_OD)
-            if of.segments is not None:
-                assert isinstance(times, Tensor)
-                struct = self.optimizer.struct(step)
-                gradients = TermGradients(of.gradients)
-                update_segments(of.segments, gradients, pool.rows_SW, struct, times)
-            else:
-                gradients = TermGradients(of.gradients, of.outputs_T)
-                slots_K, sums_KD = plain_segment_sums(of.slots_T, gradients)
-                self.optimizer.update_times(pool.rows_SW, sums_KD, times, step, slots_K=slots_K)
-            self._round(group, SlotRows(pool.rows_SW, of.slots_T))
-
-    def _round(self, group: TableGroup, rows: SlotRows) -> None:
-        """Round as the store would; a slot that comes twice is written twice, alike."""
-        if group.tables[0].dtype == "bfloat16":
-            rows_TW = rows.read()
-            rows_TW[:, : group.dim].copy_(rows_TW[:, : group.dim].bfloat16())
-            rows.write(rows_TW)
+        for of, pool, group in zip(self.in_flight[batch], self._pools, self.groups, strict=True):
+            assert of.owner_sums is not None
+            assert of.slots is not None
+            gradients = of.gradients() if of.asked is None else of.asked.gradients_PD
+            assert gradients is not None
+            of.owner_sums.apply(self.optimizer, gradients, pool.rows_SW, times, step)
+            if group.tables[0].dtype == "bfloat16":
+                SlotRows(pool.rows_SW, of.slots).round_weights(group.dim)
 
     def writeback(self, batch: int) -> int:
         """Rows that leave the pool into the host store; returns how many."""
@@ -234,18 +422,60 @@ class _Seen(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:
-        ctx.of.gradients = torch.cat(gradients)
+        ctx.of.gradients_OD = torch.cat(gradients)
         return None, None
 
 
 def can_route_on_device(
-    groups: Sequence[TableGroup], shape: Shape, device: torch.device, ranks: int
+    groups: Sequence[TableGroup],
+    shape: Shape,
+    device: torch.device,
+    mesh: Mesh,
+    comm_dtype: torch.dtype,
 ) -> bool:
-    """Whether `DeviceTables` can do this work: one GPU, one micro-batch, rows of usual width."""
+    """Whether `DeviceTables` can do this work: GPUs, one micro-batch, rows of usual width."""
+    rounds_alone = mesh.shards.size == 1 and comm_dtype != torch.float32
     return (
         device.type == "cuda"
-        and ranks == 1
+        and mesh.groups == 1
         and shape.retrieval is Retrieval.POOLED
         and shape.micro_batches == 1
+        and not rounds_alone
         and all(group.dim <= MOST_DIM for group in groups)
     )
+
+
+def _owners(group: TableGroup, comm: Communicator, device: torch.device) -> Owners:
+    if max(group.table_owners) < 0:
+        return Owners(comm.size, comm.rank)
+    owners = [owner % comm.size if owner >= 0 else -1 for owner in group.table_owners]
+    return Owners(comm.size, comm.rank, torch.tensor(owners, dtype=torch.int32, device=device))
+
+
+def _look_up(rows_NW: Tensor, numbers_T: Tensor, out_OD: Tensor, pooling: Pooling | None) -> None:
+    if out_OD.is_cuda:
+        look_up(rows_NW, numbers_T, out_OD, pooling)
+    else:
+        out_OD.copy_(plain_look_up(rows_NW, numbers_T, out_OD.shape[1], pooling))
+
+
+def _asked(of: GroupBatch) -> Asked:
+    assert of.asked is not None
+    return of.asked
+
+
+def _received(asked: Asked) -> Tensor:
+    assert asked.received_RC is not None
+    return asked.received_RC
+
+
+def _numbers(count: int, device: torch.device) -> Tensor:
+    return torch.arange(count, dtype=torch.int32, device=device)
+
+
+def _in_rank_order(numbers_P: Tensor, before: int, own: int) -> Tensor:
+    """A list that has this rank last, with all ranks in order."""
+    others = len(numbers_P) - own
+    if before == others:
+        return numbers_P
+    return torch.cat([numbers_P[:before], numbers_P[others:], numbers_P[before:others]])

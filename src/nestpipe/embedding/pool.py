@@ -64,8 +64,14 @@ class SlotRows:
         return self.rows_SW.index_select(0, self.slots_K)
 
     def write(self, rows_KW: Tensor) -> None:
-        """Put rows there; no slot comes twice."""
+        """Put rows there; a slot that comes twice gets the same row twice."""
         self.rows_SW.index_copy_(0, self.slots_K.long(), rows_KW)
+
+    def round_weights(self, dim: int) -> None:
+        """Round weights to bfloat16, as a store of that type would."""
+        rows_KW = self.read()
+        rows_KW[:, :dim].copy_(rows_KW[:, :dim].bfloat16())
+        self.write(rows_KW)
 
 
 class Told:

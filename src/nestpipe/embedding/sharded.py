@@ -514,9 +514,7 @@ def _some_of(rows: AnyRows, positions: Tensor | None) -> Tensor | RowPointers:
 def _round(group: TableGroup, rows: AnyRows) -> None:
     """Round as the store would: rows that stay on the device must not be finer."""
     if group.tables[0].dtype == "bfloat16" and isinstance(rows, SlotRows):
-        rows_KW = rows.read()
-        rows_KW[:, : group.dim].copy_(rows_KW[:, : group.dim].bfloat16())
-        rows.write(rows_KW)
+        rows.round_weights(group.dim)
     elif group.tables[0].dtype == "bfloat16":
         assert isinstance(rows, Tensor)
         weights_KD = rows[:, : group.dim]

@@ -30,6 +30,8 @@ class TableGroup:
     features: tuple[Feature, ...]
     table_owners: tuple[int, ...]
     """For each table the rank that owns all of it, modulo their number; -1: sharded by row."""
+    owner_sums: bool = True
+    """Whether owners may add up a sample's rows, where that is fewer bytes on the network."""
 
     @property
     def dim(self) -> int:
@@ -51,7 +53,7 @@ class TableGroup:
         )
 
 
-def group_tables(tables: Sequence[Table]) -> list[TableGroup]:
+def group_tables(tables: Sequence[Table], *, owner_sums: bool = True) -> list[TableGroup]:
     """One group per combination of width and type, in order of first appearance."""
     _refuse_repeats(tables)
     members: dict[tuple[int, str], list[Table]] = {}
@@ -67,6 +69,7 @@ def group_tables(tables: Sequence[Table]) -> list[TableGroup]:
                 for name in table.feature_names
             ),
             tuple(whole.index(t.name) if t.name in whole else -1 for t in group),
+            owner_sums,
         )
         for group in members.values()
     ]

@@ -56,6 +56,9 @@ class PipelineSettings(PipelineOptions):
     """How ops overlap: one of the plans of `nestpipe draw`."""
     comm_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of rows and row gradients between ranks; bfloat16 halves what is sent."""
+    owner_sums: Literal["auto", "off"] = "auto"
+    """Whether owners add up the rows of a pooled feature before they send them, where that is fewer
+    bytes; never with retrieval `pooled`. It changes the order of sums."""
     micro_batching: Literal["contiguous", "random", "clustered"] = "contiguous"
     """How samples are dealt to micro-batches; `clustered` puts those that share keys together."""
     first: float = 1.0
@@ -82,6 +85,11 @@ class PipelineSettings(PipelineOptions):
                 "buffers is 3 and retrieval 'whole'; a third buffer is for rows that are not read "
                 "again, so set retrieval = 'new', or two buffers"
             )
+
+    @property
+    def owners_add_up(self) -> bool:
+        """Whether `owner_sums` applies."""
+        return self.owner_sums == "auto" and self.retrieval is not Retrieval.POOLED
 
     def make_plan(self, parallel: ParallelSettings | None = None) -> Plan:
         """The plan, with what several groups of ranks add to it."""

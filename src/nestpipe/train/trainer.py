@@ -91,7 +91,7 @@ class Trainer:
         scale = rows.scale or float(parallel.groups if parallel.merge == "averaged" else 1)
         self.row_optimizer = row_optimizer(rows.optimizer, rows.lr, rows.eps, scale)
         self.dense_optimizer = _dense_optimizer(self.model, self.settings.dense)
-        self.groups = group_tables(tables)
+        self.groups = group_tables(tables, owner_sums=self.settings.pipeline.owners_add_up)
         self._pools: list[RowPool] = []
         self._stores = [
             open_store(
@@ -136,9 +136,16 @@ class Trainer:
         self._pools = self._pools or self._open_pools()
         for pool in self._pools:
             pool.begin_run()
-        if can_route_on_device(self.groups, plan.shape, self.device, self.comm.size):
+        comm_dtype = COMM_DTYPES[self.settings.pipeline.comm_dtype]
+        if can_route_on_device(self.groups, plan.shape, self.device, self.mesh, comm_dtype):
             return DeviceTables(
-                self.groups, self._pools, self.row_optimizer, plan.shape, self.device
+                self.groups,
+                self._pools,
+                self.row_optimizer,
+                self.mesh.shards,
+                plan.shape,
+                self.device,
+                comm_dtype,
             )
         return self._sharded(plan, self._stores, training=True)
 

@@ -310,7 +310,14 @@ def unwatched(name: str, total: int | None) -> AbstractContextManager[Tell]:
 
 def serial_twin(pipeline: PipelineSettings) -> PipelineSettings:
     """The plain settings that must come to the same bits: nothing overlaps, all rows are read."""
-    return replace(pipeline, plan="serial", retrieval="whole", speculative_rows=False, buffers=2)
+    return replace(
+        pipeline,
+        plan="serial",
+        retrieval="whole",
+        speculative_rows=False,
+        buffers=2,
+        owner_sums="auto" if pipeline.owners_add_up else "off",
+    )
 
 
 def verify_job(

@@ -236,7 +236,7 @@ def _wanted(
             concat([keys.lengths if f.pooled else torch.ones_like(keys.values) for f, keys in of])
             for of in of_table
         ],
-        pooled=[any(f.pooled for f, _ in of) for of in of_table],
+        pooled=[group.owner_sums and any(f.pooled for f, _ in of) for of in of_table],
         table_owners=group.table_owners,
         row_bytes=group.dim * comm_dtype.itemsize,
         rank=rank,
