@@ -27,6 +27,7 @@ from nestpipe.embedding.routing.all_to_all import exchange
 from nestpipe.embedding.store.protocol import RowStore
 from nestpipe.embedding.table_groups import TableGroup, check_features
 from nestpipe.jagged import Jagged
+from nestpipe.kernels.index import library
 from nestpipe.kernels.index.dedup import DedupedKeys, Owners, dedup, plain_dedup
 from nestpipe.kernels.index.device_index import KeyCells
 from nestpipe.kernels.index.lookup import Pooling, look_up, plain_look_up
@@ -58,8 +59,9 @@ class TermSums:
 
     @classmethod
     def of(cls, ids_T: Tensor, num_ids: int, outputs_T: Tensor | None) -> TermSums:
-        on_gpu = ids_T.is_cuda
-        return cls(ids_T, outputs_T, sort_segments(ids_T, num_ids, outputs_T) if on_gpu else None)
+        by_kernels = library.has_kernels(ids_T.device)
+        made = sort_segments(ids_T, num_ids, outputs_T) if by_kernels else None
+        return cls(ids_T, outputs_T, made)
 
     def store(self, gradients_OD: Tensor, out_AD: Tensor) -> None:
         """Write the sum of every row that has terms."""
@@ -79,8 +81,8 @@ class TermSums:
     ) -> None:
         """Update every row that has terms with their sum times a number."""
         if self.sorted is not None:
-            assert isinstance(times, Tensor)
             gradients = TermGradients(gradients_OD)
+            times = torch.as_tensor(times, dtype=torch.float32).reshape(1)
             update_segments(self.sorted, gradients, rows_SW, optimizer.struct(step), times)
             return
         ids_K, sums_KD = plain_segment_sums(self.ids_T, TermGradients(gradients_OD, self.outputs_T))
@@ -202,7 +204,7 @@ class DeviceTables:
         found = [self._laid_out(keys, group) for group in self.groups]
         for of, owners in zip(found, self._owners, strict=True):
             if self.comm.size > 1:
-                find = dedup if of.keys_T.is_cuda else plain_dedup
+                find = dedup if library.has_kernels(self.device) else plain_dedup
                 request = find(of.keys_T, of.cells.ends_G, owners)
                 of.asked = Asked(request, _ToldCounts(request, self.comm.size))
                 of.seen_sums = TermSums.of(request.inverse_T, len(of.keys_T), of.outputs_T)
@@ -453,7 +455,7 @@ def _owners(group: TableGroup, comm: Communicator, device: torch.device) -> Owne
 
 
 def _look_up(rows_NW: Tensor, numbers_T: Tensor, out_OD: Tensor, pooling: Pooling | None) -> None:
-    if out_OD.is_cuda:
+    if library.has_kernels(out_OD.device):
         look_up(rows_NW, numbers_T, out_OD, pooling)
     else:
         out_OD.copy_(plain_look_up(rows_NW, numbers_T, out_OD.shape[1], pooling))

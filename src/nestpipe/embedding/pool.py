@@ -24,6 +24,7 @@ from nestpipe.embedding.store.protocol import RowStore, StoreLayout
 from nestpipe.embedding.transports import has_triton
 from nestpipe.errors import CapacityError, ConfigError
 from nestpipe.kernels.host_memory import empty
+from nestpipe.kernels.index import library
 from nestpipe.kernels.index.device_index import (
     COUNTERS,
     FREE_STAMP,
@@ -41,7 +42,7 @@ from nestpipe.kernels.rows.segments import Segments, lists_on
 
 INDEX_BYTES = 54
 """Of a slot beside its row: places of the index, key, table, stamp, free list, address."""
-SPARE = 256
+SPARE = 1024
 """Slots that are made free beyond what the last batches needed."""
 MOST_SLOTS = 2**30 - 1
 FLUSH_ROWS = 1 << 20
@@ -140,12 +141,18 @@ class RowPool:
         layout = store.layout
         self._store, self._layout, self.device = store, layout, device
         self.num_slots = num_slots
-        on_gpu = device.type == "cuda"
+        by_kernels = library.has_kernels(device)
         self.rows_SW = aligned_rows(num_slots, layout.width, device)
-        self.index = DeviceIndex(num_slots, device) if on_gpu else PlainIndex(num_slots)
-        self._first = _first_values(layout, device) if on_gpu else None
+        self.index = DeviceIndex(num_slots, device) if by_kernels else PlainIndex(num_slots)
+        self._first = _first_values(layout, device) if by_kernels else None
         can = store.abilities
-        direct = on_gpu and pin and can.pin is not None and has_triton() and native_wanted()
+        direct = (
+            device.type == "cuda"
+            and pin
+            and can.pin is not None
+            and has_triton()
+            and native_wanted()
+        )
         self._locator = can.locate if direct else None
         self._pinner = can.pin if direct else None
         self._addresses_S = (
@@ -159,14 +166,14 @@ class RowPool:
         self._last_stamp = -1
         self._dirty_from = 0
         """Rows with this stamp or a later one may differ from those in the host store."""
-        self._outside = layout.dtype != "float32" or not on_gpu
+        self._outside = layout.dtype != "float32" or not by_kernels
         """Whether a key that is not here may be in the host store, or must have its first value
         from there."""
         self._flushed = 0
         """Rows of the host store that are known to be here too."""
         self._free_told = Told(self.index.counters)
         self._asked_since = 0
-        self._recent_new = 0
+        self._recent_new, self._spare = 0, min(SPARE, num_slots // 16)
         self.poison = False
         """Fill the slots of rows that left with NaN, so that a late reader is found out."""
 
@@ -183,7 +190,7 @@ class RowPool:
         stamp = self._first_batch + batch
         self._last_stamp = stamp
         sure = self._surely_free(len(keys_N))
-        leaving = [] if sure else self._make_room(stamp, self._recent_new * 5 // 4 + SPARE)
+        leaving = [] if sure else self._make_room(stamp, self._recent_new * 5 // 4 + self._spare)
         found = self.index.find_or_insert(keys_N, cells, stamp)
         new = [self._listed(found.new_slots_N, "num_new")]
         while not sure and (missing := new[-1].told["num_missing"]):

@@ -148,6 +148,11 @@ def loaded(device: torch.device) -> ctypes.CDLL:
     return _of_gpu(device)
 
 
+def has_kernels(device: torch.device) -> bool:
+    """Whether keys and rows there are worked on by kernels; else by their plain twins."""
+    return device.type == "cuda"
+
+
 def ask(device: torch.device, name: str, *arguments: int) -> int:
     """A number that the library knows, such as the size of a list."""
     function: Callable[..., int] = getattr(loaded(device), name)

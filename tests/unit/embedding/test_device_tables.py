@@ -1,0 +1,155 @@
+"""Keys routed where the rows are: the same bits as keys routed by hosts, and as rows in buffers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from support.thread_ranks import run_ranks
+from torch import Tensor
+
+from nestpipe.batch import Batch
+from nestpipe.comm import Communicator
+from nestpipe.embedding import device_tables
+from nestpipe.jagged import Jagged
+from nestpipe.models.dlrm import Dlrm, DlrmConfig
+from nestpipe.train import trainer as trainer_module
+from nestpipe.train.config import PipelineSettings, RowSettings, TrainSettings
+from nestpipe.train.trainer import Trainer
+
+SAMPLES, BATCHES = 24, 9
+CONFIG = DlrmConfig(features=("a", "b", "c"), dense_features=4, dim=8)
+ROWS, TABLES = ("rows",) * 3, ("table", "rows", "table")
+ODD_KEYS = torch.tensor([0, -1, 2**63 - 1, -(2**63)])
+Outcome = tuple[list[float], list[Tensor]]
+
+
+def make_batch(number: int) -> Batch:
+    """Lists of none to three keys; some keys are rare, some in every batch, some odd numbers."""
+    draw = torch.Generator().manual_seed(number)
+    sparse: dict[str, Jagged] = {}
+    for feature in CONFIG.features:
+        lengths = torch.randint(0, 4, (SAMPLES,), generator=draw)
+        if feature == "c" and number == 3:
+            lengths.zero_()
+        values = torch.randint(-30, 30, (int(lengths.sum()),), generator=draw) * 7
+        values[: len(ODD_KEYS)] = ODD_KEYS[: len(values)]
+        sparse[feature] = Jagged(values, lengths)
+    dense = {
+        "features": torch.rand(SAMPLES, 4, generator=draw),
+        "label": torch.randint(0, 2, (SAMPLES,), generator=draw).float(),
+    }
+    return Batch(SAMPLES, dense, sparse)
+
+
+class Batches:
+    """The same batches for any number of ranks."""
+
+    def batches(self, *, rank: int, ranks: int, start: int, **_: object) -> Iterator[Batch]:
+        share = SAMPLES // ranks
+        for number in range(start, BATCHES):
+            yield make_batch(number).slice(rank * share, (rank + 1) * share)
+
+    def empty(self) -> Batch:
+        return make_batch(0).empty()
+
+
+MODEL = Dlrm(CONFIG)
+
+
+def train(
+    comm: Communicator | None,
+    pipeline: PipelineSettings,
+    placements: tuple[str, ...] = ROWS,
+    device_memory: str = "auto",
+    optimizer: str = "adam",
+    dtype: str = "float32",
+) -> Outcome:
+    """Two runs, so that the pool meets rows that it has kept; losses, then all rows and weights."""
+    model = copy.deepcopy(MODEL)
+    tables = [
+        replace(table, placement=placement, dtype=dtype)
+        for table, placement in zip(model.tables(), placements, strict=True)
+    ]
+    settings = TrainSettings(
+        batch=SAMPLES,
+        device="cpu",
+        pipeline=pipeline,
+        device_memory=device_memory,
+        rows=RowSettings(optimizer=optimizer),
+    )
+    trained = Trainer(model, tables, settings, comm)
+    losses: list[float] = []
+    for steps in (4, BATCHES - 4):
+        trained.fit(Batches(), steps=steps, on_step=lambda report: losses.append(report.loss))
+    rows = [part for store in trained.stores for piece in store.export() for part in piece[1:]]
+    weights = [parameter.detach().clone() for parameter in model.parameters()]
+    trained.close()
+    return losses, [*rows, *weights]
+
+
+def check_same(one: Outcome, other: Outcome) -> None:
+    assert one[0] == other[0], "losses differ"
+    assert len(one[1]) == len(other[1])
+    for a, b in zip(one[1], other[1], strict=True):
+        assert torch.equal(a, b), "rows or weights differ"
+
+
+@pytest.fixture
+def on_device(monkeypatch):
+    """Tables that route their own keys, whatever the device: on a CPU by plain twins."""
+    monkeypatch.setattr(trainer_module, "can_route_on_device", lambda *_: True)
+    calls: list[str] = []
+    union = device_tables.DeviceTables.union
+    monkeypatch.setattr(
+        device_tables.DeviceTables,
+        "union",
+        lambda self, batch: (calls.append("union"), union(self, batch)),
+    )
+    yield
+    assert calls, "the tables of the device did nothing"
+
+
+@pytest.mark.parametrize("device_memory", ["auto", "25KB"])
+@pytest.mark.parametrize(
+    "plan", ["serial", "sparse_dist", "dual_buffer", "frozen_window", "nested"]
+)
+def test_rows_in_a_pool_have_the_bits_of_rows_in_buffers(plan, device_memory):
+    """25 KB: rows leave and come back."""
+    for micro_batches in (1, 2):
+        pipeline = PipelineSettings(plan=plan, retrieval="pooled", micro_batches=micro_batches)
+        twin = train(None, PipelineSettings(micro_batches=micro_batches))
+        check_same(twin, train(None, pipeline, device_memory=device_memory))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "dtype"),
+    [
+        *(("sgd", "float32"), ("adagrad", "float32"), ("adam", "float32")),
+        *(("rowwise_adagrad", "float32"), ("adam", "bfloat16")),
+    ],
+)
+@pytest.mark.usefixtures("on_device")
+def test_one_rank_that_routes_its_keys_has_the_bits_of_the_host(optimizer, dtype):
+    twin = train(None, PipelineSettings(), optimizer=optimizer, dtype=dtype)
+    for plan in ("serial", "nested"):
+        pipeline = PipelineSettings(plan=plan, retrieval="pooled")
+        for memory in ("auto", "25KB"):
+            made = train(None, pipeline, device_memory=memory, optimizer=optimizer, dtype=dtype)
+            check_same(twin, made)
+
+
+@pytest.mark.parametrize("comm_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("placements", [ROWS, TABLES])
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.usefixtures("on_device")
+def test_ranks_that_route_their_keys_have_the_bits_of_hosts(ranks, placements, comm_dtype):
+    plain = PipelineSettings(owner_sums="off", comm_dtype=comm_dtype)
+    pooled = PipelineSettings(plan="nested", retrieval="pooled", comm_dtype=comm_dtype)
+    twins = run_ranks(ranks, lambda comm: train(comm, plain, placements))
+    made = run_ranks(ranks, lambda comm: train(comm, pooled, placements, "15KB"))
+    for twin, other in zip(twins, made, strict=True):
+        check_same(twin, other)
