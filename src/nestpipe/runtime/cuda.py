@@ -17,7 +17,7 @@ import torch
 
 from nestpipe.runtime.lanes import Act, InlineLanes, Lanes
 from nestpipe.runtime.spans import KEEP_BATCHES, HostSpans, LastBatches, Spans, span_of, trace_of
-from nestpipe.runtime.thread_lanes import LaneThread, Mark, ThreadLanes
+from nestpipe.runtime.thread_lanes import InlineQueue, LaneThread, Mark, ThreadLanes
 from nestpipe.schedule import Lane, Op, Shape
 from nestpipe.trace import Span, Trace
 from nestpipe.trace.span import Fact
@@ -73,6 +73,9 @@ class StreamPlace:
         torch.set_num_threads(1)
         return self.current(self.stream)
 
+    def visited(self) -> AbstractContextManager[object]:
+        return self.current(self.stream)
+
     def wait_for(self, marks: Sequence[Mark]) -> None:
         for mark in marks:
             assert isinstance(mark, StreamMark), f"{mark} is of other lanes"
@@ -95,10 +98,14 @@ class CudaLanes:
     entered again find theirs.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, inline: bool = False) -> None:
+        """`inline`: no op of the device's lanes waits for anything, so one thread issues them."""
         self._device = device
         self._places = {lane: _place(lane, device) for lane in Lane}
-        self._threads = ThreadLanes(self._places.__getitem__)
+        waiting = HOST_LANES | {Lane.KEYS}
+        self._threads = ThreadLanes(
+            self._places.__getitem__, frozenset(Lane) - waiting if inline else frozenset()
+        )
 
     def __enter__(self) -> Self:
         before = StreamPlace(torch.cuda.current_stream(self._device)).mark()
@@ -107,7 +114,7 @@ class CudaLanes:
         self._threads.__enter__()
         return self
 
-    def __getitem__(self, lane: Lane) -> LaneThread:
+    def __getitem__(self, lane: Lane) -> LaneThread | InlineQueue:
         return self._threads[lane]
 
     def __exit__(
@@ -224,12 +231,15 @@ def _now() -> torch.cuda.Event:
 # Which lanes and which clock a run gets, from its plan and its device.
 
 
-def lanes_for(shape: Shape, device: torch.device) -> Lanes:
-    """The caller itself where nothing overlaps, else threads, on a GPU with streams."""
+def lanes_for(shape: Shape, device: torch.device, *, inline: bool = False) -> Lanes:
+    """The caller itself where nothing overlaps, else threads, on a GPU with streams.
+
+    `inline`: keys are routed on the GPU, so that its ops never wait for the host.
+    """
     on_gpu = device.type == "cuda"
     if not shape.overlaps:
         return _one_after_the_other(device) if on_gpu else InlineLanes()
-    return CudaLanes(device) if on_gpu else ThreadLanes()
+    return CudaLanes(device, inline=inline) if on_gpu else ThreadLanes()
 
 
 def _one_after_the_other(device: torch.device) -> InlineLanes:

@@ -30,6 +30,9 @@ class HostPlace:
     def entered(self) -> AbstractContextManager[object]:
         return nullcontext()
 
+    def visited(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
     def wait_for(self, marks: Sequence[Mark]) -> None:
         """All of them have ended."""
 
@@ -47,15 +50,25 @@ class ThreadLanes:
     May be entered again after it was left; `place_of` is asked each time.
     """
 
-    def __init__(self, place_of: Callable[[Lane], Place] = _host_place) -> None:
+    def __init__(
+        self,
+        place_of: Callable[[Lane], Place] = _host_place,
+        inline: frozenset[Lane] = frozenset(),
+    ) -> None:
+        """`inline`: lanes without a thread, whose ops the issuing one runs itself."""
         self._place_of = place_of
+        self._inline = inline
 
     def __enter__(self) -> Self:
         self._halt = Halt()
-        self._lanes = {lane: LaneThread(lane, self._place_of(lane), self._halt) for lane in Lane}
+        self._lanes = {lane: self._lane(lane) for lane in Lane}
         return self
 
-    def __getitem__(self, lane: Lane) -> LaneThread:
+    def _lane(self, lane: Lane) -> LaneThread | InlineQueue:
+        queue = InlineQueue if lane in self._inline else LaneThread
+        return queue(lane, self._place_of(lane), self._halt)
+
+    def __getitem__(self, lane: Lane) -> LaneThread | InlineQueue:
         return self._lanes[lane]
 
     def __exit__(
@@ -98,6 +111,10 @@ class Place(Protocol):
 
     def entered(self) -> AbstractContextManager[object]:
         """What the lane's thread is in while it works."""
+        ...
+
+    def visited(self) -> AbstractContextManager[object]:
+        """What another thread is in while it runs one op of the lane."""
         ...
 
     def wait_for(self, marks: Sequence[Mark]) -> None:
@@ -176,6 +193,46 @@ class _Task:
             # Also after a failure: whoever waits for it wakes up and finds the halt.
             self.end.started.set()
             self.end.issued.set()
+
+
+class InlineQueue:
+    """A lane whose ops the issuing thread runs itself, each before `submit` returns.
+
+    For ops that only put work on a stream: a thread of their own would have to wait for Python.
+    """
+
+    def __init__(self, lane: Lane, place: Place, halt: Halt) -> None:
+        self._lane = lane
+        self._place = place
+        self._halt = halt
+
+    def submit(
+        self,
+        act: Act,
+        op: Op,
+        after: Sequence[Event],
+        *,
+        alongside: Event | None = None,
+        behind: Sequence[Event] = (),
+    ) -> Event:
+        self._halt.check()
+        task = _Task(
+            act,
+            op,
+            cast("Sequence[_End]", after),
+            cast("_End | None", alongside),
+            cast("Sequence[_End]", behind),
+        )
+        with self._place.visited():
+            task.run(self._lane, self._place, self._halt)
+        self._halt.check()
+        return task.end
+
+    def no_more(self) -> None:
+        """Nothing is left."""
+
+    def join(self) -> None:
+        """Nothing is left."""
 
 
 class LaneThread:

@@ -74,11 +74,6 @@ class PipelineSettings(PipelineOptions):
             raise ConfigError(f"plan is {self.plan!r}; use one of {', '.join(PLANS)}")
         positive("first", self.first)
         positive("last", self.last)
-        if self.retrieval is Retrieval.POOLED:
-            raise ConfigError(
-                "retrieval is 'pooled', which can be drawn, checked and simulated, but not trained "
-                "with; use 'new'"
-            )
         whole = self.retrieval is Retrieval.WHOLE
         if self.buffers == 3 and whole and plan(self.plan).shape.refreshes_ahead:
             raise ConfigError(

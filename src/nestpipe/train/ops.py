@@ -213,6 +213,12 @@ class TrainingWork:
                 self.mesh.world.all_reduce_dense(flat)
             return
         state, parameters = self.in_flight[op.batch], self._parameters
+        if self.mesh.world.size == 1:
+            state.totals = state.totals_here(self.mesh)
+            for parameter in parameters:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+            return
         gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
         totals = state.totals_here(self.mesh)
         flat = torch.cat([*(g.reshape(-1) for g in gradients), totals])

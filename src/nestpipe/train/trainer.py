@@ -75,9 +75,11 @@ class Trainer:
         _share_first_weights(self.model, self.comm)
         parallel = self.settings.parallel
         self.mesh = make_mesh(self.comm, parallel.groups, parallel.layout)
+        self.groups = group_tables(tables, owner_sums=self.settings.pipeline.owners_add_up)
         self.plan = self.placed(self.settings.pipeline.make_plan(parallel))
         check(self.plan.schedule(2 * self.plan.shape.lookahead + 3), stale=self.plan.name)
-        self.lanes = lanes or lanes_for(self.plan.shape, self.device)
+        inline = self.routes_on_device(self.plan)
+        self.lanes = lanes or lanes_for(self.plan.shape, self.device, inline=inline)
         self.spans = spans_for(self.device, self.comm.rank)
         self.trace = Trace(())
         """When each op of the last batches ran, by this rank's clock."""
@@ -91,7 +93,6 @@ class Trainer:
         scale = rows.scale or float(parallel.groups if parallel.merge == "averaged" else 1)
         self.row_optimizer = row_optimizer(rows.optimizer, rows.lr, rows.eps, scale)
         self.dense_optimizer = _dense_optimizer(self.model, self.settings.dense)
-        self.groups = group_tables(tables, owner_sums=self.settings.pipeline.owners_add_up)
         self._pools: list[RowPool] = []
         self._stores = [
             open_store(
@@ -115,9 +116,22 @@ class Trainer:
         """Whether some rank wanted that, so that all have ended."""
 
     def placed(self, plan: Plan) -> Plan:
-        """The plan as it runs here: beside GPUs, keys and dense sums have networks of their own."""
-        apart = self.device.type == "cuda" and self.comm.separate_groups
-        return with_separate_dense_group(with_separate_key_group(plan)) if apart else plan
+        """The plan as it runs here.
+
+        Beside GPUs, keys that hosts exchange have a network of their own; dense sums have one where
+        there are several ranks.
+        """
+        if self.device.type != "cuda" or not self.comm.separate_groups:
+            return plan
+        alone = self.comm.size == 1
+        if not (alone and self.routes_on_device(plan)):
+            plan = with_separate_key_group(plan)
+        return plan if alone else with_separate_dense_group(plan)
+
+    def routes_on_device(self, plan: Plan) -> bool:
+        """Whether keys of that plan are routed by the device, so that its ops wait for nobody."""
+        comm_dtype = COMM_DTYPES[self.settings.pipeline.comm_dtype]
+        return can_route_on_device(self.groups, plan.shape, self.device, self.mesh, comm_dtype)
 
     @property
     def stores(self) -> list[RowStore]:
@@ -136,8 +150,7 @@ class Trainer:
         self._pools = self._pools or self._open_pools()
         for pool in self._pools:
             pool.begin_run()
-        comm_dtype = COMM_DTYPES[self.settings.pipeline.comm_dtype]
-        if can_route_on_device(self.groups, plan.shape, self.device, self.mesh, comm_dtype):
+        if self.routes_on_device(plan):
             return DeviceTables(
                 self.groups,
                 self._pools,
@@ -145,7 +158,7 @@ class Trainer:
                 self.mesh.shards,
                 plan.shape,
                 self.device,
-                comm_dtype,
+                COMM_DTYPES[self.settings.pipeline.comm_dtype],
             )
         return self._sharded(plan, self._stores, training=True)
 
@@ -415,5 +428,9 @@ def _dense_optimizer(model: nn.Module, settings: DenseSettings) -> torch.optim.O
         "adam": torch.optim.Adam,
     }
     parameters = [p for p in model.parameters() if p.requires_grad]
+    # One launch for all parameters, where torch has it for the device.
+    on_gpu = bool(parameters) and all(p.is_cuda and p.is_floating_point() for p in parameters)
+    fused = {"fused": True} if on_gpu and settings.optimizer in ("adam", "sgd") else {}
     # An optimizer without parameters is refused by torch; a model may well have none.
-    return kinds[settings.optimizer](parameters or [nn.Parameter(torch.zeros(0))], lr=settings.lr)
+    parameters = parameters or [nn.Parameter(torch.zeros(0))]
+    return kinds[settings.optimizer](parameters, lr=settings.lr, **fused)
