@@ -59,6 +59,8 @@ class Dlrm(nn.Module):
     Reads `sparse[feature]` for each feature, `dense["features"]` (B, F) and `dense["label"]` (B,).
     """
 
+    capturable = True
+    """Equal shapes launch equal kernels: see `train/dense_graphs.py`."""
     _pairs: Tensor
 
     def __init__(self, config: DlrmConfig) -> None:
@@ -124,6 +126,8 @@ def mlp(widths: Sequence[int]) -> nn.Sequential:
 
 class LogisticRegression(nn.Module):
     """Reads what `Dlrm` reads, and adds up instead of multiplying."""
+
+    capturable = True
 
     def __init__(self, features: tuple[str, ...], dense_features: int) -> None:
         super().__init__()

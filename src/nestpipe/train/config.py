@@ -152,6 +152,9 @@ class ExecutionSettings:
     device_memory: str = "auto"
     """With retrieval `pooled`: memory for rows on the device of each rank; a size such as `40GB`, a
     share of what is free such as `0.4`, or `auto`, which takes half of it."""
+    cuda_graphs: bool = True
+    """On a GPU that routes its own keys: replay forward and backward of models that can be captured
+    as one CUDA graph. The result is the same."""
     store_threads: int = 0
     """Threads of the host store; 0: as many as torch uses."""
 

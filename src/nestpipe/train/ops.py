@@ -25,6 +25,7 @@ from nestpipe.models.protocol import RecModel
 from nestpipe.runtime import StopSignal
 from nestpipe.schedule import Merge
 from nestpipe.schedule.op import Kind, Op
+from nestpipe.train.dense_graphs import DenseGraphs
 from nestpipe.train.grad_buckets import GradBuckets
 
 K = Kind
@@ -105,6 +106,8 @@ class TrainingWork:
     stopped: bool = False
     """... and some rank did."""
     in_flight: dict[int, TrainingBatch] = field(default_factory=dict[int, TrainingBatch])
+    graphs: DenseGraphs | None = None
+    """Replays the dense half, where the model can be captured."""
     grad_buckets: GradBuckets | None = None
     """Hands dense gradients over where they have a network of their own."""
     totals_to_apply: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
@@ -173,6 +176,8 @@ class TrainingWork:
         self.in_flight[op.batch].refreshed = self.tables.sync(op.batch)
 
     def dense(self, op: Op) -> None:
+        if self.graphs is not None and self._replayed(op, self.graphs):
+            return
         buckets = self.grad_buckets
         if buckets is None or op != self.tables.shape.last_dense(op.batch):
             self._forward(op).backward()
@@ -185,6 +190,28 @@ class TrainingWork:
             buckets.hand_over_totals(state.totals)
             with buckets.during_backward(as_they_come=self.tables.shape.overlaps):
                 loss.backward()
+
+    def _replayed(self, op: Op, graphs: DenseGraphs) -> bool:
+        """Both passes as one graph, if there is one for these shapes."""
+        assert isinstance(self.tables, DeviceTables)
+        state, found = self.in_flight[op.batch], self.tables.in_flight[op.batch]
+        seen = [of.seen_OD for of in found if of.seen_OD is not None]
+        done = graphs.replay(seen, [of.sizes for of in found], state.micros[0])
+        if done is None:
+            return False
+        for of, gradients_OD in zip(found, done.seen_gradients, strict=True):
+            of.gradients_OD = gradients_OD
+        state.losses.append(done.total.clone())
+        state.weight += done.weight
+        buckets = self.grad_buckets
+        if buckets is not None:
+            with buckets.filling():
+                state.totals = state.totals_here(self.mesh)
+                self.totals_to_apply[op.batch] = state.totals
+                buckets.hand_over_totals(state.totals)
+                with buckets.during_backward(as_they_come=False):
+                    pass  # it is over: all gradients are there
+        return True
 
     def _forward(self, op: Op) -> Tensor:
         """The summed loss of a micro-batch."""

@@ -36,6 +36,7 @@ from nestpipe.schedule import (
 from nestpipe.trace import Trace
 from nestpipe.train.checkpoint import RunState, load_checkpoint, save_checkpoint
 from nestpipe.train.config import DenseSettings, TrainSettings
+from nestpipe.train.dense_graphs import DenseGraphs
 from nestpipe.train.grad_buckets import GradBuckets
 from nestpipe.train.ops import MicroBatchSplitter, StepReport, TrainingWork
 from nestpipe.train.summary import Traffic
@@ -109,6 +110,8 @@ class Trainer:
             if self.plan.shape.separate_dense_group
             else None
         )
+        capturable = self.device.type == "cuda" and getattr(self.model, "capturable", False)
+        self._graphs = DenseGraphs(self.model) if capturable and self.settings.cuda_graphs else None
         self.progress = Progress()
         self.stop_wanted: Callable[[], bool] = lambda: False
         """Asked before each batch: whether to end after those that have begun."""
@@ -249,6 +252,7 @@ class Trainer:
             end=StopSignal(most),
             stop_wanted=self.stop_wanted,
             grad_buckets=self._grad_buckets,
+            graphs=self._graphs if isinstance(tables, DeviceTables) else None,
         )
         self._run(work)
         # Who looks at rows now, or saves them, finds the same in every group.

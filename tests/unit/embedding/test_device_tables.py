@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.thread_ranks import run_ranks
 from torch import Tensor
 
 from nestpipe.batch import Batch
@@ -19,6 +18,7 @@ from nestpipe.models.dlrm import Dlrm, DlrmConfig
 from nestpipe.train import trainer as trainer_module
 from nestpipe.train.config import PipelineSettings, RowSettings, TrainSettings
 from nestpipe.train.trainer import Trainer
+from support.thread_ranks import run_ranks
 
 SAMPLES, BATCHES = 24, 9
 CONFIG = DlrmConfig(features=("a", "b", "c"), dense_features=4, dim=8)
