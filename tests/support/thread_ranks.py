@@ -27,6 +27,8 @@ from nestpipe.comm.communicator import (
 )
 from nestpipe.comm.peer_failure import OpLabel
 from nestpipe.errors import RunError
+from nestpipe.runtime import ThreadLanes
+from nestpipe.schedule import Lane
 
 T = TypeVar("T")
 
@@ -252,3 +254,8 @@ def _check_same(members: Sequence[int], calls: Sequence[Call]) -> None:
         pairs = zip(members, calls, strict=True)
         said = ", ".join(f"rank {r} is in {call.name}" for r, call in pairs)
         raise RunError(f"ranks are in different collectives: {said}; all must call the same")
+
+
+def some_threads() -> ThreadLanes:
+    """Threads for the lanes of the host; the issuing thread runs all other ops itself."""
+    return ThreadLanes(inline=frozenset(Lane) - {Lane.LOADER, Lane.HOST, Lane.WRITE, Lane.KEYS})

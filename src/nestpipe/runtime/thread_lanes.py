@@ -163,6 +163,11 @@ class _End:
             self.mark.wait()
 
 
+_PASSED = threading.Event()
+"""That of ops which the issuing thread has called already."""
+_PASSED.set()
+
+
 @dataclass(frozen=True, slots=True)
 class _Task:
     act: Act
@@ -215,18 +220,24 @@ class InlineQueue:
         alongside: Event | None = None,
         behind: Sequence[Event] = (),
     ) -> Event:
+        # Lanes of one set, so all are ours. What was issued inline before has been called.
+        ends = cast("Sequence[_End]", after)
+        for end in (*ends, *cast("Sequence[_End]", behind)):
+            if not end.issued.is_set():
+                end.issued.wait()
         self._halt.check()
-        task = _Task(
-            act,
-            op,
-            cast("Sequence[_End]", after),
-            cast("_End | None", alongside),
-            cast("Sequence[_End]", behind),
-        )
-        with self._place.visited():
-            task.run(self._lane, self._place, self._halt)
-        self._halt.check()
-        return task.end
+        marks = [end.mark for end in ends if end.mark is not None]
+        if alongside is not None:
+            marks += cast("_End", alongside).awaited
+        try:
+            with self._place.visited():
+                self._place.wait_for(marks)
+                act(op)
+                return _End(_PASSED, marks, _PASSED, self._place.mark())
+        except BaseException as error:
+            name_failure(error, op, self._lane)
+            self._halt.call(error)
+            raise
 
     def no_more(self) -> None:
         """Nothing is left."""

@@ -36,6 +36,7 @@ from nestpipe.schedule import (
 )
 from nestpipe.schedule.check import ops_of_batch
 from nestpipe.trace import Span
+from support.thread_ranks import some_threads
 
 NESTED = plan("nested", PlanOptions(micro_batches=2))
 EVERY = [
@@ -47,7 +48,8 @@ EVERY = [
 every_plan = pytest.mark.parametrize(
     "chosen", EVERY, ids=lambda p: f"{p.name}-{p.shape.retrieval.value}"
 )
-both_lanes = pytest.mark.parametrize("lanes", [InlineLanes, ThreadLanes])
+
+both_lanes = pytest.mark.parametrize("lanes", [InlineLanes, ThreadLanes, some_threads])
 
 
 def idle(**acts: Act) -> Work:
@@ -191,7 +193,7 @@ def test_a_failure_on_any_lane_ends_the_run(kind: Kind, lanes: Callable[[], Lane
     assert threading.active_count() == threads
 
 
-@pytest.mark.parametrize("lanes", [InlineLanes, ThreadLanes])
+@both_lanes
 def test_a_failure_names_the_lane_on_which_the_op_ran(lanes: Callable[[], Lanes]):
     def fail(op: Op) -> None:
         raise ValueError("broken")
