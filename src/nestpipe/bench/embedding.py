@@ -37,6 +37,7 @@ from nestpipe.bench.pipeline_cases import check_names
 from nestpipe.bench.pipeline_model import Repeated
 from nestpipe.config import Table, fraction, positive
 from nestpipe.embedding.optimizers import row_optimizer
+from nestpipe.embedding.pool import INDEX_BYTES
 from nestpipe.errors import ConfigError
 from nestpipe.jagged import Jagged
 from nestpipe.models.protocol import Loss
@@ -224,8 +225,6 @@ def make_trainer(case: EmbeddingCase) -> Trainer:
 
 def pool_memory(case: EmbeddingCase) -> str:
     """Device memory for all rows and some slots more, or for the share of a cache."""
-    from nestpipe.embedding.pool import INDEX_BYTES  # type: ignore
-
     part = POOL_SPARE if case.where == "hbm" else case.share
     row_bytes = -(-case.row_width // 4) * 16 + INDEX_BYTES
     return f"{case.rows * case.tables * part * row_bytes / 1e9:.6f}GB"

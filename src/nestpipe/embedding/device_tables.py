@@ -424,8 +424,22 @@ class _Seen(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:
-        ctx.of.gradients_OD = torch.cat(gradients)
+        ctx.of.gradients_OD = _joined(gradients)
         return None, None
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """All rows in one tensor; parts that lie one after the other already are not copied."""
+    first, rows, width = parts[0], sum(len(part) for part in parts), parts[0].shape[1]
+    address = first.data_ptr()
+    for part in parts:
+        if not part.is_contiguous() or part.data_ptr() != address:
+            return torch.cat(list(parts))
+        address += part.numel() * part.element_size()
+    room = first.untyped_storage().nbytes() // first.element_size() - first.storage_offset()
+    if room < rows * width:  # neighbours by chance, in memory of their own
+        return torch.cat(list(parts))
+    return first.as_strided((rows, width), (width, 1))
 
 
 def can_route_on_device(

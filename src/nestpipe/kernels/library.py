@@ -21,6 +21,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from ctypes import POINTER, c_double, c_float, c_int, c_int64, c_uint64, c_void_p
 from enum import IntEnum
@@ -191,14 +192,26 @@ def _cuda_sources() -> list[Path]:
 
 
 def _compile_cuda(compiler: str, target: Path) -> None:
+    """Every source by a process of its own: templates keep a single one busy for a minute."""
     sys.stderr.write("compiling for the GPU with nvcc\n")
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder, ThreadPoolExecutor() as pool:
         made = Path(folder) / target.name
-        command = [compiler, *CUDA_FLAGS, "-o", str(made), *map(str, _cuda_sources())]
-        result = subprocess.run(command, capture_output=True, text=True, check=False)
-        if result.returncode != 0:
-            raise CannotCompileError(f"nvcc cannot compile: {first_error(result.stderr)}")
+        sources = _cuda_sources()
+        objects = [Path(folder) / f"{source.stem}.o" for source in sources]
+        flags = [flag for flag in CUDA_FLAGS if flag != "-shared"]
+        commands = [
+            [compiler, *flags, "-c", "-o", str(to), str(source)]
+            for source, to in zip(sources, objects, strict=True)
+        ]
+        list(pool.map(_run_nvcc, commands))
+        _run_nvcc([compiler, *CUDA_FLAGS, "-o", str(made), *map(str, objects)])
         made.replace(target)
+
+
+def _run_nvcc(command: list[str]) -> None:
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode != 0:
+        raise CannotCompileError(f"nvcc cannot compile: {first_error(result.stderr)}")
 
 
 def first_error(text: str) -> str:

@@ -15,6 +15,7 @@ from nestpipe.comm import Communicator
 from nestpipe.embedding import device_tables
 from nestpipe.jagged import Jagged
 from nestpipe.models.dlrm import Dlrm, DlrmConfig
+from nestpipe.schedule import Retrieval
 from nestpipe.train import trainer as trainer_module
 from nestpipe.train.config import PipelineSettings, RowSettings, TrainSettings
 from nestpipe.train.trainer import Trainer
@@ -79,12 +80,16 @@ def train(
         device="cpu",
         pipeline=pipeline,
         device_memory=device_memory,
-        rows=RowSettings(optimizer=optimizer),
+        rows=RowSettings(optimizer=optimizer),  # type: ignore[arg-type]
     )
     trained = Trainer(model, tables, settings, comm)
     losses: list[float] = []
     for steps in (4, BATCHES - 4):
-        trained.fit(Batches(), steps=steps, on_step=lambda report: losses.append(report.loss))
+        trained.fit(
+            Batches(),  # type: ignore[arg-type]
+            steps=steps,
+            on_step=lambda report: losses.append(report.loss),
+        )
     rows = [part for store in trained.stores for piece in store.export() for part in piece[1:]]
     weights = [parameter.detach().clone() for parameter in model.parameters()]
     trained.close()
@@ -120,7 +125,9 @@ def on_device(monkeypatch):
 def test_rows_in_a_pool_have_the_bits_of_rows_in_buffers(plan, device_memory):
     """25 KB: rows leave and come back."""
     for micro_batches in (1, 2):
-        pipeline = PipelineSettings(plan=plan, retrieval="pooled", micro_batches=micro_batches)
+        pipeline = PipelineSettings(
+            plan=plan, retrieval=Retrieval.POOLED, micro_batches=micro_batches
+        )
         twin = train(None, PipelineSettings(micro_batches=micro_batches))
         check_same(twin, train(None, pipeline, device_memory=device_memory))
 
@@ -136,7 +143,7 @@ def test_rows_in_a_pool_have_the_bits_of_rows_in_buffers(plan, device_memory):
 def test_one_rank_that_routes_its_keys_has_the_bits_of_the_host(optimizer, dtype):
     twin = train(None, PipelineSettings(), optimizer=optimizer, dtype=dtype)
     for plan in ("serial", "nested"):
-        pipeline = PipelineSettings(plan=plan, retrieval="pooled")
+        pipeline = PipelineSettings(plan=plan, retrieval=Retrieval.POOLED)
         for memory in ("auto", "25KB"):
             made = train(None, pipeline, device_memory=memory, optimizer=optimizer, dtype=dtype)
             check_same(twin, made)
@@ -148,7 +155,7 @@ def test_one_rank_that_routes_its_keys_has_the_bits_of_the_host(optimizer, dtype
 @pytest.mark.usefixtures("on_device")
 def test_ranks_that_route_their_keys_have_the_bits_of_hosts(ranks, placements, comm_dtype):
     plain = PipelineSettings(owner_sums="off", comm_dtype=comm_dtype)
-    pooled = PipelineSettings(plan="nested", retrieval="pooled", comm_dtype=comm_dtype)
+    pooled = PipelineSettings(plan="nested", retrieval=Retrieval.POOLED, comm_dtype=comm_dtype)
     twins = run_ranks(ranks, lambda comm: train(comm, plain, placements))
     made = run_ranks(ranks, lambda comm: train(comm, pooled, placements, "15KB"))
     for twin, other in zip(twins, made, strict=True):
