@@ -279,7 +279,8 @@ class TrainingWork:
 
     def _step_dense(self, scales: Tensor) -> None:
         gradients = [p.grad for p in self._parameters if p.grad is not None]
-        torch._foreach_mul_(gradients, scales[1])  # pyright: ignore[reportPrivateImportUsage]
+        if gradients:  # a model may have no weights at all
+            torch._foreach_mul_(gradients, scales[1])  # pyright: ignore[reportPrivateImportUsage]
         self.dense_optimizer.step()
         self.dense_optimizer.zero_grad(set_to_none=True)
 
