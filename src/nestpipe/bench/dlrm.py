@@ -26,8 +26,7 @@ from torch import Tensor
 from nestpipe.batch import Batch
 from nestpipe.bench.machines import Job, do_jobs, run_jobs, start_ranks
 from nestpipe.bench.pipeline_cases import Variant, check_names
-from nestpipe.bench.pipeline_model import Repeated, mixed_keys
-from nestpipe.bench.pipeline_rank import connect_ranks
+from nestpipe.bench.pipeline_rank import Repeated, connect_ranks, mixed_keys
 from nestpipe.comm import Communicator, LocalCommunicator
 from nestpipe.config import Table, positive
 from nestpipe.errors import ConfigError

@@ -34,7 +34,7 @@ from nestpipe.bench.dlrm import (
 )
 from nestpipe.bench.machines import Job, do_jobs, run_jobs
 from nestpipe.bench.pipeline_cases import check_names
-from nestpipe.bench.pipeline_model import Repeated
+from nestpipe.bench.pipeline_rank import Repeated
 from nestpipe.config import Table, fraction, positive
 from nestpipe.embedding.optimizers import row_optimizer
 from nestpipe.embedding.pool import INDEX_BYTES

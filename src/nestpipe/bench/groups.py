@@ -20,8 +20,14 @@ from statistics import mean, median
 import torch
 
 from nestpipe.bench.pipeline_cases import PipelineCase
-from nestpipe.bench.pipeline_model import Repeated, make_batches, make_model, make_tables
-from nestpipe.bench.pipeline_rank import connect_ranks, launch_ranks
+from nestpipe.bench.pipeline_rank import (
+    Repeated,
+    connect_ranks,
+    launch_ranks,
+    make_batches,
+    make_model,
+    make_tables,
+)
 from nestpipe.comm import Communicator
 from nestpipe.errors import ConfigError, NestpipeError, RunError
 from nestpipe.schedule import Retrieval

@@ -1,7 +1,7 @@
 # pyright: reportMissingImports=false
 """TorchRec's train pipelines: the peer of the lab comparison and of `nestpipe bench dlrm`.
 
-In the lab, batches and dense layers are those of `bench/pipeline_model.py`. The table is sharded by
+In the lab, batches and dense layers are those of `bench/pipeline_rank.py`. The table is sharded by
 rows, on a GPU in host memory behind FBGEMM's device cache. The cache holds a share of the rows, and
 every share that is asked for is timed with every pipeline.
 
@@ -43,7 +43,7 @@ from nestpipe.bench.machines import (
     start_ranks,
 )
 from nestpipe.bench.pipeline_cases import WARM_STEPS, PipelineCase
-from nestpipe.bench.pipeline_model import Blocks, make_batches, make_model
+from nestpipe.bench.pipeline_rank import Blocks, make_batches, make_model
 from nestpipe.comm import launch
 from nestpipe.train.config import DenseSettings, RowSettings
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from nestpipe.batch import Batch
-from nestpipe.bench.pipeline_model import Repeated
+from nestpipe.bench.pipeline_rank import Repeated
 from nestpipe.comm import Communicator, connect
 from nestpipe.config import Table
 from nestpipe.errors import ConfigError, NestpipeError

@@ -23,7 +23,7 @@ from nestpipe.bench.dlrm import (
 )
 from nestpipe.bench.machines import run_jobs
 from nestpipe.bench.pipeline_cases import Variant
-from nestpipe.bench.pipeline_model import Repeated
+from nestpipe.bench.pipeline_rank import Repeated
 from nestpipe.comm import LocalCommunicator
 from nestpipe.errors import ConfigError
 from nestpipe.runtime import InlineLanes, StopSignal

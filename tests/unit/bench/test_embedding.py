@@ -19,7 +19,7 @@ from nestpipe.bench.embedding import (
     power_law,
     store_rows,
 )
-from nestpipe.bench.pipeline_model import Repeated
+from nestpipe.bench.pipeline_rank import Repeated
 from nestpipe.errors import ConfigError
 from nestpipe.train.config import RowSettings
 

@@ -26,7 +26,7 @@ from nestpipe.bench.lab import (
     timed_step,
 )
 from nestpipe.bench.pipeline_cases import CASES, SerialLoop, case_of
-from nestpipe.bench.pipeline_model import make_batches, make_model
+from nestpipe.bench.pipeline_rank import make_batches, make_model
 from nestpipe.bench.torchrec_lab import PeerTask, read_readings
 from nestpipe.errors import ConfigError
 from nestpipe.trace import Span, Trace

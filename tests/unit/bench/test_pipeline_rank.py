@@ -8,8 +8,7 @@ import torch
 
 from nestpipe.batch import Batch
 from nestpipe.bench.pipeline_cases import CASES, Variant
-from nestpipe.bench.pipeline_model import Blocks, make_model
-from nestpipe.bench.pipeline_rank import Rounds
+from nestpipe.bench.pipeline_rank import Blocks, Rounds, make_model
 from nestpipe.comm import LocalCommunicator
 from nestpipe.runtime import InlineLanes
 
