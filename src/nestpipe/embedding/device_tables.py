@@ -38,8 +38,7 @@ from nestpipe.kernels.index.segments import (
     sort_segments,
     update_segments,
 )
-from nestpipe.kernels.rows.comm_dtype import round_in_place
-from nestpipe.kernels.rows.segments import empty_rows, lists_on
+from nestpipe.kernels.rows.segments import empty_rows, lists_on, round_in_place
 from nestpipe.schedule import Kind, Op, Retrieval, Shape
 
 # Shapes: T keys of a batch, repeats included, O outputs that the model sees, A unique keys that are

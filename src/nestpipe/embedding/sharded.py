@@ -38,7 +38,6 @@ from nestpipe.embedding.speculative import RowPatch, exchange_stale_mask, send_p
 from nestpipe.embedding.store.protocol import RowStore
 from nestpipe.embedding.table_groups import TableGroup, check_features
 from nestpipe.jagged import Jagged
-from nestpipe.kernels.rows.comm_dtype import from_wire
 from nestpipe.kernels.rows.native import Gradients, RowPointers
 from nestpipe.kernels.rows.segments import (
     Rows,
@@ -46,6 +45,7 @@ from nestpipe.kernels.rows.segments import (
     add_segments,
     concat,
     empty_rows,
+    from_wire,
     pointers_into,
     sum_segments,
     use_native,

@@ -22,7 +22,7 @@ from nestpipe.embedding.sharded import ShardedTables
 from nestpipe.embedding.store import RowStore, open_store
 from nestpipe.embedding.table_groups import group_tables
 from nestpipe.errors import ConfigError
-from nestpipe.kernels.rows.comm_dtype import COMM_DTYPES
+from nestpipe.kernels.rows.segments import COMM_DTYPES
 from nestpipe.models.protocol import RecModel
 from nestpipe.runtime import Lanes, StopSignal, Work, lanes_for, name_collectives, run, spans_for
 from nestpipe.schedule import (

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nestpipe.comm.communicator import Communicator
 from nestpipe.kernels import host_memory
-from nestpipe.kernels.rows.comm_dtype import to_wire
+from nestpipe.kernels.rows.segments import to_wire
 
 # Shapes: n rows of one store, D its width, R ranks
 

@@ -8,7 +8,7 @@ of ours does so on a GPU and native code on the host, into memory that is used a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,6 @@ from torch.nn import functional
 from nestpipe.kernels import host_memory
 from nestpipe.kernels.library import native_wanted
 from nestpipe.kernels.rows import native as native_rows
-from nestpipe.kernels.rows.comm_dtype import from_wire, round_in_place
 from nestpipe.kernels.rows.cuda import can_sum, sum_on_gpu
 from nestpipe.kernels.rows.native import RowPointers
 
@@ -223,3 +222,35 @@ def ends_of(counts_S: Tensor) -> Tensor:
     ends_S1 = counts_S.new_zeros(len(counts_S) + 1)
     torch.cumsum(counts_S, 0, out=ends_S1[1:])
     return ends_S1
+
+
+# Rows and gradients between ranks: float32, or rounded to bfloat16, which is half the bytes. What a
+# rank hands to itself is rounded too: what a model sees does not depend on who owns a row.
+
+
+COMM_DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+"""The types in which rows may travel, by the name of the setting."""
+
+
+def to_wire(rows: Tensor, comm_dtype: torch.dtype) -> Tensor:
+    """The rows as they travel."""
+    if rows.dtype == comm_dtype:
+        return rows
+    return host_memory.empty(rows.shape, comm_dtype, rows.device).copy_(rows)
+
+
+def from_wire(rows: Tensor, comm_dtype: torch.dtype) -> Tensor:
+    """What arrives of the rows, as float32; rows that did not travel are rounded like the others.
+
+    The rows given stay as they are.
+    """
+    if comm_dtype == torch.float32:
+        return rows
+    there = to_wire(rows, comm_dtype)
+    return host_memory.empty(rows.shape, torch.float32, rows.device).copy_(there)
+
+
+def round_in_place(rows: Tensor, comm_dtype: torch.dtype) -> None:
+    """The same where the rows are."""
+    if rows.dtype != comm_dtype:
+        rows.copy_(to_wire(rows, comm_dtype))

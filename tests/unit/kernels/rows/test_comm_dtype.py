@@ -9,7 +9,7 @@ from nestpipe.embedding.routing.all_to_all import exchange
 from nestpipe.embedding.routing.requests import make_request, make_window
 from nestpipe.embedding.table_groups import group_tables
 from nestpipe.jagged import Jagged
-from nestpipe.kernels.rows.comm_dtype import COMM_DTYPES, from_wire, round_in_place, to_wire
+from nestpipe.kernels.rows.segments import COMM_DTYPES, from_wire, round_in_place, to_wire
 from support.thread_ranks import run_ranks
 
 BFLOAT16 = torch.bfloat16
