@@ -207,7 +207,6 @@ def make_batches(case: EmbeddingCase) -> list[Batch]:
 def make_trainer(case: EmbeddingCase) -> Trainer:
     """Ours: one rank, the ordinary settings; the place of rows decides the retrieval."""
     check_names([case.plan], [case.retrieval])
-    memory: dict[str, Any] = {"device_memory": pool_memory(case)} if case.where != "host" else {}
     settings = TrainSettings(
         batch=case.samples,
         device=case.device,
@@ -217,7 +216,7 @@ def make_trainer(case: EmbeddingCase) -> Trainer:
             plan=case.plan,
             retrieval=case.retrieval,  # pyright: ignore[reportArgumentType]
         ),
-        **memory,
+        device_memory=pool_memory(case),
     )
     tables = [Table(name=name, dim=case.dim) for name in case.names]
     return Trainer(EmbeddingOnly(case), tables, settings)

@@ -38,8 +38,9 @@ TINY = EmbeddingCase(
 
 
 @pytest.mark.parametrize("plan", ["serial", "nested"])
-def test_rows_move_by_the_given_gradients(plan):
-    case = replace(TINY, plan=plan)
+@pytest.mark.parametrize("where", ["hbm", "cache", "host"])
+def test_rows_move_by_the_given_gradients(plan, where):
+    case = replace(TINY, plan=plan, where=where, share=0.9)
     batches = make_batches(case)
     with closing(make_trainer(case)) as trainer:
         store_rows(trainer, batches)

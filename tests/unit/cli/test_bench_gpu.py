@@ -24,17 +24,17 @@ def run(capfd, *arguments: str):
 
 
 def test_every_variant_of_the_dlrm_is_timed_for_every_number_of_keys(capfd):
-    variants = ("--plans", "serial,nested", "--retrieval", "new", "--micro-batches", "2")
+    variants = ("--plans", "serial,nested", "--retrieval", "new,pooled", "--micro-batches", "2")
     status, said = run(
         capfd, "dlrm", *TINY_DLRM, *variants, "--rounds", "2", "--no-peer", "--json", "-"
     )
     assert status == 0, said.err
     results = json.loads(said.out)["results"]
     assert [(seen["work"], seen["form"]) for seen in results] == [
-        ("1 key", "serial new, N = 2"),
-        ("1 key", "nested new, N = 2"),
-        ("10 keys", "serial new, N = 2"),
-        ("10 keys", "nested new, N = 2"),
+        (keys, f"{plan} {retrieval}, N = 2")
+        for keys in ("1 key", "10 keys")
+        for plan in ("serial", "nested")
+        for retrieval in ("new", "pooled")
     ]
     for seen in results:
         assert seen["system"] == "NestPipe"
@@ -54,13 +54,29 @@ def test_the_ranks_of_a_dlrm_share_one_machine(capfd):
 
 
 def test_embedding_work_is_timed_for_every_optimizer(capfd):
-    both = ("--where", "host", "--optimizer", "sgd,adam")
+    both = ("--where", "hbm,host", "--optimizer", "sgd,adam")
     status, said = run(capfd, "embedding", *TINY_EMBEDDING, *both, "--json", "-")
     assert status == 0, said.err
     found = json.loads(said.out)
-    assert [case["distinct"] for case in found["cases"]] == [0, 0]
-    assert [seen["work"] for seen in found["results"]] == ["host, sgd", "host, adam"]
+    assert [case["distinct"] for case in found["cases"]] == [6, 6, 0, 0]
+    assert [(seen["work"], seen["form"]) for seen in found["results"]] == [
+        ("hbm, sgd", "nested pooled"),
+        ("hbm, adam", "nested pooled"),
+        ("host, sgd", "nested new"),
+        ("host, adam", "nested new"),
+    ]
     assert all(len(seen["rounds_ms"]) == 2 for seen in found["results"])
+
+
+def test_a_pool_that_is_too_small_costs_only_its_own_figures(capfd):
+    small = ("--where", "cache,host", "--optimizer", "sgd", "--share", "0.01")
+    status, said = run(capfd, "embedding", *TINY_EMBEDDING, *small, "--json", "-")
+    assert status == 3
+    first, second = json.loads(said.out)["results"]
+    assert first["failed"]
+    assert first["step_ms"] is None
+    assert len(second["rounds_ms"]) == 2
+    assert "no figures of NestPipe nested pooled on cache, sgd" in said.err
 
 
 def test_host_time_is_told_by_op_and_by_thread(capfd):
