@@ -44,6 +44,8 @@ from nestpipe.schedule import Kind, Op, Retrieval, Shape
 # Shapes: T keys of a batch, repeats included, O outputs that the model sees, A unique keys that are
 # sent, P keys that this rank is asked for, D weights of a row, C tables of a group, R ranks
 
+MOST_LISTS = 16
+"""Lists of counts that are kept on the device."""
 MOST_DIM = 512
 """Weights of a row that the kernels know."""
 
@@ -178,6 +180,7 @@ class DeviceTables:
         self.buffers = PoolRows(pools)
         self._pools = list(pools)
         self.in_flight: dict[int, list[GroupBatch]] = {}
+        self._cells_known: dict[tuple[int, ...], KeyCells] = {}
         self._owners = [_owners(group, comm, device) for group in groups]
 
     @property
@@ -214,14 +217,14 @@ class DeviceTables:
         counts = [0] * len(group.tables)
         for feature, of in zip(group.features, lists, strict=True):
             counts[feature.table] += len(of.values)
-        (ends_C,) = lists_on(self.device, [torch.tensor(counts, dtype=torch.int64).cumsum(0)])
+        cells = self._cells_of(tuple(counts))
         keys_T = torch.cat([of.values for of in lists])
         sizes = {
             f.name: of.num_samples if f.pooled else len(of.values)
             for f, of in zip(group.features, lists, strict=True)
         }
         if not any(f.pooled for f in group.features):
-            return GroupBatch(keys_T, KeyCells(ends_C), sizes, None, None)
+            return GroupBatch(keys_T, cells, sizes, None, None)
         lengths_O = torch.cat(
             [
                 of.lengths if f.pooled else torch.ones_like(of.values)
@@ -232,7 +235,16 @@ class DeviceTables:
         torch.cumsum(lengths_O, 0, dtype=torch.int32, out=ends_O1[1:])
         numbers_O = torch.arange(len(lengths_O), dtype=torch.int32, device=self.device)
         outputs_T = numbers_O.repeat_interleave(lengths_O, output_size=len(keys_T))
-        return GroupBatch(keys_T, KeyCells(ends_C), sizes, Pooling(ends_O1), outputs_T)
+        return GroupBatch(keys_T, cells, sizes, Pooling(ends_O1), outputs_T)
+
+    def _cells_of(self, counts: tuple[int, ...]) -> KeyCells:
+        """Where the keys of each table end; batches that look alike share the list."""
+        if counts not in self._cells_known:
+            if len(self._cells_known) == MOST_LISTS:
+                self._cells_known.clear()
+            ends_C = torch.tensor(counts, dtype=torch.int64).cumsum(0)
+            self._cells_known[counts] = KeyCells(*lists_on(self.device, [ends_C]))
+        return self._cells_known[counts]
 
     def keys_asked(self, batch: int) -> int:
         """How many keys this rank asks for; one rank alone does not count unique ones."""

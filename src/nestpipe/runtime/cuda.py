@@ -6,6 +6,7 @@ been issued, and then it is the lane's stream that waits for it.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -51,6 +52,15 @@ class StreamMark:
         self.event.synchronize()
 
 
+class _Here(threading.local):
+    """What the calling thread's current stream is: torch takes its time to tell."""
+
+    stream: Any = None
+
+
+_here = _Here()
+
+
 def _new_event() -> DeviceEvent:
     # A host thread that waits sleeps: it would spin on a core that other lanes need.
     return torch.cuda.Event(blocking=True)
@@ -65,16 +75,20 @@ class StreamPlace:
     """Whether acts work on host memory: then each starts when all before it has ended."""
     new_event: Callable[[], DeviceEvent] = _new_event
     current: Callable[[Any], AbstractContextManager[object]] = torch.cuda.stream
+    use: Callable[[Any], None] = torch.cuda.set_stream
 
     def entered(self) -> AbstractContextManager[object]:
         """The stream is the thread's current one; autograd's backward follows its forward there."""
         # Else each lane gets a team of threads for its small operations on the host, which spin
         # between them: with four ranks on 16 cores they took most of the machine.
         torch.set_num_threads(1)
+        _here.stream = self.stream
         return self.current(self.stream)
 
-    def visited(self) -> AbstractContextManager[object]:
-        return self.current(self.stream)
+    def visit(self) -> None:
+        """Make the stream the current one; `CudaLanes` gives the thread its own back."""
+        _here.stream = self.stream
+        self.use(self.stream)
 
     def wait_for(self, marks: Sequence[Mark]) -> None:
         for mark in marks:
@@ -108,7 +122,8 @@ class CudaLanes:
         )
 
     def __enter__(self) -> Self:
-        before = StreamPlace(torch.cuda.current_stream(self._device)).mark()
+        self._caller = torch.cuda.current_stream(self._device)
+        before = StreamPlace(self._caller).mark()
         for place in self._places.values():
             place.stream.wait_event(before.event)
         self._threads.__enter__()
@@ -124,6 +139,8 @@ class CudaLanes:
         traceback: TracebackType | None,
     ) -> None:
         """Waits for the device too, unless the run failed: then it may never come to the end."""
+        _here.stream = None
+        torch.cuda.set_stream(self._caller)
         self._threads.__exit__(kind, error, traceback)
         if error is None:
             for place in self._places.values():
@@ -224,7 +241,7 @@ def _meet_once() -> tuple[float, torch.cuda.Event, float]:
 
 def _now() -> torch.cuda.Event:
     event = torch.cuda.Event(enable_timing=True)
-    event.record()
+    event.record(_here.stream)
     return event
 
 

@@ -30,8 +30,8 @@ class HostPlace:
     def entered(self) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def visited(self) -> AbstractContextManager[object]:
-        return nullcontext()
+    def visit(self) -> None:
+        """Any thread can run its ops."""
 
     def wait_for(self, marks: Sequence[Mark]) -> None:
         """All of them have ended."""
@@ -113,8 +113,8 @@ class Place(Protocol):
         """What the lane's thread is in while it works."""
         ...
 
-    def visited(self) -> AbstractContextManager[object]:
-        """What another thread is in while it runs one op of the lane."""
+    def visit(self) -> None:
+        """Let the calling thread run one op of the lane, and then those of others."""
         ...
 
     def wait_for(self, marks: Sequence[Mark]) -> None:
@@ -230,10 +230,10 @@ class InlineQueue:
         if alongside is not None:
             marks += cast("_End", alongside).awaited
         try:
-            with self._place.visited():
-                self._place.wait_for(marks)
-                act(op)
-                return _End(_PASSED, marks, _PASSED, self._place.mark())
+            self._place.visit()
+            self._place.wait_for(marks)
+            act(op)
+            return _End(_PASSED, marks, _PASSED, self._place.mark())
         except BaseException as error:
             name_failure(error, op, self._lane)
             self._halt.call(error)

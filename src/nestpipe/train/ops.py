@@ -113,9 +113,10 @@ class TrainingWork:
     totals_to_apply: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
     """The totals of batches whose dense gradients are still to be applied by `apply`."""
 
-    @property
-    def _parameters(self) -> list[nn.Parameter]:
-        return [p for p in self.model.parameters() if p.requires_grad]
+    _parameters: list[nn.Parameter] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._parameters = [p for p in self.model.parameters() if p.requires_grad]
 
     def functions(self) -> Mapping[Kind, Callable[[Op], None]]:
         """The work of every kind of op."""

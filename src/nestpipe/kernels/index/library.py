@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nestpipe.errors import ConfigError, RunError
-from nestpipe.kernels.library import cuda_library
+from nestpipe.kernels.library import call_on_stream, cuda_library
 
 UNKNOWN_OPTIMIZER, UNKNOWN_WIDTH, NO_SORT = -1, -2, -3
 """Answers beside CUDA's own errors; `cuda/device.h` has them too."""
@@ -165,8 +165,7 @@ def call(device: torch.device, name: str, *arguments: object) -> None:
     if device.type != "cuda":
         check(name, function(*arguments, None))
         return
-    with torch.cuda.device(device):
-        check(name, function(*arguments, torch.cuda.current_stream(device).cuda_stream))
+    check(name, call_on_stream(device, function, *arguments))
 
 
 def check(name: str, status: int) -> None:
