@@ -16,7 +16,7 @@ import time
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -57,6 +57,8 @@ PEER_OPTIMIZERS = {
     "rowwise_adagrad": "EXACT_ROWWISE_ADAGRAD",
 }
 """Row optimizers that both systems have, with FBGEMM's names."""
+SWEPT = ("tables", "samples", "rows", "dim", "share", "exponent")
+"""Sizes that a sweep may go through."""
 GRADIENT_SCALE = 1e-3
 CHUNK = 1 << 18
 """Rows stored at a time."""
@@ -89,6 +91,8 @@ class EmbeddingCase:
     steps: int = 30
     """Steps of a round."""
     rounds: int = 3
+    label: str = ""
+    """What tells it from others in a sweep."""
 
     def __post_init__(self) -> None:
         for name in ("tables", "samples", "dim", "exponent", "steps", "rounds"):
@@ -117,7 +121,7 @@ class EmbeddingCase:
 
     @property
     def work(self) -> str:
-        return f"{self.where}, {self.optimizer}"
+        return ", ".join(filter(None, (self.where, self.optimizer, self.label)))
 
     @property
     def retrieval(self) -> str:
@@ -131,6 +135,13 @@ class EmbeddingCase:
     def row_width(self) -> int:
         """Numbers of a row with its state."""
         return self.dim + row_optimizer(self.optimizer, 0.1, 1e-8, 1.0).state_dim(self.dim)
+
+    def with_tables(self, tables: int) -> EmbeddingCase:
+        """As many lookups from more tables or fewer, which have as many keys together."""
+        lookups, keys = self.tables * self.samples, self.tables * self.rows
+        return replace(
+            self, tables=tables, samples=max(1, lookups // tables), rows=max(1, keys // tables)
+        )
 
     def draw_keys(self) -> list[Tensor]:
         """(T,) keys of every batch, table after table; the same for both systems."""
@@ -321,6 +332,27 @@ def _now(device: torch.device) -> float:
 
 
 # Both.
+
+
+def sweep_cases(cases: Sequence[EmbeddingCase], sweep: str) -> list[EmbeddingCase]:
+    """Each case with every value of `NAME=VALUE,VALUE,...`.
+
+    More tables leave lookups and keys as they are; a size of another kind is simply that size.
+    """
+    name, _, text = sweep.partition("=")
+    if name not in SWEPT or not text:
+        raise ConfigError(f"sweep is {sweep!r}; name one of {', '.join(SWEPT)}, as in dim=64,128")
+    number = float if name in ("share", "exponent") else int
+    try:
+        values = [number(word) for word in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"sweep is {sweep!r}; separate numbers by commas") from None
+    found: list[EmbeddingCase] = []
+    for case in cases:
+        for value in values:
+            more = case.with_tables(int(value)) if name == "tables" else case
+            found.append(replace(more, **{name: value}, label=f"{name}={value}"))
+    return found
 
 
 def compare_embedding(

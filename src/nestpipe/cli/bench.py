@@ -400,6 +400,9 @@ def bench_embedding(
     ] = 0,
     dim: Annotated[int, typer.Option(min=1, help="Width of a row.")] = 128,
     share: Annotated[float, typer.Option(help="cache: part of all rows on the device.")] = 0.1,
+    sweep: Annotated[
+        str | None, typer.Option(metavar="SIZE=N,N", help="Go through values of one size.")
+    ] = None,
     steps: Steps = 30,
     rounds: Rounds = 3,
     device: OnDevice = None,
@@ -415,9 +418,11 @@ def bench_embedding(
     rows on the host, read and written batch by batch. Keys follow a power law.
 
     Example: nestpipe bench embedding --where hbm --optimizer sgd,adam --json out/embedding.json
+
+    Example: nestpipe bench embedding --where hbm --optimizer sgd --sweep tables=1,10,100,1000
     """
     from nestpipe.bench.dlrm import find_packages
-    from nestpipe.bench.embedding import EmbeddingCase, compare_embedding
+    from nestpipe.bench.embedding import EmbeddingCase, compare_embedding, sweep_cases
     from nestpipe.config import build
 
     given = {"plan": plan, "tables": tables, "samples": samples, "rows": rows, "dim": dim}
@@ -427,6 +432,7 @@ def bench_embedding(
         for place in where.split(",")
         for name in optimizer.split(",")
     ]
+    cases = sweep_cases(cases, sweep) if sweep is not None else cases
     packages = None if no_peer else find_packages(peer, "fbgemm_gpu")
     _say_alone(no_peer, packages, "FBGEMM")
     found = compare_embedding(cases, packages, limit_s=limit)

@@ -18,6 +18,7 @@ from nestpipe.bench.embedding import (
     make_trainer,
     power_law,
     store_rows,
+    sweep_cases,
 )
 from nestpipe.bench.pipeline_rank import Repeated
 from nestpipe.errors import ConfigError
@@ -64,6 +65,25 @@ def test_the_place_of_rows_decides_sizes():
     assert (cache.rows, cache.distinct, cache.retrieval) == (8_000_000, 0, "pooled")
     assert EmbeddingCase(where="host").retrieval == "new"
     assert cache.row_width == 3 * hbm.row_width == 384
+
+
+def test_a_sweep_changes_one_size():
+    swept = sweep_cases([TINY], "dim=8,16")
+    assert [(case.dim, case.samples, case.work) for case in swept] == [
+        (8, 16, "host, sgd, dim=8"),
+        (16, 16, "host, sgd, dim=16"),
+    ]
+
+
+def test_more_tables_have_as_many_lookups_and_keys_together():
+    (case,) = sweep_cases([EmbeddingCase()], "tables=1000")
+    assert (case.tables, case.samples, case.rows) == (1000, 1048, 16_777)
+
+
+@pytest.mark.parametrize("sweep", ["dim", "dim=", "plan=1", "dim=a", "dim=8,"])
+def test_a_sweep_that_means_nothing_is_refused(sweep):
+    with pytest.raises(ConfigError, match=f"sweep is '{sweep}'"):
+        sweep_cases([TINY], sweep)
 
 
 def test_keys_follow_the_power_law():
