@@ -12,6 +12,7 @@ from nestpipe.batch import Batch
 from nestpipe.comm import Communicator
 from nestpipe.config import Table, build
 from nestpipe.data.source import concat
+from nestpipe.embedding.pool import RowPool, SlotList
 from nestpipe.jagged import Jagged
 from nestpipe.models import Loss
 from nestpipe.runtime import Work
@@ -93,6 +94,7 @@ KEYS: Mapping[str, Callable[[int], Batch]] = {
     "growing": lambda b: _one_batch(b, 0, 10 + 15 * b),
     "empty on some ranks": lambda b: _one_batch(b, 0, 40),
     "each rank its own": lambda b: _one_batch(b, 0, 40),
+    "coming back": lambda b: _one_batch(b, 15 * (b % 3), 25),
 }
 """How the keys of neighbouring batches meet: batch b of each kind of data."""
 
@@ -191,3 +193,19 @@ class World:
 @pytest.fixture(scope="session")
 def make_world() -> type[World]:
     return World
+
+
+@pytest.fixture
+def hasty_pool(monkeypatch):
+    """A pool that gives up every row that it may, in every batch; how many leave."""
+    left: list[int] = []
+    make_room = RowPool._make_room
+
+    def make_all_room(pool: RowPool, stamp: int, least_free: int) -> list[SlotList]:
+        leaving = make_room(pool, stamp, pool.num_slots)
+        left.extend(of.count for of in leaving)
+        return leaving
+
+    monkeypatch.setattr(RowPool, "_make_room", make_all_room)
+    monkeypatch.setattr(RowPool, "_surely_free", lambda pool, keys: False)
+    return left

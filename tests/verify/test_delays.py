@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 from nestpipe.config import build
 from nestpipe.errors import LossError, RunError
 from nestpipe.runtime import inject_delays
-from nestpipe.schedule import Kind, Plan, Shape, Step
+from nestpipe.schedule import Kind, Plan, Retrieval, Shape, Step
 from nestpipe.train.config import PipelineSettings
 from nestpipe.train.trainer import Trainer
 from nestpipe.train.verify import (
@@ -135,6 +135,56 @@ def test_rows_taken_over_before_their_update_are_found(twins):
         if different:
             return
     pytest.fail("nobody noticed")
+
+
+POOLED_SEEDS = 18
+
+
+@pytest.fixture(scope="module")
+def pooled_twins(make_world):
+    """The same for a job whose rows leave a pool and come back."""
+    world = make_world(optimizer="adam", keys="coming back")
+    serials = {serial_twin(pooled(seed)) for seed in range(POOLED_SEEDS)}
+    return world, {settings: train(world, settings) for settings in serials}
+
+
+def pooled(seed: int) -> PipelineSettings:
+    plans = ("nested", "dual_buffer", "sparse_dist")
+    settings = {"retrieval": Retrieval.POOLED, "speculative_rows": False, "buffers": 2}
+    return replace(pipeline(plans[seed // 6], seed), **settings)
+
+
+@pytest.mark.parametrize("seed", range(POOLED_SEEDS))
+def test_no_delay_changes_a_bit_of_a_pool(pooled_twins, hasty_pool, seed):
+    for found in pool_findings(pooled_twins, seed):
+        assert found.rows_compared > 20
+        assert asdict(found) == asdict(
+            Findings(rows_compared=found.rows_compared, tensors_compared=found.tensors_compared)
+        )
+    assert sum(hasty_pool) > 0
+
+
+def pool_findings(
+    twins, seed: int, change: Callable[[Plan], Plan | Without] = lambda plan: plan
+) -> list[Findings]:
+    world, made = twins
+    delayed = train(world, pooled(seed), seed, change)
+    found = [
+        compare(one, two) for one, two in zip(made[serial_twin(pooled(seed))], delayed, strict=True)
+    ]
+    for trained in delayed:
+        trained.trainer.close()
+    return found
+
+
+def test_rows_of_a_pool_sent_before_their_update_are_found(pooled_twins):
+    """Rows that two batches share are one memory: one wait less, and some seed shows it."""
+    hasty = partial(Without, kind=Kind.ROWS, awaited=Kind.UPDATE)
+    different = 0
+    for seed in range(6):
+        with suppress(RunError):
+            different += sum(f.rows_different for f in pool_findings(pooled_twins, seed, hasty))
+    assert different > 0
 
 
 def test_rows_sent_before_their_refresh_are_found(twins):

@@ -85,6 +85,20 @@ def test_in_groups_too_a_plan_changes_no_bit(make_world, case):
     assert first.rows_compared > 0
 
 
+def pooled_case(n: int) -> dict[str, object]:
+    case = case_number(n)
+    pipeline = case["pipeline"]
+    assert isinstance(pipeline, dict)
+    pooled = {**pipeline, "retrieval": "pooled", "buffers": 2}
+    return {**case, "keys": "coming back", "pipeline": pooled}
+
+
+@pytest.mark.parametrize("case", [pooled_case(n) for n in range(20)], ids=name_of)
+def test_in_groups_too_a_pool_changes_no_bit(make_world, case, hasty_pool):
+    test_in_groups_too_a_plan_changes_no_bit(make_world, case)
+    assert sum(hasty_pool) > 0
+
+
 def compared(
     make_world, ranks: int, parallel: dict[str, object], steps: int | None = None, **more: object
 ) -> Agreement:

@@ -12,6 +12,7 @@ import pytest
 from nestpipe.config import build
 from nestpipe.embedding.buffers import RowBuffers
 from nestpipe.embedding.optimizers import OPTIMIZERS
+from nestpipe.embedding.pool import RowPool
 from nestpipe.embedding.sharded import ShardedTables
 from nestpipe.errors import RunError
 from nestpipe.train.config import PipelineSettings
@@ -23,7 +24,7 @@ Case = dict[str, object]
 
 PIPELINE: Mapping[str, Sequence[object]] = {
     "plan": ("sparse_dist", "dual_buffer", "frozen_window", "nested"),
-    "retrieval": ("whole", "new"),
+    "retrieval": ("whole", "new", "pooled"),
     "micro_batches": (1, 2, 3, 4, 5, 6, 7, 8),
     "exchange": ("micro", "window"),
     "comm_dtype": ("float32", "bfloat16"),
@@ -33,7 +34,10 @@ PIPELINE: Mapping[str, Sequence[object]] = {
 }
 """Keys of `[pipeline]`, and the values that must not change a bit."""
 WORLD: Mapping[str, Sequence[object]] = {
-    "keys": ("some shared", "none shared", "all shared", "growing", "empty on some ranks"),
+    "keys": (
+        *("some shared", "none shared", "all shared", "growing"),
+        *("empty on some ranks", "coming back"),
+    ),
     "optimizer": OPTIMIZERS,
     "dense": ("sgd", "adagrad", "adam"),
     "dtype": ("float32", "bfloat16"),
@@ -106,7 +110,8 @@ def test_a_plan_changes_no_bit(make_world, case):
 
 
 EARLY_AXES: Mapping[str, Sequence[object]] = {
-    **{name: AXES[name] for name in ("ranks", "retrieval", "exchange", "keys", "dtype")},
+    **{name: AXES[name] for name in ("ranks", "exchange", "keys", "dtype")},
+    "retrieval": ("whole", "new"),
     "micro_batches": (1, 2, 3, 8),
     "plan": ("nested",),
     "speculative_rows": (True,),
@@ -164,6 +169,32 @@ def test_rows_that_are_not_taken_over_are_caught(make_world, ranks, in_place, mo
     assert prove(make_world, {**case, "keys": "none shared"}).identical
     with suppress(RunError):  # a loss of what was in memory by chance, and nobody should have read
         assert not prove(make_world, {**case, "keys": "some shared"}).identical
+
+
+POOL_AXES: Mapping[str, Sequence[object]] = {
+    **{name: AXES[name] for name in ("ranks", "exchange", "keys", "optimizer", "dtype")},
+    "micro_batches": (1, 2, 3),
+    "plan": ("serial", *PIPELINE["plan"]),
+    "retrieval": ("pooled",),
+}
+
+
+@pytest.mark.parametrize(
+    "case", covering_cases(POOL_AXES), ids=lambda case: "-".join(map(str, case.values()))
+)
+def test_rows_that_leave_a_pool_and_come_back_change_no_bit(make_world, case, hasty_pool):
+    verdict = prove(make_world, case)
+    assert verdict.first_difference is None
+    assert verdict.identical
+    assert verdict.rows_compared == make_world(keys=case["keys"]).source.num_rows()
+    assert sum(hasty_pool) > 0 or case["keys"] == "all shared"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_rows_that_leave_a_pool_unsaved_are_caught(make_world, ranks, hasty_pool, monkeypatch):
+    monkeypatch.setattr(RowPool, "writeback", lambda pool, batch: 0)
+    case = {"ranks": ranks, "plan": "nested", "micro_batches": 2, "retrieval": "pooled"}
+    assert not prove(make_world, {**case, "keys": "coming back"}).identical
 
 
 def test_any_two_values_meet_in_some_case():

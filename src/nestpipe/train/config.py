@@ -47,9 +47,9 @@ class ParallelSettings(ReplicaOptions):
 class PipelineSettings(PipelineOptions):
     """The schedule of a run: how fast training is.
 
-    The plan, the retrieval, the stages, speculative rows and buffers never change what comes out.
-    Micro-batches, how samples are dealt to them, their sizes and their exchange change only the
-    order of sums; a `comm_dtype` of bfloat16 rounds.
+    The plan, the retrieval, the stages, speculative rows and buffers never change what comes out,
+    but a pool turns `owner_sums` off. That, micro-batches, how samples are dealt to them, their
+    sizes and their exchange change only the order of sums; a `comm_dtype` of bfloat16 rounds.
     """
 
     plan: str = "serial"
