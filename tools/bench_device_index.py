@@ -34,9 +34,10 @@ from nestpipe.kernels import library as build
 from nestpipe.kernels.index import library
 from nestpipe.kernels.index.dedup import Owners, dedup
 from nestpipe.kernels.index.device_index import DeviceIndex, FirstValues, KeyCells
-from nestpipe.kernels.index.lookup import Pooling, look_up
 from nestpipe.kernels.index.segments import (
+    Pooling,
     TermGradients,
+    look_up,
     plain_segment_sums,
     sort_segments,
     update_segments,

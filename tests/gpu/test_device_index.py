@@ -15,14 +15,16 @@ from torch import Tensor
 from nestpipe.embedding.optimizers import OPTIMIZERS, RowOptimizer, row_optimizer
 from nestpipe.embedding.routing.lists import WantedKeys
 from nestpipe.embedding.routing.native import request as native_request
-from nestpipe.embedding.store.reference import first_weights
+from nestpipe.embedding.store.protocol import first_weights
 from nestpipe.errors import ConfigError
 from nestpipe.kernels.index import library
 from nestpipe.kernels.index.dedup import Owners, dedup, plain_dedup
 from nestpipe.kernels.index.device_index import COUNTERS, DeviceIndex, FirstValues, KeyCells
-from nestpipe.kernels.index.lookup import Pooling, look_up, plain_look_up
 from nestpipe.kernels.index.segments import (
+    Pooling,
     TermGradients,
+    look_up,
+    plain_look_up,
     plain_segment_sums,
     sort_segments,
     update_segments,

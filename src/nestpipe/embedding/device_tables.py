@@ -30,10 +30,12 @@ from nestpipe.jagged import Jagged
 from nestpipe.kernels.index import library
 from nestpipe.kernels.index.dedup import DedupedKeys, Owners, dedup, plain_dedup
 from nestpipe.kernels.index.device_index import KeyCells
-from nestpipe.kernels.index.lookup import Pooling, look_up, plain_look_up
 from nestpipe.kernels.index.segments import (
+    Pooling,
     TermGradients,
     TermSegments,
+    look_up,
+    plain_look_up,
     plain_segment_sums,
     sort_segments,
     update_segments,

@@ -24,16 +24,16 @@ from nestpipe.embedding.optimizers import RowOptimizer
 from nestpipe.embedding.pool import PoolRows, RowPool, SlotRows
 from nestpipe.embedding.replica_sync import merge_gradients, merge_rows, merge_stored
 from nestpipe.embedding.replica_union import Replicas, ReplicaUnion
-from nestpipe.embedding.routing.all_to_all import exchange
-from nestpipe.embedding.routing.lists import KeyUnion, OwnerRequests
-from nestpipe.embedding.routing.owners import WorkingSet, make_working_set, union_of
-from nestpipe.embedding.routing.requests import Request, make_requests, make_window, requests_on
-from nestpipe.embedding.routing.wire_format import (
+from nestpipe.embedding.routing.all_to_all import (
+    exchange,
     in_rank_order,
     message_sizes,
     pack_requests,
     unpack_requests,
 )
+from nestpipe.embedding.routing.lists import KeyUnion, OwnerRequests
+from nestpipe.embedding.routing.owners import WorkingSet, make_working_set, union_of
+from nestpipe.embedding.routing.requests import Request, make_requests, make_window, requests_on
 from nestpipe.embedding.speculative import RowPatch, exchange_stale_mask, send_patch
 from nestpipe.embedding.store.protocol import RowStore
 from nestpipe.embedding.table_groups import TableGroup, check_features
@@ -212,7 +212,7 @@ class ShardedTables:
         return int(total)
 
     def keys(self, batch: int) -> None:
-        """All-to-all of keys: one message per owner, see `wire_format`."""
+        """All-to-all of keys: one message per owner, see `all_to_all`."""
         state, rank = self.in_flight[batch], self.comm.rank
         window = self.shape.exchange is Exchange.WINDOW
         messages = [pack_requests(of, rank) for of in state.requests]

@@ -18,7 +18,7 @@ from torch import Tensor
 from nestpipe.embedding.optimizers import OPTIMIZERS, RowOptimizer, row_optimizer
 from nestpipe.embedding.routing.lists import WantedKeys
 from nestpipe.embedding.routing.native import request as native_request
-from nestpipe.embedding.store.reference import first_weights
+from nestpipe.embedding.store.protocol import first_weights
 from nestpipe.errors import ConfigError
 from nestpipe.kernels.index import library
 from nestpipe.kernels.index.dedup import DedupedKeys, Owners, dedup, plain_dedup
@@ -30,10 +30,12 @@ from nestpipe.kernels.index.device_index import (
     KeyCells,
     PlainIndex,
 )
-from nestpipe.kernels.index.lookup import Pooling, look_up, plain_look_up
 from nestpipe.kernels.index.segments import (
     PIECE,
+    Pooling,
     TermGradients,
+    look_up,
+    plain_look_up,
     plain_segment_sums,
     sort_segments,
     update_segments,

@@ -10,13 +10,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nestpipe.embedding.store.first_values import first_weights, round_to_bfloat16
 from nestpipe.embedding.store.protocol import (
     StoreAbilities,
     StoreLayout,
     check_layout,
     check_rows,
+    first_weights,
     repeated,
+    round_to_bfloat16,
     too_many_rows,
 )
 from nestpipe.errors import CapacityError

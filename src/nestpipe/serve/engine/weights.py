@@ -13,7 +13,7 @@ from torch import Tensor
 from nestpipe.checkpoint.folder import Checkpoint, candidates, first_good, open_noted
 from nestpipe.checkpoint.manifest import MANIFEST, Manifest
 from nestpipe.config import build
-from nestpipe.embedding.store.first_values import first_weights, round_to_bfloat16
+from nestpipe.embedding.store.protocol import first_weights, round_to_bfloat16
 from nestpipe.errors import CheckpointError, ConfigError
 from nestpipe.models import HstuConfig
 from nestpipe.serve.types import Ids

@@ -19,6 +19,12 @@ from nestpipe.config import Table
 from nestpipe.embedding.lookup import lookup_rows
 from nestpipe.embedding.routing import native as native_routing
 from nestpipe.embedding.routing import reference as plain_routing
+from nestpipe.embedding.routing.all_to_all import (
+    in_rank_order,
+    message_sizes,
+    pack_requests,
+    unpack_requests,
+)
 from nestpipe.embedding.routing.lists import (
     KnownKeys,
     OwnerRequests,
@@ -29,12 +35,6 @@ from nestpipe.embedding.routing.lists import (
 )
 from nestpipe.embedding.routing.owners import make_working_set
 from nestpipe.embedding.routing.requests import Request, make_request
-from nestpipe.embedding.routing.wire_format import (
-    in_rank_order,
-    message_sizes,
-    pack_requests,
-    unpack_requests,
-)
 from nestpipe.embedding.table_groups import TableGroup, group_tables
 from nestpipe.errors import ConfigError
 from nestpipe.jagged import Jagged

@@ -14,9 +14,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nestpipe.embedding.store import open_store
-from nestpipe.embedding.store.first_values import first_weights, round_to_bfloat16
 from nestpipe.embedding.store.host import NativeStore
-from nestpipe.embedding.store.protocol import StoreLayout, default_threads
+from nestpipe.embedding.store.protocol import (
+    StoreLayout,
+    default_threads,
+    first_weights,
+    round_to_bfloat16,
+)
 from nestpipe.embedding.store.reference import PlainStore
 from nestpipe.errors import CapacityError, ConfigError
 from support.examples import examples

@@ -13,8 +13,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nestpipe.embedding.optimizers import OPTIMIZERS, row_optimizer
-from nestpipe.kernels.index.lookup import Pooling, plain_look_up
-from nestpipe.kernels.index.segments import TermGradients, plain_segment_sums
+from nestpipe.kernels.index.segments import (
+    Pooling,
+    TermGradients,
+    plain_look_up,
+    plain_segment_sums,
+)
 from nestpipe.kernels.rows.native import Gradients
 from nestpipe.kernels.rows.segments import (
     PIECE,

@@ -15,7 +15,7 @@ from nestpipe.batch import Batch
 from nestpipe.checkpoint import disk
 from nestpipe.checkpoint.manifest import MANIFEST
 from nestpipe.config import Table
-from nestpipe.embedding.store.first_values import round_to_bfloat16
+from nestpipe.embedding.store.protocol import round_to_bfloat16
 from nestpipe.errors import CheckpointError, ConfigError, DataError
 from nestpipe.jagged import Jagged
 from nestpipe.models import HstuConfig, HstuRanker

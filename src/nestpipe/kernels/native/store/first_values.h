@@ -1,7 +1,7 @@
 // First values of a row: a function of (table seed, key, position) alone.
 //
 // Only 64-bit integer arithmetic and single float64 additions and multiplications, each rounded
-// on its own (-ffp-contract=off), so that numpy gives the same bits (embedding/store/first_values.py).
+// on its own (-ffp-contract=off), so that numpy gives the same bits (embedding/store/protocol.py).
 // Four 16-bit numbers are added up; an odd polynomial bends their sum into a normal variate:
 // distribution function within 2e-4 of the normal one, variance and fourth moment within 2e-5,
 // largest value 5.2 standard deviations.
