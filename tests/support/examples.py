@@ -19,6 +19,7 @@ COUNTS = {
     "most": 300,
     "bit flips": 200,
     "restarts": 2,
+    "faults": 5,
 }
 """Slow worlds take few; what costs microseconds takes many."""
 PROFILES = {"default": 1, "long": 20}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import traceback
@@ -114,10 +115,26 @@ def _run(arguments: list[str]) -> int:
         # Whoever read our output (`| head`) has gone; what is left must go nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except Exception:  # noqa: BLE001 - the last place that can still say how the run failed
+    except Exception as error:  # noqa: BLE001 - the last place that can say how the run failed
+        if sentence := _fault_of_machine(error):
+            _say(sentence)
+            return RunError.exit_status
         traceback.print_exc()
         _say("this is a defect of nestpipe, not of your input; please report it with the above")
         return 3
+
+
+def _fault_of_machine(error: Exception) -> str | None:
+    """The sentence for a fault of memory or disk; None for any other, which is ours."""
+    # torch cannot be named here; it reports memory of the host as a plain RuntimeError.
+    no_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    if no_memory or "can't allocate memory" in str(error):
+        return "memory is full; use smaller batches or tables, more ranks, or free memory"
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"no space is left on the disk ({error.filename}); free space or choose another"
+    if isinstance(error, PermissionError):
+        return f"{error.filename}: {error.strerror}; change its mode, or name another"
+    return None
 
 
 def _format_warning(message: Warning | str, category: type[Warning], *place: Any) -> str:

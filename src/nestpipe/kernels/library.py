@@ -1,9 +1,9 @@
 """The native libraries: compiled once per machine and version, loaded once per process.
 
 The name of a library carries a hash of everything that went into it, so a library that exists is
-never stale. `python -m nestpipe.kernels.library` builds both, for the host and for GPUs, ahead of
-the first use. The one for GPUs is fast, not needed: without NVIDIA's compiler, torch and Triton do
-its work.
+never stale. A file beside it has the hash of the library itself, so damage is noticed.
+`python -m nestpipe.kernels.library` builds both, for the host and for GPUs, ahead of the first use.
+The one for GPUs is fast, not needed: without NVIDIA's compiler, torch and Triton do its work.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import os
 import platform
 import shlex
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -68,12 +69,35 @@ def build() -> Path:
 def built_once(name: str, make: Callable[[Path], None]) -> Path:
     """A library of that name in the cache; of those who miss it at the same time one makes it."""
     target = cache_folder() / name
-    if target.exists():
+    if is_whole(target):
         return target
     with locked(target.with_suffix(".lock")):
-        if not target.exists():
+        if not is_whole(target):
             make(target)
+            target.with_suffix(".sha256").write_text(_hash_of_file(target))
     return target
+
+
+def is_whole(target: Path) -> bool:
+    """Whether a library is there as it was made; one that is damaged is made again.
+
+    Code of another user is refused: to load it is to run it.
+    """
+    try:
+        owner, mode = target.stat().st_uid, target.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    if owner not in (os.geteuid(), 0) or mode & stat.S_IWOTH:
+        raise ConfigError(
+            f"{str(target)!r} belongs to user {owner} or can be written by anybody; remove it, "
+            "or name a folder of your own in NESTPIPE_CACHE"
+        )
+    said = target.with_suffix(".sha256")
+    return said.is_file() and said.read_text() == _hash_of_file(target)
+
+
+def _hash_of_file(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def find_compiler() -> list[str]:

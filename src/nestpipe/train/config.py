@@ -157,6 +157,9 @@ class ExecutionSettings:
     as one CUDA graph. The result is the same."""
     store_threads: int = 0
     """Threads of the host store; 0: as many as torch uses."""
+    non_finite: Literal["stop", "skip", "clip"] = "stop"
+    """When a gradient is NaN or inf. `stop`: end the run and keep the batch; `skip`: that row, or
+    all dense weights, get no gradient in this batch; `clip`: such numbers count as 0."""
 
     def __post_init__(self) -> None:
         positive("batch", self.batch)

@@ -83,6 +83,7 @@ def train_job(job: Job, tell: Tell) -> TrainResult:
         # Without a place to save there is nothing to wait for.
         with stop.on_signals() if run.checkpoint else nullcontext():
             job.trainer.stop_wanted = lambda: stop.wanted
+            job.trainer.fault_folder = Path(run.checkpoint) / "faults" if run.checkpoint else None
             return train_steps(job, tell)
 
 

@@ -7,8 +7,9 @@ the dense half is ordinary PyTorch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +20,10 @@ from nestpipe.comm.peer_failure import STOP
 from nestpipe.data.clustering import How, micro_batches
 from nestpipe.embedding.device_tables import DeviceTables
 from nestpipe.embedding.sharded import ShardedTables
-from nestpipe.errors import LossError
+from nestpipe.errors import LossError, RunError
 from nestpipe.jagged import Jagged
+from nestpipe.kernels.rows.native import Gradients
+from nestpipe.kernels.rows.segments import Segments, empty_rows, sum_segments
 from nestpipe.models.protocol import RecModel
 from nestpipe.runtime import StopSignal
 from nestpipe.schedule import Merge
@@ -47,6 +50,8 @@ class StepReport:
     """Rows that this rank read from host memory, refreshed from batches before, and wrote."""
     keys_asked: int = 0
     """Keys that this rank asked owners for, itself included."""
+    faults: int = 0
+    """Rows of this rank, and sets of dense weights, whose gradient was NaN or inf."""
 
 
 @dataclass(slots=True)
@@ -70,6 +75,8 @@ class TrainingBatch:
     read: int = 0
     refreshed: int = 0
     kept: list[object] = field(default_factory=list[object])
+    faults: list[Tensor] = field(default_factory=list[Tensor])
+    """How many gradients were not finite, on the device."""
 
     def totals_here(self, mesh: Mesh) -> Tensor:
         """Summed loss and weight of this rank; with several groups also the weight of each."""
@@ -108,6 +115,10 @@ class TrainingWork:
     in_flight: dict[int, TrainingBatch] = field(default_factory=dict[int, TrainingBatch])
     graphs: DenseGraphs | None = None
     """Replays the dense half, where the model can be captured."""
+    non_finite: str = "stop"
+    """What to do with gradients that are NaN or inf: `stop`, `skip` or `clip`."""
+    keep_batch: Callable[[int, Sequence[Batch]], Path | None] = lambda step, micros: None
+    """Writes a batch for inspection; returns where, if anywhere."""
     grad_buckets: GradBuckets | None = None
     """Hands dense gradients over where they have a network of their own."""
     totals_to_apply: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
@@ -259,13 +270,15 @@ class TrainingWork:
         """One optimizer application per dense parameter."""
         assert self.grad_buckets is not None
         self.grad_buckets.set_gradients()
+        self._drop_faults(op, [], dense=True)
         self._step_dense(grad_scales(self.totals_to_apply.pop(op.batch)))
 
     def update(self, op: Op) -> None:
         step = self.first_step + op.batch + 1
         totals = self.in_flight[op.batch].totals
         if self.device.type == "cpu":
-            _check_loss(totals, step)
+            self._check_loss(op, totals)
+        self._drop_faults(op, self._row_sums(op), dense=self.grad_buckets is None)
         scales = grad_scales(totals)
         if self.grad_buckets is None:
             self._step_dense(scales)
@@ -289,12 +302,61 @@ class TrainingWork:
         """Save rows, and tell of the batch: here the host knows that it is done."""
         state = self.in_flight[op.batch]
         step = self.first_step + op.batch + 1
-        loss = _check_loss(state.totals, step)
+        loss = self._check_loss(op, state.totals)
+        faults = sum(int(count) for count in state.faults)
+        if faults and self.non_finite == "stop":
+            raise self._fault(op)
         written = self.tables.writeback(op.batch)
         # Another stream may still hold what the batch before used; this one's update is over.
         self.in_flight.pop(op.batch)
         moved = state.read, state.refreshed, written, state.asked
-        self.on_step(StepReport(step, loss, state.samples, *moved))
+        self.on_step(StepReport(step, loss, state.samples, *moved, faults))
+
+    def _drop_faults(self, op: Op, sums: list[Gradients], *, dense: bool) -> None:
+        """Before gradients are applied: take out what is NaN or inf, and count it.
+
+        Dense gradients are the same on all ranks, and a row's gradient is its owner's alone, so
+        ranks agree without a word. On a GPU the host does not wait: it reads the count when it
+        learns the loss. A skipped gradient is 0: SGD and AdaGrad then move nothing.
+        """
+        state = self.in_flight.get(op.batch)
+        faults = state.faults if state is not None else []
+        clip = self.non_finite == "clip"
+        if dense:
+            gradients = [p.grad for p in self._parameters if p.grad is not None]
+            faults += drop_dense_faults(gradients, clip=clip)
+        for number in range(len(sums)):
+            faults += drop_row_faults(sums, number, clip=clip)
+        if self.device.type == "cpu" and faults and self.non_finite == "stop":
+            raise self._fault(op)
+
+    def _row_sums(self, op: Op) -> list[Gradients]:
+        """Row gradients as `update` will apply them; a GPU's own tables sum them only then."""
+        if isinstance(self.tables, ShardedTables):
+            return self.tables.in_flight[op.batch].sums
+        found = self.tables.in_flight[op.batch]
+        made = [of.gradients_OD if of.asked is None else of.asked.gradients_PD for of in found]
+        return [Gradients([gradients], None, None) for gradients in made if gradients is not None]
+
+    def _check_loss(self, op: Op, totals: Tensor) -> float:
+        """The mean loss of a batch from its sum and weight; one that is no number ends the run."""
+        total, weight = totals[:2].tolist()
+        loss = total / (weight or 1.0)
+        if not math.isfinite(loss) and self.non_finite == "stop":
+            step = self.first_step + op.batch + 1
+            self.keep_batch(step, self.in_flight[op.batch].on_host)
+            raise LossError(step, loss)
+        return loss
+
+    def _fault(self, op: Op) -> RunError:
+        """The error that ends a run; the batch is kept where there is a place for it."""
+        step = self.first_step + op.batch + 1
+        kept = self.keep_batch(step, self.in_flight[op.batch].on_host)
+        where = f" (the batch is kept in {str(kept)!r})" if kept else ""
+        return RunError(
+            f"gradients of step {step} are NaN or inf{where}; lower the learning rates, or set "
+            "run.non_finite = 'skip'"
+        )
 
     @property
     def _model(self) -> RecModel:
@@ -329,13 +391,61 @@ def _set_gradients(parameters: list[nn.Parameter], flat: Tensor) -> None:
         start += parameter.numel()
 
 
-def _check_loss(totals: Tensor, step: int) -> float:
-    """The mean loss of a batch from its sum and weight; refuses to go on with a broken one."""
-    total, weight = totals[:2].tolist()
-    loss = total / (weight or 1.0)
-    if not math.isfinite(loss):
-        raise LossError(step, loss)
-    return loss
+# Gradients that are NaN or inf.
+
+LARGEST = 1e18
+"""A larger gradient counts as inf: its square, which optimizers keep, would be."""
+
+
+def drop_dense_faults(gradients: Sequence[Tensor], *, clip: bool) -> list[Tensor]:
+    """Zero all gradients where one is not finite, or only its numbers; whether, as a count.
+
+    On the host nothing is returned, or touched, where all are finite.
+    """
+    some = [gradient for gradient in gradients if gradient.numel()]
+    if not some:
+        return []
+    largest = torch.stack([torch.linalg.vector_norm(g, math.inf).float() for g in some])
+    bad = ~(largest <= LARGEST).all()
+    if largest.device.type == "cpu" and not bool(bad):
+        return []
+    for gradient in some:
+        if clip:
+            gradient.masked_fill_(~(gradient.abs() <= LARGEST), 0.0)
+        else:
+            gradient.masked_fill_(bad, 0.0)
+    return [bad]
+
+
+def drop_row_faults(sums: list[Gradients], number: int, *, clip: bool) -> list[Tensor]:
+    """Zero the gradient of each row where it is not finite, or only its numbers; how many rows.
+
+    Works on the gradients of one group of tables; on the host only where one is not finite.
+    """
+    rows = [part for part in sums[number].rows if part.numel()]
+    if not rows or (rows[0].device.type == "cpu" and all(map(_is_finite, rows))):
+        return []
+    sums_KD = _summed(sums[number])
+    sums[number] = Gradients([sums_KD], None, None)
+    bad_K = ~(torch.linalg.vector_norm(sums_KD, math.inf, dim=1) <= LARGEST)
+    bad = ~(sums_KD.abs() <= LARGEST) if clip else bad_K[:, None]
+    sums_KD.masked_fill_(bad, 0.0)
+    return [bad_K.sum()]
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return bool(torch.linalg.vector_norm(tensor, math.inf) <= LARGEST)
+
+
+def _summed(gradients: Gradients) -> Tensor:
+    """The gradient of each row; the update would sum those of a single micro-batch by itself."""
+    if gradients.terms_T is None:
+        return gradients.rows[0]
+    segments = Segments(gradients.terms_T, gradients.ends_K1)
+    dim = gradients.rows[0].shape[1]
+    sums_KD = empty_rows(len(segments), dim, gradients.rows[0].device)
+    sum_segments(segments, gradients.rows, [sums_KD])
+    return sums_KD
 
 
 # How a batch is cut into micro-batches: how many samples each gets, and which.

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nestpipe.batch import Batch
+from nestpipe.checkpoint import disk
 from nestpipe.comm import Communicator, LocalCommunicator
 from nestpipe.comm.mesh import make_mesh
 from nestpipe.config import Table
@@ -113,6 +115,8 @@ class Trainer:
         capturable = self.device.type == "cuda" and getattr(self.model, "capturable", False)
         self._graphs = DenseGraphs(self.model) if capturable and self.settings.cuda_graphs else None
         self.progress = Progress()
+        self.fault_folder: Path | None = None
+        """Where a batch with NaN or inf gradients is kept when it ends a run."""
         self.stop_wanted: Callable[[], bool] = lambda: False
         """Asked before each batch: whether to end after those that have begun."""
         self.stopped = False
@@ -251,6 +255,8 @@ class Trainer:
             on_step=self._counted(on_step, self.progress.step),
             end=StopSignal(most),
             stop_wanted=self.stop_wanted,
+            non_finite=self.settings.non_finite,
+            keep_batch=self._keep_batch,
             grad_buckets=self._grad_buckets,
             graphs=self._graphs if isinstance(tables, DeviceTables) else None,
         )
@@ -270,6 +276,23 @@ class Trainer:
         )
         self.stopped = work.stopped
         return work.data_ended
+
+    def _keep_batch(self, step: int, micros: Sequence[Batch]) -> Path | None:
+        """Write this rank's part of a batch, for inspection."""
+        if self.fault_folder is None:
+            return None
+        tensors: dict[str, Tensor] = {}
+        for n, micro in enumerate(micros):
+            tensors |= {f"{n}.dense.{name}": tensor for name, tensor in micro.dense.items()}
+            for name, jagged in micro.sparse.items():
+                tensors[f"{n}.sparse.{name}.values"] = jagged.values
+                tensors[f"{n}.sparse.{name}.lengths"] = jagged.lengths
+        kept = self.fault_folder / f"batch-{step:08d}-rank-{self.comm.rank:05d}.safetensors"
+        with disk.explained(f"the batch of step {step}"):
+            disk.make_folder(self.fault_folder)
+            kept.unlink(missing_ok=True)
+            disk.write_tensors(kept, tensors, finite=False)
+        return kept
 
     def _run(self, work: TrainingWork) -> None:
         """Do all of the plan's ops, and note when they ran and what they moved."""

@@ -213,3 +213,18 @@ def test_a_path_without_data_is_said_so(tmp_path):
     (tmp_path / "day_0").write_text("")
     with pytest.raises(DataError, match="has no samples"):
         count(DataConfig(kind="criteo", path=str(tmp_path)))
+
+
+def test_a_flipped_bit_in_a_parquet_page_is_noticed(tmp_path):
+    """The file carries checksums of its pages; only the data of the column is damaged."""
+    path = tmp_path / "clicks.parquet"
+    table = pa.table({"a": list(range(1000)), "label": [1.0] * 1000})
+    pq.write_table(table, path, compression="none", use_dictionary=False, write_page_checksum=True)
+    config = DataConfig(kind="parquet", path=str(path), parquet=ParquetConfig(sparse=("a",)))
+    assert count(config)
+    contents = bytearray(path.read_bytes())
+    at = bytes(contents).index((500).to_bytes(8, "little") + (501).to_bytes(8, "little"))
+    contents[at] ^= 1
+    path.write_bytes(contents)
+    with pytest.raises(DataError, match=r"clicks\.parquet"):
+        count(config)

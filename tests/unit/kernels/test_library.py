@@ -69,6 +69,7 @@ def test_only_libraries_and_locks_are_left_in_the_cache(small):
     assert {path.name for path in library.parent.iterdir()} == {
         library.name,
         library.with_suffix(".lock").name,
+        library.with_suffix(".sha256").name,
     }
 
 
@@ -160,3 +161,41 @@ def test_the_arithmetic_of_first_rows_cannot_be_contracted():
     assert {"-ffp-contract=off", "-fno-fast-math"} <= set(building.FLAGS)
     for source in building.source_files():
         assert "std::fma" not in source.read_text()
+
+
+def fail_if_called(target: Path) -> None:
+    raise AssertionError(f"{target} is made again")
+
+
+def test_a_damaged_library_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("NESTPIPE_CACHE", str(tmp_path))
+    made: list[Path] = []
+
+    def make(target: Path) -> None:
+        made.append(target)
+        target.write_bytes(b"code")
+
+    path = building.built_once("some.so", make)
+    assert building.built_once("some.so", make) == path
+    assert len(made) == 1
+    path.write_bytes(b"c0de")
+    assert building.built_once("some.so", make).read_bytes() == b"code"
+    path.with_suffix(".sha256").unlink()
+    building.built_once("some.so", make)
+    assert len(made) == 3
+
+
+def test_a_library_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("NESTPIPE_CACHE", str(tmp_path))
+    path = building.built_once("some.so", lambda target: Path(target).touch())
+    path.chmod(0o666)
+    with pytest.raises(ConfigError, match=r"can be written by anybody; remove it"):
+        building.built_once("some.so", fail_if_called)
+    path.chmod(0o644)
+    mine = path.stat().st_uid
+    monkeypatch.setattr(building.os, "geteuid", lambda: mine + 1)
+    if mine == 0:  # what root owns is trusted by all
+        assert building.built_once("some.so", fail_if_called) == path
+        os.chown(path, 12345, -1)
+    with pytest.raises(ConfigError, match=r"belongs to user"):
+        building.built_once("some.so", fail_if_called)

@@ -54,9 +54,12 @@ def open_parquet(config: DataConfig, split: Split) -> Stream:
 
 
 def open_file(path: Path) -> pq.ParquetFile:
-    """A Parquet file, or a sentence that says what is wrong with it."""
+    """A Parquet file, or a sentence that says what is wrong with it.
+
+    Pages that carry a checksum are compared with it when they are read.
+    """
     try:
-        return pq.ParquetFile(path)
+        return pq.ParquetFile(path, page_checksum_verification=True)
     except (pa.ArrowException, OSError) as error:
         raise unreadable(path, error) from None
 

@@ -1,0 +1,139 @@
+"""Gradients that are NaN or inf are seen before they are applied; the policy says what follows."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from nestpipe.checkpoint.folder import newest, paths_in, verified
+from nestpipe.comm import LocalCommunicator
+from nestpipe.errors import RunError
+from nestpipe.kernels.rows.native import Gradients
+from nestpipe.schedule.op import Op
+from nestpipe.train import train_job
+from nestpipe.train.job import prepare
+from nestpipe.train.ops import TrainingWork, drop_dense_faults, drop_row_faults
+from support.examples import num_examples
+from unit.train.test_resume import assert_same, job_of, trained
+
+VALUES = (math.nan, math.inf, -math.inf, 1e30)
+PLACES = ("dense", "rows", "data")
+
+
+def inject(monkeypatch: pytest.MonkeyPatch, seed: int) -> tuple[int, str]:
+    """Make one number of one batch bad, after the backward pass or in the data itself."""
+    rng = random.Random(seed)
+    batch, place, value = rng.randrange(20), rng.choice(PLACES), rng.choice(VALUES)
+    dense, prefetch = TrainingWork.dense, TrainingWork.prefetch
+
+    def with_bad_gradient(self: TrainingWork, op: Op) -> None:
+        dense(self, op)
+        if op.batch + self.first_step != batch or op.micro not in (None, 0):
+            return
+        found: list[torch.Tensor] = []
+        if place == "dense":
+            found = [p.grad for p in self.model.parameters() if p.grad is not None]
+        elif place == "rows":
+            made = self.tables.in_flight[op.batch].gradients[op.micro or 0]
+            found = [part for sent, own in made.values() for part in (sent, *own) if part.numel()]
+        if found:
+            flat = rng.choice(found).view(-1)
+            flat[rng.randrange(len(flat))] = value
+
+    def with_bad_data(self: TrainingWork, op: Op) -> None:
+        prefetch(self, op)
+        if place == "data" and op.batch + self.first_step == batch:
+            micros = self.in_flight[op.batch].on_host
+            if micros[0].size:
+                micros[0].dense["features"][0, 0] = value
+
+    monkeypatch.setattr(TrainingWork, "dense", with_bad_gradient)
+    monkeypatch.setattr(TrainingWork, "prefetch", with_bad_data)
+    return batch, place
+
+
+@pytest.mark.parametrize("seed", range(num_examples("faults")))
+@pytest.mark.parametrize("policy", ["stop", "skip", "clip"])
+def test_a_bad_number_is_never_in_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str, seed: int
+):
+    batch, _ = inject(monkeypatch, seed)
+    plan = random.Random(-seed).choice(["serial", "nested", "dual_buffer"])
+    config = job_of(
+        tmp_path,
+        run={"non_finite": policy, "checkpoint_every": 5, "epochs": 2},
+        pipeline={"plan": plan, "micro_batches": 1 + seed % 2 if plan != "dual_buffer" else 1},
+    )
+    faults: list[int] = []
+    job = prepare(config, LocalCommunicator())
+    if policy == "stop":
+        with pytest.raises(RunError, match=rf"of step {batch + 1} (is|are)"):
+            train_job(job, lambda report: faults.append(report.faults))
+        (kept,) = (tmp_path / "faults").iterdir()
+        assert "0.dense.label" in load_file(kept)
+        assert len(paths_in(tmp_path)) == batch // 5
+    else:
+        outcome = train_job(job, lambda report: faults.append(report.faults))
+        assert outcome.steps == 26
+        assert [step for step, count in enumerate(faults) if count] == [batch]
+    for path in paths_in(tmp_path):
+        verified(path)
+
+
+def test_no_policy_changes_a_run_without_faults(tmp_path: Path):
+    for policy in ("stop", "skip", "clip"):
+        trained(job_of(tmp_path / policy, run={"non_finite": policy}))
+    assert_same(tmp_path / "stop", tmp_path / "skip")
+    assert_same(tmp_path / "stop", tmp_path / "clip")
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_skipped_batch_is_the_same_under_every_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+):
+    seed = next(n for n in range(100) if random_place(n) == place)
+    for plan in ("serial", "nested"):
+        with monkeypatch.context() as patched:
+            inject(patched, seed)
+            run = {"non_finite": "skip", "in_place": plan == "serial"}
+            trained(job_of(tmp_path / plan, run=run, pipeline={"plan": plan}))
+    assert_same(tmp_path / "serial", tmp_path / "nested")
+    assert newest(tmp_path / "serial") is not None
+
+
+def random_place(seed: int) -> str:
+    rng = random.Random(seed)
+    rng.randrange(20)
+    return rng.choice(PLACES)
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_a_row_with_a_bad_gradient_is_left_alone_and_the_others_are_not(value: float):
+    def sums() -> list[Gradients]:
+        rows = torch.tensor([[1.0, 2.0], [3.0, value], [5.0, 6.0]])
+        return [Gradients([rows], None, None)]
+
+    skipped, clipped = sums(), sums()
+    assert [int(count) for count in drop_row_faults(skipped, 0, clip=False)] == [1]
+    assert skipped[0].rows[0].tolist() == [[1, 2], [0, 0], [5, 6]]
+    assert [int(count) for count in drop_row_faults(clipped, 0, clip=True)] == [1]
+    assert clipped[0].rows[0].tolist() == [[1, 2], [3, 0], [5, 6]]
+    assert drop_row_faults(skipped, 0, clip=False) == []
+
+
+def test_dense_gradients_are_left_out_together():
+    def gradients() -> list[Any]:
+        return [torch.tensor([1.0, math.nan]), torch.ones(2), torch.zeros(0)]
+
+    skipped, clipped = gradients(), gradients()
+    assert len(drop_dense_faults(skipped, clip=False)) == 1
+    assert [g.tolist() for g in skipped] == [[0, 0], [0, 0], []]
+    drop_dense_faults(clipped, clip=True)
+    assert [g.tolist() for g in clipped] == [[1, 0], [1, 1], []]
+    assert drop_dense_faults([], clip=False) == []
