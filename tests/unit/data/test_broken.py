@@ -221,7 +221,7 @@ def test_a_flipped_bit_in_a_parquet_page_is_noticed(tmp_path):
     table = pa.table({"a": list(range(1000)), "label": [1.0] * 1000})
     pq.write_table(table, path, compression="none", use_dictionary=False, write_page_checksum=True)
     config = DataConfig(kind="parquet", path=str(path), parquet=ParquetConfig(sparse=("a",)))
-    assert count(config)
+    assert count(config)[0] == 1000
     contents = bytearray(path.read_bytes())
     at = bytes(contents).index((500).to_bytes(8, "little") + (501).to_bytes(8, "little"))
     contents[at] ^= 1

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from nestpipe.checkpoint.folder import newest, paths_in, verified
 from nestpipe.comm import LocalCommunicator
+from nestpipe.embedding.sharded import ShardedTables
 from nestpipe.errors import RunError
 from nestpipe.kernels.rows.native import Gradients
 from nestpipe.schedule.op import Op
@@ -40,6 +41,7 @@ def inject(monkeypatch: pytest.MonkeyPatch, seed: int) -> tuple[int, str]:
         if place == "dense":
             found = [p.grad for p in self.model.parameters() if p.grad is not None]
         elif place == "rows":
+            assert isinstance(self.tables, ShardedTables)
             made = self.tables.in_flight[op.batch].gradients[op.micro or 0]
             found = [part for sent, own in made.values() for part in (sent, *own) if part.numel()]
         if found:
