@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from nestpipe.cli.app import main
+from nestpipe.embedding.pool import RowPool
 
 SMALL = (
     *("--set", "data.synthetic.samples=1000"),
@@ -74,6 +75,46 @@ def test_two_processes_are_identical_where_rows_travel_in_bfloat16():
     done = on_two_ranks(*more, "--json", "-")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["identical"] is True
+
+
+POOLED = ("--set", "pipeline.retrieval=pooled")
+
+
+@pytest.mark.parametrize("plan", ["nested", "dual_buffer", "serial"])
+def test_rows_that_leave_a_small_pool_change_no_bit(verify, plan, monkeypatch):
+    """The pool has two rows more than two batches use at most."""
+    written: list[int] = []
+    write = RowPool.writeback
+
+    def counted(pool: RowPool, batch: int) -> int:
+        written.append(write(pool, batch))
+        return written[-1]
+
+    monkeypatch.setattr(RowPool, "writeback", counted)
+    more = ("--set", "run.device_memory=18.1KB", "--plan", plan, "--delays", "2")
+    status, out, err = verify(*POOLED, *more, "--json", "-")
+    assert status == 0, err
+    assert json.loads(out)["identical"] is True
+    assert sum(written) > 20, "rows leave"
+
+
+def test_two_processes_are_identical_where_rows_leave_a_small_pool():
+    done = on_two_ranks(*POOLED, "--set", "run.device_memory=12KB", "--json", "-")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["identical"] is True
+
+
+def test_a_pool_too_small_for_two_batches_is_one_sentence(verify):
+    status, out, err = verify(*POOLED, "--set", "run.device_memory=12KB")
+    assert (status, out) == (2, "")
+    assert err.startswith("error: the pool of 138 rows (11.9 KB) is too small: batches 0 and 1 ")
+    assert err.endswith(" more; raise device_memory, or make batches smaller\n")
+
+
+def test_two_processes_with_too_small_a_pool_say_so_once():
+    done = on_two_ranks(*POOLED, "--set", "run.device_memory=3KB")
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("error: the pool of 33 rows") == 1, done.stderr
 
 
 def test_two_processes_catch_a_stale_plan_with_exit_status_1():

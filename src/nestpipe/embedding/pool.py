@@ -22,7 +22,7 @@ from torch import Tensor
 from nestpipe.embedding.routing.owners import WorkingSet
 from nestpipe.embedding.store.protocol import RowStore, StoreLayout
 from nestpipe.embedding.transports import has_triton
-from nestpipe.errors import CapacityError, ConfigError
+from nestpipe.errors import ConfigError
 from nestpipe.kernels.host_memory import empty
 from nestpipe.kernels.index import library
 from nestpipe.kernels.index.device_index import (
@@ -280,11 +280,11 @@ class RowPool:
         i = COUNTERS.index(counter)
         return SlotList(slots_V, keys_V, tables_V, Told(counters), counters[i : i + 1], counter)
 
-    def _too_small(self, batch: int, missing: int) -> CapacityError:
-        return CapacityError(
-            f"the pool of {self.num_slots:,} rows ({self.num_bytes() / 1e9:.3g} GB) is too small: "
-            f"batches {batch - 1} and {batch} of this run need up to {missing:,} more; raise "
-            "device_memory, or make batches smaller"
+    def _too_small(self, batch: int, missing: int) -> ConfigError:
+        need = f"batches {batch - 1} and {batch} of this run need" if batch else "batch 0 needs"
+        return ConfigError(
+            f"the pool of {self.num_slots:,} rows ({_size(self.num_bytes())}) is too small: {need} "
+            f"up to {missing:,} more; raise device_memory, or make batches smaller"
         )
 
     # Rows between slots and the host store
@@ -417,6 +417,12 @@ def _memory(device_memory: str, device: torch.device, sharing: int) -> float:
         f"device_memory is {device_memory!r}; use 'auto', a size such as '40GB', or a share of the "
         "free memory such as '0.4'"
     )
+
+
+def _size(num_bytes: int) -> str:
+    """Memory in the words of `device_memory`."""
+    unit = next((u for u in ("tb", "gb", "mb") if num_bytes >= _UNITS[u]), "kb")
+    return f"{num_bytes / _UNITS[unit]:.3g} {unit.upper()}"
 
 
 def _free_memory(device: torch.device) -> int:

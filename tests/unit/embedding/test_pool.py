@@ -11,7 +11,7 @@ from torch import Tensor
 from nestpipe.embedding.pool import RowPool, SlotRows, pool_sizes, pools_on_one_device
 from nestpipe.embedding.store import StoreLayout, open_store
 from nestpipe.embedding.store.protocol import RowStore
-from nestpipe.errors import CapacityError, ConfigError
+from nestpipe.errors import ConfigError
 from nestpipe.kernels.index.device_index import KeyCells
 
 CPU = torch.device("cpu")
@@ -100,8 +100,15 @@ def test_a_pool_too_small_for_two_batches_says_so_with_its_numbers():
     pool = pool_of(3)
     pool.begin_run()
     pool.admit(0, *laid_out([(0, 1), (0, 2)]))
-    with pytest.raises(CapacityError, match=r"3 rows .* batches 0 and 1 .* 1 more; raise dev"):
+    with pytest.raises(ConfigError, match=r"3 rows .* batches 0 and 1 .* 1 more; raise dev"):
         pool.admit(1, *laid_out([(0, 3), (0, 4)]))
+
+
+def test_a_pool_too_small_for_the_first_batch_says_so_too():
+    pool = pool_of(1)
+    pool.begin_run()
+    with pytest.raises(ConfigError, match=r"1 rows \(0.086 KB\) .* batch 0 needs up to 1 more"):
+        pool.admit(0, *laid_out([(0, 1), (0, 2)]))
 
 
 def test_rows_that_were_loaded_beside_the_pool_are_found():
