@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import subprocess
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 from nestpipe.embedding import optimizers
+from nestpipe.kernels.index import library
 from nestpipe.kernels.library import (
     CUDA_HEADERS,
     CUDA_SOURCES,
@@ -65,3 +67,32 @@ def rows_on_emulated_gpu() -> Iterator[list[str]]:
         patch.setattr(segments, "can_sum", lambda *_: True)
         patch.setattr(optimizers, "can_update", lambda *_: True)
         yield called
+
+
+class OneAtATime:
+    """The kernels for threads of lanes and ranks, which would share the emulated blocks."""
+
+    def __init__(self) -> None:
+        self.called: set[str] = set()
+        self._kernels = library.typed(emulated_kernels())
+        self._busy = threading.Lock()
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        kernel: Callable[..., int] = getattr(self._kernels, name)
+
+        def launch(*arguments: object) -> int:
+            with self._busy:
+                self.called.add(name)
+                return kernel(*arguments)
+
+        return launch
+
+
+@contextmanager
+def pools_on_emulated_gpu() -> Iterator[set[str]]:
+    """Keys and rows of pools in host memory by the kernels; yields the names of those called."""
+    kernels = OneAtATime()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(library, "loaded", lambda device: kernels)
+        patch.setattr(library, "has_kernels", lambda device: True)
+        yield kernels.called

@@ -19,6 +19,7 @@ from nestpipe.schedule import Retrieval
 from nestpipe.train import trainer as trainer_module
 from nestpipe.train.config import PipelineSettings, RowSettings, TrainSettings
 from nestpipe.train.trainer import Trainer
+from support.emulated_kernels import pools_on_emulated_gpu
 from support.thread_ranks import run_ranks
 
 SAMPLES, BATCHES = 24, 9
@@ -160,3 +161,31 @@ def test_ranks_that_route_their_keys_have_the_bits_of_hosts(ranks, placements, c
     made = run_ranks(ranks, lambda comm: train(comm, pooled, placements, "15KB"))
     for twin, other in zip(twins, made, strict=True):
         check_same(twin, other)
+
+
+KERNELS = {
+    *("nestpipe_index_find_or_insert", "nestpipe_index_erase", "nestpipe_index_rebuild"),
+    *("nestpipe_index_choose", "nestpipe_index_first_rows", "nestpipe_cut_segments"),
+    *("nestpipe_look_up", "nestpipe_update_segments"),
+}
+"""What every job with a small pool needs; several ranks also need `nestpipe_dedup`."""
+
+
+@pytest.mark.parametrize("plan", ["serial", "nested"])
+@pytest.mark.parametrize("optimizer", ["adam", "rowwise_adagrad"])
+@pytest.mark.parametrize(
+    ("ranks", "placements", "memory"), [(1, ROWS, "25KB"), (2, ROWS, "15KB"), (2, TABLES, "15KB")]
+)
+@pytest.mark.usefixtures("on_device")
+def test_kernels_of_the_gpu_have_the_bits_of_the_host(ranks, placements, memory, optimizer, plan):
+    plain = PipelineSettings(owner_sums="off")
+    pooled = PipelineSettings(plan=plan, retrieval=Retrieval.POOLED)
+    twins = run_ranks(ranks, lambda comm: train(comm, plain, placements, optimizer=optimizer))
+    with pools_on_emulated_gpu() as called:
+        made = run_ranks(
+            ranks, lambda comm: train(comm, pooled, placements, memory, optimizer=optimizer)
+        )
+    for twin, other in zip(twins, made, strict=True):
+        check_same(twin, other)
+    assert called >= KERNELS
+    assert ("nestpipe_dedup" in called) == (ranks > 1)
