@@ -171,8 +171,11 @@ class RowPool:
         from there."""
         self._flushed = 0
         """Rows of the host store that are known to be here too."""
-        self._free_told = Told(self.index.counters)
-        self._asked_since = 0
+        self._free_known, self._asked_since = num_slots, 0
+        """Slots that were free when the host last heard of it, and keys asked for since."""
+        self._next_told: tuple[Told, int] | None = None
+        self._made_room = False
+        """Whether rows have left in this run, so that a free slot may be yet to be saved."""
         self._recent_new, self._spare = 0, min(SPARE, num_slots // 16)
         self.poison = False
         """Fill the slots of rows that left with NaN, so that a late reader is found out."""
@@ -180,6 +183,7 @@ class RowPool:
     def begin_run(self) -> None:
         """Batches are numbered from 0 again."""
         self._admitted.clear()
+        self._made_room = False
         self._outside |= sum(self._store.num_rows()) > self._flushed
         self._first_batch = self._last_stamp + 3
 
@@ -190,6 +194,12 @@ class RowPool:
         stamp = self._first_batch + batch
         self._last_stamp = stamp
         sure = self._surely_free(len(keys_N))
+        if sure and not self._outside and not self._made_room:
+            # Every slot that is given away was never used, so nothing need be saved before.
+            found = self.index.find_or_insert(keys_N, cells, stamp)
+            self._make(found.new_slots_N)
+            self._admitted[batch] = Admission(found.slots_N)
+            return found.slots_N
         leaving = [] if sure else self._make_room(stamp, self._recent_new * 5 // 4 + self._spare)
         found = self.index.find_or_insert(keys_N, cells, stamp)
         new = [self._listed(found.new_slots_N, "num_new")]
@@ -202,7 +212,7 @@ class RowPool:
             new.append(self._listed(found.new_slots_N, "num_new"))
         if not sure:
             self._recent_new = max(self._recent_new * 3 // 4, sum(of.count for of in new))
-            self._free_told, self._asked_since = new[-1].told, 0
+            self._know_free(new[-1].told)
         self._admitted[batch] = Admission(found.slots_N, new, leaving)
         return found.slots_N
 
@@ -214,7 +224,7 @@ class RowPool:
         if self._outside:
             return sum(self._read(of) for of in admitted.new)
         for of in admitted.new:
-            self._make(of)
+            self._make(of.slots_V, of)
         return 0
 
     def writeback(self, batch: int) -> int:
@@ -248,7 +258,7 @@ class RowPool:
         self.index.rebuild()
         self._admitted.clear()
         self._outside = True
-        self._free_told, self._asked_since = Told(self.index.counters), 0
+        self._know_free(Told(self.index.counters))
         self._dirty_from = self._last_stamp + 1
 
     def num_bytes(self) -> int:
@@ -258,15 +268,27 @@ class RowPool:
     # Room
 
     def _surely_free(self, keys: int) -> bool:
-        """Whether so many keys find a slot without victims, for all that the host knows."""
+        """Whether so many keys find a slot without victims, for all that the host knows.
+
+        It asks again before it must know, so that it does not wait for the answer.
+        """
+        if self._next_told is None and 2 * self._asked_since > self._free_known:
+            self._next_told = Told(self.index.counters), self._asked_since
         self._asked_since += keys
-        if self._asked_since <= self._free_told["free"]:
-            return True
-        self._free_told, self._asked_since = Told(self.index.counters), keys
-        return keys <= self._free_told["free"]
+        if self._asked_since > self._free_known and self._next_told is not None:
+            told, asked_before = self._next_told
+            asked_since = self._asked_since - asked_before
+            self._know_free(told)
+            self._asked_since = asked_since
+        return self._asked_since <= self._free_known
+
+    def _know_free(self, told: Told) -> None:
+        """So many slots are free, before any key that is asked for from now on."""
+        self._free_known, self._asked_since, self._next_told = told["free"], 0, None
 
     def _make_room(self, stamp: int, least_free: int) -> list[SlotList]:
         least_free = min(least_free, self.num_slots)
+        self._made_room = True
         victims_V = self.index.choose_victims(stamp - 1, least_free)
         listed = self._listed(victims_V, "num_victims")
         self.index.erase(victims_V, self.index.num_victims)
@@ -289,13 +311,16 @@ class RowPool:
 
     # Rows between slots and the host store
 
-    def _make(self, of: SlotList) -> None:
-        """First values, made on the device: no key that is new here can be in the host store."""
+    def _make(self, slots_V: Tensor, of: SlotList | None = None) -> None:
+        """First values, made on the device: no key that is new here can be in the host store.
+
+        `of`: the same slots with the keys that they had, where the index may have changed since.
+        """
         assert isinstance(self.index, DeviceIndex)
         assert self._first is not None
-        self.index.write_first_rows(
-            self._first, self.rows_SW, of.slots_V, of.count_there, (of.keys_V, of.tables_V)
-        )
+        count = self.index.num_new if of is None else of.count_there
+        keys = None if of is None else (of.keys_V, of.tables_V)
+        self.index.write_first_rows(self._first, self.rows_SW, slots_V, count, keys)
         self._all_located = False
 
     def _read(self, of: SlotList) -> int:
@@ -349,7 +374,8 @@ class RowPool:
         from nestpipe.kernels.rows.row_copy_triton import copy_rows_by_gpu
 
         assert self._addresses_S is not None
-        copy_rows_by_gpu(self._addresses_S, slots_n, self.rows_SW, to_store=to_store)
+        # At full speed: a batch that lacks rows waits for nothing else as long.
+        copy_rows_by_gpu(self._addresses_S, slots_n, self.rows_SW, to_store=to_store, alone=True)
 
     def _staging(self, count: int) -> Tensor:
         on_gpu = self.device.type == "cuda"

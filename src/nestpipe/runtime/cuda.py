@@ -114,7 +114,7 @@ class CudaLanes:
 
     def __init__(self, device: torch.device, *, inline: bool = False) -> None:
         """`inline`: no op of the device's lanes waits for anything, so one thread issues them."""
-        self._device = device
+        self._device, self._inline = device, inline
         self._places = {lane: _place(lane, device) for lane in Lane}
         waiting = HOST_LANES | {Lane.KEYS}
         self._threads = ThreadLanes(
@@ -123,6 +123,9 @@ class CudaLanes:
 
     def __enter__(self) -> Self:
         self._caller = torch.cuda.current_stream(self._device)
+        self._threads_before = torch.get_num_threads()
+        if self._inline:  # as in the threads of lanes, see `entered`
+            torch.set_num_threads(1)
         before = StreamPlace(self._caller).mark()
         for place in self._places.values():
             place.stream.wait_event(before.event)
@@ -141,6 +144,8 @@ class CudaLanes:
         """Waits for the device too, unless the run failed: then it may never come to the end."""
         _here.stream = None
         torch.cuda.set_stream(self._caller)
+        if self._inline:
+            torch.set_num_threads(self._threads_before)
         self._threads.__exit__(kind, error, traceback)
         if error is None:
             for place in self._places.values():
@@ -157,6 +162,8 @@ def _place(lane: Lane, device: torch.device) -> StreamPlace:
 # Ops that never touch the device are timed by the host's clock, from the same beginning.
 
 
+RECORD_EVERY = 512
+"""The first batches of so many are timed: events of all of them would cost the host its time."""
 TRIES = 5
 """How often the two clocks are compared; the shortest time between counts."""
 _Timed = tuple[Op, Lane, torch.cuda.Event, torch.cuda.Event]
@@ -174,6 +181,7 @@ class CudaSpans:
 
     def __init__(self, rank: int = 0, *, keep_batches: int = KEEP_BATCHES) -> None:
         self._rank = rank
+        self._keep = keep_batches
         self._timed = LastBatches[_Timed](keep_batches)
         self._host = LastBatches[Span](keep_batches)
         self.clocks_differ_ms = 0.0
@@ -188,11 +196,17 @@ class CudaSpans:
 
     def timed(self, act: Act, lane: Lane) -> Act:
         def by_the_host(op: Op) -> None:
+            if op.batch % RECORD_EVERY >= self._keep:
+                act(op)
+                return
             start = self._host_now()
             act(op)
             self._host.add(op.batch, span_of(op, lane, self._rank, start, self._host_now()))
 
         def by_the_device(op: Op) -> None:
+            if op.batch % RECORD_EVERY >= self._keep:
+                act(op)
+                return
             first = _now()
             act(op)
             self._timed.add(op.batch, (op, lane, first, _now()))

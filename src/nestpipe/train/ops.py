@@ -80,7 +80,8 @@ class TrainingBatch:
 
     def totals_here(self, mesh: Mesh) -> Tensor:
         """Summed loss and weight of this rank; with several groups also the weight of each."""
-        loss = torch.stack([part.float() for part in self.losses]).sum(0, keepdim=True)
+        first, *others = (part.float().reshape(1) for part in self.losses)
+        loss = torch.stack([first, *others]).sum(0) if others else first
         weights = [self.weight]
         if mesh.groups > 1:
             weights += [self.weight * (group == mesh.group) for group in range(mesh.groups)]

@@ -298,7 +298,9 @@ class Trainer:
         """Do all of the plan's ops, and note when they ran and what they moved."""
         if self._grad_buckets is not None:
             self._grad_buckets.begin_run()
-        functions = name_collectives(self.around(work.functions()), self.comm.op_label)
+        functions = self.around(work.functions())
+        if self.comm.size > 1:
+            functions = name_collectives(functions, self.comm.op_label)
         sent = self.comm.bytes_sent
         self.comm.barrier()  # the traces of all ranks begin here
         trace = run(
