@@ -35,6 +35,7 @@ from nestpipe.kernels.index.segments import (
     TermGradients,
     TermSegments,
     look_up,
+    plain_drop_faults,
     plain_look_up,
     plain_segment_sums,
     sort_segments,
@@ -81,15 +82,27 @@ class TermSums:
         rows_SW: Tensor,
         times: float | Tensor,
         step: int,
-    ) -> None:
-        """Update every row that has terms with their sum times a number."""
+        *,
+        clip: bool,
+    ) -> Tensor:
+        """Update every row that has terms with their sum times a number.
+
+        Sums that are not finite are dropped before; returns how many.
+        """
         if self.sorted is not None:
+            faults = torch.zeros(1, dtype=torch.int32, device=rows_SW.device)
             gradients = TermGradients(gradients_OD)
             times = torch.as_tensor(times, dtype=torch.float32).reshape(1)
-            update_segments(self.sorted, gradients, rows_SW, optimizer.struct(step), times)
-            return
+            update_segments(
+                *(self.sorted, gradients, rows_SW, optimizer.struct(step), times),
+                faults=faults,
+                clip=clip,
+            )
+            return faults
         ids_K, sums_KD = plain_segment_sums(self.ids_T, TermGradients(gradients_OD, self.outputs_T))
+        faults = plain_drop_faults(sums_KD, clip=clip)
         optimizer.update_times(rows_SW, sums_KD, times, step, slots_K=ids_K)
+        return faults
 
 
 @dataclass(slots=True)
@@ -396,16 +409,27 @@ class DeviceTables:
             asked[g].gradients_PD = gradients_PD
         exchange(self.comm, sent, splits, received, expected, self.comm_dtype)
 
-    def update(self, batch: int, times: float | Tensor, step: int) -> None:
-        """Sum gradients by row and apply the optimizer, once per row, in one pass."""
+    def update(
+        self, batch: int, times: float | Tensor, step: int, *, clip: bool = False
+    ) -> list[Tensor]:
+        """Sum gradients by row and apply the optimizer, once per row, in one pass.
+
+        Gradients of rows that are not finite are dropped, with `clip` only their numbers that are
+        not; returns how many rows of each group those are, on the device.
+        """
+        faults: list[Tensor] = []
         for of, pool, group in zip(self.in_flight[batch], self._pools, self.groups, strict=True):
             assert of.owner_sums is not None
             assert of.slots is not None
             gradients = of.gradients() if of.asked is None else of.asked.gradients_PD
             assert gradients is not None
-            of.owner_sums.apply(self.optimizer, gradients, pool.rows_SW, times, step)
+            applied = of.owner_sums.apply(
+                self.optimizer, gradients, pool.rows_SW, times, step, clip=clip
+            )
+            faults.append(applied)
             if group.tables[0].dtype == "bfloat16":
                 SlotRows(pool.rows_SW, of.slots).round_weights(group.dim)
+        return faults
 
     def writeback(self, batch: int) -> int:
         """Rows that leave the pool into the host store; returns how many."""

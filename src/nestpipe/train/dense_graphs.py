@@ -8,7 +8,7 @@ shapes, never waits for the device, and the weight of its loss depends on shapes
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +32,8 @@ class Replayed:
     total: Tensor
     weight: float
     seen_gradients: list[Tensor]
+    faults: Tensor | None
+    """Whether a gradient of a parameter was not finite; None: nobody looked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +48,12 @@ class _Captured:
 class DenseGraphs:
     """The graphs of one model, by the shapes of their inputs."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(
+        self, model: nn.Module, drop_faults: Callable[[Sequence[Tensor]], list[Tensor]] | None
+    ) -> None:
+        """`drop_faults`: looks at the gradients of parameters, as a part of the graph."""
         self._model = model
+        self._drop_faults = drop_faults
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._met: dict[Key, int] = {}
         self._captured: dict[Key, _Captured] = {}
@@ -98,9 +104,12 @@ class DenseGraphs:
                 rows.update(zip(of, torch.split(part, list(of.values())), strict=True))
             loss = self._model.dense(rows, there)
             loss.total.backward()
-        gradients = [parameter.grad for parameter in self._parameters]
+            gradients = [parameter.grad for parameter in self._parameters]
+            made = [gradient for gradient in gradients if gradient is not None]
+            found = self._drop_faults(made) if self._drop_faults is not None else []
         of_rows = [torch.zeros_like(p) if p.grad is None else p.grad for p in inputs]
-        result = Replayed(loss.total.detach(), loss.weight, of_rows)
+        faults = found[0] if found else None
+        result = Replayed(loss.total.detach(), loss.weight, of_rows, faults)
         return _Captured(graph, inputs, columns, gradients, result)
 
 

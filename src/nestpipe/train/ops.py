@@ -22,6 +22,7 @@ from nestpipe.embedding.device_tables import DeviceTables
 from nestpipe.embedding.sharded import ShardedTables
 from nestpipe.errors import LossError, RunError
 from nestpipe.jagged import Jagged
+from nestpipe.kernels.index.segments import LARGEST
 from nestpipe.kernels.rows.native import Gradients
 from nestpipe.kernels.rows.segments import Segments, empty_rows, sum_segments
 from nestpipe.models.protocol import RecModel
@@ -77,6 +78,8 @@ class TrainingBatch:
     kept: list[object] = field(default_factory=list[object])
     faults: list[Tensor] = field(default_factory=list[Tensor])
     """How many gradients were not finite, on the device."""
+    dense_checked: bool = False
+    """Whether that is known of the dense ones."""
 
     def totals_here(self, mesh: Mesh) -> Tensor:
         """Summed loss and weight of this rank; with several groups also the weight of each."""
@@ -216,6 +219,9 @@ class TrainingWork:
             of.gradients_OD = gradients_OD
         state.losses.append(done.total.clone())
         state.weight += done.weight
+        if done.faults is not None:
+            state.faults.append(done.faults.clone())
+            state.dense_checked = True
         buckets = self.grad_buckets
         if buckets is not None:
             with buckets.filling():
@@ -279,11 +285,19 @@ class TrainingWork:
         totals = self.in_flight[op.batch].totals
         if self.device.type == "cpu":
             self._check_loss(op, totals)
-        self._drop_faults(op, self._row_sums(op), dense=self.grad_buckets is None)
+        checked = self.in_flight[op.batch].dense_checked
+        dense = self.grad_buckets is None and not checked
+        self._drop_faults(op, self._row_sums(op), dense=dense)
         scales = grad_scales(totals)
         if self.grad_buckets is None:
             self._step_dense(scales)
-        self.tables.update(op.batch, scales[self._weight_of_rows], step)
+        times = scales[self._weight_of_rows]
+        if isinstance(self.tables, DeviceTables):
+            clip = self.non_finite == "clip"
+            faults = self.tables.update(op.batch, times, step, clip=clip)
+            self.in_flight[op.batch].faults += faults
+        else:
+            self.tables.update(op.batch, times, step)
 
     @property
     def _weight_of_rows(self) -> int:
@@ -332,12 +346,10 @@ class TrainingWork:
             raise self._fault(op)
 
     def _row_sums(self, op: Op) -> list[Gradients]:
-        """Row gradients as `update` will apply them; a GPU's own tables sum them only then."""
-        if isinstance(self.tables, ShardedTables):
-            return self.tables.in_flight[op.batch].sums
-        found = self.tables.in_flight[op.batch]
-        made = [of.gradients_OD if of.asked is None else of.asked.gradients_PD for of in found]
-        return [Gradients([gradients], None, None) for gradients in made if gradients is not None]
+        """Row gradients as `update` will apply them; a GPU's own tables look at them only then."""
+        if isinstance(self.tables, DeviceTables):
+            return []
+        return self.tables.in_flight[op.batch].sums
 
     def _check_loss(self, op: Op, totals: Tensor) -> float:
         """The mean loss of a batch from its sum and weight; one that is no number ends the run."""
@@ -394,9 +406,6 @@ def _set_gradients(parameters: list[nn.Parameter], flat: Tensor) -> None:
 
 # Gradients that are NaN or inf.
 
-LARGEST = 1e18
-"""A larger gradient counts as inf: its square, which optimizers keep, would be."""
-
 
 def drop_dense_faults(gradients: Sequence[Tensor], *, clip: bool) -> list[Tensor]:
     """Zero all gradients where one is not finite, or only its numbers; whether, as a count.
@@ -406,7 +415,8 @@ def drop_dense_faults(gradients: Sequence[Tensor], *, clip: bool) -> list[Tensor
     some = [gradient for gradient in gradients if gradient.numel()]
     if not some:
         return []
-    largest = torch.stack([torch.linalg.vector_norm(g, math.inf).float() for g in some])
+    norms = torch._foreach_norm(some, math.inf)  # pyright: ignore[reportPrivateImportUsage]
+    largest = torch.stack([norm.float() for norm in norms])
     bad = ~(largest <= LARGEST).all()
     if largest.device.type == "cpu" and not bool(bad):
         return []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ from nestpipe.train.checkpoint import RunState, load_checkpoint, save_checkpoint
 from nestpipe.train.config import DenseSettings, TrainSettings
 from nestpipe.train.dense_graphs import DenseGraphs
 from nestpipe.train.grad_buckets import GradBuckets
-from nestpipe.train.ops import MicroBatchSplitter, StepReport, TrainingWork
+from nestpipe.train.ops import MicroBatchSplitter, StepReport, TrainingWork, drop_dense_faults
 from nestpipe.train.summary import Traffic
 
 
@@ -113,7 +114,14 @@ class Trainer:
             else None
         )
         capturable = self.device.type == "cuda" and getattr(self.model, "capturable", False)
-        self._graphs = DenseGraphs(self.model) if capturable and self.settings.cuda_graphs else None
+        # Gradients of several ranks are looked at when they have been summed.
+        clip = self.settings.non_finite == "clip"
+        alone = self.comm.size == 1
+        self._graphs = (
+            DenseGraphs(self.model, partial(drop_dense_faults, clip=clip) if alone else None)
+            if capturable and self.settings.cuda_graphs
+            else None
+        )
         self.progress = Progress()
         self.fault_folder: Path | None = None
         """Where a batch with NaN or inf gradients is kept when it ends a run."""

@@ -188,6 +188,14 @@ unsigned __match_any_sync(unsigned mask, T value) {
   return same & mask;
 }
 
+inline int __all_sync(unsigned mask, int value) {
+  const auto seen = emulated::meet(mask, value);
+  for (int l = 0; l < emulated::kLanes; ++l) {
+    if ((mask >> l & 1U) && !seen[l]) return 0;
+  }
+  return 1;
+}
+
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline uint64_t __umul64hi(uint64_t a, uint64_t b) {

@@ -35,6 +35,7 @@ from nestpipe.kernels.index.segments import (
     Pooling,
     TermGradients,
     look_up,
+    plain_drop_faults,
     plain_look_up,
     plain_segment_sums,
     sort_segments,
@@ -428,3 +429,28 @@ def test_lookups_have_the_bits_of_the_twin(form: str, dim: int):
     look_up(rows_NW, slots_T, out_OD, pooling)
     wanted_OD = plain_look_up(rows_NW, slots_T, dim, pooling)
     assert torch.equal(out_OD.view(torch.int32), wanted_OD.contiguous().view(torch.int32))
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("dim", [3, 16, 96])
+def test_sums_that_are_not_finite_are_dropped_and_counted(dim, clip):
+    """One row with inf in one of few terms, one with NaN among many, one with a huge sum."""
+    ids_T = torch.tensor([4] * 3 + [1] * 70 + [2] * 5 + [0] * 2, dtype=torch.int32)
+    gradients_TD = torch.rand(len(ids_T), dim)
+    gradients_TD[1, 0], gradients_TD[40, dim - 1], gradients_TD[74, 1] = torch.inf, torch.nan, 3e18
+    optimizer = row_optimizer("adam", lr=0.1)
+    rows_NW = torch.rand(6, dim + optimizer.state_dim(dim))
+    twin_NW = rows_NW.clone()
+    ids_S, sums_SD = plain_segment_sums(ids_T, TermGradients(gradients_TD))
+    wanted = plain_drop_faults(sums_SD, clip=clip)
+    optimizer.update_times(twin_NW, sums_SD, 1.0, 1, slots_K=ids_S)
+    faults = torch.zeros(1, dtype=torch.int32)
+    segments = sort_segments(ids_T, 6)
+    update_segments(
+        *(segments, TermGradients(gradients_TD), rows_NW, optimizer.struct(1)),
+        faults=faults,
+        clip=clip,
+    )
+    assert int(faults) == int(wanted) == 3
+    assert torch.isfinite(rows_NW).all()
+    assert torch.equal(rows_NW, twin_NW)

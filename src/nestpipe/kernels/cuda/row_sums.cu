@@ -243,7 +243,12 @@ struct Update {
   int64_t num_terms;
   int32_t dim;
   int32_t add;              // without an optimizer: sums are added to the weights
+  int32_t clip;             // of a sum with faults only those numbers are dropped
+  int32_t* faults;          // counts sums with faults; null: nobody looks
 };
+
+// Larger numbers count as inf: their squares, which optimizers keep, would be.
+constexpr float kLargest = 1e18F;
 
 enum Does : int { kStores, kAdds, kSgds, kAdagrads, kRowwises, kAdams };
 
@@ -350,6 +355,21 @@ __device__ void scale(const Update& task, Numbers<F>& sum) {
   sum.each([&](float& x, int, int) { x *= times; });
 }
 
+// A sum that is not finite is zero, or only its numbers that are not.
+template <typename F>
+__device__ void drop_faults(const Update& task, Numbers<F>& sum, const Lane& lane) {
+  if (!task.faults) return;
+  bool fine = true;
+  sum.each([&](float& x, int p, int) {
+    fine &= Numbers<F>::column(lane, p) >= task.dim || fabsf(x) <= kLargest;
+  });
+  if (__all_sync(lane.mask, fine)) return;
+  if (lane.in_group == 0) atomicAdd(task.faults, 1);
+  sum.each([&](float& x, int, int) {
+    if (!task.clip || !(fabsf(x) <= kLargest)) x = 0.0F;
+  });
+}
+
 // Sums every piece; one that is a whole segment is applied to its row.
 template <typename F, Does kDoes, bool kScaled>
 __global__ void __launch_bounds__(kThreads, F::kBlocks)
@@ -364,6 +384,7 @@ __global__ void __launch_bounds__(kThreads, F::kBlocks)
     if (whole) target.load(task.dim, lane);
     sum_piece<F, kScaled>(task, piece, lane, sum);
     if (whole) {
+      drop_faults(task, sum, lane);
       scale(task, sum);
       target.apply(of, sum, task.dim, lane);
     } else {
@@ -421,6 +442,7 @@ __global__ void __launch_bounds__(kThreads) sum_longs(const Optimizer of, const 
       sum_partials(task.group_partials, segment.begin, kPiece * kPiece, 0, sums, task.dim, lane,
                    sum);
     }
+    drop_faults(task, sum, lane);
     scale(task, sum);
     target.apply(of, sum, task.dim, lane);
   }

@@ -102,6 +102,7 @@ class UpdateStruct(ctypes.Structure):
         *((name, c_void_p) for name in ("pieces", "longs", "counts")),
         *((name, c_void_p) for name in ("partials", "group_partials")),
         *(("rows", RowsStruct), ("num_terms", c_int64), ("dim", c_int32), ("add", c_int32)),
+        *(("clip", c_int32), ("faults", c_void_p)),
     )
 
 

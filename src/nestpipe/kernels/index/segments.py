@@ -151,12 +151,16 @@ def update_segments(
     times: Tensor | None = None,
     *,
     add: bool = False,
+    faults: Tensor | None = None,
+    clip: bool = False,
 ) -> None:
     """Sum the gradients of every row that has terms, times a number, and update the row in place.
 
     Without an optimizer the weights of the row become the sum; with `add` it is added to them, as
-    for the second of several micro-batches.
+    for the second of several micro-batches. `faults`: int32, where sums that are not finite are
+    counted; such a sum is zero, with `clip` only those of its numbers.
     """
+    check_list(faults, torch.int32, 1, "faults")
     assert optimizer is None or not add, "sums are added to weights or applied, not both"
     terms, dim, device = len(segments.ids_T), gradients.rows_OD.shape[1], rows_NW.device
     check_list(gradients.divisors_O, torch.float32, len(gradients.rows_OD), "divisors")
@@ -169,10 +173,22 @@ def update_segments(
         *(pointer(gradients.weights_T), pointer(gradients.divisors_O), pointer(times)),
         *(segments.pieces_T4.data_ptr(), segments.longs_L4.data_ptr()),
         *(segments.counts.data_ptr(), partials.data_ptr(), group_partials.data_ptr()),
-        *(rows_struct(rows_NW), terms, dim, add),
+        *(rows_struct(rows_NW), terms, dim, add, clip, pointer(faults)),
     )
     given = None if optimizer is None else ctypes.byref(optimizer)
     call(device, "nestpipe_update_segments", given, ctypes.byref(task))
+
+
+LARGEST = 1e18
+"""A larger gradient counts as inf: its square, which optimizers keep, would be."""
+
+
+def plain_drop_faults(sums_SD: Tensor, *, clip: bool) -> Tensor:
+    """The twin: zero every sum that is not finite, or only its numbers; how many sums those are."""
+    fine_SD = sums_SD.abs() <= LARGEST
+    bad_S = ~fine_SD.all(1)
+    sums_SD.masked_fill_(~fine_SD if clip else bad_S[:, None], 0.0)
+    return bad_S.sum()
 
 
 def plain_segment_sums(ids_T: Tensor, gradients: TermGradients) -> tuple[Tensor, Tensor]:
