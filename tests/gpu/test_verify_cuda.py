@@ -1,44 +1,19 @@
 """On a GPU too: whatever the plan, the data and the optimizers, the bits of `serial`."""
 
-import importlib.util
-import json
-import os
-import random
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import combinations, product
-from pathlib import Path
 
 import pytest
-import torch
 
-from nestpipe.bench.machines import QUEUES, mps_daemon
 from nestpipe.comm import LocalCommunicator
 from nestpipe.embedding.optimizers import OPTIMIZERS
-from nestpipe.runtime import Work, inject_delays
-from nestpipe.runtime.lanes import Act
-from nestpipe.schedule import Op
+from support import verify_world as world
 
-PROGRAM = Path(__file__).with_name("verify_world.py")
 DEVICE = "cuda"
-MAX_MS, MAX_CYCLES = 1.0, 2_000_000
-"""Delays of the host, and of the device: about a millisecond."""
 SEEDS = 10
 
 
-def _load_world():
-    spec = importlib.util.spec_from_file_location("verify_world", PROGRAM)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclasses look themselves up there
-    spec.loader.exec_module(module)
-    return module
-
-
-world = _load_world()
 Case = dict[str, object]
 AXES: Mapping[str, Sequence[object]] = {
     "plan": ("dual_buffer", "frozen_window", "nested"),
@@ -135,7 +110,7 @@ def assert_identical(figures: Mapping[str, object], case: Case, ranks: int) -> N
     assert figures["first_difference"] is None
     assert figures["identical"] is True
     assert (figures["ranks"], figures["steps"]) == (ranks, world.STEPS)
-    assert figures["rows_compared"] == world.Samples(case["keys"]).num_rows()
+    assert figures["rows_compared"] == world.Samples(str(case["keys"])).num_rows()
     assert int(str(figures["tensors_compared"])) >= 9 * ranks
 
 
@@ -148,6 +123,7 @@ def test_a_stale_plan_is_caught():
     verdict = world.prove(STALE, LocalCommunicator(), DEVICE)
     assert verdict.rows_different > 0
     assert verdict.first_different_step == 2, "batch 1 is the first that can see a stale row"
+    assert verdict.first_difference is not None
     assert verdict.first_difference.startswith("on rank 0, table 'history', key ")
 
 
@@ -155,25 +131,8 @@ def test_a_stale_plan_is_caught():
 def test_no_delay_of_host_or_device_changes_a_bit(seed):
     case = {**case_number(seed), "plan": "nested", "speculative_rows": seed % 2 == 1}
     case |= {"retrieval": "new", "buffers": 3} if seed % 3 == 0 else {}
-    around = partial(delayed, seed=seed)
+    around = partial(world.delayed, seed=seed)
     assert_identical(world.prove(case, LocalCommunicator(), DEVICE, around).figures(), case, 1)
-
-
-def delayed(work: Work, seed: int) -> Work:
-    """Every op takes longer by chance: on its thread, and before and after its work on its
-    stream."""
-
-    def on_device(act: Act) -> Act:
-        def call(op: Op) -> None:
-            chance = random.Random(f"{seed} device {op}")
-            torch.cuda._sleep(chance.randrange(MAX_CYCLES))
-            act(op)
-            torch.cuda._sleep(chance.randrange(MAX_CYCLES))
-
-        return call
-
-    slower = {kind: on_device(act) for kind, act in work.items()}
-    return inject_delays(slower, seed=seed, max_ms=MAX_MS)
 
 
 MPS = pytest.mark.needs("nvidia-cuda-mps-control")
@@ -184,7 +143,7 @@ MPS = pytest.mark.needs("nvidia-cuda-mps-control")
 def test_nccl_ranks_on_one_gpu_change_no_bit_and_catch_a_stale_plan(tmp_path, ranks):
     """One start of the ranks for all cases: that is what takes time."""
     exact = [*ON_RANKS, *ROUNDED, *EARLY_ON_RANKS, *THIRD[1:3]]
-    *figures, stale = verdicts_of([*exact, STALE], ranks, tmp_path)
+    *figures, stale = world.verdicts_of([*exact, STALE], ranks, tmp_path, DEVICE)
     for case, found in zip(exact, figures, strict=True):
         assert_identical(found, case, ranks)
     assert stale["identical"] is False
@@ -201,7 +160,9 @@ ONE_STREAM = [
 
 @MPS
 def test_ranks_whose_threads_are_late_by_chance_start_collectives_in_one_order(tmp_path):
-    for case, found in zip(ONE_STREAM, verdicts_of(ONE_STREAM, 2, tmp_path), strict=True):
+    for case, found in zip(
+        ONE_STREAM, world.verdicts_of(ONE_STREAM, 2, tmp_path, DEVICE), strict=True
+    ):
         assert_identical(found, case, 2)
 
 
@@ -216,20 +177,7 @@ IN_GROUPS = [
 @MPS
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_groups_of_nccl_ranks_change_no_bit_either(tmp_path, ranks):
-    for found in verdicts_of(IN_GROUPS, ranks, tmp_path):
+    for found in world.verdicts_of(IN_GROUPS, ranks, tmp_path, DEVICE):
         assert found["first_difference"] is None
         assert found["identical"] is True
         assert found["rows_compared"] > 100
-
-
-def verdicts_of(cases: Sequence[Case], ranks: int, folder: Path) -> list[dict]:
-    given, out = folder / "cases.json", folder / "verdicts.json"
-    given.write_text(json.dumps(cases))
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
-    command += ["--standalone", str(PROGRAM), str(given), str(out), DEVICE]
-    with mps_daemon():
-        # The daemon's folders are in the environment only inside.
-        environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": QUEUES, "OMP_NUM_THREADS": "2"}
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(out.read_text())

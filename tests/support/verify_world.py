@@ -5,24 +5,32 @@ python verify_world.py CASES OUT DEVICE    (under torchrun; CASES: a JSON list, 
 
 import json
 import os
+import random
+import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from nestpipe.batch import Batch
-from nestpipe.bench.machines import look_like_a_host
+from nestpipe.bench.machines import QUEUES, look_like_a_host, mps_daemon
 from nestpipe.comm import Communicator, LocalCommunicator, connect
 from nestpipe.config import Table, build
+from nestpipe.embedding.optimizers import row_optimizer
+from nestpipe.embedding.pool import INDEX_BYTES, RowPool
+from nestpipe.embedding.table_groups import group_tables
 from nestpipe.jagged import Jagged
 from nestpipe.models import Loss
 from nestpipe.runtime import Work, inject_delays
 from nestpipe.runtime.cuda import CudaLanes
-from nestpipe.schedule import Lane
+from nestpipe.runtime.lanes import Act
+from nestpipe.schedule import Lane, Op
 from nestpipe.train.config import PipelineSettings, TrainSettings
 from nestpipe.train.trainer import Trainer
 from nestpipe.train.verify import Verdict, verify
@@ -31,6 +39,10 @@ BATCH, STEPS = 48, 6
 DIM, USER_DIM, FEATURES = 16, 8, 3
 TIMEOUT_S = float(os.environ.get("VERIFY_TIMEOUT_S", "60"))
 DELAY_MS = 3.0
+MAX_MS, MAX_CYCLES = 1.0, 2_000_000
+"""Delays of the host, and of the device: about a millisecond."""
+ENOUGH_ROWS = 600
+"""Rows a table of a pool that nothing leaves."""
 
 Case = dict[str, object]
 PIPELINE = (
@@ -73,6 +85,8 @@ KEYS: Mapping[str, Callable[[int], Batch]] = {
     "empty on some ranks": lambda b: one_batch(b, 0, 150),
 }
 """How the keys of neighbouring batches meet: batch b of each kind of data."""
+DATA = {**KEYS, "coming back": lambda b: one_batch(b, 60 * (b % 3), 80)}
+"""With keys that a small pool gives up and needs again."""
 
 
 @dataclass(frozen=True)
@@ -83,16 +97,16 @@ class Samples:
 
     @property
     def num_samples(self) -> int:
-        return sum(KEYS[self.keys](b).size for b in range(STEPS))
+        return sum(DATA[self.keys](b).size for b in range(STEPS))
 
     def empty(self) -> Batch:
-        return KEYS[self.keys](0).empty()
+        return DATA[self.keys](0).empty()
 
-    def batches(self, *, rank: int, ranks: int, start: int, **_: int) -> Iterator[Batch]:
+    def batches(self, *, rank: int, ranks: int, start: int = 0, **_: int) -> Iterator[Batch]:
         return (self._part(b, rank, ranks) for b in range(start, STEPS))
 
     def _part(self, b: int, rank: int, ranks: int) -> Batch:
-        batch, members = KEYS[self.keys](b), list(range(ranks))
+        batch, members = DATA[self.keys](b), list(range(ranks))
         if self.keys == "empty on some ranks" and ranks > 1:
             members = [r for r in members if (b + r) % 2 == 0]
         if rank not in members:
@@ -102,7 +116,7 @@ class Samples:
 
     def num_rows(self) -> int:
         """Different rows that training touches, counted the plain way."""
-        batches = [KEYS[self.keys](b).sparse for b in range(STEPS)]
+        batches = [DATA[self.keys](b).sparse for b in range(STEPS)]
         names = batches[0]
         return sum(len({k for b in batches for k in b[name].values.tolist()}) for name in names)
 
@@ -156,12 +170,55 @@ def make_trainer(
         # What `serial` does is the slow and plain way.
         "pin_rows": pipeline.plan != "serial" and case["pin_rows"],
         "parallel": case.get("parallel", {}),
+        "device_memory": memory_of(case),
     }
     settings = replace(build(TrainSettings, given), pipeline=pipeline)
-    trainer = Trainer(Model(), TABLES, settings, comm, around=around)
+    trainer = Trainer(Model(), tables_of(case), settings, comm, around=around)
     if case.get("one_stream") and isinstance(trainer.lanes, CudaLanes):
         use_one_stream(trainer, trainer.lanes)
     return trainer
+
+
+def tables_of(case: Case) -> list[Table]:
+    """The tables, each placed as the case says: by rows unless told."""
+    placements = case.get("placements", ["rows"] * len(TABLES))
+    assert isinstance(placements, list)
+    return [
+        build(
+            Table,
+            {"name": t.name, "dim": t.dim, "pooling": t.pooling, "init_std": t.init_std}
+            | {"placement": placement},
+        )
+        for t, placement in zip(TABLES, placements, strict=True)
+    ]
+
+
+def memory_of(case: Case) -> str:
+    """`device_memory` for `pool_rows` rows a table."""
+    optimizer = row_optimizer(str(case["optimizer"]), 0.05, 1e-6, 1.0)
+    widths = [
+        (len(group.tables), group.dim + optimizer.state_dim(group.dim))
+        for group in group_tables(TABLES)
+    ]
+    of_all = sum(tables * (-(-width // 4) * 16 + INDEX_BYTES) for tables, width in widths)
+    return f"{int(str(case.get('pool_rows', ENOUGH_ROWS))) * of_all / 1e3:.3f}KB"
+
+
+@contextmanager
+def counted_leavers() -> Iterator[list[int]]:
+    """How many rows leave a pool at each write-back."""
+    left: list[int] = []
+    write = RowPool.writeback
+
+    def counted(self: RowPool, batch: int) -> int:
+        left.append(write(self, batch))
+        return left[-1]
+
+    RowPool.writeback = counted
+    try:
+        yield left
+    finally:
+        RowPool.writeback = write
 
 
 def use_one_stream(trainer: Trainer, lanes: CudaLanes) -> None:
@@ -187,6 +244,37 @@ def prove(
     return verify(start, pipeline)  # pyright: ignore[reportArgumentType]  columns are not asked for
 
 
+def delayed(work: Work, seed: int) -> Work:
+    """Every op takes longer by chance: on its thread, and before and after its work on its
+    stream."""
+
+    def on_device(act: Act) -> Act:
+        def call(op: Op) -> None:
+            chance = random.Random(f"{seed} device {op}")
+            torch.cuda._sleep(chance.randrange(MAX_CYCLES))
+            act(op)
+            torch.cuda._sleep(chance.randrange(MAX_CYCLES))
+
+        return call
+
+    slower = {kind: on_device(act) for kind, act in work.items()}
+    return inject_delays(slower, seed=seed, max_ms=MAX_MS)
+
+
+def verdicts_of(cases: Sequence[Case], ranks: int, folder: Path, device: str) -> list[dict]:
+    """What ranks, processes of one machine, find for these cases: one start for all of them."""
+    given, out = folder / "cases.json", folder / "verdicts.json"
+    given.write_text(json.dumps(cases))
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
+    command += ["--standalone", __file__, str(given), str(out), device]
+    with mps_daemon():
+        # The daemon's folders are in the environment only inside.
+        environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": QUEUES, "OMP_NUM_THREADS": "2"}
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(out.read_text())
+
+
 def delays_of(case: Case, rank: int) -> Callable[[Work], Work]:
     """Others on every rank, where the case asks for some."""
     if "delays" not in case:
@@ -204,12 +292,14 @@ def main() -> None:
         comm = connect("nccl", timeout_s=TIMEOUT_S)
     else:
         comm = connect("gloo", timeout_s=TIMEOUT_S)
-    verdicts = [
-        prove(case, comm, device, delays_of(case, comm.rank))
-        for case in json.loads(Path(cases).read_text())
-    ]
+    verdicts: list[dict] = []
+    for case in json.loads(Path(cases).read_text()):
+        with counted_leavers() as left:
+            found = prove(case, comm, device, delays_of(case, comm.rank))
+        of_ranks = cast("list[int]", comm.all_gather_values(sum(left)))
+        verdicts.append({**found.figures(), "rows_left": sum(of_ranks)})
     if comm.rank == 0:
-        Path(out).write_text(json.dumps([verdict.figures() for verdict in verdicts]))
+        Path(out).write_text(json.dumps(verdicts))
     comm.barrier()
     comm.close()
 
