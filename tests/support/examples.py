@@ -20,6 +20,8 @@ COUNTS = {
     "bit flips": 200,
     "restarts": 2,
     "faults": 5,
+    "crashes": 8,
+    "two trainers": 5,
 }
 """Slow worlds take few; what costs microseconds takes many."""
 PROFILES = {"default": 1, "long": 20}

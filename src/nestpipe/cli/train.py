@@ -208,6 +208,7 @@ def _show(outcome: TrainResult, ranks: int, plan: str, json: str | None) -> None
             "metrics": outcome.metrics,
             "checkpoint": outcome.checkpoint,
             "stopped": outcome.stopped,
+            "waited_for_checkpoints_s": outcome.waited_s,
             "plan": plan,
             "pipeline": asdict(outcome.summary) if outcome.summary else None,
         }

@@ -7,9 +7,11 @@ keys that it owns. A fault of one rank is raised on all.
 
 from __future__ import annotations
 
+import json
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -21,17 +23,22 @@ from nestpipe.checkpoint import disk
 from nestpipe.checkpoint.folder import (
     PART_BYTES,
     Checkpoint,
+    compact,
     counted,
     name_of,
+    open_checkpoint,
     open_noted,
+    row_parts,
     rows_file,
 )
 from nestpipe.checkpoint.manifest import (
     DENSE,
     FileEntry,
     Manifest,
+    Parent,
     finite,
     is_old,
+    read_manifest,
     write_manifest,
 )
 from nestpipe.comm.communicator import Communicator
@@ -47,6 +54,7 @@ from nestpipe.errors import (
     NestpipeError,
     RunError,
 )
+from nestpipe.kernels.rows.native import RowPointers
 from nestpipe.models import HstuRanker
 
 T = TypeVar("T")
@@ -79,7 +87,7 @@ def save_checkpoint(
     stores: Sequence[RowStore],
     mesh: Mesh,
 ) -> Path:
-    """Write a checkpoint; it has its name only once every rank has written all of it."""
+    """Write a full checkpoint; it has its name only once every rank has written all of it."""
     comm, target = mesh.world, folder / name_of(state.step)
     partial = folder / f".partial-{target.name}"
     manifest = _manifest(state, model, groups, stores, mesh)
@@ -381,3 +389,208 @@ def _wrote_alike(checkpoint: Checkpoint, table: str, shards: int, owner: int) ->
         and any(t["name"] == table and t.get("owner") == owner for t in one.manifest.tables)
         for one in checkpoint.chain
     )
+
+
+# Increments: rows touched since the checkpoint before, copied at once, written in the background.
+
+TOUCHED_AT_ONCE = 64
+"""Lists of touched keys that are kept before they are made one."""
+FAILED = ".failed"
+WAIT_S, POLL_S = 600.0, 0.02
+"""How long rank 0 waits for the files of other ranks, and how often it looks."""
+
+
+class TrackedStore:
+    """A store that notes which keys were written, or located to be written."""
+
+    def __init__(self, store: RowStore) -> None:
+        self._store = store
+        self.layout = store.layout
+        self.gather, self.num_rows = store.gather, store.num_rows
+        self.num_bytes, self.export, self.close = store.num_bytes, store.export, store.close
+        self._touched: list[list[Tensor]] | None = None
+        can = store.abilities
+        self._locator = can.locate
+        self.abilities = replace(can, locate=self) if can.locate is not None else can
+
+    @property
+    def threads(self) -> int:
+        assert self._locator is not None
+        return self._locator.threads
+
+    def locate(self, keys_K: Tensor, counts: Sequence[int]) -> RowPointers:
+        assert self._locator is not None
+        self._note(keys_K, counts)
+        return self._locator.locate(keys_K, counts)
+
+    def scatter(self, keys_K: Tensor, counts: Sequence[int], rows_KW: Tensor) -> None:
+        self._note(keys_K, counts)
+        self._store.scatter(keys_K, counts, rows_KW)
+
+    def _note(self, keys_K: Tensor, counts: Sequence[int]) -> None:
+        if self._touched is None:
+            return
+        for of_table, keys in zip(self._touched, torch.split(keys_K, list(counts)), strict=True):
+            if len(keys):
+                of_table.append(keys.clone())
+            if len(of_table) >= TOUCHED_AT_ONCE:
+                of_table[:] = [torch.unique(torch.cat(of_table))]
+
+    def track(self) -> None:
+        """Note keys from now on, and forget those so far."""
+        self._touched = [[] for _ in self.layout.table_seeds]
+
+    def touched_rows(self) -> list[tuple[Tensor, Tensor]]:
+        """Copies of the rows touched since `track`, table by table, keys ascending."""
+        assert self._touched is not None, "nobody has asked to track"
+        found: list[tuple[Tensor, Tensor]] = []
+        for table, parts in enumerate(self._touched):
+            keys_K = torch.unique(torch.cat([torch.empty(0, dtype=torch.int64), *parts]))
+            counts = [0] * len(self._touched)
+            counts[table] = len(keys_K)
+            rows_KW = torch.empty(len(keys_K), self.layout.width)
+            self.gather(keys_K, counts, rows_KW)
+            found.append((keys_K, rows_KW))
+        return found
+
+
+class IncrementWriter:
+    """Writes increments while training goes on; one at a time, all ranks alike.
+
+    `begin` copies what an increment holds, at a batch boundary, and a thread writes it. Ranks tell
+    rank 0 by a file each that theirs are written; its thread writes the manifest and publishes.
+    After every so many increments it compacts the newest into a full checkpoint.
+    """
+
+    def __init__(self, folder: Path, mesh: Mesh, full_every: int) -> None:
+        self._folder, self._mesh, self._full_every = folder, mesh, full_every
+        self._thread: threading.Thread | None = None
+        self._fault: list[str] | None = None
+        self.seconds = 0.0
+        """Time that training has waited, for copies and for writes that were not done yet."""
+
+    def begin(
+        self,
+        parent: Path,
+        state: RunState,
+        model: nn.Module,
+        dense_optimizer: torch.optim.Optimizer,
+        groups: Sequence[TableGroup],
+        stores: Sequence[TrackedStore],
+    ) -> Path:
+        """Copy what was touched since the parent, and begin to write it; returns where to."""
+        began = time.perf_counter()
+        self.wait()
+        comm, target = self._mesh.world, self._folder / name_of(state.step)
+        partial = self._folder / f".partial-{target.name}"
+        if comm.rank == 0:
+            found = read_manifest(parent)
+            manifest = replace(
+                _manifest(state, model, groups, stores, self._mesh),
+                parent=Parent(name=parent.name, hash=found.hash),
+            )
+        else:
+            manifest = None
+
+        def make() -> dict[str, FileEntry]:
+            if comm.rank == 0:
+                disk.remove_leftovers(self._folder)
+                disk.make_folder(partial)
+            return {}
+
+        _all_write(comm, target, make)
+        dense = _dense_tensors(model, dense_optimizer) if comm.rank == 0 else {}
+        dense = {name: tensor.clone() for name, tensor in dense.items()}
+        rows = [store.touched_rows() for store in stores] if self._mesh.group == 0 else []
+        counts = [count for store in stores for count in store.num_rows()]
+        totals = cast("list[list[int]]", self._mesh.shards.all_gather_values(counts))
+        for store in stores:
+            store.track()
+        names = [[table.name for table in group.tables] for group in groups]
+
+        def write() -> None:
+            entries = _write_touched(partial, names, rows, self._mesh.shards.rank)
+            if manifest is None:
+                _tell(partial, comm.rank, entries)
+                return
+            entries[DENSE] = FileEntry.of(disk.write_tensors(partial / DENSE, dense))
+            for rank in range(1, comm.size):
+                entries |= _told(partial, rank)
+            tables = tuple(
+                {**table, "rows": sum(of)}
+                for table, *of in zip(manifest.tables, *totals, strict=True)
+            )
+            write_manifest(partial, replace(manifest, tables=tables, files=entries))
+            disk.publish(partial, target)
+            if self._full_every and len(open_checkpoint(target).parents) >= self._full_every:
+                compact(target)
+
+        self._start(target, write)
+        self.seconds += time.perf_counter() - began
+        return target
+
+    def _start(self, target: Path, write: Callable[[], None]) -> None:
+        def run() -> None:
+            def explained() -> None:
+                with disk.explained(f"the checkpoint {str(target)!r}"):
+                    write()
+
+            self._fault = _fault_of(explained)
+            if self._fault is not None and self._mesh.world.rank != 0:
+                # Rank 0 need not wait; where this cannot be written either, it gives up by itself.
+                with suppress(OSError):
+                    (self._folder / f".partial-{target.name}" / FAILED).touch()
+
+        # A run that fails does not wait for it: what is half written has no name.
+        self._thread = threading.Thread(target=run, name="nestpipe-checkpoint", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until the increment is published, on all ranks; raises where one could not write."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        fault, self._fault = self._fault, None
+        faults = cast("list[list[str] | None]", self._mesh.world.all_gather_values(fault))
+        _raise_first(faults[::-1])  # rank 0 may only have heard of another's
+
+
+def _write_touched(
+    partial: Path,
+    names: Sequence[Sequence[str]],
+    rows: Sequence[Sequence[tuple[Tensor, Tensor]]],
+    shard: int,
+) -> dict[str, FileEntry]:
+    entries: dict[str, FileEntry] = {}
+    for of_group, of_store in zip(names, rows, strict=False):  # replicas write none
+        for table, touched in zip(of_group, of_store, strict=True):
+            for part, (keys, values) in enumerate(row_parts(*touched)):
+                name = rows_file(table, shard, part)
+                written = disk.write_tensors(partial / name, {"keys": keys, "rows": values})
+                entries[name] = FileEntry.of(written, table=table, shard=shard, rows=len(keys))
+    return entries
+
+
+def _tell(partial: Path, rank: int, entries: Mapping[str, FileEntry]) -> None:
+    """Say which files a rank has written; the name appears when all of it is there."""
+    text = json.dumps({name: asdict(entry) for name, entry in entries.items()}).encode()
+    hidden = partial / f".rank-{rank}.part"
+    disk.write_bytes(hidden, iter([text]))
+    hidden.rename(partial / f".rank-{rank}")
+
+
+def _told(partial: Path, rank: int) -> dict[str, FileEntry]:
+    """Wait for another rank's files."""
+    path, give_up = partial / f".rank-{rank}", time.monotonic() + WAIT_S
+    while not path.exists():
+        if (partial / FAILED).exists():
+            raise CheckpointError(f"a rank could not write its part of {partial.name}")
+        if time.monotonic() > give_up:
+            raise CheckpointError(
+                f"rank {rank} has not written its part of {partial.name} in {WAIT_S:g} s; check "
+                "that all ranks see the same folder"
+            )
+        time.sleep(POLL_S)
+    entries = json.loads(path.read_text())
+    path.unlink()
+    return {name: FileEntry(**entry) for name, entry in entries.items()}

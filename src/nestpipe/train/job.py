@@ -120,6 +120,11 @@ class RunConfig(ExecutionSettings):
     """Folder for checkpoints; empty: none."""
     checkpoint_every: int = 0
     """Write one after every so many batches; 0: at the end."""
+    incremental: bool = False
+    """After the first checkpoint write only rows touched since the one before, while training
+    goes on."""
+    full_every: int = 10
+    """incremental: so many increments in a row, then one is made a full checkpoint; 0: never."""
     keep_last: int = 0
     """Keep the newest so many checkpoints; 0: no rule. Without any rule all are kept."""
     keep_hours: float = 0.0
@@ -137,8 +142,9 @@ class RunConfig(ExecutionSettings):
         positive("timeout_s", self.timeout_s)
         if self.timeout_s > MOST_TIMEOUT_S:
             raise ConfigError(f"timeout_s is {self.timeout_s}; give at most {MOST_TIMEOUT_S:,.0f}")
-        for name in ("steps", "eval_every", "checkpoint_every", "keep_last", "keep_hours"):
+        for name in ("steps", "eval_every", "checkpoint_every", "keep_last", "full_every"):
             not_negative(name, getattr(self, name))
+        not_negative("keep_hours", self.keep_hours)
         positive("grace_s", self.grace_s)
 
     @property

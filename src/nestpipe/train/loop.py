@@ -12,13 +12,14 @@ from typing import Any, cast
 
 from nestpipe.checkpoint import disk
 from nestpipe.checkpoint.folder import Retention, candidates, first_good, name_of, prune, verified
+from nestpipe.checkpoint.manifest import MANIFEST
 from nestpipe.comm import Communicator, LocalCommunicator, connect
 from nestpipe.comm.peer_failure import StopRequest
 from nestpipe.data import Ranking
 from nestpipe.errors import CheckpointError
 from nestpipe.models import HstuRetriever
 from nestpipe.trace import ShortTraceError, Span, Trace
-from nestpipe.train.checkpoint import gathered_from_first, raise_everywhere
+from nestpipe.train.checkpoint import IncrementWriter, gathered_from_first, raise_everywhere
 from nestpipe.train.evaluate import evaluate, popularity, popularity_auc
 from nestpipe.train.job import Job, JobConfig
 from nestpipe.train.ops import StepReport
@@ -46,6 +47,8 @@ class TrainResult:
     """The last batches, of every rank where ranks are few."""
     stopped: bool = False
     """Whether a signal ended it before its time."""
+    waited_s: float = 0.0
+    """Seconds that training waited for increments: for copies, and for the one before."""
 
 
 def communicator(config: JobConfig) -> Communicator:
@@ -118,7 +121,7 @@ def train_steps(job: Job, tell: Tell) -> TrainResult:
             tell(report)
 
     metrics: dict[str, float] = {}
-    saved, begun_at = None, _step_on_disk(job)
+    checkpoints = RunCheckpoints(job)
     writer = _writer(config.run.log, comm.rank)
     with writer or nullcontext():
         while not _finished(job) and not job.trainer.stopped:
@@ -134,25 +137,23 @@ def train_steps(job: Job, tell: Tell) -> TrainResult:
                 metrics = evaluate(job.trainer, job.held_out())
                 _log_metrics(writer, metrics, job.trainer.progress.step)
             if _due(job, config.run.checkpoint_every):
-                saved = _save(job, metrics) or saved
-    step = job.trainer.progress.step
-    if step == begun_at:
-        saved = saved or Path(config.run.checkpoint) / name_of(step)
-    elif step != _step_of(saved):
-        saved = _save(job, metrics)
+                checkpoints.save(metrics)
+    checkpoints.save(metrics)
+    checkpoints.wait()
     if not job.trainer.stopped:
         metrics |= _baseline(job)
     trace = _gathered_trace(job.trainer)
     tail = losses[-max(1, len(losses) // 10) :]
     outcome = TrainResult(
-        step,
+        job.trainer.progress.step,
         sum(tail) / len(tail) if tail else float("nan"),
         samples / seconds if seconds else 0.0,
         metrics,
-        str(saved) if saved else None,
+        str(checkpoints.last) if checkpoints.last else None,
         _summary(job.trainer, trace),
         trace,
         job.trainer.stopped,
+        checkpoints.waited_s,
     )
     job.trainer.close()
     return outcome
@@ -186,30 +187,59 @@ def total_steps(job: Job) -> int | None:
     return min(every, run.steps) if run.steps else every
 
 
-def _save(job: Job, metrics: dict[str, float]) -> Path | None:
-    """A checkpoint that says by itself how to go on, evaluate and serve."""
-    run, comm = job.config.run, job.trainer.comm
-    if not run.checkpoint:
-        return None
-    saved = job.trainer.save(run.checkpoint, config=asdict(job.config), metrics=metrics)
+class RunCheckpoints:
+    """The checkpoints of one run: full ones, or increments that are written in the background."""
 
-    def prune_old() -> None:
-        if comm.rank == 0 and run.retention != Retention():
-            prune(Path(run.checkpoint), run.retention, time.time(), protect=[saved.name])
+    def __init__(self, job: Job) -> None:
+        run, trainer = job.config.run, job.trainer
+        self._job, self._folder = job, Path(run.checkpoint)
+        self.last = self._begun_from()
+        """The newest checkpoint of this run, written or about to be."""
+        self._writer = (
+            IncrementWriter(self._folder, trainer.mesh, run.full_every)
+            if run.checkpoint and run.incremental
+            else None
+        )
+        if self._writer is not None and self.last is not None:
+            trainer.track_rows()
 
-    raise_everywhere(comm, prune_old)
-    return saved
+    def _begun_from(self) -> Path | None:
+        """The checkpoint that the run goes on from, where it is in the run's own folder."""
+        run, progress = self._job.config.run, self._job.trainer.progress
+        path = self._folder / name_of(progress.step)
+        there = bool(run.checkpoint) and (path / MANIFEST).is_file()
+        return path if gathered_from_first(self._job.trainer.comm, there) else None
 
+    def save(self, metrics: dict[str, float]) -> None:
+        """A checkpoint of this step that says by itself how to go on, evaluate and serve."""
+        run, trainer = self._job.config.run, self._job.trainer
+        step = trainer.progress.step
+        if not run.checkpoint or (self.last is not None and self.last.name == name_of(step)):
+            return
+        about = {"config": asdict(self._job.config), "metrics": metrics}
+        if self._writer is not None and self.last is not None and trainer.tracks_rows:
+            self.last = trainer.save_increment(self._writer, self.last, **about)
+        else:
+            self.wait()
+            self.last = trainer.save(self._folder, **about)
+            if self._writer is not None:
+                trainer.track_rows()
+        raise_everywhere(trainer.comm, self._prune)
 
-def _step_on_disk(job: Job) -> int | None:
-    """The step that a run begins with, where its folder already has that checkpoint."""
-    run, step = job.config.run, job.trainer.progress.step
-    there = run.checkpoint and (Path(run.checkpoint) / name_of(step)).is_dir()
-    return gathered_from_first(job.trainer.comm, step if there else None)
+    def _prune(self) -> None:
+        run = self._job.config.run
+        if self._job.trainer.comm.rank == 0 and run.retention != Retention():
+            prune(self._folder, run.retention, time.time())
 
+    def wait(self) -> None:
+        """Until all that was begun is written."""
+        if self._writer is not None:
+            self._writer.wait()
 
-def _step_of(saved: Path | None) -> int | None:
-    return int(saved.name.removeprefix("step-")) if saved else None
+    @property
+    def waited_s(self) -> float:
+        """How long training has waited for increments."""
+        return self._writer.seconds if self._writer is not None else 0.0
 
 
 def _finished(job: Job) -> bool:

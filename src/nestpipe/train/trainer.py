@@ -37,7 +37,13 @@ from nestpipe.schedule import (
     with_separate_key_group,
 )
 from nestpipe.trace import Trace
-from nestpipe.train.checkpoint import RunState, load_checkpoint, save_checkpoint
+from nestpipe.train.checkpoint import (
+    IncrementWriter,
+    RunState,
+    TrackedStore,
+    load_checkpoint,
+    save_checkpoint,
+)
 from nestpipe.train.config import DenseSettings, TrainSettings
 from nestpipe.train.dense_graphs import DenseGraphs
 from nestpipe.train.grad_buckets import GradBuckets
@@ -99,12 +105,14 @@ class Trainer:
         self.dense_optimizer = _dense_optimizer(self.model, self.settings.dense)
         self._pools: list[RowPool] = []
         self._stores = [
-            open_store(
-                group.layout(
-                    self.row_optimizer, seed=self.settings.seed, ranks=self.mesh.shards.size
-                ),
-                native=self.settings.native,
-                threads=self.settings.store_threads or None,
+            TrackedStore(
+                open_store(
+                    group.layout(
+                        self.row_optimizer, seed=self.settings.seed, ranks=self.mesh.shards.size
+                    ),
+                    native=self.settings.native,
+                    threads=self.settings.store_threads or None,
+                )
             )
             for group in self.groups
         ]
@@ -153,7 +161,7 @@ class Trainer:
         """The host stores, one for each group of tables, with all rows as they are now."""
         for pool in self._pools:
             pool.flush()
-        return self._stores
+        return list(self._stores)
 
     def make_tables(self, plan: Plan) -> ShardedTables:
         """The tables as ops of that plan see them that only read; they never insert rows."""
@@ -357,21 +365,55 @@ class Trainer:
 
         It holds the config of a job and metrics where they are given.
         """
-        state = RunState(
+        return save_checkpoint(
+            Path(folder),
+            self._state(config, metrics),
+            self.model,
+            self.dense_optimizer,
+            self.groups,
+            self.stores,
+            self.mesh,
+        )
+
+    def _state(
+        self, config: Mapping[str, Any] | None, metrics: Mapping[str, float] | None
+    ) -> RunState:
+        return RunState(
             **asdict(self.progress),
             optimizer=self.row_optimizer.name,
             dense_optimizer=self.settings.dense.optimizer,
             config=config or {},
             metrics=metrics or {},
         )
-        return save_checkpoint(
-            Path(folder),
-            state,
-            self.model,
-            self.dense_optimizer,
-            self.groups,
-            self.stores,
-            self.mesh,
+
+    @property
+    def tracks_rows(self) -> bool:
+        """Whether all writes to rows are seen.
+
+        A GPU that writes rows of its pool by itself is not, nor are merges of other groups.
+        """
+        alone = self.device.type == "cuda" and self._pools
+        return not alone and self.mesh.groups == 1
+
+    def track_rows(self) -> None:
+        """Note which rows are written from now on, for the next increment."""
+        for store in self._stores:
+            store.track()
+
+    def save_increment(
+        self,
+        writer: IncrementWriter,
+        parent: Path,
+        *,
+        config: Mapping[str, Any] | None = None,
+        metrics: Mapping[str, float] | None = None,
+    ) -> Path:
+        """Begin to write the rows touched since `track_rows` or the increment before."""
+        for pool in self._pools:
+            pool.flush()
+        state = self._state(config, metrics)
+        return writer.begin(
+            parent, state, self.model, self.dense_optimizer, self.groups, self._stores
         )
 
     def load(self, checkpoint: Path | str) -> None:
