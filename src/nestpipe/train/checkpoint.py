@@ -479,8 +479,8 @@ class IncrementWriter:
         stores: Sequence[TrackedStore],
     ) -> Path:
         """Copy what was touched since the parent, and begin to write it; returns where to."""
-        began = time.perf_counter()
         self.wait()
+        began = time.perf_counter()
         comm, target = self._mesh.world, self._folder / name_of(state.step)
         partial = self._folder / f".partial-{target.name}"
         if comm.rank == 0:
@@ -548,8 +548,10 @@ class IncrementWriter:
     def wait(self) -> None:
         """Until the increment is published, on all ranks; raises where one could not write."""
         if self._thread is not None:
+            began = time.perf_counter()
             self._thread.join()
             self._thread = None
+            self.seconds += time.perf_counter() - began
         fault, self._fault = self._fault, None
         faults = cast("list[list[str] | None]", self._mesh.world.all_gather_values(fault))
         _raise_first(faults[::-1])  # rank 0 may only have heard of another's

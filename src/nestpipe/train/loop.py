@@ -216,14 +216,14 @@ class RunCheckpoints:
         step = trainer.progress.step
         if not run.checkpoint or (self.last is not None and self.last.name == name_of(step)):
             return
+        self.wait()
         about = {"config": asdict(self._job.config), "metrics": metrics}
         if self._writer is not None and self.last is not None and trainer.tracks_rows:
             self.last = trainer.save_increment(self._writer, self.last, **about)
-        else:
-            self.wait()
-            self.last = trainer.save(self._folder, **about)
-            if self._writer is not None:
-                trainer.track_rows()
+            return
+        self.last = trainer.save(self._folder, **about)
+        if self._writer is not None:
+            trainer.track_rows()
         raise_everywhere(trainer.comm, self._prune)
 
     def _prune(self) -> None:
@@ -232,9 +232,10 @@ class RunCheckpoints:
             prune(self._folder, run.retention, time.time())
 
     def wait(self) -> None:
-        """Until all that was begun is written."""
+        """Until all that was begun is written; then old ones may go."""
         if self._writer is not None:
             self._writer.wait()
+            raise_everywhere(self._job.trainer.comm, self._prune)
 
     @property
     def waited_s(self) -> float:
