@@ -22,6 +22,7 @@ DRAW_NESTED := draw nested --batches 3 --micro-batches 2
 SIMULATE_SCALING := simulate --plan nested --micro-batches 8 --workers 1,8,64,512,1536,4096 --svg $(PICTURE)
 VERIFY := verify --plan nested --ranks 2 --steps 8 --set pipeline.micro_batches=4
 TRAIN := train --ranks 2 --set data.synthetic.samples=1500000
+TRAIN_BRIEFLY := train --ranks 2 --set data.synthetic.samples=100000 --set pipeline.micro_batches=2
 
 .PHONY: demo test test-long slowest mutants mutmut check lint docs bench-deps clean
 
@@ -33,6 +34,9 @@ demo: $(READY)
 	$(NESTPIPE) $(SIMULATE_SCALING)
 	@printf '\n== Training on two ranks: 26 tables that grow, generated clicks, about a minute ==\n\n'
 	$(NESTPIPE) $(TRAIN)
+	@printf '\n== Briefly once more, serial and nested: the same losses, and what each hides ==\n\n'
+	$(NESTPIPE) $(TRAIN_BRIEFLY) --set pipeline.plan=serial
+	$(NESTPIPE) $(TRAIN_BRIEFLY) --set pipeline.plan=nested
 	@printf '\n== Proof: the nested plan changes no bit ==\n\n'
 	$(NESTPIPE) $(VERIFY)
 	@printf '\nThe baseline is always predicting the mean label. The picture of scaling is in $(PICTURE).\n'

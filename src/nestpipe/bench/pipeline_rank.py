@@ -220,7 +220,9 @@ class Rounds:
             device=case.device,
             rows=RowSettings(optimizer=case.optimizer),  # pyright: ignore[reportArgumentType]
             dense=DenseSettings(optimizer="sgd"),
-            pipeline=PipelineSettings(first=case.first, last=case.last, comm_dtype=case.comm_dtype),
+            pipeline=PipelineSettings(
+                plan="serial", first=case.first, last=case.last, comm_dtype=case.comm_dtype
+            ),
         )
         self.case = case
         self.comm = comm

@@ -91,7 +91,7 @@ def train(
     if comm.rank == 0:
         if trace is not None:
             write_chrome(outcome.trace, trace)
-        _show(outcome, comm.size, job_config.pipeline.plan, json)
+        _show(outcome, comm.size, job.trainer.plan.name, json)
     comm.close()
     if outcome.stopped:
         mark_stopped(comm.rank)
@@ -101,8 +101,9 @@ def _trained(job: Job, json: str | None) -> TrainResult:
     from nestpipe.train.loop import total_steps, train_job
 
     trainer = job.trainer
-    if trainer.comm.rank == 0 and trainer.mesh.groups > 1 and json != STDOUT:
-        console().print(trainer.mesh.reason, markup=False, soft_wrap=True)
+    said = [trainer.plan_reason, *([trainer.mesh.reason] if trainer.mesh.groups > 1 else [])]
+    if trainer.comm.rank == 0 and json != STDOUT:
+        console().print("\n".join(said), markup=False, soft_wrap=True)
     with _progress(total_steps(job), trainer.progress.step, trainer.comm.rank) as tell:
         return train_job(job, tell)
 

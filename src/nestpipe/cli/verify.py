@@ -79,7 +79,7 @@ def verify(
             "so leave one of them out"
         )
     seed = None if delays is None else _seed(delays)
-    job_config = _chosen(read_job(config, [*(settings or []), *_overrides(steps, plan)]), plan)
+    job_config = read_job(config, [*(settings or []), *_overrides(steps, plan)])
     if starts_ranks(ranks):
         raise typer.Exit(launch_ranks(ranks))
     quieten()
@@ -88,6 +88,7 @@ def verify(
     from nestpipe.train.verify_groups import verify_one_dimension
 
     comm = communicator(job_config)
+    job_config = _chosen(job_config, plan, comm.size)
     watch = _watch if comm.rank == 0 else _look_away
     if one_dimension:
         found = verify_one_dimension(job_config, comm, watch)
@@ -111,11 +112,16 @@ def _overrides(steps: int | None, plan: str | None) -> list[str]:
     ]
 
 
-def _chosen(config: JobConfig, plan: str | None) -> JobConfig:
+def _chosen(config: JobConfig, plan: str | None, ranks: int) -> JobConfig:
     """The job with the plan to prove; `serial` only where it is asked for by name."""
-    if plan is not None or config.pipeline.make_plan().shape.overlaps:
-        return config
-    return replace(config, pipeline=replace(config.pipeline, plan=DEFAULT_PLAN))
+    from nestpipe.train.config import choose_pipeline
+    from nestpipe.train.trainer import choose_device
+
+    device = choose_device(config.run.device).type
+    pipeline = choose_pipeline(config.pipeline, device, ranks).pipeline
+    if plan is None and not pipeline.make_plan().shape.overlaps:
+        pipeline = replace(pipeline, plan=DEFAULT_PLAN)
+    return replace(config, pipeline=pipeline)
 
 
 def _seed(text: str) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import os
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from nestpipe.config import not_negative, positive
@@ -21,6 +22,11 @@ from nestpipe.schedule import (
     usable,
     with_default,
 )
+
+AUTO = "auto"
+"""The plan that leaves the choice to the run."""
+AUTO_MICRO_BATCHES = 4
+"""Enough for dense compute to hide most of an exchange, few enough to keep its messages long."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +58,9 @@ class PipelineSettings(PipelineOptions):
     sizes and their exchange change only the order of sums; a `comm_dtype` of bfloat16 rounds.
     """
 
-    plan: str = "serial"
-    """How ops overlap: one of the plans of `nestpipe draw`."""
+    plan: str = AUTO
+    """How ops overlap: one of the plans of `nestpipe draw`, or `auto`: what is fastest on such a
+    device and so many ranks. The run says what it chose."""
     comm_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of rows and row gradients between ranks; bfloat16 halves what is sent."""
     owner_sums: Literal["auto", "off"] = "auto"
@@ -70,12 +77,13 @@ class PipelineSettings(PipelineOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.plan not in PLANS:
-            raise ConfigError(f"plan is {self.plan!r}; use one of {', '.join(PLANS)}")
+        if self.plan not in (AUTO, *PLANS):
+            raise ConfigError(f"plan is {self.plan!r}; use one of {', '.join((AUTO, *PLANS))}")
         positive("first", self.first)
         positive("last", self.last)
         whole = self.retrieval is Retrieval.WHOLE
-        if self.buffers == 3 and whole and plan(self.plan).shape.refreshes_ahead:
+        refreshes = self.plan != AUTO and plan(self.plan).shape.refreshes_ahead
+        if self.buffers == 3 and whole and refreshes:
             raise ConfigError(
                 "buffers is 3 and retrieval 'whole'; a third buffer is for rows that are not read "
                 "again, so set retrieval = 'new', or two buffers"
@@ -87,10 +95,66 @@ class PipelineSettings(PipelineOptions):
         return self.owner_sums == "auto" and self.retrieval is not Retrieval.POOLED
 
     def make_plan(self, parallel: ParallelSettings | None = None) -> Plan:
-        """The plan, with what several groups of ranks add to it."""
+        """The plan, with what several groups of ranks add to it; `choose_pipeline` comes first."""
+        assert self.plan != AUTO, "nobody has chosen a plan"
         replicas = [parallel] if parallel is not None and parallel.groups > 1 else []
         options = PlanOptions(**dict(plan_options_of(self, *replicas)))
         return plan(self.plan, usable(self.plan, options))
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineChoice:
+    """The pipeline of a run, and a sentence that says why it is the one."""
+
+    pipeline: PipelineSettings
+    reason: str
+
+
+def choose_pipeline(asked: PipelineSettings, device: str, ranks: int) -> PipelineChoice:
+    """What `auto` stands for on that type of device, with so many ranks in all.
+
+    Every rank comes to the same answer. Settings that were changed from their defaults stay.
+    """
+    if asked.plan != AUTO:
+        return PipelineChoice(asked, f"plan {asked.plan}: as set")
+    if device == "cuda":
+        return _choose_on_gpus(asked, ranks)
+    on_host = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    if on_host < ranks:
+        chosen = replace(asked, plan="nested", micro_batches=_micro_batches(asked))
+        return PipelineChoice(
+            chosen,
+            f"plan nested, {chosen.micro_batches} micro-batches: compute hides the network between "
+            f"hosts; set pipeline.plan for another",
+        )
+    share = "one rank has" if ranks == 1 else f"{ranks} ranks of one host share"
+    return PipelineChoice(
+        replace(asked, plan="serial"),
+        f"plan serial: without a GPU {share} the same cores for all ops, and there is no network "
+        "to hide; set pipeline.plan for another",
+    )
+
+
+def _choose_on_gpus(asked: PipelineSettings, ranks: int) -> PipelineChoice:
+    usual = PipelineSettings()
+    as_usual = (asked.retrieval, asked.buffers) == (usual.retrieval, usual.buffers)
+    pooled = as_usual and not asked.speculative_rows
+    retrieval = Retrieval.POOLED if pooled else asked.retrieval
+    micro_batches = asked.micro_batches if ranks == 1 else _micro_batches(asked)
+    chosen = replace(asked, plan="nested", retrieval=retrieval, micro_batches=micro_batches)
+    stay = "rows stay in device memory, " if pooled else ""
+    hidden = "compute hides lookup" if ranks == 1 else "compute hides lookup and exchange"
+    split = "1 micro-batch" if micro_batches == 1 else f"{micro_batches} micro-batches"
+    return PipelineChoice(
+        chosen,
+        f"plan nested, retrieval {retrieval}, {split}: on a GPU {stay}{hidden}; set pipeline.plan "
+        "for another",
+    )
+
+
+def _micro_batches(asked: PipelineSettings) -> int:
+    """As many as asked for; where that is the default, enough to hide an exchange."""
+    return asked.micro_batches if asked.micro_batches > 1 else AUTO_MICRO_BATCHES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

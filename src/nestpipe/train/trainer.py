@@ -44,7 +44,7 @@ from nestpipe.train.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
-from nestpipe.train.config import DenseSettings, TrainSettings
+from nestpipe.train.config import DenseSettings, TrainSettings, choose_pipeline
 from nestpipe.train.dense_graphs import DenseGraphs
 from nestpipe.train.grad_buckets import GradBuckets
 from nestpipe.train.ops import MicroBatchSplitter, StepReport, TrainingWork, drop_dense_faults
@@ -78,9 +78,13 @@ class Trainer:
         around: Callable[[Work], Work] = lambda work: work,
     ) -> None:
         """Tests choose the lanes, and put something `around` the work, as `inject_delays` does."""
-        self.settings = settings or TrainSettings()
+        settings = settings or TrainSettings()
         self.comm = comm or LocalCommunicator()
-        self.device = choose_device(self.settings.device)
+        self.device = choose_device(settings.device)
+        choice = choose_pipeline(settings.pipeline, self.device.type, self.comm.size)
+        self.settings = replace(settings, pipeline=choice.pipeline)
+        self.plan_reason = choice.reason
+        """Why it has this plan, as a sentence."""
         self.model = _checked(model).to(self.device)
         _share_first_weights(self.model, self.comm)
         parallel = self.settings.parallel

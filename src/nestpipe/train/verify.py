@@ -19,9 +19,9 @@ from torch import Tensor
 from nestpipe.comm import Communicator
 from nestpipe.data import Source
 from nestpipe.embedding.store.protocol import RowStore
-from nestpipe.errors import LossError, RunError
+from nestpipe.errors import ConfigError, LossError, RunError
 from nestpipe.runtime import Work, inject_delays
-from nestpipe.train.config import PipelineSettings
+from nestpipe.train.config import AUTO, PipelineSettings
 from nestpipe.train.job import JobConfig, make_job
 from nestpipe.train.ops import StepReport
 from nestpipe.train.trainer import Trainer
@@ -354,6 +354,8 @@ def verify(
     Both trainers live until the comparison is made, so host memory holds all rows twice. With
     `delays`, a seed, some ops of the second run take longer by chance, others on each rank.
     """
+    if pipeline.plan == AUTO:
+        raise ConfigError("plan is 'auto', which is chosen by a run; verify a plan by its name")
     with ExitStack() as closing:
 
         def train(settings: PipelineSettings, name: str, seed: int | None = None) -> Trained:
