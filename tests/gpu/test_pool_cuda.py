@@ -333,7 +333,7 @@ def test_no_act_of_the_steady_path_waits_for_the_device(cuda_graphs):
         trainer.around = partial(refusing_to_wait, ran=ran)
         tables = trainer._make_training_tables(trainer.plan)
         assert isinstance(tables, DeviceTables), "keys are routed by the device"
-        trainer.fit(Clicks())  # type: ignore[arg-type]
+        trainer.fit(Clicks(), steps=STEPS)  # type: ignore[arg-type]
     assert {(op.kind, op.batch) for op in ran} == {
         (kind, batch) for kind in STEADY for batch in range(WARM, STEPS)
     }
