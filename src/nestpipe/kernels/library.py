@@ -24,7 +24,7 @@ import warnings
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from ctypes import POINTER, c_double, c_float, c_int, c_int64, c_uint64, c_void_p
+from ctypes import POINTER, c_char_p, c_double, c_float, c_int, c_int64, c_uint64, c_void_p
 from enum import IntEnum
 from functools import cache
 from pathlib import Path
@@ -285,6 +285,7 @@ class StoreShape(ctypes.Structure):
 
 # Addresses of tensors and of the store itself travel as void pointers.
 _SIGNATURES = {
+    "nestpipe_memory_left": (c_int64, [c_char_p, c_char_p]),
     "nestpipe_store_open": (c_void_p, [POINTER(StoreShape), c_int64]),
     "nestpipe_store_close": (None, [c_void_p]),
     "nestpipe_store_gather": (c_int, [c_void_p, c_void_p, c_void_p, c_void_p, POINTER(c_int64)]),
@@ -292,6 +293,10 @@ _SIGNATURES = {
     "nestpipe_store_scatter": (
         c_int,
         [c_void_p, c_void_p, c_void_p, c_void_p, POINTER(StoreReport)],
+    ),
+    "nestpipe_store_erase": (
+        c_int,
+        [c_void_p, c_void_p, c_void_p, POINTER(c_int64), POINTER(StoreReport)],
     ),
     "nestpipe_store_num_rows": (c_int64, [c_void_p, c_int64]),
     "nestpipe_store_num_bytes": (c_int64, [c_void_p]),

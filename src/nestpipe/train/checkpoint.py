@@ -406,7 +406,7 @@ class TrackedStore:
     def __init__(self, store: RowStore) -> None:
         self._store = store
         self.layout = store.layout
-        self.gather, self.num_rows = store.gather, store.num_rows
+        self.gather, self.num_rows, self.erase = store.gather, store.num_rows, store.erase
         self.num_bytes, self.export, self.close = store.num_bytes, store.export, store.close
         self._touched: list[list[Tensor]] | None = None
         can = store.abilities

@@ -57,6 +57,11 @@ void write(World& world, int64_t writer) {
     const int status = nestpipe_store_scatter(world.store, keys.data(), counts.data(), rows.data(),
                                               &report);
     require(status == nestpipe::kOk, "scatter failed");
+    if (b % 3 != 0) continue;
+    int64_t erased = 0;
+    const int answer = nestpipe_store_erase(world.store, keys.data(), counts.data(), &erased, &report);
+    require(answer == nestpipe::kOk, "erase failed");
+    require(erased == static_cast<int64_t>(keys.size()), "rows that were just stored were not erased");
   }
 }
 

@@ -3,6 +3,7 @@
 import gc
 import threading
 from itertools import pairwise
+from pathlib import Path
 
 import torch
 from hypothesis import given
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from nestpipe.kernels import host_memory
 from nestpipe.kernels.host_memory import SMALLEST, HostMemory, block_size
+from nestpipe.kernels.library import library
 
 BYTES = torch.uint8
 SIZES = st.integers(SMALLEST, 40 * SMALLEST)
@@ -124,3 +126,63 @@ def test_the_memory_of_the_process_gives_tensors_of_any_kind():
         assert tensor.dtype == dtype
         assert tensor.is_contiguous()
         assert int(tensor.sum()) == 3 * 600 * 700
+
+
+# The guard of host memory reads the limits of its own control group and of those around it.
+
+UNLIMITED_V1 = "9223372036854771712"
+
+
+def group(folder: Path, limit: str, used: int, inactive: int = 0, version: int = 2) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    names = ("memory.max", "memory.current", "inactive_file")
+    if version == 1:
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    (folder / names[0]).write_text(f"{limit}\n")
+    (folder / names[1]).write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(f"anon 1\n{names[2]} {inactive}\n")
+
+
+def memory_left(root: Path, groups: str) -> int:
+    (root / "groups").write_text(groups)
+    return library().nestpipe_memory_left(str(root / "groups").encode(), str(root).encode())
+
+
+def test_a_group_leaves_its_limit_less_what_is_used_and_cannot_be_dropped(tmp_path):
+    group(tmp_path / "job", "1000", 700, inactive=50)
+    assert memory_left(tmp_path, "0::/job\n") == 350
+    group(tmp_path / "job", "1000", 1700)
+    assert memory_left(tmp_path, "0::/job\n") == 0
+
+
+def test_the_tightest_of_nested_groups_counts(tmp_path):
+    group(tmp_path / "slice", "500", 480)
+    group(tmp_path / "slice/job", "max", 100)
+    group(tmp_path / "slice/job/rank", "300", 100)
+    assert memory_left(tmp_path, "0::/slice/job/rank\n") == 20
+    group(tmp_path / "slice", "5000", 480)
+    assert memory_left(tmp_path, "0::/slice/job/rank\n") == 200
+    # A neighbour's limit is none of ours.
+    group(tmp_path / "slice/job/other", "1", 1)
+    assert memory_left(tmp_path, "0::/slice/job/rank\n") == 200
+
+
+def test_a_container_that_sees_its_group_as_the_root_finds_the_limit_there(tmp_path):
+    group(tmp_path, "900", 100)
+    assert memory_left(tmp_path, "0::/\n") == 800
+    assert memory_left(tmp_path, "0::/docker/1234\n") == 800
+
+
+def test_groups_of_version_one_and_mixed_ones_count_too(tmp_path):
+    group(tmp_path / "memory", UNLIMITED_V1, 10, version=1)
+    group(tmp_path / "memory/pod", "4000", 1000, inactive=500, version=1)
+    lines = "5:cpu,cpuacct:/elsewhere\n4:memory:/pod/rank\n0::/unit\n"
+    assert memory_left(tmp_path, lines) == 3500
+    group(tmp_path / "unified/unit", "77", 7)
+    assert memory_left(tmp_path, lines) == 70
+
+
+def test_without_any_limit_nothing_is_known(tmp_path):
+    group(tmp_path, "max", 5)
+    assert memory_left(tmp_path, "0::/\n") == -1
+    assert memory_left(tmp_path, "") == -1

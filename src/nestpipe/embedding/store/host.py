@@ -1,6 +1,6 @@
 """The host store in native code: rows in large chunks, read and written by several threads.
 
-Rows never move once they are inserted, so float32 rows can be located and pinned where they are.
+Rows never move while they are there, so float32 rows can be located and pinned where they are.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CHUNKS_AT_ONCE = 256
 class NativeStore:
     """Calls may come from several Python threads at once; a row is read whole or not at all.
 
-    One `scatter` runs at a time. `close` must be the last call of all.
+    One `scatter` or `erase` runs at a time. `close` must be the last call of all.
     """
 
     def __init__(self, layout: StoreLayout, *, threads: int | None = None) -> None:
@@ -133,6 +133,15 @@ class NativeStore:
         )
         self._raise(status, report, keys_K)
 
+    def erase(self, keys_K: Tensor, counts: Sequence[int]) -> int:
+        check_keys(self.layout, keys_K, counts)
+        report, erased = StoreReport(), ctypes.c_int64()
+        status = self._library.nestpipe_store_erase(
+            self._open, keys_K.data_ptr(), _int64s(counts), erased, report
+        )
+        self._raise(status, report, keys_K)
+        return erased.value
+
     def num_rows(self) -> list[int]:
         count = self._library.nestpipe_store_num_rows
         return [count(self._open, table) for table in range(self.layout.num_tables)]
@@ -175,7 +184,7 @@ class NativeStore:
         room = self._library.nestpipe_store_num_rows(self._open, table)
         keys = np.empty(room, np.int64)
         found = self._library.nestpipe_store_keys(self._open, table, keys.ctypes.data, room)
-        keys = keys[:found]  # a scatter in between can only add
+        keys = keys[:found]  # a scatter in between is not seen, an erase is
         keys.sort()
         return keys
 

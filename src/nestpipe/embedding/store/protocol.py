@@ -141,6 +141,15 @@ class RowStore(Protocol):
         """
         ...
 
+    def erase(self, keys_K: Tensor, counts: Sequence[int]) -> int:
+        """Remove rows, and return how many there were; keys must not repeat.
+
+        A key that has no row is left alone. One that was erased reads as its first value, and can
+        be stored again. The room of erased rows is used again; no other row moves. Rows that are
+        in use where they were located must not be erased.
+        """
+        ...
+
     def num_rows(self) -> list[int]:
         """Rows of each table."""
         ...
@@ -244,7 +253,7 @@ def check_keys(layout: StoreLayout, keys_K: Tensor, counts: Sequence[int]) -> No
 
 def repeated(table: int, key: int) -> ValueError:
     """The error for a key that came twice."""
-    return ValueError(f"key {key} of table {table} comes twice; keys of a scatter must not repeat")
+    return ValueError(f"key {key} of table {table} comes twice; keys that are stored or erased must not repeat")
 
 
 def too_many_rows(table: int, asked: int, limit: int) -> str:

@@ -13,6 +13,7 @@ from torch import Tensor
 from nestpipe.embedding.store.protocol import (
     StoreAbilities,
     StoreLayout,
+    check_keys,
     check_layout,
     check_rows,
     first_weights,
@@ -68,6 +69,17 @@ class PlainStore:
         for table, begin, keys in self._by_table(keys_K, counts):
             for i, key in enumerate(keys.tolist()):
                 self._tables[table][key] = rows[begin + i].copy()
+
+    def erase(self, keys_K: Tensor, counts: Sequence[int]) -> int:
+        check_keys(self.layout, keys_K, counts)
+        for table, _, keys in self._by_table(keys_K, counts):
+            self._check_repeats(table, keys)
+        found = [
+            self._tables[table].pop(key, None)
+            for table, _, keys in self._by_table(keys_K, counts)
+            for key in keys.tolist()
+        ]
+        return sum(row is not None for row in found)
 
     def num_rows(self) -> list[int]:
         return [len(table) for table in self._tables]

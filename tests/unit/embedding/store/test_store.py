@@ -525,3 +525,124 @@ def test_every_row_lies_in_a_known_piece_of_memory_and_pieces_are_only_added():
             assert bool((of_table + width <= ends[piece]).all())
     assert len(seen[0]) > 1
     store.close()
+
+
+# Erasing
+
+
+@given(
+    steps=st.lists(
+        st.tuples(
+            st.sampled_from(["scatter", "erase"]),
+            st.lists(some_keys, min_size=2, max_size=2),
+            st.integers(0, 2**32),
+        ),
+        max_size=12,
+    ),
+    crowded=st.booleans(),
+)
+@examples("more")
+def test_after_any_scatters_and_erases_both_stores_hold_what_a_dict_holds(steps, crowded):
+    stores = twins(layout(3, 1, tables=2))
+    model: dict[tuple[int, int], Tensor] = {}
+    for call, lists, seed in steps:
+        # Few different keys meet again, so that erased ones come back and places are used again.
+        lists = [[key % 50 if crowded else key for key in part] for part in lists]
+        keys, counts = batch_of([list(dict.fromkeys(part)) for part in lists])
+        named = [(n, key) for n, part in enumerate(lists) for key in dict.fromkeys(part)]
+        rows = bits_as_rows(len(keys), 4, seed)
+        for store in stores:
+            if call == "scatter":
+                store.scatter(keys, counts, rows)
+            else:
+                assert store.erase(keys, counts) == sum(key in model for key in named)
+        for key, row in zip(named, rows, strict=True):
+            if call == "scatter":
+                model[key] = row
+            else:
+                model.pop(key, None)
+        for store in stores:
+            assert store.num_rows() == [sum(t == n for t, _ in model) for n in range(2)]
+    for store in stores:
+        held = {
+            (table, int(key)): row
+            for table, keys, rows in contents(store)
+            for key, row in zip(keys, rows, strict=True)
+        }
+        assert held.keys() == model.keys()
+        assert all(same_bits(held[key], model[key]) for key in model)
+
+
+@BOTH
+def test_an_erased_key_begins_again_with_its_first_value(native):
+    store = open_store(layout(), native=native)
+    keys, counts = batch_of([[1, 2, 3]])
+    first, _ = gather(store, keys, counts)
+    store.scatter(keys, counts, torch.ones(3, 5))
+    assert store.erase(keys[1:2], [1]) == 1
+    rows, num_new = gather(store, keys, counts)
+    assert num_new == 1
+    assert same_bits(rows[1], first[1])
+    assert rows[[0, 2]].eq(1).all()
+    assert store.erase(keys[1:2], [1]) == 0
+
+
+def test_many_erased_rows_leave_all_others_where_they_are_and_their_room_is_used_again():
+    store = NativeStore(layout(6, 2, max_rows=(60_000,)), threads=2)
+    keys = torch.randperm(60_000, generator=torch.Generator().manual_seed(1)) * 7919
+    rows = bits_as_rows(len(keys), 8, 5)
+    store.scatter(keys, [len(keys)], rows)
+    where, memory = store.locate(keys, [len(keys)]).addresses_K, store._chunks(0, 0)
+    for turn in range(5):  # more rows in all than the table may have at once
+        gone = keys[turn::3].contiguous()
+        assert store.erase(gone, [len(gone)]) == len(gone)
+        kept = torch.ones(len(keys), dtype=torch.bool)
+        kept[turn::3] = False
+        out, num_new = gather(store, keys, [len(keys)])
+        assert num_new == len(gone)
+        assert same_bits(out[kept], rows[kept])
+        new = gone + (turn + 1) * 10**9
+        store.scatter(new, [len(new)], rows[~kept])
+        found = store.locate(keys[kept], [int(kept.sum())]).addresses_K
+        assert torch.equal(found, where[kept])
+        keys = torch.where(kept, keys, keys + (turn + 1) * 10**9)
+        where = store.locate(keys, [len(keys)]).addresses_K
+        assert len(where.unique()) == len(keys)
+    assert store.num_rows() == [60_000]
+    assert store._chunks(0, 0) == memory
+
+
+@BOTH
+def test_a_key_to_erase_that_comes_twice_is_refused_and_nothing_goes(native):
+    store = open_store(layout(), native=native)
+    keys, counts = batch_of([[4, 5, 4]])
+    store.scatter(keys[:2], [2], torch.ones(2, 5))
+    with pytest.raises(ValueError, match="key 4 of table 0 comes twice"):
+        store.erase(keys, counts)
+    assert store.num_rows() == [2]
+
+
+def test_readers_never_see_half_a_row_while_others_are_erased():
+    store = NativeStore(layout(30, 2), threads=2)
+    keys = torch.arange(4000)
+    even, odd = keys[::2].contiguous(), keys[1::2].contiguous()
+    store.scatter(keys, [len(keys)], torch.ones(len(keys), 32))
+    done = threading.Event()
+    wrong: list[str] = []
+
+    def read() -> None:
+        while not done.is_set():
+            out, _ = gather(store, odd, [len(odd)])
+            if not bool(out.eq(1).all()):
+                wrong.append("a row that nobody touched has changed")
+
+    readers = [threading.Thread(target=read) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    for _ in range(60):
+        assert store.erase(even, [len(even)]) == len(even)
+        store.scatter(even, [len(even)], torch.full((len(even), 32), 2.0))
+    done.set()
+    for reader in readers:
+        reader.join()
+    assert not wrong

@@ -11,7 +11,7 @@ enum Status : int {
   kOk = 0,
   kTooManyRows = 1,  // a table would outgrow its limit: table, asked and limit say which
   kNoMemory = 2,     // the machine, the container or a ulimit has no more; asked: bytes
-  kRepeatedKey = 3,  // a key came twice in one scatter: table and key say which
+  kRepeatedKey = 3,  // a key came twice in one scatter or erase: table and key say which
   kDefect = 4,       // an exception that should not exist
   kUnknownOptimizer = 5,  // a row optimizer that this library has no code for
 };
@@ -39,6 +39,10 @@ struct Store;
 
 }  // namespace nestpipe
 
+// What control groups leave to this process, in bytes; -1: nothing limits it. The store asks for
+// /proc/self/cgroup and /sys/fs/cgroup before it takes memory.
+NESTPIPE_API int64_t nestpipe_memory_left(const char* groups, const char* root);
+
 // A new store that belongs to the caller, or null where memory or threads ran out.
 NESTPIPE_API nestpipe::Store* nestpipe_store_open(const nestpipe::Shape* shape, int64_t threads);
 NESTPIPE_API void nestpipe_store_close(nestpipe::Store* store);
@@ -54,6 +58,12 @@ NESTPIPE_API int nestpipe_store_locate(nestpipe::Store* store, const int64_t* ke
 NESTPIPE_API int nestpipe_store_scatter(nestpipe::Store* store, const int64_t* keys,
                                         const int64_t* counts, const float* rows,
                                         nestpipe::Report* report);
+
+// Removes rows; keys that were never stored are left alone. erased: how many were. Their places are
+// used again by later scatters; who knows where an erased row lived must not use it any more.
+NESTPIPE_API int nestpipe_store_erase(nestpipe::Store* store, const int64_t* keys,
+                                      const int64_t* counts, int64_t* erased,
+                                      nestpipe::Report* report);
 
 NESTPIPE_API int64_t nestpipe_store_num_rows(nestpipe::Store* store, int64_t table);
 NESTPIPE_API int64_t nestpipe_store_num_bytes(nestpipe::Store* store);

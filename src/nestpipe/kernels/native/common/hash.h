@@ -2,7 +2,7 @@
 //
 // A shard is an array of 64-byte buckets of four keys and four row pointers, so that a lookup
 // touches one cache line most of the time. An empty place has no row, so every key is allowed.
-// Nothing is ever deleted: a search ends at the first empty place.
+// A search ends at the first empty place, so who removes a key closes the gap behind it.
 #pragma once
 
 #include <algorithm>
@@ -69,6 +69,23 @@ struct Shard {
     ++num_rows;
   }
 
+  // The key must be present. Rows stay where they are; only places of the index move.
+  void remove(int64_t key) {
+    uint64_t gap = kPlaces * static_cast<uint64_t>(home(hash_of(key)) - buckets);
+    while (key_at(gap) != key) gap = after(gap);
+    for (uint64_t next = after(gap); row_at(next) != nullptr; next = after(next)) {
+      // Whoever's way from home to here leads over the gap moves into it.
+      const Bucket* first = home(hash_of(key_at(next)));
+      const uint64_t start = kPlaces * static_cast<uint64_t>(first - buckets);
+      if (distance(start, next) < distance(gap, next)) continue;
+      key_at(gap) = key_at(next);
+      row_at(gap) = row_at(next);
+      gap = next;
+    }
+    row_at(gap) = nullptr;
+    --num_rows;
+  }
+
   bool has_room(uint64_t more) const { return fits(num_rows + more, num_buckets); }
 
   // Grows so that `more` rows fit. `number` is the shard's own: sizes are staggered by it, so that
@@ -93,6 +110,14 @@ struct Shard {
   }
 
  private:
+  // Places of all buckets in one row, and round again.
+  int64_t& key_at(uint64_t place) { return buckets[place / kPlaces].keys[place % kPlaces]; }
+  std::byte*& row_at(uint64_t place) { return buckets[place / kPlaces].rows[place % kPlaces]; }
+  uint64_t after(uint64_t place) const { return place + 1 < num_buckets * kPlaces ? place + 1 : 0; }
+  uint64_t distance(uint64_t from, uint64_t to) const {
+    return to >= from ? to - from : to + num_buckets * kPlaces - from;
+  }
+
   // At most 70 of 100 places are used.
   static bool fits(uint64_t rows, uint64_t buckets) {
     return rows * 10 <= buckets * kPlaces * 7 && buckets > 0;

@@ -7,8 +7,12 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
+#include <fstream>
 #include <limits>
 #include <new>
+#include <string>
+
+#include "common/abi.h"
 
 namespace nestpipe {
 namespace {
@@ -40,30 +44,69 @@ size_t read_number(const char* path, const char* field) {
   return found;
 }
 
-// What a container may still take, by control groups version 2 or 1.
-size_t left_in_container() {
-  size_t limit = read_number("/sys/fs/cgroup/memory.max", "");
-  size_t used = read_number("/sys/fs/cgroup/memory.current", "");
-  size_t files = read_number("/sys/fs/cgroup/memory.stat", "inactive_file ");
-  if (limit == kUnknown) {
-    limit = read_number("/sys/fs/cgroup/memory/memory.limit_in_bytes", "");
-    used = read_number("/sys/fs/cgroup/memory/memory.usage_in_bytes", "");
-    files = read_number("/sys/fs/cgroup/memory/memory.stat", "total_inactive_file ");
+// The path behind `controller` in a file like /proc/self/cgroup, of lines "number:controllers:path".
+// The line of version 2 names no controller.
+bool read_path(const char* file_name, const std::string& controller, std::string& path) {
+  std::ifstream file(file_name);
+  for (std::string line; std::getline(file, line);) {
+    const size_t first = line.find(':');
+    const size_t second = first == std::string::npos ? first : line.find(':', first + 1);
+    if (second == std::string::npos) continue;
+    const std::string names = "," + line.substr(first + 1, second - first - 1) + ",";
+    if (names.find("," + controller + ",") == std::string::npos) continue;
+    path = line.substr(second + 1);
+    return true;
   }
+  return false;
+}
+
+struct GroupFiles {
+  const char* limit;
+  const char* used;
+  const char* reclaimable;  // a field of memory.stat
+};
+constexpr GroupFiles kVersion2{"/memory.max", "/memory.current", "inactive_file "};
+constexpr GroupFiles kVersion1{"/memory.limit_in_bytes", "/memory.usage_in_bytes",
+                               "total_inactive_file "};
+
+size_t left_in_group(const std::string& folder, const GroupFiles& files) {
+  const size_t limit = read_number((folder + files.limit).c_str(), "");
+  size_t used = read_number((folder + files.used).c_str(), "");
   if (limit == kUnknown || used == kUnknown) return kUnknown;
-  if (files == kUnknown) files = 0;
-  used -= std::min(used, files);  // file pages are dropped before anything is killed
+  const size_t cached = read_number((folder + "/memory.stat").c_str(), files.reclaimable);
+  if (cached != kUnknown) used -= std::min(used, cached);  // dropped before anything is killed
   return limit > used ? limit - used : 0;
+}
+
+// The least that a group and those around it have left. A container sees its own group as the root,
+// under a path that may not exist there: then the folders above count alone.
+size_t left_up_from(const std::string& root, std::string path, const GroupFiles& files) {
+  size_t left = left_in_group(root, files);
+  while (path.size() > 1) {
+    left = std::min(left, left_in_group(root + path, files));
+    path.resize(path.rfind('/'));
+  }
+  return left;
 }
 
 bool has_room(size_t bytes) {
   const size_t kilobytes = read_number("/proc/meminfo", "MemAvailable:");
   const size_t machine = kilobytes == kUnknown ? kUnknown : kilobytes * 1024;
-  const size_t left = std::min(machine, left_in_container());
+  const size_t left = std::min(machine, left_in_groups("/proc/self/cgroup", "/sys/fs/cgroup"));
   return left == kUnknown || left >= bytes + kReserve;
 }
 
 }  // namespace
+
+size_t left_in_groups(const char* groups, const char* root) {
+  size_t left = kUnknown;
+  std::string path;
+  if (!read_path(groups, "", path)) path = "/";
+  left = std::min(left, left_up_from(root, path, kVersion2));
+  left = std::min(left, left_up_from(std::string(root) + "/unified", path, kVersion2));
+  if (!read_path(groups, "memory", path)) path = "/";
+  return std::min(left, left_up_from(std::string(root) + "/memory", path, kVersion1));
+}
 
 size_t mapped_size(size_t bytes) {
   static const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
@@ -95,3 +138,12 @@ void* map_memory(size_t bytes) {
 void unmap_memory(void* memory, size_t bytes) noexcept { munmap(memory, mapped_size(bytes)); }
 
 }  // namespace nestpipe
+
+int64_t nestpipe_memory_left(const char* groups, const char* root) {
+  try {
+    const size_t left = nestpipe::left_in_groups(groups, root);
+    return left == std::numeric_limits<size_t>::max() ? -1 : static_cast<int64_t>(left);
+  } catch (...) {
+    return -1;
+  }
+}

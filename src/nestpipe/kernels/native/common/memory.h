@@ -14,6 +14,11 @@ size_t mapped_size(size_t bytes);
 // the addresses but has not the memory behind them: better an error now than a kill later.
 void* map_memory(size_t bytes);
 
+// Bytes that the control groups of this process may still take, by version 1 and 2, those around them
+// included; the largest number where nothing limits them. `groups` is a file like
+// /proc/self/cgroup, `root` a folder like /sys/fs/cgroup.
+size_t left_in_groups(const char* groups, const char* root);
+
 void unmap_memory(void* memory, size_t bytes) noexcept;
 
 }  // namespace nestpipe

@@ -1,9 +1,11 @@
-// Storing rows: everything that can fail happens before the first row is written.
+// Storing and erasing rows: everything that can fail happens before the first row is written.
 //
 //   1. sort    keys by table and shard
 //   2. look    find stored rows, count new ones, refuse repeated keys
 //   3. reserve check limits, map chunks, grow shards
 //   4. write   insert new keys, copy rows
+//
+// To erase, the keys that were found leave their shards, and their places can be used again.
 //
 // A piece (some shards of one table) belongs to one thread at a time, so shards need no locks
 // among writers; readers are kept out by their epochs.
@@ -21,27 +23,39 @@ constexpr int64_t kPiece = 1024;  // keys that one thread writes at a time, or o
 constexpr int64_t kAhead = 12;    // keys between a prefetch and its use
 constexpr uint32_t kFewKeys = 8;  // up to here, comparing all pairs is the quickest
 
-class Scatter {
+class RowWriter {
  public:
-  Scatter(Store& store, const int64_t* keys, const int64_t* counts, const float* rows)
+  // `rows` is null where rows are erased.
+  RowWriter(Store& store, const int64_t* keys, const int64_t* counts, const float* rows)
       : store_(store), scratch_(store.scratch), keys_(keys), rows_(rows) {
     split(counts);
   }
 
-  Status run(Report& report) {
-    sort();
-    cut();
-    each_piece([this](const Piece& piece) { look(piece); });
-    if (repeated_table_ >= 0) {
-      report.table = repeated_table_;
-      report.key = repeated_key_;
-      return kRepeatedKey;
-    }
+  Status scatter(Report& report) {
+    if (!find(report)) return kRepeatedKey;
     if (!limits_hold(report)) return kTooManyRows;
     reserve();
     each_piece([this](const Piece& piece) { grow(piece); });
     each_piece([this](const Piece& piece) { write(piece); });
-    for (size_t t = 0; t < store_.tables.size(); ++t) store_.tables[t]->num_rows += new_rows_[t];
+    for (size_t t = 0; t < store_.tables.size(); ++t) store_.tables[t]->take(new_rows_[t]);
+    return kOk;
+  }
+
+  Status erase(Report& report, int64_t& erased) {
+    if (!find(report)) return kRepeatedKey;
+    for (size_t t = 0; t < store_.tables.size(); ++t) {
+      store_.tables[t]->reserve_free(start(int64_t(t), kShards) - start(int64_t(t), 0));
+    }
+    each_piece([this](const Piece& piece) { remove(piece); });
+    erased = 0;
+    for (const Piece& piece : scratch_.pieces) {
+      const uint32_t end = start(piece.table, piece.end);
+      for (uint32_t i = start(piece.table, piece.begin); i < end; ++i) {
+        if (scratch_.rows[i] == nullptr) continue;
+        table(piece.table).give(scratch_.rows[i]);
+        ++erased;
+      }
+    }
     return kOk;
   }
 
@@ -53,6 +67,17 @@ class Scatter {
   }
   uint64_t& first_new(int64_t t, uint64_t s) const {
     return scratch_.first_new[static_cast<uint64_t>(t) * kShards + s];
+  }
+
+  // Sorts the keys and finds their rows; false where a key comes twice.
+  bool find(Report& report) {
+    sort();
+    cut();
+    each_piece([this](const Piece& piece) { look(piece); });
+    if (repeated_table_ < 0) return true;
+    report.table = repeated_table_;
+    report.key = repeated_key_;
+    return false;
   }
 
   template <typename Work>
@@ -202,9 +227,8 @@ class Scatter {
 
   void reserve() {
     for (size_t t = 0; t < store_.tables.size(); ++t) {
-      Table& table = *store_.tables[t];
-      uint64_t next = table.num_rows;
-      table.reserve(next + new_rows_[t]);
+      uint64_t next = 0;
+      store_.tables[t]->reserve(new_rows_[t]);
       for (uint64_t s = 0; s < kShards; ++s) {
         const uint64_t count = first_new(int64_t(t), s);
         first_new(int64_t(t), s) = next;
@@ -217,7 +241,7 @@ class Scatter {
   uint64_t num_new(int64_t t, uint64_t s) const {
     const uint64_t end = s + 1 < kShards
                              ? first_new(t, s + 1)
-                             : table(t).num_rows + new_rows_[static_cast<size_t>(t)];
+                             : new_rows_[static_cast<size_t>(t)];
     return end - first_new(t, s);
   }
 
@@ -253,6 +277,17 @@ class Scatter {
       }
     }
     if (stream) end_stream();
+  }
+
+  void remove(const Piece& piece) {
+    Table& table = this->table(piece.table);
+    const Owned owned(store_.readers, &table.shards[piece.begin],
+                      &table.shards[piece.begin] + (piece.end - piece.begin));
+    for (uint64_t s = piece.begin; s < piece.end; ++s) {
+      for (uint32_t i = start(piece.table, s); i < start(piece.table, s + 1); ++i) {
+        if (scratch_.rows[i] != nullptr) table.shards[s].remove(keys_[scratch_.order[i]]);
+      }
+    }
   }
 
   void prefetch_row(uint32_t i, bool stream) const {
@@ -296,7 +331,11 @@ class Scatter {
 
 Status Store::scatter(const int64_t* keys, const int64_t* counts, const float* rows,
                       Report& report) {
-  return Scatter(*this, keys, counts, rows).run(report);
+  return RowWriter(*this, keys, counts, rows).scatter(report);
+}
+
+Status Store::erase(const int64_t* keys, const int64_t* counts, int64_t& erased, Report& report) {
+  return RowWriter(*this, keys, counts, nullptr).erase(report, erased);
 }
 
 }  // namespace nestpipe

@@ -91,6 +91,18 @@ int nestpipe_store_scatter(Store* store, const int64_t* keys, const int64_t* cou
   }
 }
 
+int nestpipe_store_erase(Store* store, const int64_t* keys, const int64_t* counts, int64_t* erased,
+                         Report* report) {
+  try {
+    const std::lock_guard<std::mutex> lock(store->writing);
+    return store->erase(keys, counts, *erased, *report);
+  } catch (const std::bad_alloc&) {
+    return nestpipe::kNoMemory;
+  } catch (...) {
+    return nestpipe::kDefect;
+  }
+}
+
 int64_t nestpipe_store_num_rows(Store* store, int64_t table) {
   const std::lock_guard<std::mutex> lock(store->writing);
   return static_cast<int64_t>(store->tables[static_cast<size_t>(table)]->num_rows);

@@ -29,7 +29,7 @@ struct Piece {
   uint64_t end;
 };
 
-// What a scatter needs for the time it runs; kept, because the next one needs as much.
+// What a scatter or an erase needs for the time it runs; kept, because the next one needs as much.
 struct Scratch {
   std::vector<Part> parts;
   std::vector<Piece> pieces;
@@ -50,7 +50,7 @@ struct Store {
   Arena arena;  // outlives the tables' shards, which live in it
   std::vector<std::unique_ptr<Table>> tables;
   ReaderEpochs readers;
-  std::mutex writing;  // one scatter at a time; also guards what it changes: sizes, scratch
+  std::mutex writing;  // one scatter or erase at a time; also guards what it changes: sizes, scratch
   Scratch scratch;
   Threads threads;
 
@@ -58,6 +58,7 @@ struct Store {
   // Returns the number of keys that were never stored.
   int64_t gather(const int64_t* keys, const int64_t* counts, float* out, std::byte** addresses);
   Status scatter(const int64_t* keys, const int64_t* counts, const float* rows, Report& report);
+  Status erase(const int64_t* keys, const int64_t* counts, int64_t& erased, Report& report);
   void first_row(const Table& table, int64_t key, float* out) const;
 };
 

@@ -1,4 +1,4 @@
-// One table: its shards, and chunks of rows that never move.
+// One table: its shards, and chunks of rows that never move. Places of erased rows are used again.
 #pragma once
 
 #include <algorithm>
@@ -42,10 +42,10 @@ class Table {
   const std::unique_ptr<Shard[]> shards;
   uint64_t num_rows = 0;
 
-  // Makes place for rows up to `rows` in all. Throws std::bad_alloc; what it had mapped by then
-  // stays, to be used later.
-  void reserve(uint64_t rows) {
-    while (room_ < rows) {
+  // Makes place for `more` rows. Throws std::bad_alloc; what it had mapped by then stays, to be used
+  // later.
+  void reserve(uint64_t more) {
+    while (room_ - used_ + free_.size() < more) {
       const size_t doubled = chunks_.empty() ? kFirstChunk : chunks_.back().bytes * 2;
       const size_t bytes = mapped_size(std::max(std::min(doubled, kLargestChunk), stride_));
       chunks_.reserve(chunks_.size() + 1);
@@ -54,8 +54,38 @@ class Table {
     }
   }
 
-  // Where row number `row` lives. It must be reserved.
-  std::byte* place(uint64_t row) const {
+  // Where the n-th of the reserved rows is to live.
+  std::byte* place(uint64_t n) const {
+    return n < free_.size() ? free_[free_.size() - 1 - n] : row(used_ + n - free_.size());
+  }
+
+  // The first `more` of the reserved places are taken.
+  void take(uint64_t more) {
+    const uint64_t again = std::min<uint64_t>(more, free_.size());
+    free_.resize(free_.size() - again);
+    used_ += more - again;
+    num_rows += more;
+  }
+
+  // Makes room to note `count` places more; throws std::bad_alloc. Then `give` cannot.
+  void reserve_free(uint64_t count) { free_.reserve(free_.size() + count); }
+  void give(std::byte* place) {
+    free_.push_back(place);
+    --num_rows;
+  }
+
+  const std::vector<Chunk>& chunks() const { return chunks_; }
+
+  size_t num_bytes() const {
+    size_t total = kShards * sizeof(Shard) + chunks_.capacity() * sizeof(Chunk);
+    total += free_.capacity() * sizeof(std::byte*);
+    for (const Chunk& chunk : chunks_) total += chunk.bytes;
+    return total;
+  }
+
+ private:
+  // Where row number `row` lives, counted from the first that was ever placed.
+  std::byte* row(uint64_t row) const {
     const auto after =
         std::upper_bound(chunks_.begin(), chunks_.end(), row,
                          [](uint64_t wanted, const Chunk& chunk) { return wanted < chunk.first; });
@@ -63,17 +93,10 @@ class Table {
     return chunk.memory + (row - chunk.first) * stride_;
   }
 
-  const std::vector<Chunk>& chunks() const { return chunks_; }
-
-  size_t num_bytes() const {
-    size_t total = kShards * sizeof(Shard) + chunks_.capacity() * sizeof(Chunk);
-    for (const Chunk& chunk : chunks_) total += chunk.bytes;
-    return total;
-  }
-
- private:
   const size_t stride_;
   std::vector<Chunk> chunks_;
+  std::vector<std::byte*> free_;  // places of erased rows
+  uint64_t used_ = 0;             // rows that ever had a place of their own
   uint64_t room_ = 0;
 };
 
