@@ -86,6 +86,17 @@ class ParquetConfig:
     """Columns of labels; by default `label` where there is one."""
     ignore: tuple[str, ...] = ()
     """Columns that the types would choose and that are not wanted."""
+    history: str = ""
+    """sequences: the column of a user's items, a list per row; by default `history` where there
+    are no other keys and no label."""
+    timestamps: str = ""
+    """sequences: the column of the items' times, a list per row of seconds or of Arrow timestamps;
+    by default `timestamps` where there is one."""
+    target: str = ""
+    """sequences: the column of the item after the history; by default `target` where there is one.
+    Without any, a sequence's last item is the target of held-out splits."""
+    max_len: int = 200
+    """sequences: the latest so many items of a row are kept."""
 
     def __post_init__(self) -> None:
         seen: set[str] = set()
@@ -93,6 +104,8 @@ class ParquetConfig:
             if name in seen:
                 raise ConfigError(f"column {name} is named twice; give it one use")
             seen.add(name)
+        if self.max_len < 2:
+            raise ConfigError(f"max_len is {self.max_len}; give 2 or more items")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

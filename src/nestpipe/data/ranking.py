@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from nestpipe.batch import Batch
 from nestpipe.config import positive
@@ -17,11 +18,15 @@ from nestpipe.data.source import (
     PASS,
     SAMPLE_ID,
     TARGET,
+    TIME,
+    TIMESTAMPS,
     Column,
     Source,
     empty_batch,
     keys_column,
     tensor,
+    time_column,
+    times_column,
 )
 from nestpipe.jagged import Jagged
 
@@ -50,6 +55,9 @@ class RankingOptions:
 class Ranking:
     """A source of `history`, `candidates` and `labels`, made from one of sequences.
 
+    Where the sequences have `timestamps`, so have the histories, and `time` is that of the first
+    liked candidate: when the ranking was asked for.
+
     Each time a user comes up for training, the sequence is cut somewhere: what is before is the
     history, the next items are candidates with label 1. Where the sequence has a target apart, that
     is the one with label 1. Negatives are drawn; those that the user chose, as far as the split
@@ -64,7 +72,11 @@ class Ranking:
         self._held_out = TARGET in names
         ids = [column for column in sequences.columns if column.kind == "id"]
         history = [column for column in sequences.columns if column.name == HISTORY]
-        self._columns = (*history, keys_column(CANDIDATES), keys_column(LABELS), *ids)
+        self._timed = TIMESTAMPS in names
+        self._lists = (HISTORY, TIMESTAMPS) if self._timed else (HISTORY,)
+        lists = (*history, keys_column(CANDIDATES), keys_column(LABELS))
+        timed = (times_column(), time_column()) if self._timed else ()
+        self._columns = (*lists, *timed[:1], *ids, *timed[1:])
 
     @property
     def columns(self) -> tuple[Column, ...]:
@@ -112,13 +124,17 @@ class Ranking:
         lengths_B = batch.sparse[HISTORY].lengths.numpy()
         begin_B = np.cumsum(lengths_B) - lengths_B
         if self._held_out:
-            history = batch.sparse[HISTORY]
+            kept = {name: batch.sparse[name] for name in self._lists}
             liked_B = np.ones_like(lengths_B)
             liked = batch.dense[TARGET].numpy()
         else:
             cut_B = self._bits(batch, 1) % np.maximum(lengths_B, 1).astype(np.uint64)
             cut_B = cut_B.astype(np.int64)
-            history = Jagged(tensor(values_T[_ranges(begin_B, cut_B)]), tensor(cut_B))
+            before = _ranges(begin_B, cut_B)
+            kept = {
+                name: Jagged(tensor(batch.sparse[name].values.numpy()[before]), tensor(cut_B))
+                for name in self._lists
+            }
             liked_B = np.minimum(lengths_B - cut_B, self.options.positives)
             liked = values_T[_ranges(begin_B + cut_B, liked_B)]
         samples_B = np.arange(batch.size)
@@ -127,7 +143,10 @@ class Ranking:
         drawn = self._negatives(batch, liked_B, _joined(chosen, wanted))
         candidates, labels = _candidates(wanted, drawn, batch.size)
         dense = {name: batch.dense[name] for name in (SAMPLE_ID, PASS)}
-        return Batch(batch.size, dense, {HISTORY: history, CANDIDATES: candidates, LABELS: labels})
+        if self._timed:
+            dense[TIME] = batch.dense[TIME] if self._held_out else _first(batch, begin_B + cut_B)
+        sparse = {HISTORY: kept.pop(HISTORY), CANDIDATES: candidates, LABELS: labels, **kept}
+        return Batch(batch.size, dense, sparse)
 
     def _negatives(self, batch: Batch, liked_B: NDArray[np.int64], chosen: _Items) -> _Items:
         """(sample, item) drawn for each sample, less those chosen."""
@@ -145,6 +164,13 @@ class Ranking:
         ids_B, passes_B = batch.dense[SAMPLE_ID].numpy(), batch.dense[PASS].numpy()
         of_sample_B = draw(mix(self.options.seed, salt), ids_B)
         return draw(mix(self.options.seed, salt), of_sample_B + passes_B.astype(np.uint64))
+
+
+def _first(batch: Batch, place_B: NDArray[np.int64]) -> Tensor:
+    """When the item at each place was chosen; 0 for a user without any."""
+    times_T = np.append(batch.sparse[TIMESTAMPS].values.numpy(), 0)
+    there_B = batch.sparse[HISTORY].lengths.numpy() > 0
+    return tensor(np.where(there_B, times_T[np.minimum(place_B, len(times_T) - 1)], 0))
 
 
 _Items = tuple[NDArray[np.int64], NDArray[np.int64]]

@@ -33,6 +33,10 @@ DENSE = "features"
 LABEL = "label"
 HISTORY = "history"
 TARGET = "target"
+TIMESTAMPS = "timestamps"
+"""When each item of `history` was chosen: lists of the same lengths, whole seconds."""
+TIME = "time"
+"""When the sample itself was: of `target`, of the candidates, or of the event; whole seconds."""
 SAMPLE_ID, PASS = "sample_id", "step"
 """Which sample it is, and in which pass over the data: what is drawn for it follows from both."""
 
@@ -45,8 +49,8 @@ class Column:
     """One entry of a batch."""
 
     name: str
-    kind: Literal["keys", "features", "label", "target", "id"]
-    """`keys` are in `Batch.sparse`, the rest in `Batch.dense`."""
+    kind: Literal["keys", "times", "features", "label", "target", "time", "id"]
+    """`keys` and `times` are lists in `Batch.sparse`, the rest is in `Batch.dense`."""
     dtype: Literal["int64", "float32"]
     fields: tuple[str, ...] = ()
     """For `features`: what each of the tensor's columns is."""
@@ -54,6 +58,11 @@ class Column:
     """For `keys`: every sample has exactly one."""
     max_key: int | None = field(default=None, compare=False)
     """For a `history`: the greatest key there is in any split, where that is known."""
+
+    @property
+    def is_list(self) -> bool:
+        """Whether it is in `Batch.sparse`."""
+        return self.kind in ("keys", "times")
 
     def empty(self) -> Tensor:
         shape = (0, len(self.fields)) if self.kind == "features" else (0,)
@@ -104,6 +113,16 @@ def keys_column(name: str, single: bool = False, max_key: int | None = None) -> 
     return Column(name, "keys", "int64", single=single, max_key=max_key)
 
 
+def times_column() -> Column:
+    """The column of times beside `history`."""
+    return Column(TIMESTAMPS, "times", "int64")
+
+
+def time_column() -> Column:
+    """The column of the samples' own times."""
+    return Column(TIME, "time", "int64")
+
+
 def features_column(fields: Sequence[str]) -> Column:
     """The column of all dense features."""
     return Column(DENSE, "features", "float32", tuple(fields))
@@ -118,11 +137,11 @@ def empty_batch(columns: Sequence[Column]) -> Batch:
     """No samples of these columns."""
     return Batch(
         0,
-        {column.name: column.empty() for column in columns if column.kind != "keys"},
+        {column.name: column.empty() for column in columns if not column.is_list},
         {
             column.name: Jagged(column.empty(), column.empty())
             for column in columns
-            if column.kind == "keys"
+            if column.is_list
         },
     )
 
@@ -229,8 +248,12 @@ class Indexed:
 
 def _with_ids(samples: Batch, numbers: NDArray[np.int64], epoch: int) -> Batch:
     ids = torch.from_numpy(np.ascontiguousarray(numbers))
-    named = {SAMPLE_ID: ids, PASS: torch.full_like(ids, epoch)}
-    return Batch(samples.size, {**samples.dense, **named}, samples.sparse)
+    return _with_pass(Batch(samples.size, {**samples.dense, SAMPLE_ID: ids}, samples.sparse), epoch)
+
+
+def _with_pass(samples: Batch, epoch: int) -> Batch:
+    passes = torch.full_like(samples.dense[SAMPLE_ID], epoch)
+    return Batch(samples.size, {**samples.dense, PASS: passes}, samples.sparse)
 
 
 def from_memory(samples: Batch) -> Take:
@@ -267,7 +290,9 @@ class Stream:
         broken: Broken | None = None,
         name: str = "the data set",
     ) -> None:
-        self._columns = tuple(columns)
+        self._named = any(column.name == SAMPLE_ID for column in columns)
+        passes = [Column(PASS, "id", "int64")] if self._named else []
+        self._columns = (*columns, *passes)
         self._chunks = tuple(chunks)
         self._window = window
         self._shuffle = shuffle
@@ -313,7 +338,8 @@ class Stream:
         With an `offset`, all of them begin so many samples later.
         """
         share = Share(global_batch=global_batch, rank=rank, ranks=ranks, start=start, offset=offset)
-        return self._deal(share, mix(seed, epoch))
+        batches = self._deal(share, mix(seed, epoch))
+        return (_with_pass(batch, epoch) for batch in batches) if self._named else batches
 
     def _deal(self, share: Share, key: int) -> Iterator[Batch]:
         """Cut the windows into global batches, and keep this rank's part of each."""

@@ -20,6 +20,8 @@ from nestpipe.data.source import (
     HISTORY,
     LABEL,
     TARGET,
+    TIME,
+    TIMESTAMPS,
     Column,
     Indexed,
     Take,
@@ -28,6 +30,8 @@ from nestpipe.data.source import (
     keys_column,
     label_column,
     tensor,
+    time_column,
+    times_column,
 )
 from nestpipe.errors import DataError
 from nestpipe.jagged import Jagged
@@ -62,8 +66,8 @@ def open_synthetic(config: DataConfig, split: Split) -> Indexed:
 def columns(world: SyntheticConfig, split: Split = "train") -> tuple[Column, ...]:
     """What a batch of this world has."""
     if world.flavour == "sequence":
-        target = () if split == "train" else (Column(TARGET, "target", "int64"),)
-        return (keys_column(HISTORY, max_key=world.num_items), *target)
+        target = () if split == "train" else (Column(TARGET, "target", "int64"), time_column())
+        return (keys_column(HISTORY, max_key=world.num_items), times_column(), *target)
     keys = [
         keys_column(f"c{table}", single=world.keys_per_sample == (1, 1))
         for table in range(world.num_tables)
@@ -206,9 +210,28 @@ def _sequences(world: SyntheticConfig, numbers_B: NDArray[np.int64], split: Spli
     held = 0 if split == "train" else 1
     kept_BL = np.arange(longest)[None, :] < (lengths_B - held)[:, None]
     history = Jagged(tensor(items_BL[kept_BL]), tensor(lengths_B - held))
-    last_B = items_BL[np.arange(size), lengths_B - 1]
-    dense = {} if split == "train" else {TARGET: tensor(last_B)}
-    return Batch(size, dense, {HISTORY: history})
+    times_BL = _times(world, places_BL, moves_BL)
+    sparse = {HISTORY: history, TIMESTAMPS: Jagged(tensor(times_BL[kept_BL]), history.lengths)}
+    if split == "train":
+        return Batch(size, {}, sparse)
+    last = (np.arange(size), lengths_B - 1)
+    return Batch(size, {TARGET: tensor(items_BL[last]), TIME: tensor(times_BL[last])}, sparse)
+
+
+FIRST_TIME = 1_600_000_000
+"""When users of a made-up world choose their first items, to the day."""
+
+
+def _times(
+    world: SyntheticConfig, places_BL: NDArray[np.int64], moves_BL: NDArray[np.bool_]
+) -> NDArray[np.int64]:
+    """When each item was chosen: seconds to minutes apart, and days before another community."""
+    longest = moves_BL.shape[1]
+    bits_BL = draw(mix(world.seed, 7), places_BL).reshape(-1, longest)
+    pause_BL = np.exp(uniform(bits_BL) * math.log(600)).astype(np.int64) - 1
+    pause_BL[moves_BL] += 86_400
+    pause_BL[:, 0] = (bits_BL[:, 0] % np.uint64(30 * 86_400)).astype(np.int64)
+    return FIRST_TIME + np.cumsum(pause_BL, axis=1)
 
 
 # The made-up world as Parquet files, for programs that want files.
@@ -291,7 +314,7 @@ def to_arrow(batch: Batch, described: tuple[Column, ...]) -> pa.Table:
         if column.kind == "features":
             for i, name in enumerate(column.fields):
                 arrays[name] = pa.array(batch.dense[DENSE][:, i].numpy())
-        elif column.kind == "keys":
+        elif column.is_list:
             keys = batch.sparse[column.name]
             values = pa.array(keys.values.numpy())
             offsets = pa.array(keys.offsets.numpy())

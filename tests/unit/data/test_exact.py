@@ -76,7 +76,7 @@ def test_an_empty_batch_has_the_same_columns(config):
     batch, empty = read(source)[0], source.empty()
     assert empty.size == 0
     assert isinstance(source, Source)
-    assert list(empty.dense) == [c.name for c in source.columns if c.kind != "keys"]
+    assert list(empty.dense) == [c.name for c in source.columns if not c.is_list]
     assert empty.dense.keys() == batch.dense.keys()
     assert empty.sparse.keys() == batch.sparse.keys()
     for name, values in empty.dense.items():

@@ -37,7 +37,7 @@ def lists(batches: list[Batch], name: str) -> list[list[int]]:
 def test_history_and_liked_candidates_are_a_piece_of_the_sequence():
     source = rankings(positives=3)
     found, sequences = read(source), lists(read(source.sequences), "history")
-    assert found[0].sparse.keys() == {"history", "candidates", "labels"}
+    assert found[0].sparse.keys() == {"history", "candidates", "labels", "timestamps"}
     lengths = set()
     for history, candidates, labels, whole in zip(
         *(lists(found, name) for name in ("history", "candidates", "labels")),
@@ -54,6 +54,21 @@ def test_history_and_liked_candidates_are_a_piece_of_the_sequence():
         assert not set(drawn) & set(whole)
         assert all(1 <= item <= ITEMS for item in drawn)
     assert lengths == {1, 2, 3}
+
+
+def test_times_are_cut_where_histories_are_and_the_request_comes_after_them():
+    for split in ("train", "test"):
+        source = rankings(split)
+        found, whole = read(source), read(source.sequences)
+        asked = [time for batch in found for time in batch.dense["time"].tolist()]
+        later = [time for batch in whole for time in batch.dense.get("time", []) if split == "test"]
+        sequences = lists(whole, "timestamps")
+        for i, (history, times) in enumerate(
+            zip(lists(found, "history"), lists(found, "timestamps"), strict=True)
+        ):
+            known = [*sequences[i], *later[i : i + 1]]
+            assert len(times) == len(history)
+            assert [*times, asked[i]] == known[: len(times) + 1]
 
 
 def test_a_held_out_item_is_the_one_to_be_liked():

@@ -2,6 +2,7 @@
 
 import csv
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -153,6 +154,9 @@ def test_the_last_item_is_for_test_and_the_one_before_to_validate(tmp_path):
     assert train.sparse["history"].to_lists() == [[10, 20, 30]]
     assert validation.sparse["history"].to_lists() == [[10, 20, 30], [30]]
     assert validation.dense["target"].tolist() == [40, 10]
+    assert train.sparse["timestamps"].to_lists() == [[1, 2, 3]]
+    assert validation.sparse["timestamps"].to_lists() == [[1, 2, 3], [1]]
+    assert validation.dense["time"].tolist() == [3, 2]  # items 30 and 40 came at the same time
     assert test.sparse["history"].to_lists() == [[20, 30, 40], [30, 10]]
     assert test.dense["target"].tolist() == [50, 20]
 
@@ -189,6 +193,89 @@ def test_a_kuairand_sample_has_what_was_known_beforehand(make):
         assert known["history"][i] == (list(range(who))[-3:] if who < 4 else [])
         assert batch.dense[DENSE][i, 0] == pytest.approx(math.log1p(i))
         assert batch.dense[DENSE][i, 1] == pytest.approx(math.log1p(10 * who if who < 5 else 0))
+
+
+def test_kuairand_events_have_their_time_and_histories_where_the_table_has_it(make, tmp_path):
+    plain = everything(make("kuairand parquet", shuffle=False))
+    assert plain.dense["time"].tolist() == [1_650_900_000 + i for i in range(plain.size)]
+    assert "timestamps" not in plain.sparse
+    users = pq.read_table(tmp_path / "user_history.parquet")
+    times = [[1000 * (10 + i) for i in range(user)] for user in range(4)]
+    pq.write_table(
+        users.append_column("watch_time_ms", pa.array(times, pa.list_(pa.int64()))),
+        tmp_path / "user_history.parquet",
+    )
+    config = DataConfig(
+        kind="kuairand", path=str(tmp_path), kuairand=KuaiRandConfig(history_len=3), shuffle=False
+    )
+    batch = everything(config)
+    assert "timestamps" not in [c.name for c in open_source(config).columns if c.kind == "keys"]
+    for history, seen in zip(
+        batch.sparse["history"].to_lists(), batch.sparse["timestamps"].to_lists(), strict=True
+    ):
+        assert seen == [10 + video for video in history]
+
+
+USERS = {
+    "history": [[5, 3, 9, 7], [1, 2], [4, 4, 8], None],
+    "timestamps": [[10, 10, 5, 20], [1, 2], [3, 2, 1], []],
+}
+
+
+def write_users(folder, **columns):
+    table = {name: pa.array(values) for name, values in (USERS | columns).items()}
+    pq.write_table(pa.table(table), folder / "users.parquet", row_group_size=3)
+    return DataConfig(kind="parquet", path=str(folder), shuffle=False)
+
+
+def test_a_parquet_sequence_is_in_the_order_of_its_times_and_ends_held_out(tmp_path):
+    config = write_users(tmp_path)
+    train, validation, test = (everything(config, split) for split in _SPLITS)
+    assert train.sparse["history"].to_lists() == [[9, 5]]  # 5 and 3 came at the same time
+    assert validation.sparse["history"].to_lists() == [[9, 5], [8]]
+    assert validation.dense["target"].tolist() == [3, 4]
+    assert validation.dense["time"].tolist() == [10, 2]
+    assert test.sparse["history"].to_lists() == [[9, 5, 3], [8, 4]]
+    assert test.sparse["timestamps"].to_lists() == [[5, 10, 10], [1, 2]]
+    assert test.dense["target"].tolist() == [7, 4]
+    assert test.dense["sample_id"].tolist() == [0, 2]
+
+
+def test_parquet_sequences_with_rows_of_their_own_to_test_are_trained_whole(tmp_path):
+    config = replace(write_users(tmp_path), test_path=str(tmp_path))
+    assert everything(config).sparse["history"].to_lists() == [[9, 5, 3, 7], [1, 2], [8, 4, 4]]
+    test = everything(config, "test")
+    assert test.sparse["history"].to_lists() == [[9, 5, 3], [1], [8, 4]]
+    assert test.dense["target"].tolist() == [7, 2, 4]
+
+
+def test_a_column_of_targets_follows_the_history(tmp_path):
+    config = write_users(tmp_path, target=[1, 2, 3, 4], timestamps=[[1] * 4, [2] * 2, [3] * 3, []])
+    test = everything(replace(config, test_path=str(tmp_path)), "test")
+    assert test.sparse["history"].to_lists() == [[5, 3, 9, 7], [1, 2], [4, 4, 8]]
+    assert test.dense["target"].tolist() == [1, 2, 3]
+    train = everything(replace(config, test_path=str(tmp_path)))
+    assert train.sparse["history"].to_lists()[0] == [5, 3, 9, 7, 1]
+    assert train.sparse["timestamps"].to_lists()[0] == [1] * 5
+
+
+def test_times_of_other_types_are_whole_seconds(tmp_path):
+    days = pa.array([[86_400_000] * 4, [1] * 2, [999] * 3, []], pa.list_(pa.timestamp("ms")))
+    config = write_users(tmp_path, timestamps=days)
+    assert everything(config).sparse["timestamps"].to_lists() == [[86_400, 86_400]]
+
+
+@pytest.mark.parametrize(
+    ("columns", "sentence"),
+    [
+        ({"timestamps": [[1], [1, 2], [1, 2, 3], []]}, "row 1 of .* timestamps has more or fewer"),
+        ({"history": [[5, None, 9, 7], [1, 2], [4, 4, 8], []]}, "row 1 .* history has an empty"),
+        ({"timestamps": [["a"], ["b"], ["c"], []]}, "timestamps of .* cannot be a list of times"),
+    ],
+)
+def test_sequences_that_make_no_sense_are_refused(tmp_path, columns, sentence):
+    with pytest.raises(DataError, match=sentence):
+        everything(write_users(tmp_path, **columns))
 
 
 def test_kuairand_history_needs_its_file(make):

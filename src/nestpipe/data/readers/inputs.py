@@ -148,10 +148,10 @@ def keys(column: Any) -> NDArray[np.int64]:
 def lists(column: Any) -> Jagged:
     """A list of keys per row; no list is an empty one."""
     array = flat(column)
-    lengths = compute.list_value_length(array).fill_null(0).cast(pa.int64())
+    lengths = list_lengths(array)
     if pa.types.is_fixed_size_list(array.type):
         array = array.filter(array.is_valid())
-    return Jagged(tensor(keys(array.flatten())), tensor(lengths.to_numpy(zero_copy_only=False)))
+    return Jagged(tensor(keys(array.flatten())), tensor(lengths))
 
 
 def numbers(column: Any) -> NDArray[np.float32]:
@@ -161,6 +161,26 @@ def numbers(column: Any) -> NDArray[np.float32]:
         array = array.cast(pa.int8())
     found = array.to_numpy(zero_copy_only=False)
     return found.astype(np.float32)
+
+
+def is_null(column: Any) -> NDArray[np.bool_]:
+    """Which rows are empty."""
+    return flat(column).is_null().to_numpy(zero_copy_only=False)
+
+
+def holes(array: Any) -> NDArray[np.bool_]:
+    """Which lists have a null inside."""
+    found = np.zeros(len(array), dtype=bool)
+    if array.flatten().null_count:
+        parents = compute.list_parent_indices(array).to_numpy(zero_copy_only=False)
+        found[parents[array.flatten().is_null().to_numpy(zero_copy_only=False)]] = True
+    return found
+
+
+def list_lengths(array: Any) -> NDArray[np.int64]:
+    """How many entries each list has; no list is an empty one."""
+    lengths = compute.list_value_length(array).fill_null(0).cast(pa.int64())
+    return lengths.to_numpy(zero_copy_only=False)
 
 
 def need(kind: pa.DataType, wanted: bool, name: str, use: str, where: object) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import torch
 from numpy.typing import NDArray
 
 from nestpipe.batch import Batch
@@ -26,6 +27,8 @@ from nestpipe.data.source import (
     HISTORY,
     LABEL,
     MISSING,
+    TIME,
+    TIMESTAMPS,
     Chunk,
     Column,
     Stream,
@@ -33,6 +36,8 @@ from nestpipe.data.source import (
     keys_column,
     label_column,
     tensor,
+    time_column,
+    times_column,
 )
 from nestpipe.errors import ConfigError, DataError
 from nestpipe.jagged import Jagged
@@ -41,6 +46,8 @@ LOGS = ("log_standard_*.csv", "log_standard_*.csv.gz", "log_standard_*.parquet")
 LOG = ("user_id", "video_id", "date", "hourmin", "time_ms", "duration_ms", "tab")
 """What is read of a log row besides its label."""
 LOG_KEYS = ("tab", "hour")
+WATCH_TIME = "watch_time_ms"
+"""Of the table of histories, where it has it: when each video was watched."""
 HISTORY_LABEL = "history_long_view"
 """Aligned with the history: 1 where that video was watched for long."""
 
@@ -89,11 +96,14 @@ class FeatureJoin:
     def columns(self) -> tuple[Column, ...]:
         names = ("user_id", "video_id", *LOG_KEYS, *USER_KEYS, *VIDEO_KEYS)
         lists = ["tag", *([HISTORY, HISTORY_LABEL] if self.history is not None else [])]
+        timed = self.history is not None and TIMESTAMPS in self.history.lists
         return (
             *(keys_column(name, single=True) for name in names),
             *(keys_column(name) for name in lists),
+            *([times_column()] if timed else []),
             features_column(("log_duration", *self.users.fields, *self.videos.fields)),
             label_column(),
+            time_column(),
         )
 
     def batch(self, log: Any) -> Batch:
@@ -121,6 +131,7 @@ class FeatureJoin:
             {
                 LABEL: tensor(found[self.config.label].astype(np.float32)),
                 DENSE: tensor(self._dense(found, user, video)),
+                TIME: tensor(found["time_ms"] // 1000),
             },
             sparse,
         )
@@ -279,13 +290,17 @@ def read_videos(folder: Path, broken: Broken) -> Side:
 def read_history(folder: Path, longest: int) -> Side:
     """What each user watched before the log begins, the latest `longest` videos."""
     path = _one(folder, "user_history*", ".parquet")
-    names = ("user_id", "watch_seq", "watch_long_view")
-    found = _read_parquet(path, names).sort_by("user_id")
-    lists = {"history": "watch_seq", "history_long_view": "watch_long_view"}
-    return Side(
-        inputs.keys(found["user_id"]),
-        lists={name: _latest(inputs.lists(found[of]), longest) for name, of in lists.items()},
-    )
+    columns = {HISTORY: "watch_seq", HISTORY_LABEL: "watch_long_view"}
+    if WATCH_TIME in parquet.open_file(path).schema_arrow.names:
+        columns[TIMESTAMPS] = WATCH_TIME
+    found = _read_parquet(path, ("user_id", *columns.values())).sort_by("user_id")
+    lists = {name: _latest(inputs.lists(found[of]), longest) for name, of in columns.items()}
+    if TIMESTAMPS in lists:
+        times = lists[TIMESTAMPS]
+        if not torch.equal(times.lengths, lists[HISTORY].lengths):
+            raise DataError(f"{WATCH_TIME} and watch_seq of {path} differ in length; write it anew")
+        lists[TIMESTAMPS] = Jagged(times.values // 1000, times.lengths)
+    return Side(inputs.keys(found["user_id"]), lists=lists)
 
 
 def _latest(lists: Jagged, longest: int) -> Jagged:

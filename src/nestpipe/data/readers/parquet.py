@@ -18,6 +18,13 @@ from nestpipe.batch import Batch
 from nestpipe.data.config import DataConfig, ParquetConfig, Split
 from nestpipe.data.readers import inputs
 from nestpipe.data.readers.inputs import find_files, keeps, num_kept, split_path
+from nestpipe.data.readers.sequences import (
+    SequenceLayout,
+    broken_rows,
+    check_types,
+    find_layout,
+)
+from nestpipe.data.readers.sequences import to_batch as sequence_batch
 from nestpipe.data.readers.text import Broken
 from nestpipe.data.source import (
     DENSE,
@@ -39,10 +46,12 @@ PATTERNS = ("*.parquet", "*.pq")
 
 def open_parquet(config: DataConfig, split: Split) -> Stream:
     """The rows of a Parquet file or folder."""
-    path, every = split_path(config, split)
-    files = find_files(path, PATTERNS, "Parquet files")
-    layout = choose(open_file(files[0]).schema_arrow, config.parquet, files[0])
-    chunks = [chunk for file in files for chunk in _chunks(file, layout, split, every)]
+    path, every, layout, files = find_split(config, split)
+    chunks = [
+        chunk
+        for number, file in enumerate(files)
+        for chunk in _chunks(file, layout, split, every, number)
+    ]
     return Stream(
         layout.columns,
         chunks,
@@ -51,6 +60,28 @@ def open_parquet(config: DataConfig, split: Split) -> Stream:
         broken=Broken(config.max_broken),
         name=f"the {split} split of {path}",
     )
+
+
+def find_split(
+    config: DataConfig, split: Split
+) -> tuple[str, int, ColumnLayout | SequenceLayout, list[Path]]:
+    """The path of a split, which rows of its files are wanted, what is in them, and the files."""
+    files = find_files(config.path, PATTERNS, "Parquet files")
+    schema = open_file(files[0]).schema_arrow
+    layout = find_layout(schema, config, split)
+    if layout is not None and not _has_own_rows(config):
+        check(schema, layout, files[0])
+        return config.path, 0, layout, files
+    path, every = split_path(config, split)
+    files = find_files(path, PATTERNS, "Parquet files")
+    schema = open_file(files[0]).schema_arrow
+    layout = find_layout(schema, config, split) or choose(schema, config.parquet, files[0])
+    check(schema, layout, files[0])
+    return path, every, layout, files
+
+
+def _has_own_rows(config: DataConfig) -> bool:
+    return bool(config.test_every or config.test_path or config.validation_path)
 
 
 def open_file(path: Path) -> pq.ParquetFile:
@@ -123,18 +154,20 @@ def choose(schema: pa.Schema, config: ParquetConfig, where: Path) -> ColumnLayou
         sparse = tuple(field.name for field in left if inputs.is_keys(field.type))
         dense = tuple(field.name for field in left if pa.types.is_floating(field.type))
     layout = ColumnLayout(sparse, frozenset(_single(schema, sparse)), dense, labels)
-    check(schema, layout, where)
     if not layout.names:
         raise DataError(f"{where} has no column of keys or numbers; name some in data.parquet")
     return layout
 
 
-def check(schema: pa.Schema, layout: ColumnLayout, where: Path) -> None:
+def check(schema: pa.Schema, layout: ColumnLayout | SequenceLayout, where: Path) -> None:
     """Refuse a file that lacks a column, or has it in a type that does not fit."""
     for name in layout.names:
         if name not in schema.names:
             shown = ", ".join(schema.names[:8])
             raise DataError(f"{where} has no column {name}, it has {shown}; check data.parquet")
+    if isinstance(layout, SequenceLayout):
+        check_types(schema, layout, where)
+        return
     for name in layout.sparse:
         kind = schema.field(name).type
         fits = inputs.is_key(kind) if name in layout.single else inputs.is_list(kind)
@@ -150,7 +183,9 @@ def _single(schema: pa.Schema, names: Sequence[str]) -> Iterator[str]:
             yield name
 
 
-def _chunks(path: Path, layout: ColumnLayout, split: Split, every: int) -> Iterator[Chunk]:
+def _chunks(
+    path: Path, layout: ColumnLayout | SequenceLayout, split: Split, every: int, number: int
+) -> Iterator[Chunk]:
     file = open_file(path)
     check(file.schema_arrow, layout, path)
     begin = 0
@@ -165,11 +200,35 @@ def _chunks(path: Path, layout: ColumnLayout, split: Split, every: int) -> Itera
                 kept = keeps(numbers, split, every)
                 if not kept.all():
                     piece, numbers = piece.filter(pa.array(kept)), numbers[kept]
-                yield to_batch(piece, layout, numbers, path, broken)
+                if isinstance(layout, SequenceLayout):
+                    yield _sequences(piece, layout, numbers, number, path, broken)
+                else:
+                    yield to_batch(piece, layout, numbers, path, broken)
 
         kept_rows = num_kept(begin, begin + size, split, every)
-        yield Chunk(read, lambda kept_rows=kept_rows: kept_rows)
+        # Sequences that are too short are no samples: only reading tells how many there are.
+        known = None if isinstance(layout, SequenceLayout) else kept_rows
+        yield Chunk(read, lambda known=known: known)
         begin += size
+
+
+def _sequences(
+    piece: Any,
+    layout: SequenceLayout,
+    rows: np.ndarray,
+    file: int,
+    path: Path,
+    broken: Broken,
+) -> Batch:
+    """Rows as users' sequences, without those that are broken or too short."""
+    good = without(broken_rows(piece, layout), rows, path, broken)
+    if not good.all():
+        piece, rows = piece.filter(pa.array(good)), rows[good]
+    return sequence_batch(piece, layout, (file << FILE_BITS) + rows)[0]
+
+
+FILE_BITS = 40
+"""A sequence's id is its file's number, shifted by so many bits, and its row in the file."""
 
 
 def to_batch(
@@ -196,31 +255,28 @@ def _good(
     piece: Any, layout: ColumnLayout, rows: np.ndarray, path: Path, broken: Broken
 ) -> np.ndarray:
     """Which rows can be used; the others are told with their number in the file, from 1."""
-    good = np.ones(piece.num_rows, dtype=bool)
-    reasons: dict[int, str] = {}
+    found: list[tuple[np.ndarray, str]] = []
+    for name in layout.labels:
+        found.append((~np.isfinite(inputs.numbers(piece[name])), f"{name} is no number"))
+    for name in layout.dense:
+        bad = ~np.isfinite(inputs.numbers(piece[name])) & ~inputs.is_null(piece[name])
+        found.append((bad, f"{name} is not finite"))
+    for name in layout.sparse:
+        if name not in layout.single:
+            found.append((inputs.holes(inputs.flat(piece[name])), f"{name} has an empty entry"))
+    return without(found, rows, path, broken)
 
-    def refuse(bad: np.ndarray, why: str) -> None:
+
+def without(
+    found: Sequence[tuple[np.ndarray, str]], rows: np.ndarray, path: Path, broken: Broken
+) -> np.ndarray:
+    """Which rows are good, given those that are bad and why; tells each with its first reason."""
+    good = np.ones(len(rows), dtype=bool)
+    reasons: dict[int, str] = {}
+    for bad, why in found:
         for row in np.flatnonzero(bad & good).tolist():
             reasons[row] = why
         good[bad] = False
-
-    for name in layout.labels:
-        refuse(~np.isfinite(inputs.numbers(piece[name])), f"{name} is no number")
-    for name in layout.dense:
-        empty = inputs.flat(piece[name]).is_null().to_numpy(zero_copy_only=False)
-        refuse(~np.isfinite(inputs.numbers(piece[name])) & ~empty, f"{name} is not finite")
-    for name in layout.sparse:
-        if name not in layout.single and (holes := _holes(inputs.flat(piece[name]))).any():
-            refuse(holes, f"{name} has an empty entry")
     for row in sorted(reasons):
         broken.add(f"row {rows[row] + 1} of {path}", reasons[row])
     return good
-
-
-def _holes(array: Any) -> np.ndarray:
-    """Which lists have a null inside."""
-    found = np.zeros(len(array), dtype=bool)
-    if array.flatten().null_count:
-        parents = inputs.compute.list_parent_indices(array).to_numpy(zero_copy_only=False)
-        found[parents[array.flatten().is_null().to_numpy(zero_copy_only=False)]] = True
-    return found
