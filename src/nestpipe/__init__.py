@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         Loss,
         RecModel,
         SampledSoftmaxConfig,
+        ScoringModel,
     )
     from nestpipe.schedule import Exchange, Merge, Retrieval
     from nestpipe.train import (
@@ -59,6 +60,7 @@ _MODULE_OF = {
     "RecModel": "models",
     "RowSettings": "train",
     "SampledSoftmaxConfig": "models",
+    "ScoringModel": "models",
     "Source": "data",
     "SyntheticConfig": "data",
     "Table": "config",
@@ -93,6 +95,7 @@ __all__ = [
     "Retrieval",
     "RowSettings",
     "SampledSoftmaxConfig",
+    "ScoringModel",
     "Source",
     "SyntheticConfig",
     "Table",

@@ -33,6 +33,10 @@ class CapacityError(NestpipeError):
     exit_status = 3
 
 
+class ModelError(NestpipeError):
+    """A model does not keep to its part: it fails, or returns what cannot be trained."""
+
+
 class CheckpointError(NestpipeError):
     """A checkpoint cannot be written, or does not fit what is to be loaded."""
 

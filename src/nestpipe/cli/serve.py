@@ -1,4 +1,4 @@
-"""`nestpipe serve`: router and instances of a trained ranker, with one command."""
+"""`nestpipe serve`: router and instances of a trained model, with one command."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MOST_INSTANCES = 64
 
 def serve(
     checkpoint: Annotated[
-        Path, typer.Argument(help="A ranker's checkpoint, or a folder: the newest that verifies.")
+        Path, typer.Argument(help="A checkpoint, or a folder: the newest that verifies.")
     ],
     instances: Annotated[
         int, typer.Option(help="Number of instances, each a process with the model.")
@@ -57,11 +57,14 @@ def serve(
         typer.Option(help="Data type of weights and cached prefixes."),
     ] = "float32",
 ) -> None:
-    """Serve a trained ranker over HTTP until SIGTERM or Ctrl-C.
+    """Serve a trained model over HTTP until SIGTERM or Ctrl-C.
 
-    SIGHUP reloads the latest checkpoint of the folder.
+    A ranker is asked in two legs; a DLRM, or a model of your own with `score`, in one. SIGHUP
+    reloads the latest checkpoint of the folder.
 
     Example: nestpipe serve runs/ranker --instances 2 --port 8900 --set target_ms=20
+
+    Example: nestpipe serve runs/clicks --set candidate_feature=item
     """
     _check(checkpoint, instances, port, histories)
     _require("torch", "safetensors", "fastapi", "httpx", "prometheus_client", "uvicorn")

@@ -1,7 +1,8 @@
 """From TOML to a frozen dataclass: a section is a dataclass, a key is one of its fields.
 
 A field may be an int, a float, a bool, a str, a Literal, a StrEnum, a dataclass, `tuple[X, ...]` of
-these, or one of these or None. A key that is left out takes the field's default.
+these, or one of these or None. A key that is left out takes the field's default. A field that is a
+`Mapping[str, Any]` is a section whose keys somebody else checks.
 """
 
 from __future__ import annotations
@@ -103,10 +104,36 @@ def _fit(wanted: Any, given: Any, where: str) -> object:
         if not isinstance(given, Mapping):
             raise ConfigError(f"{where} is {show(given)}; make it a section, [{where}]")
         return build(wanted, cast("Mapping[str, Any]", given), where)
+    if get_origin(wanted) in _OPEN_SECTIONS:
+        return _plain_section(given, where)
     if get_origin(wanted) is tuple and isinstance(given, list | tuple):
         item, items = get_args(wanted)[0], cast("list[Any]", given)
         return tuple(_fit(item, one, f"{where}[{i}]") for i, one in enumerate(items))
     return fit_leaf(wanted, given, where)
+
+
+_OPEN_SECTIONS = (Mapping, dict)
+
+
+def _plain_section(given: Any, where: str) -> dict[str, Any]:
+    """A section with any keys; its values are those that a checkpoint can keep."""
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{where} is {show(given)}; make it a section, [{where}]")
+    section = cast("Mapping[str, Any]", given)
+    for key, value in section.items():
+        _refuse_others(value, _join(where, key))
+    return dict(section)
+
+
+def _refuse_others(value: Any, where: str) -> None:
+    """Refuse dates and times, which JSON does not have."""
+    if isinstance(value, Mapping):
+        _plain_section(value, where)
+    elif isinstance(value, list | tuple):
+        for one in cast("list[Any]", value):
+            _refuse_others(one, where)
+    elif value is not None and type(value) not in (str, int, float, bool):
+        raise ConfigError(f"{where} is {show(value)}; give a number, a string or a list of these")
 
 
 def _fill(wanted: Any, where: str) -> object:
@@ -151,7 +178,8 @@ def _has_default(field: Field[Any]) -> bool:
 
 def _without_none(wanted: Any) -> Any:
     inner = [kind for kind in get_args(wanted) if kind is not NoneType]
-    assert len(inner) == 1, f"a config field can be X | None but not {wanted}"
+    if len(inner) != 1:
+        raise ConfigError(f"a field of a config is {wanted}; it can be X or X | None")
     return inner[0]
 
 

@@ -82,7 +82,11 @@ def _fits(wanted: Any, given: object) -> bool:
         return isinstance(given, str) and given in list(wanted)
     if wanted is float:
         return type(given) in (int, float) and _is_number(cast("float", given))
-    assert wanted in _GIVE or get_origin(wanted) is tuple, f"a config field cannot be {wanted}"
+    if wanted not in _GIVE and get_origin(wanted) is not tuple:
+        raise ConfigError(
+            f"a field of a config is {wanted}; it can be int, float, bool, str, a Literal, a "
+            "dataclass, or tuple[X, ...] of these"
+        )
     return type(given) is wanted
 
 

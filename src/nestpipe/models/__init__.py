@@ -4,7 +4,7 @@ from nestpipe.models.dlrm import Dlrm, DlrmConfig, LogisticRegression
 from nestpipe.models.hstu import Hstu, HstuConfig, Prefix, PrefixParts, Tokens
 from nestpipe.models.hstu_models import HstuRanker, HstuRetriever, SampledSoftmaxConfig
 from nestpipe.models.metrics import Auc, LogLoss, TargetRank, ranks_of_targets
-from nestpipe.models.protocol import Loss, RecModel
+from nestpipe.models.protocol import Loss, RecModel, ScoringModel
 
 __all__ = [
     "Auc",
@@ -21,6 +21,7 @@ __all__ = [
     "PrefixParts",
     "RecModel",
     "SampledSoftmaxConfig",
+    "ScoringModel",
     "TargetRank",
     "Tokens",
     "ranks_of_targets",

@@ -90,6 +90,10 @@ class Dlrm(nn.Module):
         total = functional.binary_cross_entropy_with_logits(logits_B, labels_B, reduction="sum")
         return Loss(total, float(batch.size), torch.sigmoid(logits_B.detach()), labels_B)
 
+    def score(self, rows: Mapping[str, Tensor], batch: Batch) -> Tensor:
+        """(B,) log-odds of a click, for serving."""
+        return self.logits(rows, batch)
+
     def logits(self, rows: Mapping[str, Tensor], batch: Batch) -> Tensor:
         """(B,) log-odds of a click."""
         vectors = [self._one_per_sample(feature, rows, batch) for feature in self.config.features]
@@ -142,10 +146,15 @@ class LogisticRegression(nn.Module):
     def sparse_keys(self, batch: Batch) -> Mapping[str, Jagged]:
         return {name: batch.sparse[name] for name in self.features}
 
-    def dense(self, rows: Mapping[str, Tensor], batch: Batch) -> Loss:
+    def score(self, rows: Mapping[str, Tensor], batch: Batch) -> Tensor:
+        """(B,) log-odds of a click."""
         logits_B = self.bias + sum(rows[name].squeeze(1) for name in self.features)
         if self.linear is not None:
             logits_B = logits_B + self.linear(batch.dense["features"]).squeeze(1)
+        return logits_B
+
+    def dense(self, rows: Mapping[str, Tensor], batch: Batch) -> Loss:
+        logits_B = self.score(rows, batch)
         label_B = batch.dense["label"]
         total = functional.binary_cross_entropy_with_logits(logits_B, label_B, reduction="sum")
         return Loss(total, batch.size, torch.sigmoid(logits_B).detach(), label_B)

@@ -1,14 +1,22 @@
-"""The two halves of a model: which keys it wants, and what it does with their rows."""
+"""The two halves of a model: which keys it wants, and what it does with their rows.
+
+A third method, `score`, is for serving. What a model returns is checked at every call.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import traceback
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from nestpipe.batch import Batch
+from nestpipe.errors import ModelError, NestpipeError
 from nestpipe.jagged import Jagged
 
 
@@ -41,3 +49,103 @@ class RecModel(Protocol):
         where its table pools, the sum of each sample's rows.
         """
         ...
+
+
+@runtime_checkable
+class ScoringModel(Protocol):
+    """A model that is served without a prefix: it scores candidates, a sample for each."""
+
+    def sparse_keys(self, batch: Batch) -> Mapping[str, Jagged]:
+        """The keys of each feature; the batch has no labels."""
+        ...
+
+    def score(self, rows: Mapping[str, Tensor], batch: Batch) -> Tensor:
+        """(B,) a number for each sample, larger where it is better; rows are as for `dense`."""
+        ...
+
+
+def keys_of(model: Any, batch: Batch) -> Mapping[str, Jagged]:
+    """What `sparse_keys` says, if it says it in the right types."""
+    name = type(model).__name__
+    with explained(f"`sparse_keys` of {name}", batch):
+        keys = model.sparse_keys(batch)
+    if not isinstance(keys, Mapping):
+        raise ModelError(
+            f"`sparse_keys` of {name} returned {kind_of(keys)}; return a dict of Jagged by feature"
+        )
+    for feature, of in keys.items():
+        if not isinstance(of, Jagged):
+            raise ModelError(
+                f"`sparse_keys` of {name} gives {kind_of(of)} for {feature!r}; give a Jagged, for "
+                "one key a sample Jagged.one_each(keys)"
+            )
+        if of.values.dtype != torch.int64:
+            raise ModelError(
+                f"the keys of {feature!r} are {_short(of.values.dtype)}; keys are int64, so "
+                "convert them"
+            )
+        if of.num_samples != batch.size:
+            raise ModelError(
+                f"`sparse_keys` of {name} gives {of.num_samples} lists of {feature!r} for "
+                f"{batch.size} samples; give one for each"
+            )
+    return keys
+
+
+def loss_of(model: Any, rows: Mapping[str, Tensor], batch: Batch) -> Loss:
+    """What `dense` returns, if it is a loss that can be trained on."""
+    name = type(model).__name__
+    with explained(f"`dense` of {name}", batch):
+        loss = model.dense(rows, batch)
+    if not isinstance(loss, Loss):
+        raise ModelError(
+            f"`dense` of {name} returned {kind_of(loss)}; return Loss(total, weight) with the sum "
+            "of the samples' losses"
+        )
+    if not isinstance(loss.total, Tensor) or loss.total.numel() != 1:
+        shape = tuple(loss.total.shape) if isinstance(loss.total, Tensor) else type(loss.total)
+        raise ModelError(
+            f"`dense` of {name} returned a total of shape {shape}; return the sum over all samples"
+        )
+    if not isinstance(loss.weight, int | float):
+        raise ModelError(
+            f"`dense` of {name} returned {kind_of(loss.weight)} as weight; return a plain number, "
+            "the samples that the total sums"
+        )
+    return loss
+
+
+@contextmanager
+def explained(what: str, batch: Batch) -> Generator[None]:
+    """What a user's code raises, as a sentence with the place; the rest follows it in Python."""
+    try:
+        yield
+    except (KeyError, IndexError, AttributeError, TypeError, ValueError, RuntimeError) as error:
+        full = isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error)
+        if full or isinstance(error, NestpipeError):
+            raise
+        columns = f"; the batch has {_columns(batch)}" if isinstance(error, KeyError) else ""
+        raise ModelError(f"{what} failed ({told(error)}){columns or '; mend it'}") from error
+
+
+def told(error: BaseException) -> str:
+    """An exception of a user's code on one line, with the place that raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f", {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:200]}{place}"
+
+
+def _columns(batch: Batch) -> str:
+    return (
+        f"sparse {', '.join(batch.sparse) or 'none'} and dense {', '.join(batch.dense) or 'none'}"
+    )
+
+
+def kind_of(value: object) -> str:
+    """The type of a value, for a sentence."""
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -59,6 +59,10 @@ class ServeSettings:
     single_flight: bool = True
     """Share one fill or reload among requests that need the same prefix."""
 
+    candidate_feature: str = ""
+    """Models without a prefix: the feature that candidates are keys of; empty: the model's own
+    `candidate_feature`, or `item`."""
+
     def __post_init__(self) -> None:
         for name in ("target_ms", "window_ms", "life_s", "device_mb", "host_ttl_s", "reloads"):
             positive(name, getattr(self, name))

@@ -77,6 +77,28 @@ class Signal:
     long: History
 
 
+Values = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What a model without a prefix reads besides the candidates' own keys."""
+
+    keys: Mapping[str, Ids] = field(default_factory=dict[str, Ids])
+    """By feature, the same for all candidates."""
+    values: Mapping[str, Values] = field(default_factory=dict[str, Values])
+    """By dense column, the same for all: () a number, or (F,)."""
+    candidate_keys: Mapping[str, Sequence[Ids]] = field(default_factory=dict[str, Sequence[Ids]])
+    """By feature, a list for each candidate."""
+    candidate_values: Mapping[str, Values] = field(default_factory=dict[str, Values])
+    """By dense column, (C,) or (C, F)."""
+
+    def __bool__(self) -> bool:
+        return bool(self.keys or self.values or self.candidate_keys or self.candidate_values)
+
+
+NO_CONTEXT = Context()
+
 LEAST_DEADLINE_S = 0.001
 """A ranking with no time left is still asked for."""
 
@@ -94,6 +116,7 @@ class RankRequest:
     """When it is asked, for models that read times."""
     deadline_s: float | None = None
     """Seconds from now until an answer is worth nothing; None: the target of the service."""
+    context: Context = NO_CONTEXT
 
     def after(self, waited_s: float) -> RankRequest:
         """With what is left of its deadline; late is better than never, so that is above 0."""
@@ -221,6 +244,7 @@ class RankItem:
     candidates_C: Ids
     past: KV | None = None
     time: int | None = None
+    context: Context = NO_CONTEXT
 
 
 class RankModel(Protocol):
@@ -256,6 +280,11 @@ class RankModel(Protocol):
     def to_device(self, kv: KV) -> KV:
         """A copy in device memory, ready for the next call of `rank`."""
         ...
+
+
+def has_prefix(model: RankModel) -> bool:
+    """Whether it computes a prefix before candidates are known; else all rankings are inline."""
+    return getattr(model, "has_prefix", True)
 
 
 class ClosingError(ShedError):

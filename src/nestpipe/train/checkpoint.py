@@ -55,7 +55,7 @@ from nestpipe.errors import (
     RunError,
 )
 from nestpipe.kernels.rows.native import RowPointers
-from nestpipe.models import HstuRanker
+from nestpipe.models import Dlrm, HstuRanker, LogisticRegression
 
 T = TypeVar("T")
 
@@ -76,6 +76,8 @@ class RunState:
     dense_optimizer: str = ""
     config: Mapping[str, Any] = field(default_factory=dict[str, Any])
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    model: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """How to make the model again; empty: what the model itself says, if it is a shipped one."""
 
 
 def save_checkpoint(
@@ -196,7 +198,7 @@ def _manifest(
         ranks=mesh.world.size,
         shards=mesh.shards.size,
         tables=tuple(_about_tables(groups)),
-        model=_about_model(model),
+        model=dict(state.model) or describe_model(model),
         first_rows=_about_first_rows(groups, stores),
         config=dict(state.config),
         metrics=finite(state.metrics),
@@ -206,7 +208,14 @@ def _manifest(
 
 def _about_tables(groups: Sequence[TableGroup]) -> list[dict[str, Any]]:
     return [
-        {"name": table.name, "dim": table.dim, "dtype": table.dtype, "owner": owner}
+        {
+            "name": table.name,
+            "dim": table.dim,
+            "dtype": table.dtype,
+            "owner": owner,
+            "features": table.feature_names,
+            "pooling": table.pooling,
+        }
         for group in groups
         for table, owner in zip(group.tables, group.table_owners, strict=True)
     ]
@@ -217,11 +226,19 @@ def _declared(tables: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [{key: table.get(key) for key in ("name", "dim", "dtype")} for table in tables]
 
 
-def _about_model(model: nn.Module) -> dict[str, Any]:
-    """What serving needs to know to make the model; training has it from its config."""
-    if not isinstance(model, HstuRanker):
-        return {}
-    return {"kind": "ranker", "config": asdict(model.config)}
+def describe_model(model: nn.Module) -> dict[str, Any]:
+    """What serving needs to know to make a shipped model; empty where it cannot be served."""
+    if isinstance(model, HstuRanker):
+        return {"kind": "ranker", "config": asdict(model.config)}
+    if isinstance(model, Dlrm):
+        return {"kind": "dlrm", "config": asdict(model.config)}
+    if isinstance(model, LogisticRegression):
+        inputs = model.linear.in_features if model.linear is not None else 0
+        return {
+            "kind": "logistic",
+            "config": {"features": model.features, "dense_features": inputs},
+        }
+    return {}
 
 
 def _about_first_rows(

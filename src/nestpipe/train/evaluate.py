@@ -15,7 +15,7 @@ from nestpipe.data import HISTORY, TARGET, Ranking, Source
 from nestpipe.embedding.sharded import ShardedTables
 from nestpipe.jagged import Jagged
 from nestpipe.models import Auc, HstuRetriever, LogLoss, TargetRank, ranks_of_targets
-from nestpipe.models.protocol import RecModel
+from nestpipe.models.protocol import RecModel, loss_of
 from nestpipe.schedule import PlanOptions, plan
 from nestpipe.train.trainer import Trainer
 
@@ -53,7 +53,7 @@ def _evaluate_clicks(
     model = trainer.model
     assert isinstance(model, RecModel)
     for batch, rows in forward(trainer, source, model.sparse_keys):
-        loss = model.dense(rows, batch)
+        loss = loss_of(model, rows, batch)
         total, weight = total + float(loss.total), weight + loss.weight
         if loss.predictions is not None and loss.labels is not None:
             auc = auc.add(loss.predictions, loss.labels)

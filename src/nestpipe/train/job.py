@@ -25,6 +25,7 @@ from nestpipe.checkpoint.folder import (
 from nestpipe.checkpoint.manifest import Manifest
 from nestpipe.comm import DEFAULT_TIMEOUT_S, Communicator
 from nestpipe.config import Table, build, not_negative, positive
+from nestpipe.config.values import fit_leaf
 from nestpipe.data import (
     HISTORY,
     DataConfig,
@@ -44,7 +45,8 @@ from nestpipe.models import (
     LogisticRegression,
     SampledSoftmaxConfig,
 )
-from nestpipe.train.checkpoint import gathered_from_first, raise_everywhere
+from nestpipe.models.factory import is_own, make_own
+from nestpipe.train.checkpoint import describe_model, gathered_from_first, raise_everywhere
 from nestpipe.train.config import (
     DenseSettings,
     ExecutionSettings,
@@ -61,13 +63,20 @@ MOST_TIMEOUT_S = 1e6
 """Eleven days: longer is a hang."""
 
 
+ModelKind = Literal["auto", "dlrm", "logistic", "hstu", "ranker"]
+"""Models that are shipped."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
     """`[model]`: which model, and how large."""
 
-    kind: Literal["auto", "dlrm", "logistic", "hstu", "ranker"] = "auto"
+    kind: str = "auto"
     """`auto`: hstu (next item) where the data has histories only, else dlrm (clicks).
-    `logistic` is the baseline of click models; `ranker`, for histories, is what is served."""
+    `logistic` is the baseline of click models; `ranker`, for histories, is served in two legs. Or
+    your own: `package.module:factory`, looked for in the working directory, too."""
+    config: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """What your own model gets, as `[model.config]`."""
     dim: int = 32
     """Width of a row."""
     init_std: float = 0.02
@@ -94,6 +103,13 @@ class ModelConfig:
     """hstu: what scores are divided by."""
 
     def __post_init__(self) -> None:
+        if not is_own(self.kind):
+            fit_leaf(ModelKind, self.kind, "kind")
+            if self.config:
+                raise ConfigError(
+                    f"config has {', '.join(self.config)}, but kind is {self.kind!r}; it is for a "
+                    "model of your own, kind = 'package.module:factory'"
+                )
         for name in ("dim", "blocks", "heads", "attention_dim", "max_len"):
             positive(name, getattr(self, name))
         for name in ("negatives", "positives"):
@@ -214,7 +230,18 @@ def make_job(config: JobConfig, comm: Communicator) -> Job:
     source = open_split(config, "train")
     torch.manual_seed(config.run.seed)
     model, tables = make_model(config, source)
-    return Job(config, source, Trainer(model, tables, config.settings(), comm))
+    trainer = Trainer(model, tables, config.settings(), comm)
+    trainer.about_model = about_model(config, model, source)
+    return Job(config, source, trainer)
+
+
+def about_model(config: JobConfig, model: nn.Module, source: Source) -> dict[str, Any]:
+    """What a checkpoint says of a model, so that it can be made again without the data."""
+    columns = [asdict(column) for column in source.columns]
+    if is_own(config.model.kind):
+        own = {"kind": config.model.kind, "config": dict(config.model.config)}
+        return {**own, "columns": columns}
+    return {**describe_model(model), "columns": columns} if describe_model(model) else {}
 
 
 def make_model(config: JobConfig, source: Source) -> tuple[nn.Module, list[Table]]:
@@ -222,6 +249,8 @@ def make_model(config: JobConfig, source: Source) -> tuple[nn.Module, list[Table
     wanted = config.model
     keys = [column.name for column in source.columns if column.kind == "keys"]
     kind = wanted.kind
+    if is_own(kind):
+        return make_own(kind, wanted.config, source.columns)
     if kind == "auto":
         kind = "hstu" if keys == [HISTORY] else "dlrm"
     if kind == "hstu":
@@ -354,7 +383,9 @@ def config_in(path: str) -> Mapping[str, Any]:
 def changes(config: JobConfig, saved: JobConfig) -> dict[str, tuple[object, object]]:
     """Settings that differ, by their full name: what they were, what they are."""
     now, then = flat(asdict(config)), flat(asdict(saved))
-    return {key: (then[key], now[key]) for key in now if now[key] != then[key]}
+    # A model of the user's own may have other keys now.
+    keys = [*now, *(key for key in then if key not in now)]
+    return {key: (then.get(key), now.get(key)) for key in keys if now.get(key) != then.get(key)}
 
 
 def refuse_changes(config: JobConfig, manifest: Manifest, where: Path, *, override: bool) -> None:

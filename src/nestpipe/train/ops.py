@@ -25,7 +25,7 @@ from nestpipe.jagged import Jagged
 from nestpipe.kernels.index.segments import LARGEST
 from nestpipe.kernels.rows.native import Gradients
 from nestpipe.kernels.rows.segments import Segments, empty_rows, sum_segments
-from nestpipe.models.protocol import RecModel
+from nestpipe.models.protocol import RecModel, keys_of, loss_of
 from nestpipe.runtime import StopSignal
 from nestpipe.schedule import Merge
 from nestpipe.schedule.op import Kind, Op
@@ -165,7 +165,7 @@ class TrainingWork:
 
     def dedup(self, op: Op) -> None:
         state = self.in_flight[op.batch]
-        keys = [self._model.sparse_keys(micro) for micro in state.on_host]
+        keys = [keys_of(self._model, micro) for micro in state.on_host]
         if isinstance(self.tables, DeviceTables):
             micros = zip(keys, state.on_host, state.micros, strict=True)
             keys = [keys_on(self.device, *micro) for micro in micros]
@@ -236,7 +236,7 @@ class TrainingWork:
         """The summed loss of a micro-batch."""
         state, micro = self.in_flight[op.batch], op.micro or 0
         rows = self.tables.lookup(op.batch, micro)
-        loss = self._model.dense(rows, state.micros[micro])
+        loss = loss_of(self._model, rows, state.micros[micro])
         state.losses.append(loss.total.detach())
         state.weight += loss.weight
         return loss.total

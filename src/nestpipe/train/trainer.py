@@ -135,6 +135,9 @@ class Trainer:
             else None
         )
         self.progress = Progress()
+        self.about_model: Mapping[str, Any] = {}
+        """What its checkpoints say of the model, so that others can make it again: a kind and its
+        config. Empty: what a shipped model says of itself."""
         self.fault_folder: Path | None = None
         """Where a batch with NaN or inf gradients is kept when it ends a run."""
         self.stop_wanted: Callable[[], bool] = lambda: False
@@ -388,6 +391,7 @@ class Trainer:
             dense_optimizer=self.settings.dense.optimizer,
             config=config or {},
             metrics=metrics or {},
+            model=self.about_model,
         )
 
     @property

@@ -176,7 +176,7 @@ def plan_one(
     if ranking.entry is not None:
         past = ranking.entry.kv
         assert past is not None, "a prefix is read before it is there"
-        item = RankItem(request.short, request.candidates_C, past, request.time)
+        item = RankItem(request.short, request.candidates_C, past, request.time, request.context)
         ms = costs.cached_ms(len(past), candidates)
         return PlannedRanking(ranking, item, ranking.path, ranking.length, ms)
     ms = costs.inline_ms(ranking.length, candidates)
@@ -185,7 +185,7 @@ def plan_one(
     if ms > left_ms and ranking.length > settings.cut_length:
         history, path = history.last(settings.cut_length), Path.MISS_CUT
         ms = costs.cut_ms(ranking)
-    item = RankItem(history, request.candidates_C, None, request.time)
+    item = RankItem(history, request.candidates_C, None, request.time, request.context)
     return PlannedRanking(ranking, item, path, len(history), ms)
 
 

@@ -47,6 +47,7 @@ from nestpipe.serve.types import (
     RankModel,
     RankRequest,
     Scores,
+    has_prefix,
 )
 
 _log = logging.getLogger(__name__)
@@ -479,8 +480,10 @@ def new_state(
 
 
 def need_of(request: RankRequest, model: RankModel) -> Need | None:
-    """The prefix of a ranking; None without a long history."""
-    return Need.of(request.user, request.long, model) if len(request.long) else None
+    """The prefix of a ranking; None without a long history, or a model that has none."""
+    if not len(request.long) or not has_prefix(model):
+        return None
+    return Need.of(request.user, request.long, model)
 
 
 def has_failed(error: BaseException) -> RunError:

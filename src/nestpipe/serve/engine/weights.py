@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from nestpipe.serve.types import Ids
 # Shapes: K items, D width of a row, W weights and optimizer state
 
 TABLE = "items"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,12 @@ class Weights:
 
 def read_weights(path: Path) -> Weights:
     """The ranker of a checkpoint, or of the newest in a folder that verifies."""
-    found = first_good(candidates(path), _read)
+    return read_newest(path, _read)
+
+
+def read_newest(path: Path, read: Callable[[Path], T]) -> T:
+    """What is read of a checkpoint, or of the newest in a folder that verifies."""
+    found = first_good(candidates(path), read)
     if found is None:
         raise CheckpointError(
             f"{str(path)!r} is not a checkpoint: it has no {MANIFEST}; name a folder `step-...`"
@@ -55,8 +62,8 @@ def _read(path: Path) -> Weights:
         config = _config(where, checkpoint.manifest)
         tensors = checkpoint.dense()
         dense = {k.removeprefix("model."): v for k, v in tensors.items() if k.startswith("model.")}
-        items_K, rows_KD = _rows(checkpoint, config.dim)
-        first = _first_rows(checkpoint.manifest)
+        items_K, rows_KD = read_rows(checkpoint, TABLE, config.dim)
+        first = first_rows(checkpoint.manifest, TABLE)
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{where!r} cannot be read ({error}); use another checkpoint"
@@ -69,11 +76,16 @@ def _read(path: Path) -> Weights:
 def reject_non_finite(weights: Weights, where: str) -> None:
     """Reject NaN and inf weights."""
     for name, tensor in {**weights.dense, f"the rows of {TABLE}": weights.rows_KD}.items():
-        if not bool(torch.isfinite(tensor).all()):
-            raise CheckpointError(
-                f"{where} holds nan or inf in {name}; serve another checkpoint, and train with "
-                "smaller learning rates"
-            )
+        refuse_non_finite(tensor, name, where)
+
+
+def refuse_non_finite(tensor: Tensor, name: str, where: str) -> None:
+    """Reject a tensor with NaN or inf."""
+    if not bool(torch.isfinite(tensor).all()):
+        raise CheckpointError(
+            f"{where} holds nan or inf in {name}; serve another checkpoint, and train with "
+            "smaller learning rates"
+        )
 
 
 def _config(where: str, manifest: Manifest) -> HstuConfig:
@@ -88,18 +100,19 @@ def _config(where: str, manifest: Manifest) -> HstuConfig:
         ) from None
 
 
-def _first_rows(manifest: Manifest) -> FirstRows | None:
-    said = manifest.first_rows.get(TABLE)
+def first_rows(manifest: Manifest, table: str) -> FirstRows | None:
+    """What the rows of keys never seen begin with; None where the checkpoint does not say."""
+    said = manifest.first_rows.get(table)
     if said is None:
         return None
-    dtype = next(str(t["dtype"]) for t in manifest.tables if t["name"] == TABLE)
+    dtype = next(str(t["dtype"]) for t in manifest.tables if t["name"] == table)
     return FirstRows(int(said["seed"]), float(said["std"]), dtype)
 
 
-def _rows(checkpoint: Checkpoint, dim: int) -> tuple[Ids, Tensor]:
-    """Items in ascending order with the weights of their rows; of optimizer state nothing stays."""
+def read_rows(checkpoint: Checkpoint, table: str, dim: int) -> tuple[Ids, Tensor]:
+    """Keys in ascending order with the weights of their rows; of optimizer state nothing stays."""
     keys, parts = [np.zeros(0, np.int64)], [torch.empty(0, dim)]
-    for keys_n, rows_nW in checkpoint.rows(TABLE):
+    for keys_n, rows_nW in checkpoint.rows(table):
         if rows_nW.shape[1] < dim:
             raise ValueError(f"rows have {rows_nW.shape[1]} weights, not {dim}")
         keys.append(keys_n.numpy())

@@ -200,12 +200,14 @@ def instance_app(
     reload: Reload,
     token: str | None = None,
     histories: HistoryStore | None = None,
+    needs_history: bool = True,
 ) -> ServedApp:
     """The routes of one instance behind its limits."""
-    schemas = request_schemas(settings, http, histories is not None)
+    schemas = request_schemas(settings, http, histories is not None or not needs_history)
     app, limits = new_app("NestPipe instance", schemas), RequestLimits(http)
     metrics = Metrics(service.stats, limits.stats)
-    _add_instance_legs(app, service, RequestReader(settings, http, histories), metrics)
+    reader = RequestReader(settings, http, histories, needs_history)
+    _add_instance_legs(app, service, reader, metrics)
     reloading = _add_instance_reload(app, reload)
 
     @app.get(

@@ -23,6 +23,8 @@ from nestpipe.serve.types import AdmissionOutcome, ClosingError, Path
 log = logging.getLogger("nestpipe.serve")
 
 LARGEST = 2**63 - 1
+LARGEST_FLOAT = 3e38
+"""Beyond it a float32 is inf."""
 LONGEST_VALUE = 40
 """Characters of a wrong value that an error shows."""
 
@@ -55,7 +57,30 @@ class PrefetchBody(_StrictModel):
     """May be left out where the service has a file of histories."""
 
 
-class RankBody(_StrictModel):
+Number = Annotated[float, Field(ge=-LARGEST_FLOAT, le=LARGEST_FLOAT, allow_inf_nan=False)]
+Numbers = Annotated[list[Number], Field(fail_fast=True)]
+
+
+class RankColumns(_StrictModel):
+    """What models without a prefix read besides the candidates."""
+
+    features: dict[str, Wholes] | None = None
+    """Keys by feature, the same for all candidates."""
+    candidate_features: dict[str, list[Wholes]] | None = None
+    """Keys by feature, a list for each candidate."""
+    values: dict[str, Number | Numbers] | None = None
+    """Numbers by dense column, the same for all candidates."""
+    candidate_values: dict[str, Numbers | list[Numbers]] | None = None
+    """Numbers by dense column, an entry for each candidate."""
+
+    @property
+    def any_columns(self) -> str:
+        """The name of one that is given; empty: none is."""
+        given = [name for name in RankColumns.model_fields if getattr(self, name) is not None]
+        return given[0] if given else ""
+
+
+class RankBody(RankColumns):
     """Candidates to score."""
 
     user: User
@@ -84,7 +109,7 @@ class PrefetchHeader(_StrictModel):
     history: HistoryCounts | None = None
 
 
-class RankHeader(_StrictModel):
+class RankHeader(RankColumns):
     """A ranking in the header of a binary body."""
 
     user: User

@@ -23,13 +23,22 @@ from nestpipe.serve.http.bodies import (
     PrefetchBody,
     PrefetchHeader,
     RankBody,
+    RankColumns,
     RankHeader,
     cut,
     of_body,
     split,
 )
 from nestpipe.serve.settings import HttpSettings, ServeSettings
-from nestpipe.serve.types import LEAST_DEADLINE_S, History, Ids, RankRequest, Signal
+from nestpipe.serve.types import (
+    LEAST_DEADLINE_S,
+    Context,
+    History,
+    Ids,
+    RankRequest,
+    Signal,
+    Values,
+)
 
 JSON = "application/json"
 USER_HEADER = "x-user"
@@ -46,6 +55,8 @@ class RequestReader:
     settings: ServeSettings
     http: HttpSettings
     histories: HistoryStore | None = None
+    needs_history: bool = True
+    """Off for models without a prefix, which may read other features alone."""
 
     def signal(self, body: bytearray, headers: Mapping[str, str]) -> Signal:
         """The signal of a body, or an `HttpError`."""
@@ -79,15 +90,45 @@ class RequestReader:
         self._checked(short)
         self._checked(long, beside=len(short))
         deadline_s = _deadline_s(parsed.deadline_ms, headers)
-        return RankRequest(parsed.user, long, short, candidates_C, parsed.time, deadline_s)
+        context = self._context(parsed, len(candidates_C))
+        return RankRequest(parsed.user, long, short, candidates_C, parsed.time, deadline_s, context)
+
+    def _context(self, body: RankColumns, candidates: int) -> Context:
+        """The columns that a model without a prefix reads."""
+        if self.needs_history and body.any_columns:
+            raise HttpError(
+                422,
+                f"{body.any_columns} is for models without a prefix, and this one reads histories; "
+                "leave it out",
+            )
+        keys = {name: np.array(ids, np.int64) for name, ids in (body.features or {}).items()}
+        of_each = {
+            name: [np.array(ids, np.int64) for ids in lists]
+            for name, lists in (body.candidate_features or {}).items()
+        }
+        for name, lists in of_each.items():
+            if sum(map(len, lists)) > self.settings.max_events:
+                raise HttpError(413, f"candidate_features.{name} has too many keys; give fewer")
+        for name, ids in {**keys, **{n: _joined(lists) for n, lists in of_each.items()}}.items():
+            self._check_ids(f"feature {name}", ids)
+        values = {name: np.array(given, np.float32) for name, given in (body.values or {}).items()}
+        rows = {
+            name: _rows(name, given, candidates)
+            for name, given in (body.candidate_values or {}).items()
+        }
+        return Context(keys, values, of_each, rows)
 
     def _known(self, name: str, user: str, history: History | None) -> History:
         """The history that was given, or that of the file."""
         if history is not None:
             return history
         if self.histories is None:
+            if not self.needs_history:
+                return History(np.zeros(0, np.int64))
             raise HttpError(422, f"{name} is missing; give it, or serve with --histories")
         found = self.histories.of(user)
+        if found is None and not self.needs_history:
+            return History(np.zeros(0, np.int64))
         if found is None:
             raise HttpError(404, f"user {user!r} is unknown here; give {name} in the request")
         return found
@@ -178,6 +219,19 @@ def _paired(name: str, items_N: Ids, times_N: Ids | None) -> History:
             422, f"{name} has {len(items_N)} items and {len(times_N)} times; give one for each"
         )
     return History(items_N, times_N)
+
+
+def _rows(name: str, given: list[float] | list[list[float]], candidates: int) -> Values:
+    widths = {len(one) if isinstance(one, list) else -1 for one in given}
+    if len(given) != candidates or len(widths) != 1:
+        raise HttpError(
+            422, f"candidate_values.{name} does not fit {candidates} candidates; give one for each"
+        )
+    return np.array(given, np.float32)
+
+
+def _joined(lists: list[Ids]) -> Ids:
+    return np.concatenate([np.zeros(0, np.int64), *lists])
 
 
 def _none_after(long: History) -> History:

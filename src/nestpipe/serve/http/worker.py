@@ -19,7 +19,7 @@ import sys
 import threading
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,12 +29,14 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from nestpipe.config import build
-from nestpipe.errors import ConfigError, NestpipeError, RunError
+from nestpipe.errors import CheckpointError, ConfigError, NestpipeError, RunError
 from nestpipe.serve.engine.rank_model import HstuRankModel
+from nestpipe.serve.engine.score_model import open_model
 from nestpipe.serve.http.apps import ServedApp, answer_error
 from nestpipe.serve.http.bodies import shed
 from nestpipe.serve.http.limits import read_token, require_token
 from nestpipe.serve.settings import HttpSettings, ServeSettings
+from nestpipe.serve.types import has_prefix
 
 log = logging.getLogger("nestpipe.serve")
 
@@ -282,6 +284,7 @@ def _serve_instance(role: Role, token: str | None) -> None:
         reload=engine.reload,
         token=token,
         histories=histories,
+        needs_history=engine.has_prefix,
     )
     freeze_gc()
     run(served, listener, role.http)
@@ -296,14 +299,24 @@ class _Engine:
         from nestpipe.serve.engine.instance import Instance
 
         self._role = role
-        self._load = lambda path: HstuRankModel.from_checkpoint(path, role.device, role.dtype)
+        feature = role.settings.candidate_feature
+        self._load = lambda path: open_model(path, role.device, role.dtype, feature)
         self._model = self._load(role.checkpoint)
-        warm_up(self._model)
+        settings = role.settings
+        if isinstance(self._model, HstuRankModel):
+            warm_up(self._model)
+        else:  # without a prefix there is nothing to prepare or to keep
+            settings = replace(settings, relay=False, host_mb=0.0)
         admission, again = None, None
-        if role.settings.relay:  # else signals do nothing
-            measured = Calibration(self._model, role.settings, lambda n: self._model.kv_bytes(n))
+        if settings.relay:  # else signals do nothing
+            measured = Calibration(self._model, settings, lambda n: self._model.kv_bytes(n))
             admission, again = measured.admission, measured.again
-        self.instance = Instance(self._model, role.settings, admission, recalibrate=again)
+        self.instance = Instance(self._model, settings, admission, recalibrate=again)
+
+    @property
+    def has_prefix(self) -> bool:
+        """Whether requests need a history."""
+        return has_prefix(self._model)
 
     def reload(self, checkpoint: str | None) -> str:
         """Load beside the old model, then swap; a fault leaves the old one.
@@ -311,6 +324,10 @@ class _Engine:
         Where the newest that verifies is older than what is served, nothing is swapped.
         """
         model = self._load(checkpoint or self._role.checkpoint)
+        if has_prefix(model) != self.has_prefix:
+            raise CheckpointError(
+                f"{model.version} is a model of another kind; start a service of its own for it"
+            )
         served = self._model.version
         if checkpoint is None and _step_of(model.version) < _step_of(served):
             log.warning("%s is kept: the newest that verifies is %s", served, model.version)

@@ -583,3 +583,50 @@ def test_the_page_of_the_api_names_the_limits_of_this_service():
         "/v1/prefetch", "/v1/rank", "/v1/reload", "/v1/health", "/metrics",
     }  # fmt: skip
     assert ask(served, "GET", "/docs").status_code == 200
+
+
+COLUMNS: dict[str, Any] = {
+    "user": "u",
+    "candidates": [7, 8],
+    "features": {"user": [42]},
+    "candidate_features": {"genre": [[1], []]},
+    "values": {"features": [0.5, 2.0], "price": 3},
+    "candidate_values": {"rank": [1, 2]},
+}
+
+
+def test_a_model_without_a_prefix_is_asked_with_columns_and_no_history():
+    served, fake, _ = build(needs_history=False)
+    assert ask(served, "POST", "/v1/rank", json=COLUMNS).status_code == 200
+    context = fake.requests[0].context
+    assert context.keys["user"].tolist() == [42]
+    assert [of.tolist() for of in context.candidate_keys["genre"]] == [[1], []]
+    assert context.values["features"].tolist() == [0.5, 2.0]
+    assert context.values["price"].shape == ()
+    assert context.candidate_values["rank"].shape == (2,)
+    assert len(fake.requests[0].long) == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"features": {"user": [-1]}}, "feature user holds -1; give ids of 0 or above"),
+        ({"features": {"user": [0.5]}}, "features.user[0] is 0.5; it should be a valid integer"),
+        ({"values": {"features": [1e39]}}, "values.features"),
+        ({"candidate_values": {"rank": [[1], [1, 2]]}}, "candidate_values.rank does not fit 2"),
+        ({"candidate_values": {"rank": [1]}}, "candidate_values.rank does not fit 2 candidates"),
+        ({"candidate_features": {"genre": [[1] * 51, []]}}, "has too many keys; give fewer"),
+    ],
+)
+def test_columns_that_cannot_be_used_are_told(change: dict[str, Any], told: str):
+    served, _, _ = build(needs_history=False)
+    reply = ask(served, "POST", "/v1/rank", json={**COLUMNS, **change})
+    assert reply.status_code in (413, 422)
+    assert told in sentence(reply)
+
+
+def test_a_ranker_refuses_columns_that_it_would_not_read():
+    served, _, _ = build()
+    reply = ask(served, "POST", "/v1/rank", json={**GOOD, "features": {"user": [1]}})
+    assert reply.status_code == 422
+    assert "features is for models without a prefix" in sentence(reply)

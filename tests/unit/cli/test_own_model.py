@@ -1,0 +1,76 @@
+"""A model of the user's own through the commands: train, resume, eval, verify, and what it says."""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from nestpipe.checkpoint.folder import open_checkpoint
+from nestpipe.cli.app import main
+from support.own_model import write_own_model
+
+NAME = "own_towers_of_the_cli"
+SMALL = (
+    *("--set", "data.synthetic.samples=1000"),
+    *("--set", "data.synthetic.test_samples=200"),
+    *("--set", "data.synthetic.num_tables=3"),
+    *("--set", "data.synthetic.num_keys=200"),
+    *("--set", "run.batch=100"),
+    *("--set", f"model.kind={NAME}:Towers"),
+    *("--set", "model.config.dim=4"),
+)
+Run = Callable[..., tuple[object, str, str]]
+
+
+@pytest.fixture
+def run(capsys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+    """Commands in a folder that holds the module."""
+    write_own_model(tmp_path, NAME)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+    def go(*arguments: object) -> tuple[object, str, str]:
+        with pytest.raises(SystemExit) as stop:
+            main([str(argument) for argument in arguments])
+        return stop.value.code, *capsys.readouterr()
+
+    yield go
+    sys.modules.pop(NAME, None)
+
+
+def test_it_trains_goes_on_and_is_evaluated_from_its_checkpoint_alone(run: Run, tmp_path: Path):
+    status, _, said = run("train", *SMALL, "--set", "run.checkpoint=out", "--set", "run.steps=4")
+    assert status == 0, said
+    manifest = open_checkpoint(tmp_path / "out/step-00000004").manifest
+    assert manifest.model["kind"] == f"{NAME}:Towers"
+    assert manifest.model["config"] == {"dim": 4}
+    assert [column["name"] for column in manifest.model["columns"]][:3] == ["c0", "c1", "c2"]
+    more = ("--resume", "auto", "--set", "run.checkpoint=out", "--set", "run.steps=8")
+    status, _, said = run("train", *more)
+    assert status == 0, said
+    status, out, said = run("eval", "out", "--json", "-")
+    assert status == 0, said
+    assert json.loads(out)["samples"] == 200
+
+
+def test_a_changed_config_of_it_is_refused_on_resume(run: Run):
+    assert run("train", *SMALL, "--set", "run.checkpoint=out", "--set", "run.steps=2")[0] == 0
+    changed = ("--set", "run.checkpoint=out", "--set", "model.config.dim=5")
+    status, _, said = run("train", *SMALL, *changed, "--resume", "auto")
+    assert status == 2
+    assert "model.config.dim is 5 and was 4" in said
+
+
+def test_plans_change_no_bit_of_it(run: Run):
+    status, out, said = run(
+        "verify", *SMALL, "--steps", 4, "--set", "pipeline.micro_batches=2", "--plan", "nested"
+    )
+    assert status == 0, said
+    assert "identical: nested and serial" in out
+
+
+def test_a_wrong_key_of_its_section_names_the_nearest(run: Run):
+    status, _, said = run("train", *SMALL, "--set", "model.config.dmi=4")
+    assert (status, said) == (2, "error: unknown key model.config.'dmi'; did you mean dim?\n")
