@@ -27,7 +27,6 @@ from nestpipe.checkpoint.disk import (
     read_tensors,
     remove_folder,
     remove_leftovers,
-    sync_folder,
     write_tensors,
 )
 from nestpipe.checkpoint.manifest import (
@@ -309,7 +308,7 @@ def prune(
     return gone
 
 
-# What checkpoints hold, put together from their files: to compare, to export, to compact.
+# What checkpoints hold, put together from their files: to compare, to compact.
 
 # Shapes: K keys of a table, W weights and state of a row
 
@@ -368,27 +367,6 @@ def _compact_table(partial: Path, checkpoint: Checkpoint, table: str) -> dict[st
             written = write_tensors(partial / name, {"keys": keys, "rows": rows})
             files[name] = FileEntry.of(written, table=table, shard=shard, rows=len(keys))
     return files
-
-
-def export(checkpoint: Checkpoint, folder: Path) -> list[Path]:
-    """Weights for other programs: `dense.safetensors`, and a file of keys and weights per table.
-
-    Optimizer state stays behind. The folder must not exist.
-    """
-    if folder.exists():
-        raise CheckpointError(f"{str(folder)!r} exists already; name a new folder")
-    with explained(f"to {str(folder)!r}"):
-        make_folder(folder)
-        weights = {k: v for k, v in checkpoint.dense().items() if k.startswith("model.")}
-        written = [folder / DENSE]
-        write_tensors(written[0], {k.removeprefix("model."): v for k, v in weights.items()})
-        for table in checkpoint.manifest.tables:
-            keys_K, rows_KW = merged_rows(checkpoint, table["name"])
-            written.append(folder / f"{table['name']}.safetensors")
-            weights_KD = rows_KW[:, : int(table["dim"])].contiguous()
-            write_tensors(written[-1], {"keys": keys_K, "weights": weights_KD})
-        sync_folder(folder)
-    return written
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from nestpipe.cli.bench_relay import bench_relay
 from nestpipe.cli.checkpoint import checkpoint_app
 from nestpipe.cli.data import data_app
 from nestpipe.cli.draw import check, draw
+from nestpipe.cli.export import export, import_weights
 from nestpipe.cli.load import load
 from nestpipe.cli.serve import serve
 from nestpipe.cli.simulate import simulate_app
@@ -43,6 +44,8 @@ app = typer.Typer(
 app.command()(train)
 app.command("eval")(evaluate)
 app.add_typer(checkpoint_app, name="checkpoint")
+app.command()(export)
+app.command("import")(import_weights)
 app.command()(verify)
 app.command()(load)
 app.command()(draw)

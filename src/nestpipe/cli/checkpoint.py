@@ -65,7 +65,7 @@ def show(path: CheckpointPath, json: JsonFile = None) -> None:
     """
     from nestpipe.checkpoint.folder import flat
 
-    checkpoint = _newest(path)
+    checkpoint = newest_in(path)
     facts = _facts(checkpoint)
     if json is not None:
         write_json(json, {**facts, "config": checkpoint.manifest.config})
@@ -151,7 +151,7 @@ def diff(one: CheckpointPath, other: CheckpointPath, json: JsonFile = None) -> N
     """
     from nestpipe.checkpoint.folder import difference
 
-    found = difference(_newest(one), _newest(other))
+    found = difference(newest_in(one), newest_in(other))
     if json is not None:
         write_json(json, {**asdict(found), "same_state": found.same_state})
     if json != STDOUT:
@@ -176,13 +176,13 @@ def export(
     path: CheckpointPath,
     folder: Annotated[Path, typer.Argument(help="A new folder for the files.")],
 ) -> None:
-    """Write weights as plain safetensors: dense ones, and keys with weights of each table.
+    """Write weights as plain safetensors: the same as `nestpipe export`.
 
     Example: nestpipe checkpoint export runs/today weights
     """
-    from nestpipe.checkpoint import folder as checkpoints
+    from nestpipe.checkpoint.export import export as write
 
-    for file in checkpoints.export(_newest(path), folder):
+    for file in write(newest_in(path), folder):
         console().print(str(file), markup=False, soft_wrap=True)
 
 
@@ -194,12 +194,13 @@ def compact(path: CheckpointPath) -> None:
     """
     from nestpipe.checkpoint import folder as checkpoints
 
-    checkpoint = _newest(path)
+    checkpoint = newest_in(path)
     checkpoints.compact(checkpoint.path)
     console().print(f"{checkpoint.name} is full", markup=False)
 
 
-def _newest(path: Path) -> Checkpoint:
+def newest_in(path: Path) -> Checkpoint:
+    """A checkpoint, or the newest of a folder that verifies."""
     from nestpipe.checkpoint.folder import newest
 
     found = newest(path)

@@ -399,6 +399,41 @@ def _load_rows(
             store.scatter(keys[mine].contiguous(), counts, rows[mine].contiguous())
 
 
+def put_rows(
+    group: TableGroup,
+    number: int,
+    store: RowStore,
+    comm: Communicator,
+    keys_K: Tensor,
+    weights_KD: Tensor,
+    state_KS: Tensor | None,
+) -> None:
+    """Insert rows of one table that came from elsewhere; each rank keeps the keys that it owns."""
+    layout, table = store.layout, group.tables[number].name
+    if keys_K.dtype != torch.int64 or keys_K.ndim != 1 or len(keys_K.unique()) != len(keys_K):
+        raise ConfigError(f"the keys of {table!r} are not int64 in one dimension, each once")
+    if not bool(torch.isfinite(weights_KD).all()):
+        raise ConfigError(f"the weights of {table!r} hold NaN or inf; leave such rows out")
+    if weights_KD.shape != (len(keys_K), layout.dim):
+        raise ConfigError(
+            f"the weights of {table!r} have shape {tuple(weights_KD.shape)}; give "
+            f"{len(keys_K)} rows of dim {layout.dim}"
+        )
+    if state_KS is not None and state_KS.shape != (len(keys_K), layout.state_dim):
+        raise ConfigError(
+            f"the state of {table!r} has shape {tuple(state_KS.shape)}, but this row optimizer "
+            f"keeps {layout.state_dim} numbers a row; use the optimizer it was exported with, or "
+            "import weights alone"
+        )
+    if state_KS is None:
+        state_KS = torch.full((len(keys_K), layout.state_dim), layout.state_init)
+    mine = owner_of(keys_K, number, comm.size, group.table_owners[number]) == comm.rank
+    counts = [0] * len(group.tables)
+    counts[number] = int(mine.sum())
+    rows_KW = torch.cat([weights_KD.float(), state_KS.float()], 1)
+    store.scatter(keys_K[mine].contiguous(), counts, rows_KW[mine].contiguous())
+
+
 def _wrote_alike(checkpoint: Checkpoint, table: str, shards: int, owner: int) -> bool:
     """Whether those who wrote a table owned its keys as those who load it do."""
     return all(

@@ -42,6 +42,7 @@ from nestpipe.train.checkpoint import (
     RunState,
     TrackedStore,
     load_checkpoint,
+    put_rows,
     save_checkpoint,
 )
 from nestpipe.train.config import DenseSettings, TrainSettings, choose_pipeline
@@ -462,6 +463,24 @@ class Trainer:
                     weights = weights.to(self.device)
                     shards.all_reduce(weights)
                     return weights.cpu()
+        raise ConfigError(f"there is no table {table!r}; the tables are {self.table_names}")
+
+    def put_rows(
+        self, table: str, keys: Tensor, weights: Tensor, state: Tensor | None = None
+    ) -> None:
+        """Insert rows, or replace them; every rank is given the same and keeps what it owns.
+
+        Without their state, rows begin with a fresh one, as if they had not been trained yet.
+        """
+        for group, store in zip(self.groups, self._stores, strict=True):
+            for number, declared in enumerate(group.tables):
+                if declared.name == table:
+                    for pool in self._pools:
+                        pool.flush()
+                    put_rows(group, number, store, self.mesh.shards, keys, weights, state)
+                    for pool in self._pools:
+                        pool.clear()
+                    return
         raise ConfigError(f"there is no table {table!r}; the tables are {self.table_names}")
 
     @property

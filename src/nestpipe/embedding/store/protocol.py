@@ -253,7 +253,9 @@ def check_keys(layout: StoreLayout, keys_K: Tensor, counts: Sequence[int]) -> No
 
 def repeated(table: int, key: int) -> ValueError:
     """The error for a key that came twice."""
-    return ValueError(f"key {key} of table {table} comes twice; keys that are stored or erased must not repeat")
+    return ValueError(
+        f"key {key} of table {table} comes twice; keys that are stored or erased must not repeat"
+    )
 
 
 def too_many_rows(table: int, asked: int, limit: int) -> str:
