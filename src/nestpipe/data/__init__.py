@@ -9,7 +9,7 @@ from nestpipe.data.config import (
     Split,
     SyntheticConfig,
 )
-from nestpipe.data.ranking import Ranking, RankingOptions
+from nestpipe.data.ranking import Catalogue, Ranking, RankingOptions
 from nestpipe.data.readers.text import Broken
 from nestpipe.data.source import (
     DENSE,
@@ -34,6 +34,7 @@ __all__ = [
     "TIME",
     "TIMESTAMPS",
     "Broken",
+    "Catalogue",
     "Column",
     "CriteoConfig",
     "DataConfig",

@@ -84,6 +84,10 @@ class ParquetConfig:
     """Columns of numbers."""
     labels: tuple[str, ...] = ()
     """Columns of labels; by default `label` where there is one."""
+    any_labels: bool = False
+    """Allow labels outside 0 to 1, for an own model whose loss knows what to do with them."""
+    positive_from: float = 0.0
+    """Labels from here on are 1 and others 0, such as 4 for ratings of 1 to 5; 0: as they are."""
     ignore: tuple[str, ...] = ()
     """Columns that the types would choose and that are not wanted."""
     history: str = ""

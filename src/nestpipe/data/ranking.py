@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,7 @@ from nestpipe.data.source import (
     time_column,
     times_column,
 )
+from nestpipe.errors import DataError
 from nestpipe.jagged import Jagged
 
 # Shapes: B samples, T items of all samples together, C candidates of all samples together
@@ -35,12 +36,42 @@ from nestpipe.jagged import Jagged
 CANDIDATES, LABELS = "candidates", "labels"
 
 
+@dataclass(frozen=True, slots=True)
+class Catalogue:
+    """All items, numbered from 1."""
+
+    num_items: int
+    ids: NDArray[np.int64] | None = field(default=None, compare=False, repr=False)
+    """Their keys, sorted, where those are not the numbers themselves."""
+
+    @classmethod
+    def of(cls, ids: NDArray[np.int64]) -> Catalogue:
+        """Different keys, sorted. Those of 1, 2, ... with few gaps stay their own numbers."""
+        if len(ids) and ids[0] >= 1 and ids[-1] <= 2 * len(ids):
+            return cls(int(ids[-1]))
+        return cls(len(ids), ids)
+
+    def __post_init__(self) -> None:
+        positive("num_items", self.num_items)
+
+    def numbers(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The number of each key; 0 where it is no item's."""
+        if self.ids is None:
+            return np.where((keys > 0) & (keys <= self.num_items), keys, 0)
+        place = np.minimum(np.searchsorted(self.ids, keys), len(self.ids) - 1)
+        return np.where(self.ids[place] == keys, place + 1, 0)
+
+    def keys(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The key of each number."""
+        return numbers if self.ids is None else self.ids[numbers - 1]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankingOptions:
     """What is ranked after a history."""
 
-    num_items: int
-    """Negatives are drawn from the items 1 to this, all with the same chance."""
+    catalogue: Catalogue
+    """Negatives are drawn from these items, all with the same chance."""
     positives: int = 4
     """Items after the history that are liked candidates, at most; held-out samples have one."""
     negatives: int = 8
@@ -48,7 +79,7 @@ class RankingOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("num_items", "positives", "negatives"):
+        for name in ("positives", "negatives"):
             positive(name, getattr(self, name))
 
 
@@ -137,6 +168,13 @@ class Ranking:
             }
             liked_B = np.minimum(lengths_B - cut_B, self.options.positives)
             liked = values_T[_ranges(begin_B + cut_B, liked_B)]
+        numbers_T = self.options.catalogue.numbers(values_T)
+        if len(values_T) and not numbers_T.all():
+            raise DataError(
+                f"a history has item {values_T[numbers_T == 0][0]}, which is none of the "
+                f"{self.options.catalogue.num_items:,} items; correct model.num_items, or leave it "
+                "0 to take the items of the data"
+            )
         samples_B = np.arange(batch.size)
         chosen = (np.repeat(samples_B, lengths_B), values_T)
         wanted = (np.repeat(samples_B, liked_B), liked)
@@ -154,10 +192,12 @@ class Ranking:
         samples = np.repeat(np.arange(batch.size), counts_B)
         numbers = _ranges(np.zeros_like(counts_B), counts_B).astype(np.uint64)
         bits = draw(mix(self.options.seed, 3), self._bits(batch, 2)[samples] + numbers)
-        items = (bits % np.uint64(self.options.num_items)).astype(np.int64) + 1
-        width = max(self.options.num_items, int(chosen[1].max(initial=0))) + 1
-        free = ~np.isin(samples * width + items, chosen[0] * width + chosen[1])
-        return samples[free], items[free]
+        catalogue = self.options.catalogue
+        items = (bits % np.uint64(catalogue.num_items)).astype(np.int64) + 1
+        width = catalogue.num_items + 1
+        taken = chosen[0] * width + catalogue.numbers(chosen[1])
+        free = ~np.isin(samples * width + items, taken)
+        return samples[free], catalogue.keys(items[free])
 
     def _bits(self, batch: Batch, salt: int) -> U64:
         """64 bits for each sample and pass."""

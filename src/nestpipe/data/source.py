@@ -12,6 +12,7 @@ every chunk, and keeps its part of each batch.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, get_args, runtime_checkable
@@ -27,6 +28,8 @@ from nestpipe.data.order import Permutation, Share, mix
 from nestpipe.data.readers.text import Broken
 from nestpipe.errors import ConfigError, DataError
 from nestpipe.jagged import Jagged
+
+log = logging.getLogger("nestpipe.data")
 
 DENSE = "features"
 """Name of the column that holds all dense features, (size, features)."""
@@ -58,6 +61,8 @@ class Column:
     """For `keys`: every sample has exactly one."""
     max_key: int | None = field(default=None, compare=False)
     """For a `history`: the greatest key there is in any split, where that is known."""
+    items: Callable[[], NDArray[np.int64]] | None = field(default=None, compare=False, repr=False)
+    """For a `history`: reads the different keys of all splits, sorted, where that can be done."""
 
     @property
     def is_list(self) -> bool:
@@ -108,9 +113,16 @@ class Source(Protocol):
         ...
 
 
-def keys_column(name: str, single: bool = False, max_key: int | None = None) -> Column:
+def keys_column(name: str, single: bool = False) -> Column:
     """A column of 64-bit keys."""
-    return Column(name, "keys", "int64", single=single, max_key=max_key)
+    return Column(name, "keys", "int64", single=single)
+
+
+def history_column(
+    max_key: int | None = None, items: Callable[[], NDArray[np.int64]] | None = None
+) -> Column:
+    """The column of users' items."""
+    return Column(HISTORY, "keys", "int64", max_key=max_key, items=items)
 
 
 def times_column() -> Column:
@@ -162,6 +174,27 @@ def concat(batches: Sequence[Batch]) -> Batch:
             for name in first.sparse
         },
     )
+
+
+def watch_labels(batches: Iterator[Batch], columns: Sequence[Column]) -> Iterator[Batch]:
+    """The same batches; says at their end where a label never changed."""
+    bounds: dict[str, tuple[float, float]] = {}
+    names = [column.name for column in columns if column.kind == "label"]
+    samples = 0
+    for batch in batches:
+        samples += batch.size
+        for name in names if batch.size else ():
+            low, high = (float(bound) for bound in torch.aminmax(batch.dense[name]))
+            least, most = bounds.get(name, (low, high))
+            bounds[name] = (min(least, low), max(most, high))
+        yield batch
+    for name, (least, most) in bounds.items():
+        if least == most and samples > 1:
+            log.warning(
+                "every %s of the pass was %g, so there was nothing to learn; check the labels",
+                name,
+                least,
+            )
 
 
 def tensor(array: NDArray[np.generic]) -> Tensor:
@@ -231,7 +264,8 @@ class Indexed:
         With an `offset`, all of them begin so many samples later.
         """
         share = Share(global_batch=global_batch, rank=rank, ranks=ranks, start=start, offset=offset)
-        return self._deal(share, Permutation(self._num_samples, mix(seed, epoch)), epoch)
+        batches = self._deal(share, Permutation(self._num_samples, mix(seed, epoch)), epoch)
+        return watch_labels(batches, self._columns) if rank == 0 and not share.first else batches
 
     def _deal(self, share: Share, permutation: Permutation, epoch: int) -> Iterator[Batch]:
         step = share.global_batch
@@ -339,6 +373,8 @@ class Stream:
         """
         share = Share(global_batch=global_batch, rank=rank, ranks=ranks, start=start, offset=offset)
         batches = self._deal(share, mix(seed, epoch))
+        if rank == 0 and not share.first:
+            batches = watch_labels(batches, self._columns)
         return (_with_pass(batch, epoch) for batch in batches) if self._named else batches
 
     def _deal(self, share: Share, key: int) -> Iterator[Batch]:

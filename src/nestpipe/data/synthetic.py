@@ -27,6 +27,7 @@ from nestpipe.data.source import (
     Take,
     concat,
     features_column,
+    history_column,
     keys_column,
     label_column,
     tensor,
@@ -67,7 +68,7 @@ def columns(world: SyntheticConfig, split: Split = "train") -> tuple[Column, ...
     """What a batch of this world has."""
     if world.flavour == "sequence":
         target = () if split == "train" else (Column(TARGET, "target", "int64"), time_column())
-        return (keys_column(HISTORY, max_key=world.num_items), times_column(), *target)
+        return (history_column(world.num_items), times_column(), *target)
     keys = [
         keys_column(f"c{table}", single=world.keys_per_sample == (1, 1))
         for table in range(world.num_tables)

@@ -47,32 +47,56 @@ class SampledSoftmaxConfig:
 class HstuRetriever(nn.Module):
     """Next-item prediction by sampled softmax; its weight is the number of predicted items.
 
-    Reads `sparse["history"]`, oldest item first, keys from 1 to `num_items`; each item but the
-    first is predicted from those before it. `dense["sample_id"]` (B,) int64 names a sample (without
-    it, the sum of its keys does):
-    negatives are a function of (seed, sample_id), and of `dense["step"]` (B,) int64 where the batch
-    has that column, so that another pass over the data can draw others. With time buckets also
+    Reads `sparse["history"]`, oldest item first, keys from 1 to `num_items` or of the catalogue,
+    which is saved with the weights; each item but the first is predicted from those before it.
+    `dense["sample_id"]` (B,) int64 names a sample (without it, the sum of its keys does): negatives
+    are a function of (seed, sample_id), and of `dense["step"]` (B,) int64 where the batch has that
+    column, so that another pass over the data can draw others. With time buckets also
     `sparse["times"]`, a whole number for each item.
     """
 
-    def __init__(self, config: HstuConfig, softmax: SampledSoftmaxConfig) -> None:
+    catalogue: Tensor | None
+
+    def __init__(
+        self,
+        config: HstuConfig,
+        softmax: SampledSoftmaxConfig,
+        catalogue: Tensor | None = None,
+    ) -> None:
+        """`catalogue` (num_items,) int64, sorted: the items' keys, where they are not 1, 2, ..."""
         super().__init__()
         self.config = config
         self.softmax = softmax
+        assert catalogue is None or len(catalogue) == softmax.num_items, "a key for each item"
+        self.register_buffer("catalogue", catalogue)
         self.sampler = ItemSampler(softmax.num_items, softmax.sampling, softmax.seed)
         self.encoder = Hstu(config)
+        self._copied: tuple[int, Tensor] | None = None
 
     def tables(self) -> list[Table]:
         """One table, of items."""
         return [Table(name="items", dim=self.config.dim, features=("history", "negatives"))]
 
     def sparse_keys(self, batch: Batch) -> Mapping[str, Jagged]:
+        self._check_items(batch.sparse["history"].values)
         negatives_BM = self.negatives(batch)
         lengths_B = torch.full_like(negatives_BM[:, 0], self.softmax.negatives)
         return {
             "history": batch.sparse["history"],
             "negatives": Jagged(negatives_BM.flatten(), lengths_B),
         }
+
+    def _check_items(self, items_T: Tensor) -> None:
+        """Refuse items that negatives are never drawn from; on a GPU that would make it wait."""
+        if items_T.is_cuda or not len(items_T) or self.catalogue is not None:
+            return
+        least, most = (int(bound) for bound in torch.aminmax(items_T))
+        if least < 1 or most > self.softmax.num_items:
+            wrong = least if least < 1 else most
+            raise DataError(
+                f"a history has item {wrong}, and items are 1 to {self.softmax.num_items:,}; "
+                "correct model.num_items, or leave it 0 to take the items of the data"
+            )
 
     def query_keys(self, batch: Batch) -> Mapping[str, Jagged]:
         """The keys that `encode` wants: no negatives."""
@@ -81,7 +105,32 @@ class HstuRetriever(nn.Module):
     def negatives(self, batch: Batch) -> Tensor:
         """(B, M) the negatives of each sample."""
         ids = [batch.dense[name] for name in ("sample_id", "step") if name in batch.dense]
-        return self.sampler.draw(ids or [_content_id(batch)], self.softmax.negatives)
+        drawn_BM = self.sampler.draw(ids or [_content_id(batch)], self.softmax.negatives)
+        return drawn_BM if self.catalogue is None else self._keys(drawn_BM.device)[drawn_BM - 1]
+
+    def items(self) -> Tensor:
+        """(N,) the keys of all items."""
+        if self.catalogue is not None:
+            return self.catalogue.cpu()
+        return torch.arange(1, self.softmax.num_items + 1)
+
+    def numbers(self, items: Tensor) -> Tensor:
+        """The number from 1 of each item in the catalogue; 0 where it is not in it."""
+        if self.catalogue is None:
+            return torch.where((items > 0) & (items <= self.softmax.num_items), items, 0)
+        keys_N = self._keys(items.device)
+        place = torch.searchsorted(keys_N, items.contiguous()).clamp_(max=len(keys_N) - 1)
+        return torch.where(keys_N[place] == items, place + 1, 0)
+
+    def _keys(self, device: torch.device) -> Tensor:
+        """The catalogue on a device: batches are routed on the host and trained on a GPU."""
+        assert self.catalogue is not None
+        if self.catalogue.device == device:
+            return self.catalogue
+        version = self.catalogue._version  # loading writes into it
+        if self._copied is None or self._copied[0] != version:
+            self._copied = (version, self.catalogue.to(device))
+        return self._copied[1]
 
     def dense(self, rows: Mapping[str, Tensor], batch: Batch) -> Loss:
         history = batch.sparse["history"]
@@ -134,13 +183,17 @@ class HstuRetriever(nn.Module):
         an item is drawn, so that items drawn often are not pushed down for that.
         """
         temperature = self.softmax.temperature
-        right_BL = positive_BL / temperature - self.sampler.log_chance(next_BL).to(positive_BL)
-        chance_BM = self.sampler.log_chance(negatives_BM).to(positive_BL)
+        right_BL = positive_BL / temperature - self._log_chance(next_BL).to(positive_BL)
+        chance_BM = self._log_chance(negatives_BM).to(positive_BL)
         wrong_BLM = negative_BLM / temperature - chance_BM[:, None]
         is_next_BLM = next_BL[:, :, None] == negatives_BM[:, None]
         wrong_BLM = wrong_BLM.masked_fill(is_next_BLM, float("-inf"))
         scores = torch.cat([right_BL[:, :, None], wrong_BLM], dim=2)
         return torch.logsumexp(scores, dim=2) - right_BL
+
+    def _log_chance(self, items: Tensor) -> Tensor:
+        alike = self.softmax.sampling == "uniform" or self.catalogue is None
+        return self.sampler.log_chance(items if alike else self.numbers(items).clamp_(min=1))
 
 
 def _content_id(batch: Batch) -> Tensor:

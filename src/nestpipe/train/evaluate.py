@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -13,6 +14,7 @@ from nestpipe.comm import Communicator
 from nestpipe.comm.peer_failure import STOP
 from nestpipe.data import HISTORY, TARGET, Ranking, Source
 from nestpipe.embedding.sharded import ShardedTables
+from nestpipe.errors import DataError
 from nestpipe.jagged import Jagged
 from nestpipe.models import Auc, HstuRetriever, LogLoss, TargetRank, ranks_of_targets
 from nestpipe.models.protocol import RecModel, loss_of
@@ -79,23 +81,79 @@ def _evaluate_retrieval(
     trainer: Trainer, model: HstuRetriever, source: Source, on_batch: Callable[[], None]
 ) -> dict[str, float]:
     """HR@K and NDCG@K of the held-out item among the whole catalogue."""
-    items_N = torch.arange(1, model.softmax.num_items + 1)
-    catalogue_ND = trainer.rows_of("items", items_N).to(trainer.device)
+    catalogue_ND = trainer.rows_of("items", model.items()).to(trainer.device)
     ranks = TargetRank()
     for batch, rows in forward(trainer, source, _with_no_negatives(model)):
         if batch.size:
-            scores_BN = model.score(model.encode(rows, batch), catalogue_ND)
-            ranks = ranks.add(_ranks(scores_BN, batch))
+            vectors_BD, asked = model.encode(rows, batch), _Asked.of(batch, model)
+            # Those whose scores fit at once have them in one product, as always.
+            whole = batch.size * len(catalogue_ND) <= MOST_SCORES
+            find = ranks_at_once if whole else ranks_in_parts
+            ranks = ranks.add(find(model, vectors_BD, catalogue_ND, asked))
         on_batch()
     ranks = _merged(ranks, trainer.comm)
     return {**ranks.values, "samples": float(ranks.count)}
 
 
-def _ranks(scores_BN: Tensor, batch: Batch) -> Tensor:
-    """Where each target came, among the items that its user has not seen yet."""
-    history, targets_B = batch.sparse["history"], batch.dense["target"] - 1
-    scores_BN = without_seen(scores_BN, history.values - 1, history.lengths, targets_B)
-    return ranks_of_targets(scores_BN, targets_B)
+MOST_SCORES = 1 << 25
+"""Scores that are held at a time: 128 MiB."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What is asked of a batch, by places in the catalogue, from 0."""
+
+    targets_B: Tensor
+    seen_T: Tensor
+    """Items that users have seen, the target left out ..."""
+    sample_T: Tensor
+    """... and whose they are."""
+
+    @classmethod
+    def of(cls, batch: Batch, model: HstuRetriever) -> _Asked:
+        """Refuses a target that is not in the catalogue."""
+        history, targets_B = batch.sparse[HISTORY], model.numbers(batch.dense[TARGET]) - 1
+        if int(targets_B.min()) < 0:
+            item = int(batch.dense[TARGET][targets_B.argmin()])
+            raise DataError(
+                f"item {item} is to be predicted, and is none of the {model.softmax.num_items:,} "
+                "that the model knows; correct model.num_items, or train with data that has it"
+            )
+        seen_T = model.numbers(history.values) - 1
+        sample_T = torch.repeat_interleave(history.lengths, output_size=len(seen_T))
+        kept_T = (seen_T >= 0) & (seen_T != targets_B[sample_T])
+        return cls(targets_B, seen_T[kept_T], sample_T[kept_T])
+
+
+def ranks_at_once(
+    model: HstuRetriever, vectors_BD: Tensor, catalogue_ND: Tensor, asked: _Asked
+) -> Tensor:
+    """(B,) where each target came, among the items that its user has not seen yet."""
+    scores_BN = model.score(vectors_BD, catalogue_ND)
+    scores_BN[asked.sample_T, asked.seen_T] = float("-inf")
+    return ranks_of_targets(scores_BN, asked.targets_B)
+
+
+def ranks_in_parts(
+    model: HstuRetriever,
+    vectors_BD: Tensor,
+    catalogue_ND: Tensor,
+    asked: _Asked,
+    most: int = MOST_SCORES,
+) -> Tensor:
+    """The same with a part of the catalogue at a time; at most so many scores are held."""
+    rows_B = torch.arange(len(vectors_BD), device=vectors_BD.device)
+    own_B = model.score(vectors_BD, catalogue_ND[asked.targets_B]).diagonal()
+    ranks_B = torch.ones_like(asked.targets_B)
+    step = max(1, most // len(vectors_BD))
+    for begin in range(0, len(catalogue_ND), step):
+        scores_BN = model.score(vectors_BD, catalogue_ND[begin : begin + step])
+        size = scores_BN.shape[1]
+        for sample, place in ((asked.sample_T, asked.seen_T), (rows_B, asked.targets_B)):
+            here = (place >= begin) & (place < begin + size)
+            scores_BN[sample[here], place[here] - begin] = float("-inf")
+        ranks_B += (scores_BN >= own_B[:, None]).sum(1)
+    return ranks_B
 
 
 def _with_no_negatives(model: HstuRetriever) -> Callable[[Batch], Mapping[str, Jagged]]:
@@ -169,46 +227,52 @@ def _merged(metric: _M, comm: Communicator) -> _M:
 # Shapes: B samples, N items
 
 
-def popularity(train: Source, held_out: Source, num_items: int, batch: int = 1024) -> TargetRank:
+def popularity(
+    train: Source, held_out: Source, model: HstuRetriever, batch: int = 1024
+) -> TargetRank:
     """How well the held-out items rank by how often training has seen them.
 
     Read in one process; items that a user has seen are left out, as for a model.
     """
-    counts_N = _counts(train, num_items, batch)
+    counts_N = _counts(train, model.softmax.num_items, model.numbers, batch)
+    sorted_N = counts_N.sort().values
     ranks = TargetRank()
     for samples in held_out.batches(global_batch=batch, rank=0, ranks=1, seed=0):
-        scores_BN = counts_N.expand(samples.size, num_items).clone()
-        history, targets_B = samples.sparse[HISTORY], samples.dense[TARGET] - 1
-        ranks = ranks.add(
-            ranks_of_targets(
-                without_seen(scores_BN, history.values - 1, history.lengths, targets_B), targets_B
-            )
-        )
+        ranks = ranks.add(_popularity_ranks(counts_N, sorted_N, _Asked.of(samples, model)))
     return ranks
+
+
+def _popularity_ranks(counts_N: Tensor, sorted_N: Tensor, asked: _Asked) -> Tensor:
+    """(B,) items chosen as often as the target or more, less those that the user has seen."""
+    own_B = counts_N[asked.targets_B]
+    ranks_B = len(sorted_N) - torch.searchsorted(sorted_N, own_B)
+    seen_T2 = torch.stack([asked.sample_T, asked.seen_T], 1).unique(dim=0)
+    before_T = counts_N[seen_T2[:, 1]] >= own_B[seen_T2[:, 0]]
+    return ranks_B.index_add(0, seen_T2[before_T, 0], -torch.ones_like(seen_T2[before_T, 0]))
 
 
 def popularity_auc(train: Ranking, held_out: Ranking, batch: int = 1024) -> float:
     """AUC of the held-out candidates by how often training has seen them, in one process."""
-    counts_N = _counts(train.sequences, train.options.num_items, batch)
+    catalogue = train.options.catalogue
+
+    def numbers(items: Tensor) -> Tensor:
+        return torch.from_numpy(catalogue.numbers(items.numpy()))
+
+    counts_N = _counts(train.sequences, catalogue.num_items, numbers, batch)
     share_N = counts_N / (counts_N.max() + 1)
     auc = Auc()
     for samples in held_out.batches(global_batch=batch, rank=0, ranks=1, seed=0):
         candidates, labels = samples.sparse["candidates"], samples.sparse["labels"]
-        auc = auc.add(share_N[candidates.values - 1], labels.values)
+        auc = auc.add(share_N[numbers(candidates.values) - 1], labels.values)
     return auc.value
 
 
-def _counts(train: Source, num_items: int, batch: int) -> Tensor:
+def _counts(
+    train: Source, num_items: int, numbers: Callable[[Tensor], Tensor], batch: int
+) -> Tensor:
     """(N,) how often each item is in a training history."""
     counts_N = torch.zeros(num_items, dtype=torch.float64)
     for samples in train.batches(global_batch=batch, rank=0, ranks=1, seed=0):
-        counts_N += torch.bincount(samples.sparse[HISTORY].values - 1, minlength=num_items)
+        found = torch.bincount(numbers(samples.sparse[HISTORY].values), minlength=num_items + 1)
+        counts_N += found[1:]
     return counts_N
-
-
-def without_seen(scores_BN: Tensor, seen_T: Tensor, lengths_B: Tensor, targets_B: Tensor) -> Tensor:
-    """Scores where items that a user has seen come last, unless they are the target itself."""
-    sample_T = torch.repeat_interleave(lengths_B, output_size=len(seen_T))
-    kept_B1 = scores_BN.gather(1, targets_B[:, None])
-    scores_BN[sample_T, seen_T] = float("-inf")
-    return scores_BN.scatter_(1, targets_B[:, None], kept_B1)

@@ -28,6 +28,7 @@ from nestpipe.config import Table, build, not_negative, positive
 from nestpipe.config.values import fit_leaf
 from nestpipe.data import (
     HISTORY,
+    Catalogue,
     DataConfig,
     Ranking,
     RankingOptions,
@@ -94,7 +95,7 @@ class ModelConfig:
     max_len: int = 200
     """hstu, ranker: longest history that is expected."""
     num_items: int = 0
-    """hstu, ranker: items are keys from 1 to this; 0: what the data says."""
+    """hstu, ranker: items are keys from 1 to this; 0: those that the data has, whatever keys."""
     negatives: int = 128
     """hstu, ranker: negative samples per sample."""
     positives: int = 4
@@ -217,7 +218,7 @@ def open_split(config: JobConfig, split: Split) -> Source:
         )
     wanted = config.model
     options = RankingOptions(
-        num_items=_num_items(config, source),
+        catalogue=_catalogue(config, source),
         positives=wanted.positives,
         negatives=max(1, wanted.negatives // wanted.positives),
         seed=config.run.seed,
@@ -259,11 +260,26 @@ def make_model(config: JobConfig, source: Source) -> tuple[nn.Module, list[Table
         return _hstu(config, source)
     if kind == "ranker":
         return _ranker(wanted)
+    _refuse_labels(kind, [column.name for column in source.columns if column.kind == "label"])
     fields = next((c.fields for c in source.columns if c.kind == "features"), ())
     if kind == "logistic":
         baseline = LogisticRegression(tuple(keys), len(fields))
         return baseline, baseline.tables()
     return _dlrm(wanted, keys, fields)
+
+
+def _refuse_labels(kind: str, labels: list[str]) -> None:
+    """A model of clicks learns one label: none would be missed late, others never be used."""
+    if not labels:
+        raise ConfigError(
+            f"model.kind is {kind!r} but the data has no label; name its column in "
+            "data.parquet.labels"
+        )
+    if len(labels) > 1:
+        raise ConfigError(
+            f"the data has the labels {', '.join(labels)}, and {kind!r} learns one; name one in "
+            "data.parquet.labels"
+        )
 
 
 def _dlrm(
@@ -292,14 +308,16 @@ def _ranker(wanted: ModelConfig) -> tuple[nn.Module, list[Table]]:
 
 def _hstu(config: JobConfig, source: Source) -> tuple[nn.Module, list[Table]]:
     wanted = config.model
+    items = _catalogue(config, source)
     model = HstuRetriever(
         _encoder(wanted),
         SampledSoftmaxConfig(
-            num_items=_num_items(config, source),
+            num_items=items.num_items,
             negatives=wanted.negatives,
             temperature=wanted.temperature,
             seed=config.run.seed,
         ),
+        None if items.ids is None else torch.from_numpy(items.ids.copy()),
     )
     features = ("history", "negatives")
     return model, [Table(name="items", dim=wanted.dim, features=features, init_std=wanted.init_std)]
@@ -316,13 +334,15 @@ def _encoder(wanted: ModelConfig) -> HstuConfig:
     )
 
 
-def _num_items(config: JobConfig, source: Source) -> int:
-    """Items are keys from 1 to this."""
-    known = next((c.max_key for c in source.columns if c.name == HISTORY), None)
-    num_items = config.model.num_items or known
-    if not num_items:
+def _catalogue(config: JobConfig, source: Source) -> Catalogue:
+    """The items: keys from 1 to `num_items` where that is known, else those that the data has."""
+    column = next((c for c in source.columns if c.name == HISTORY), None)
+    known = config.model.num_items or (column.max_key if column else None)
+    if known:
+        return Catalogue(known)
+    if column is None or column.items is None:
         raise ConfigError("model.num_items is 0; say how many items there are, keys from 1")
-    return num_items
+    return Catalogue.of(column.items())
 
 
 # Going on from a checkpoint: exactly, or not at all. A setting that changes results must be the

@@ -257,7 +257,7 @@ def _baseline(job: Job) -> dict[str, float]:
         return {"popularity_auc": popularity_auc(job.train, held_out)}
     if not isinstance(model, HstuRetriever):
         return {}
-    ranks = popularity(job.train, job.held_out(), model.softmax.num_items)
+    ranks = popularity(job.train, job.held_out(), model)
     return {f"baseline_{name}": ranks.values[name] for name in ("hr@10", "ndcg@10")}
 
 

@@ -1,10 +1,13 @@
 """`nestpipe train` and `nestpipe eval` from the outside."""
 
 import json
+import math
 import os
 import subprocess
 import sys
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from nestpipe.cli.app import main
@@ -135,6 +138,26 @@ def test_sequences_train_a_retriever_that_beats_popularity(run):
 )
 def test_bad_input_is_one_sentence_and_exit_status_2(run, arguments, expected):
     refused(expected, *run("train", *SMALL, *arguments))
+
+
+@pytest.mark.parametrize(
+    ("columns", "labels", "expected"),
+    [
+        ({"label": [1, 7, 10]}, "[]", "label is 10, not from 0 to 1"),
+        ({"label": [1, 1, 1]}, "[]", "every label of"),
+        ({"price": [1.0, 2.0, 3.0]}, "[]", "but the data has no label"),
+        ({"a": [0, 1, 0], "b": [1, 0, 0]}, '["a", "b"]', "the labels a, b, and 'dlrm' learns one"),
+        ({"label": [0, 1, 0], "label2": [1, 0, 0]}, "[]", "has label2 beside the label label"),
+        ({"label": [0, 1, 0], "x": [1.0, math.nan, 2.0]}, "[]", "x is not finite"),
+    ],
+)
+def test_own_clicks_that_make_no_sense_are_refused(run, tmp_path, columns, labels, expected):
+    path = tmp_path / "clicks.parquet"
+    pq.write_table(pa.table({"item": [1, 2, 3], **columns}), path)
+    data = ["data.kind=parquet", f"data.path={path}", f"data.parquet.labels={labels}"]
+    arguments = [argument for setting in data for argument in ("--set", setting)]
+    status, _, said = run("train", *arguments, "--set", "run.batch=2")
+    refused(expected, status, "", said)
 
 
 def test_a_process_too_says_one_sentence_and_ends_with_status_2():

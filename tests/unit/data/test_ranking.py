@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 
 from nestpipe.batch import Batch
-from nestpipe.data import DataConfig, Ranking, RankingOptions, SyntheticConfig, concat, open_source
+from nestpipe.data import (
+    Catalogue,
+    DataConfig,
+    Ranking,
+    RankingOptions,
+    SyntheticConfig,
+    concat,
+    open_source,
+)
 from nestpipe.data.config import Split
 from nestpipe.errors import ConfigError
 
@@ -18,7 +26,7 @@ WORLD = SyntheticConfig(
 
 def rankings(split: Split = "train", **options) -> Ranking:
     sequences = open_source(DataConfig(synthetic=WORLD), split)
-    return Ranking(sequences, RankingOptions(num_items=ITEMS, negatives=5, **options))
+    return Ranking(sequences, RankingOptions(catalogue=Catalogue(ITEMS), negatives=5, **options))
 
 
 def read(source, ranks: int = 1, epoch: int = 0, size: int = 16) -> list[Batch]:
@@ -108,4 +116,4 @@ def test_an_empty_batch_has_the_same_columns():
 
 def test_nothing_to_draw_from_is_refused():
     with pytest.raises(ConfigError, match="num_items is 0"):
-        RankingOptions(num_items=0)
+        Catalogue(0)

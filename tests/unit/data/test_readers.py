@@ -85,9 +85,56 @@ def test_parquet_columns_by_type(tmp_path):
 
 def test_several_labels_keep_their_names(make):
     config = make("parquet")
-    two = ParquetConfig(sparse=("user",), labels=("label", "n"))
+    two = ParquetConfig(sparse=("user",), labels=("label", "n"), any_labels=True)
     config = DataConfig(kind="parquet", path=config.path, parquet=two, max_broken=9)
     assert {"label", "n"} <= everything(config).dense.keys()
+
+
+def write_labels(folder, labels, statistics=True, **columns):
+    rows = {"item": pa.array(range(len(labels))), "label": pa.array(labels), **columns}
+    pq.write_table(pa.table(rows), folder / "clicks.parquet", write_statistics=statistics)
+    return DataConfig(kind="parquet", path=str(folder), shuffle=False)
+
+
+@pytest.mark.parametrize("statistics", [True, False])
+def test_labels_outside_0_to_1_are_refused_unless_they_are_wanted(tmp_path, statistics):
+    config = write_labels(tmp_path, [1, 7, 0, 10], statistics)
+    with pytest.raises(DataError, match=r"label is (10|7), not from 0 to 1, so make it"):
+        everything(config)
+    free = replace(config, parquet=ParquetConfig(any_labels=True))
+    assert everything(free).dense["label"].tolist() == [1, 7, 0, 10]
+    ratings = replace(config, parquet=ParquetConfig(positive_from=7))
+    assert everything(ratings).dense["label"].tolist() == [0, 1, 0, 1]
+    skipped = replace(config, max_broken=2)
+    assert everything(skipped).dense["label"].tolist() == [1, 0]
+
+
+def test_labels_that_are_all_alike_are_refused_for_training(tmp_path):
+    config = write_labels(tmp_path, [1, 1, 1])
+    with pytest.raises(DataError, match=r"every label of .* is 1, so there is nothing to learn"):
+        open_source(config)
+    assert everything(replace(config, test_path=str(tmp_path)), "test").size == 3
+
+
+def test_labels_that_turn_out_to_be_alike_are_told(tmp_path, caplog):
+    assert everything(write_labels(tmp_path, [0, 0, 0], statistics=False)).size == 3
+    assert "every label of the pass was 0" in caplog.text
+
+
+def test_a_second_label_is_no_feature(tmp_path):
+    config = write_labels(tmp_path, [1, 0], label_like=pa.array([0.0, 1.0]))
+    with pytest.raises(DataError, match="has label_like beside the label label; name all labels"):
+        open_source(config)
+    ignored = replace(config, parquet=ParquetConfig(ignore=("label_like",)))
+    assert everything(ignored).dense.keys() == {"label"}
+
+
+def test_the_key_that_stands_for_none_is_told_once(tmp_path, caplog):
+    config = write_labels(tmp_path, [1, 0, 1], user=pa.array([-1, 2, None]))
+    assert everything(config).sparse["user"].values.tolist() == [-1, 2, -1]
+    everything(config)
+    assert caplog.text.count("column user of") == 1
+    assert "has the key -1, which stands for a missing one" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,14 @@ import pytest
 
 from nestpipe.comm import LocalCommunicator
 from nestpipe.config import build
-from nestpipe.data import DataConfig, Ranking, RankingOptions, SyntheticConfig, open_source
+from nestpipe.data import (
+    Catalogue,
+    DataConfig,
+    Ranking,
+    RankingOptions,
+    SyntheticConfig,
+    open_source,
+)
 from nestpipe.errors import ConfigError
 from nestpipe.models import HstuConfig, HstuRanker
 from nestpipe.train.evaluate import evaluate, popularity_auc
@@ -66,7 +73,9 @@ def test_popularity_ranks_by_how_often_an_item_was_chosen():
 
 def _popularity_of(world: SyntheticConfig) -> float:
     train, test = (
-        Ranking(open_source(DataConfig(synthetic=world), split), RankingOptions(num_items=50))
+        Ranking(
+            open_source(DataConfig(synthetic=world), split), RankingOptions(catalogue=Catalogue(50))
+        )
         for split in ("train", "test")
     )
     return popularity_auc(train, test)

@@ -26,6 +26,7 @@ from nestpipe.data.source import (
     Column,
     Indexed,
     from_memory,
+    history_column,
     keys_column,
     label_column,
     tensor,
@@ -146,7 +147,7 @@ def sequences(
         HISTORY: _ranges(items, begin + length - kept, kept),
         TIMESTAMPS: _ranges(times, begin + length - kept, kept),
     }
-    columns = [keys_column(HISTORY, max_key=int(items.max(initial=0))), times_column()]
+    columns = [history_column(items=lambda: np.unique(items)), times_column()]
     if split == "train":
         return columns, Batch(len(kept), {}, lists)
     columns += [Column(TARGET, "target", "int64"), time_column()]

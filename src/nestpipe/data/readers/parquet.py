@@ -5,14 +5,17 @@ Row groups come in an order that the seed decides. Only the columns that are use
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from nestpipe.batch import Batch
 from nestpipe.data.config import DataConfig, ParquetConfig, Split
@@ -29,6 +32,7 @@ from nestpipe.data.readers.text import Broken
 from nestpipe.data.source import (
     DENSE,
     LABEL,
+    MISSING,
     Chunk,
     Column,
     Stream,
@@ -39,6 +43,8 @@ from nestpipe.data.source import (
 )
 from nestpipe.errors import DataError
 from nestpipe.jagged import Jagged
+
+log = logging.getLogger("nestpipe.data")
 
 PIECE = 65_536
 PATTERNS = ("*.parquet", "*.pq")
@@ -52,6 +58,8 @@ def open_parquet(config: DataConfig, split: Split) -> Stream:
         for number, file in enumerate(files)
         for chunk in _chunks(file, layout, split, every, number)
     ]
+    if split == "train" and isinstance(layout, ColumnLayout):
+        refuse_labels(files, layout, skips=config.max_broken > 0)
     return Stream(
         layout.columns,
         chunks,
@@ -68,16 +76,77 @@ def find_split(
     """The path of a split, which rows of its files are wanted, what is in them, and the files."""
     files = find_files(config.path, PATTERNS, "Parquet files")
     schema = open_file(files[0]).schema_arrow
-    layout = find_layout(schema, config, split)
+    read_items = partial(_all_items, config)
+    layout = find_layout(schema, config, split, read_items)
     if layout is not None and not _has_own_rows(config):
         check(schema, layout, files[0])
         return config.path, 0, layout, files
     path, every = split_path(config, split)
     files = find_files(path, PATTERNS, "Parquet files")
     schema = open_file(files[0]).schema_arrow
-    layout = find_layout(schema, config, split) or choose(schema, config.parquet, files[0])
+    layout = find_layout(schema, config, split, read_items)
+    layout = layout or choose(schema, config.parquet, files[0])
     check(schema, layout, files[0])
     return path, every, layout, files
+
+
+def refuse_labels(files: Sequence[Path], layout: ColumnLayout, *, skips: bool) -> None:
+    """Refuse labels outside 0 to 1, or all alike, as far as the files' statistics tell.
+
+    Where broken rows are skipped, some labels may be outside.
+    """
+    for name in layout.labels:
+        bounds = _bounds(files, name)
+        if bounds is None:
+            continue
+        least, most = bounds
+        free = skips or layout.any_labels or layout.positive_from
+        if not free and (least < 0 or most > 1):
+            wrong = least if least < 0 else most
+            raise DataError(f"{files[0].parent}: {LABEL_RANGE.format(name, f'{wrong:g}')}")
+        made = layout.label(pa.array([least, most]))
+        if made[0] == made[1]:
+            raise DataError(
+                f"every {name} of {files[0].parent} is {made[0]:g}, so there is nothing to learn; "
+                "add rows of the other kind, or check data.parquet.labels"
+            )
+
+
+def _bounds(files: Sequence[Path], name: str) -> tuple[float, float] | None:
+    """The least and the greatest value of a column of numbers; None where it is not known."""
+    found: list[float] = []
+    for file in files:
+        metadata = open_file(file).metadata
+        for group in range(metadata.num_row_groups):
+            chunks = (metadata.row_group(group).column(i) for i in range(metadata.num_columns))
+            statistics = next(c.statistics for c in chunks if c.path_in_schema == name)
+            if statistics is None or not statistics.has_min_max:
+                return None
+            found += [float(statistics.min), float(statistics.max)]
+    return (min(found), max(found)) if found else None
+
+
+def _all_items(config: DataConfig, columns: tuple[str, ...]) -> NDArray[np.int64]:
+    paths = (config.path, config.validation_path, config.test_path)
+    files = [file for path in paths if path for file in find_files(path, PATTERNS, "Parquet files")]
+    known = tuple(dict.fromkeys((file, file.stat().st_mtime_ns) for file in files))
+    return _distinct(known, columns)
+
+
+@lru_cache(maxsize=4)
+def _distinct(files: tuple[tuple[Path, int], ...], columns: tuple[str, ...]) -> NDArray[np.int64]:
+    """The different keys of some columns, sorted: one pass over those columns of all files."""
+    found = np.empty(0, dtype=np.int64)
+    for file, _ in files:
+        opened = open_file(file)
+        there = [name for name in columns if name in opened.schema_arrow.names]
+        for group in range(opened.metadata.num_row_groups):
+            for piece in row_group(file, group, there):
+                arrays = [inputs.flat(piece[name]) for name in there]
+                values = [a.flatten() if inputs.is_list(a.type) else a for a in arrays]
+                new = [inputs.keys(value.drop_null().unique()) for value in values]
+                found = np.unique(np.concatenate([found, *new]))
+    return found
 
 
 def _has_own_rows(config: DataConfig) -> bool:
@@ -128,6 +197,17 @@ class ColumnLayout:
     """Those of `sparse` with one key per row."""
     dense: tuple[str, ...]
     labels: tuple[str, ...]
+    any_labels: bool = False
+    """Whether labels may be outside 0 to 1."""
+    positive_from: float = 0.0
+    """From where on a label is 1, and below 0; 0: labels are as they are."""
+
+    def label(self, column: Any) -> NDArray[np.float32]:
+        """A label per row; nan where there is none."""
+        found = inputs.numbers(column)
+        if not self.positive_from:
+            return found
+        return np.where(np.isnan(found), found, found >= self.positive_from).astype(np.float32)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -153,10 +233,28 @@ def choose(schema: pa.Schema, config: ParquetConfig, where: Path) -> ColumnLayou
         left = [field for field in schema if field.name not in taken]
         sparse = tuple(field.name for field in left if inputs.is_keys(field.type))
         dense = tuple(field.name for field in left if pa.types.is_floating(field.type))
-    layout = ColumnLayout(sparse, frozenset(_single(schema, sparse)), dense, labels)
+        _refuse_second_label(left, labels, where)
+    layout = ColumnLayout(
+        sparse,
+        frozenset(_single(schema, sparse)),
+        dense,
+        labels,
+        config.any_labels,
+        config.positive_from,
+    )
     if not layout.names:
         raise DataError(f"{where} has no column of keys or numbers; name some in data.parquet")
     return layout
+
+
+def _refuse_second_label(left: Sequence[pa.Field], labels: tuple[str, ...], where: Path) -> None:
+    """A column that is called a label would be taken for a feature, and give the answer away."""
+    for field in left:
+        if labels and field.name.lower().startswith(LABEL) and inputs.is_number(field.type):
+            raise DataError(
+                f"{where} has {field.name} beside the label {labels[0]}; name all labels in "
+                "data.parquet.labels, or leave it out with data.parquet.ignore"
+            )
 
 
 def check(schema: pa.Schema, layout: ColumnLayout | SequenceLayout, where: Path) -> None:
@@ -238,17 +336,36 @@ def to_batch(
     good = _good(piece, layout, rows, path, broken)
     if not good.all():
         piece = piece.filter(pa.array(good))
-    dense = {layout.label_name(name): tensor(inputs.numbers(piece[name])) for name in layout.labels}
+    dense = {layout.label_name(name): tensor(layout.label(piece[name])) for name in layout.labels}
     if layout.dense:
         stacked = np.stack([inputs.numbers(piece[name]) for name in layout.dense], axis=1)
         dense[DENSE] = tensor(np.nan_to_num(stacked, copy=False, nan=0.0))
     sparse = {
-        name: Jagged.one_each(tensor(inputs.keys(piece[name])))
+        name: Jagged.one_each(tensor(_single_keys(piece[name], name, path)))
         if name in layout.single
         else inputs.lists(piece[name])
         for name in layout.sparse
     }
     return Batch(piece.num_rows, dense, sparse)
+
+
+def _single_keys(column: Any, name: str, path: Path) -> NDArray[np.int64]:
+    """A key per row; says once where a row has the key that stands for none."""
+    keys = inputs.keys(column)
+    if name not in _told and (keys == MISSING).sum() > column.null_count:
+        _told.add(name)
+        log.warning(
+            "column %s of %s has the key %d, which stands for a missing one; both share a row, "
+            "so use another key if that is not meant",
+            name,
+            path,
+            MISSING,
+        )
+    return keys
+
+
+_told: set[str] = set()
+"""Columns that a user has been warned of."""
 
 
 def _good(
@@ -257,7 +374,7 @@ def _good(
     """Which rows can be used; the others are told with their number in the file, from 1."""
     found: list[tuple[np.ndarray, str]] = []
     for name in layout.labels:
-        found.append((~np.isfinite(inputs.numbers(piece[name])), f"{name} is no number"))
+        found += _bad_labels(layout.label(piece[name]), name, layout)
     for name in layout.dense:
         bad = ~np.isfinite(inputs.numbers(piece[name])) & ~inputs.is_null(piece[name])
         found.append((bad, f"{name} is not finite"))
@@ -265,6 +382,19 @@ def _good(
         if name not in layout.single:
             found.append((inputs.holes(inputs.flat(piece[name])), f"{name} has an empty entry"))
     return without(found, rows, path, broken)
+
+
+def _bad_labels(label: np.ndarray, name: str, layout: ColumnLayout) -> list[tuple[np.ndarray, str]]:
+    found = [(~np.isfinite(label), f"{name} is no number")]
+    if not layout.any_labels and (outside := (label < 0) | (label > 1)).any():
+        found.append((outside, LABEL_RANGE.format(name, f"{label[outside][0]:g}")))
+    return found
+
+
+LABEL_RANGE = (
+    "{} is {}, not from 0 to 1, so make it 0 or 1 with data.parquet.positive_from, or set "
+    "data.parquet.any_labels"
+)
 
 
 def without(

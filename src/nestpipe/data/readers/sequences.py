@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from nestpipe.data.source import (
     TIME,
     TIMESTAMPS,
     Column,
-    keys_column,
+    history_column,
     tensor,
     time_column,
     times_column,
@@ -66,6 +67,8 @@ class SequenceLayout:
     """The column of the target's time."""
     max_len: int
     held: HoldOut
+    items: Callable[[], I64] = field(compare=False)
+    """Reads the different items of all splits."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -75,13 +78,18 @@ class SequenceLayout:
     @property
     def columns(self) -> tuple[Column, ...]:
         timed = self.timestamps is not None
-        lists = [keys_column(HISTORY), *([times_column()] if timed else [])]
+        lists = [history_column(items=self.items), *([times_column()] if timed else [])]
         target = [Column(TARGET, "target", "int64")] if self.held.target else []
         time = [time_column()] if self.held.target and timed else []
         return (*lists, *target, *time, Column(SAMPLE_ID, "id", "int64"))
 
 
-def find_layout(schema: pa.Schema, config: DataConfig, split: Split) -> SequenceLayout | None:
+def find_layout(
+    schema: pa.Schema,
+    config: DataConfig,
+    split: Split,
+    read_items: Callable[[tuple[str, ...]], I64],
+) -> SequenceLayout | None:
     """The columns of sequences; None where the file has something else.
 
     They are sequences where the config names a history, or where a list `history` is the only
@@ -105,6 +113,7 @@ def find_layout(schema: pa.Schema, config: DataConfig, split: Split) -> Sequence
         TIME if target and TIME in schema.names else None,
         wanted.max_len,
         HoldOut.of(split, own_rows=own_rows),
+        lambda: read_items((history, *([target] if target else []))),
     )
 
 
