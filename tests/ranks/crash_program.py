@@ -20,13 +20,12 @@ from typing import Any
 from nestpipe.checkpoint import disk
 from nestpipe.checkpoint.folder import (
     Retention,
-    compact,
-    difference,
     newest,
     paths_in,
     prune,
     verified,
 )
+from nestpipe.checkpoint.merging import compact, difference
 from nestpipe.comm import LocalCommunicator
 from nestpipe.config import build
 from nestpipe.errors import CheckpointError

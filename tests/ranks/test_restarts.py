@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from nestpipe.checkpoint.folder import Checkpoint, difference, newest
+from nestpipe.checkpoint.folder import Checkpoint, newest
+from nestpipe.checkpoint.merging import difference
 from ranks.restart_program import STEPS
 from support.examples import num_examples
 

@@ -34,8 +34,9 @@ from nestpipe.checkpoint.disk import (
     sync_folder,
     write_tensors,
 )
-from nestpipe.checkpoint.folder import PART_BYTES, Checkpoint
+from nestpipe.checkpoint.folder import Checkpoint
 from nestpipe.checkpoint.manifest import DENSE
+from nestpipe.checkpoint.merging import rows_in_part
 from nestpipe.errors import CheckpointError, ConfigError, DataError
 
 # Shapes: K keys of a table, N of one part, D weights of a row, S its state, W both
@@ -183,7 +184,7 @@ def _write_parquet(file: Path, keys_K: Keys, columns: dict[str, Rows]) -> Path:
 
 
 def _parts(count: int, width: int) -> Iterator[slice]:
-    most = max(1, PART_BYTES // (8 + 4 * max(1, width)))
+    most = rows_in_part(width)
     for begin in range(0, count, most):
         yield slice(begin, min(begin + most, count))
 

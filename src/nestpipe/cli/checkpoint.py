@@ -149,7 +149,7 @@ def diff(one: CheckpointPath, other: CheckpointPath, json: JsonFile = None) -> N
 
     Example: nestpipe checkpoint diff runs/a runs/b
     """
-    from nestpipe.checkpoint.folder import difference
+    from nestpipe.checkpoint.merging import difference
 
     found = difference(newest_in(one), newest_in(other))
     if json is not None:
@@ -192,7 +192,7 @@ def compact(path: CheckpointPath) -> None:
 
     Example: nestpipe checkpoint compact runs/today/step-00001000
     """
-    from nestpipe.checkpoint import folder as checkpoints
+    from nestpipe.checkpoint import merging as checkpoints
 
     checkpoint = newest_in(path)
     checkpoints.compact(checkpoint.path)

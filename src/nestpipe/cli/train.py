@@ -209,7 +209,8 @@ def _show(outcome: TrainResult, ranks: int, plan: str, json: str | None) -> None
             "metrics": outcome.metrics,
             "checkpoint": outcome.checkpoint,
             "stopped": outcome.stopped,
-            "waited_for_checkpoints_s": outcome.waited_s,
+            "waited_for_checkpoints_s": outcome.saving.waited_s,
+            "checkpoints": asdict(outcome.saving),
             "plan": plan,
             "pipeline": asdict(outcome.summary) if outcome.summary else None,
         }
@@ -223,7 +224,14 @@ def _show(outcome: TrainResult, ranks: int, plan: str, json: str | None) -> None
         console().print(summary_table(outcome.summary, plan))
         console().print(summary_lines(outcome.summary), markup=False)
     if outcome.checkpoint:
-        console().print(f"checkpoint: {outcome.checkpoint}", markup=False, soft_wrap=True)
+        cost = outcome.saving
+        said = f"checkpoint: {outcome.checkpoint}"
+        if cost.checkpoints:
+            said += (
+                f"\ncheckpoints written: {cost.checkpoints}, {cost.gigabytes:.3g} GB; training "
+                f"stood still for {cost.waited_s:.1f} s"
+            )
+        console().print(said, markup=False, soft_wrap=True)
     if outcome.stopped:
         console().print("stopped by a signal; --resume auto goes on from there", markup=False)
 

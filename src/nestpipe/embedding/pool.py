@@ -155,6 +155,7 @@ class RowPool:
         )
         self._locator = can.locate if direct else None
         self._pinner = can.pin if direct else None
+        self._notes = can.notes
         self._addresses_S = (
             torch.zeros(num_slots, dtype=torch.int64, device=device) if direct else None
         )
@@ -345,6 +346,9 @@ class RowPool:
         self._outside = True
         if self._addresses_S is not None and self._all_located:
             self._copy(of.slots_V[:n].long(), to_store=True)
+            if self._notes is not None and self._notes.tracking:
+                _, keys_n, counts = of.by_table(self._layout.num_tables)
+                self._notes.note(keys_n, counts)
         else:
             slots_n, keys_n, counts = of.by_table(self._layout.num_tables)
             if self._located(slots_n, keys_n, counts):

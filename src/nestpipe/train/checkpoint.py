@@ -7,12 +7,11 @@ keys that it owns. A fault of one rank is raised on all.
 
 from __future__ import annotations
 
-import json
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -20,27 +19,16 @@ import torch
 from torch import Tensor, nn
 
 from nestpipe.checkpoint import disk
-from nestpipe.checkpoint.folder import (
-    PART_BYTES,
-    Checkpoint,
-    compact,
-    counted,
-    name_of,
-    open_checkpoint,
-    open_noted,
-    row_parts,
-    rows_file,
-)
+from nestpipe.checkpoint.folder import Checkpoint, counted, name_of, open_noted
 from nestpipe.checkpoint.manifest import (
     DENSE,
     FileEntry,
     Manifest,
-    Parent,
     finite,
     is_old,
-    read_manifest,
     write_manifest,
 )
+from nestpipe.checkpoint.merging import rows_in_part, write_rows
 from nestpipe.comm.communicator import Communicator
 from nestpipe.comm.mesh import Mesh
 from nestpipe.embedding.routing.lists import owner_of
@@ -54,7 +42,6 @@ from nestpipe.errors import (
     NestpipeError,
     RunError,
 )
-from nestpipe.kernels.rows.native import RowPointers
 from nestpipe.models import Dlrm, HstuRanker, LogisticRegression
 
 T = TypeVar("T")
@@ -92,14 +79,14 @@ def save_checkpoint(
     """Write a full checkpoint; it has its name only once every rank has written all of it."""
     comm, target = mesh.world, folder / name_of(state.step)
     partial = folder / f".partial-{target.name}"
-    manifest = _manifest(state, model, groups, stores, mesh)
+    manifest = manifest_of(state, model, groups, stores, mesh)
 
     def write_part() -> dict[str, FileEntry]:
         entries: dict[str, FileEntry] = {}
         if mesh.group == 0:  # the others have the same
             entries |= _save_rows(partial, groups, stores, mesh.shards.rank)
         if comm.rank == 0:
-            written = disk.write_tensors(partial / DENSE, _dense_tensors(model, dense_optimizer))
+            written = disk.write_tensors(partial / DENSE, dense_tensors(model, dense_optimizer))
             entries[DENSE] = FileEntry.of(written)
         return entries
 
@@ -117,9 +104,9 @@ def save_checkpoint(
                 _publish(partial, target, manifest, entries)
             return {}
 
-        _all_write(comm, target, begin)
-        entries = _all_write(comm, target, write_part)
-        _all_write(comm, target, end)
+        all_write(comm, target, begin)
+        entries = all_write(comm, target, write_part)
+        all_write(comm, target, end)
     return target
 
 
@@ -131,7 +118,7 @@ def _publish(
     disk.publish(partial, target)
 
 
-def _all_write(
+def all_write(
     comm: Communicator, target: Path, write: Callable[[], dict[str, FileEntry]]
 ) -> dict[str, FileEntry]:
     """What every rank writes; a rank that fails is heard of by all, and all raise its sentence."""
@@ -141,16 +128,16 @@ def _all_write(
         with disk.explained(f"the checkpoint {str(target)!r}"):
             mine.update(write())
 
-    fault = _fault_of(do)
+    fault = fault_of(do)
     told = comm.all_gather_values([fault, {name: asdict(entry) for name, entry in mine.items()}])
     told = cast("list[tuple[list[str] | None, dict[str, Any]]]", told)
-    _raise_first([of_rank[0] for of_rank in told])
+    raise_first([of_rank[0] for of_rank in told])
     return {name: FileEntry(**entry) for _, entries in told for name, entry in entries.items()}
 
 
 def raise_everywhere(comm: Communicator, do: Callable[[], None]) -> None:
     """Do something on every rank; what one is refused, all raise."""
-    _raise_first(cast("list[list[str] | None]", comm.all_gather_values(_fault_of(do))))
+    raise_first(cast("list[list[str] | None]", comm.all_gather_values(fault_of(do))))
 
 
 def gathered_from_first(comm: Communicator, value: T) -> T:
@@ -158,7 +145,7 @@ def gathered_from_first(comm: Communicator, value: T) -> T:
     return cast("list[T]", comm.all_gather_values(value))[0]
 
 
-def _fault_of(do: Callable[[], None]) -> list[str] | None:
+def fault_of(do: Callable[[], None]) -> list[str] | None:
     """The kind and the sentence of an error meant for people; others end the run as they are."""
     try:
         do()
@@ -169,25 +156,34 @@ def _fault_of(do: Callable[[], None]) -> list[str] | None:
     return None
 
 
+class LostParentError(CheckpointError):
+    """The checkpoint that the next one was to be made from cannot be read."""
+
+
 _KINDS: Mapping[str, type[NestpipeError]] = {
     kind.__name__: kind
-    for kind in (CapacityError, CheckpointError, ConfigError, DataError, RunError)
+    for kind in (
+        *(CapacityError, CheckpointError, ConfigError, DataError, RunError),
+        LostParentError,
+    )
 }
 
 
-def _raise_first(faults: Sequence[list[str] | None]) -> None:
+def raise_first(faults: Sequence[list[str] | None]) -> None:
+    """Raise the first of these faults, whichever rank it is of."""
     for fault in faults:
         if fault is not None:
             raise _KINDS.get(fault[0], NestpipeError)(fault[1])
 
 
-def _manifest(
+def manifest_of(
     state: RunState,
     model: nn.Module,
     groups: Sequence[TableGroup],
     stores: Sequence[RowStore],
     mesh: Mesh,
 ) -> Manifest:
+    """What a checkpoint says of itself, before its files are there."""
     return Manifest(
         step=state.step,
         epoch=state.epoch,
@@ -257,16 +253,15 @@ def _save_rows(
 ) -> dict[str, FileEntry]:
     entries: dict[str, FileEntry] = {}
     for group, store in zip(groups, stores, strict=True):
-        most = max(1, PART_BYTES // (8 + 4 * store.layout.width))
-        for part, (number, keys, rows) in enumerate(store.export(most)):
-            table = group.tables[number].name
-            name = rows_file(table, shard, part)
-            written = disk.write_tensors(folder / name, {"keys": keys, "rows": rows})
-            entries[name] = FileEntry.of(written, table=table, shard=shard, rows=len(keys))
+        exported = store.export(rows_in_part(store.layout.width))
+        for number, parts in groupby(exported, key=lambda part: part[0]):
+            blocks = ((keys, rows) for _, keys, rows in parts)
+            entries |= write_rows(folder, group.tables[number].name, shard, blocks)
     return entries
 
 
-def _dense_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def dense_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Dense weights and optimizer state by name, on the host."""
     tensors = {f"model.{k}": v.detach().cpu().contiguous() for k, v in model.state_dict().items()}
     for index, entry in optimizer.state_dict()["state"].items():
         for name, value in entry.items():
@@ -387,7 +382,7 @@ def _load_rows(
     Where as many ranks wrote the checkpoint as load it, a rank's rows are all in its own files.
     """
     for number, table in enumerate(group.tables):
-        own = _wrote_alike(checkpoint, table.name, comm.size, group.table_owners[number])
+        own = wrote_alike(checkpoint, table.name, comm.size, group.table_owners[number])
         for keys, rows in checkpoint.rows(table.name, comm.rank if own else None):
             if rows.dtype != torch.float32 or rows.shape[1:] != (store.layout.width,):
                 raise disk.damaged(checkpoint.path, f"rows of {table.name} have another shape")
@@ -434,217 +429,10 @@ def put_rows(
     store.scatter(keys_K[mine].contiguous(), counts, rows_KW[mine].contiguous())
 
 
-def _wrote_alike(checkpoint: Checkpoint, table: str, shards: int, owner: int) -> bool:
+def wrote_alike(checkpoint: Checkpoint, table: str, shards: int, owner: int) -> bool:
     """Whether those who wrote a table owned its keys as those who load it do."""
     return all(
         one.manifest.shards == shards
         and any(t["name"] == table and t.get("owner") == owner for t in one.manifest.tables)
         for one in checkpoint.chain
     )
-
-
-# Increments: rows touched since the checkpoint before, copied at once, written in the background.
-
-TOUCHED_AT_ONCE = 64
-"""Lists of touched keys that are kept before they are made one."""
-FAILED = ".failed"
-WAIT_S, POLL_S = 600.0, 0.02
-"""How long rank 0 waits for the files of other ranks, and how often it looks."""
-
-
-class TrackedStore:
-    """A store that notes which keys were written, or located to be written."""
-
-    def __init__(self, store: RowStore) -> None:
-        self._store = store
-        self.layout = store.layout
-        self.gather, self.num_rows, self.erase = store.gather, store.num_rows, store.erase
-        self.num_bytes, self.export, self.close = store.num_bytes, store.export, store.close
-        self._touched: list[list[Tensor]] | None = None
-        can = store.abilities
-        self._locator = can.locate
-        self.abilities = replace(can, locate=self) if can.locate is not None else can
-
-    @property
-    def threads(self) -> int:
-        assert self._locator is not None
-        return self._locator.threads
-
-    def locate(self, keys_K: Tensor, counts: Sequence[int]) -> RowPointers:
-        assert self._locator is not None
-        self._note(keys_K, counts)
-        return self._locator.locate(keys_K, counts)
-
-    def scatter(self, keys_K: Tensor, counts: Sequence[int], rows_KW: Tensor) -> None:
-        self._note(keys_K, counts)
-        self._store.scatter(keys_K, counts, rows_KW)
-
-    def _note(self, keys_K: Tensor, counts: Sequence[int]) -> None:
-        if self._touched is None:
-            return
-        for of_table, keys in zip(self._touched, torch.split(keys_K, list(counts)), strict=True):
-            if len(keys):
-                of_table.append(keys.clone())
-            if len(of_table) >= TOUCHED_AT_ONCE:
-                of_table[:] = [torch.unique(torch.cat(of_table))]
-
-    def track(self) -> None:
-        """Note keys from now on, and forget those so far."""
-        self._touched = [[] for _ in self.layout.table_seeds]
-
-    def touched_rows(self) -> list[tuple[Tensor, Tensor]]:
-        """Copies of the rows touched since `track`, table by table, keys ascending."""
-        assert self._touched is not None, "nobody has asked to track"
-        found: list[tuple[Tensor, Tensor]] = []
-        for table, parts in enumerate(self._touched):
-            keys_K = torch.unique(torch.cat([torch.empty(0, dtype=torch.int64), *parts]))
-            counts = [0] * len(self._touched)
-            counts[table] = len(keys_K)
-            rows_KW = torch.empty(len(keys_K), self.layout.width)
-            self.gather(keys_K, counts, rows_KW)
-            found.append((keys_K, rows_KW))
-        return found
-
-
-class IncrementWriter:
-    """Writes increments while training goes on; one at a time, all ranks alike.
-
-    `begin` copies what an increment holds, at a batch boundary, and a thread writes it. Ranks tell
-    rank 0 by a file each that theirs are written; its thread writes the manifest and publishes.
-    After every so many increments it compacts the newest into a full checkpoint.
-    """
-
-    def __init__(self, folder: Path, mesh: Mesh, full_every: int) -> None:
-        self._folder, self._mesh, self._full_every = folder, mesh, full_every
-        self._thread: threading.Thread | None = None
-        self._fault: list[str] | None = None
-        self.seconds = 0.0
-        """Time that training has waited, for copies and for writes that were not done yet."""
-
-    def begin(
-        self,
-        parent: Path,
-        state: RunState,
-        model: nn.Module,
-        dense_optimizer: torch.optim.Optimizer,
-        groups: Sequence[TableGroup],
-        stores: Sequence[TrackedStore],
-    ) -> Path:
-        """Copy what was touched since the parent, and begin to write it; returns where to."""
-        self.wait()
-        began = time.perf_counter()
-        comm, target = self._mesh.world, self._folder / name_of(state.step)
-        partial = self._folder / f".partial-{target.name}"
-        if comm.rank == 0:
-            found = read_manifest(parent)
-            manifest = replace(
-                _manifest(state, model, groups, stores, self._mesh),
-                parent=Parent(name=parent.name, hash=found.hash),
-            )
-        else:
-            manifest = None
-
-        def make() -> dict[str, FileEntry]:
-            if comm.rank == 0:
-                disk.remove_leftovers(self._folder)
-                disk.make_folder(partial)
-            return {}
-
-        _all_write(comm, target, make)
-        dense = _dense_tensors(model, dense_optimizer) if comm.rank == 0 else {}
-        dense = {name: tensor.clone() for name, tensor in dense.items()}
-        rows = [store.touched_rows() for store in stores] if self._mesh.group == 0 else []
-        counts = [count for store in stores for count in store.num_rows()]
-        totals = cast("list[list[int]]", self._mesh.shards.all_gather_values(counts))
-        for store in stores:
-            store.track()
-        names = [[table.name for table in group.tables] for group in groups]
-
-        def write() -> None:
-            entries = _write_touched(partial, names, rows, self._mesh.shards.rank)
-            if manifest is None:
-                _tell(partial, comm.rank, entries)
-                return
-            entries[DENSE] = FileEntry.of(disk.write_tensors(partial / DENSE, dense))
-            for rank in range(1, comm.size):
-                entries |= _told(partial, rank)
-            tables = tuple(
-                {**table, "rows": sum(of)}
-                for table, *of in zip(manifest.tables, *totals, strict=True)
-            )
-            write_manifest(partial, replace(manifest, tables=tables, files=entries))
-            disk.publish(partial, target)
-            if self._full_every and len(open_checkpoint(target).parents) >= self._full_every:
-                compact(target)
-
-        self._start(target, write)
-        self.seconds += time.perf_counter() - began
-        return target
-
-    def _start(self, target: Path, write: Callable[[], None]) -> None:
-        def run() -> None:
-            def explained() -> None:
-                with disk.explained(f"the checkpoint {str(target)!r}"):
-                    write()
-
-            self._fault = _fault_of(explained)
-            if self._fault is not None and self._mesh.world.rank != 0:
-                # Rank 0 need not wait; where this cannot be written either, it gives up by itself.
-                with suppress(OSError):
-                    (self._folder / f".partial-{target.name}" / FAILED).touch()
-
-        # A run that fails does not wait for it: what is half written has no name.
-        self._thread = threading.Thread(target=run, name="nestpipe-checkpoint", daemon=True)
-        self._thread.start()
-
-    def wait(self) -> None:
-        """Until the increment is published, on all ranks; raises where one could not write."""
-        if self._thread is not None:
-            began = time.perf_counter()
-            self._thread.join()
-            self._thread = None
-            self.seconds += time.perf_counter() - began
-        fault, self._fault = self._fault, None
-        faults = cast("list[list[str] | None]", self._mesh.world.all_gather_values(fault))
-        _raise_first(faults[::-1])  # rank 0 may only have heard of another's
-
-
-def _write_touched(
-    partial: Path,
-    names: Sequence[Sequence[str]],
-    rows: Sequence[Sequence[tuple[Tensor, Tensor]]],
-    shard: int,
-) -> dict[str, FileEntry]:
-    entries: dict[str, FileEntry] = {}
-    for of_group, of_store in zip(names, rows, strict=False):  # replicas write none
-        for table, touched in zip(of_group, of_store, strict=True):
-            for part, (keys, values) in enumerate(row_parts(*touched)):
-                name = rows_file(table, shard, part)
-                written = disk.write_tensors(partial / name, {"keys": keys, "rows": values})
-                entries[name] = FileEntry.of(written, table=table, shard=shard, rows=len(keys))
-    return entries
-
-
-def _tell(partial: Path, rank: int, entries: Mapping[str, FileEntry]) -> None:
-    """Say which files a rank has written; the name appears when all of it is there."""
-    text = json.dumps({name: asdict(entry) for name, entry in entries.items()}).encode()
-    hidden = partial / f".rank-{rank}.part"
-    disk.write_bytes(hidden, iter([text]))
-    hidden.rename(partial / f".rank-{rank}")
-
-
-def _told(partial: Path, rank: int) -> dict[str, FileEntry]:
-    """Wait for another rank's files."""
-    path, give_up = partial / f".rank-{rank}", time.monotonic() + WAIT_S
-    while not path.exists():
-        if (partial / FAILED).exists():
-            raise CheckpointError(f"a rank could not write its part of {partial.name}")
-        if time.monotonic() > give_up:
-            raise CheckpointError(
-                f"rank {rank} has not written its part of {partial.name} in {WAIT_S:g} s; check "
-                "that all ranks see the same folder"
-            )
-        time.sleep(POLL_S)
-    entries = json.loads(path.read_text())
-    path.unlink()
-    return {name: FileEntry(**entry) for name, entry in entries.items()}

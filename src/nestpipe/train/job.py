@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
+from enum import Enum
 from pathlib import Path
 from typing import Any, Literal
 
@@ -138,10 +139,9 @@ class RunConfig(ExecutionSettings):
     checkpoint_every: int = 0
     """Write one after every so many batches; 0: at the end."""
     incremental: bool = False
-    """After the first checkpoint write only rows touched since the one before, while training
-    goes on."""
+    """Checkpoints hold only rows touched since the one before; else all are full."""
     full_every: int = 10
-    """incremental: so many increments in a row, then one is made a full checkpoint; 0: never."""
+    """incremental: so many increments in a row, then a full checkpoint; 0: never."""
     keep_last: int = 0
     """Keep the newest so many checkpoints; 0: no rule. Without any rule all are kept."""
     keep_hours: float = 0.0
@@ -408,6 +408,11 @@ def changes(config: JobConfig, saved: JobConfig) -> dict[str, tuple[object, obje
     return {key: (then.get(key), now.get(key)) for key in keys if now.get(key) != then.get(key)}
 
 
+def _plain(value: object) -> object:
+    """A choice as a user writes it."""
+    return value.value if isinstance(value, Enum) else value
+
+
 def refuse_changes(config: JobConfig, manifest: Manifest, where: Path, *, override: bool) -> None:
     """Refuse settings that would change results, or say which do where they are overridden."""
     saved = saved_config(manifest, where)
@@ -417,7 +422,8 @@ def refuse_changes(config: JobConfig, manifest: Manifest, where: Path, *, overri
     results = {key: both for key, both in found.items() if effect_of(key) == "results"}
     if results and not override:
         told = ", ".join(
-            f"{key} is {now!r} and was {then!r}" for key, (then, now) in results.items()
+            f"{key} is {_plain(now)!r} and was {_plain(then)!r}"
+            for key, (then, now) in results.items()
         )
         raise ConfigError(
             f"{told} in {where.name}; results would differ, so set what it was, or add --override"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import os
 import time
 from collections.abc import Callable, Generator
@@ -12,23 +14,37 @@ from typing import Any, cast
 
 from nestpipe.checkpoint import disk
 from nestpipe.checkpoint.folder import Retention, candidates, first_good, name_of, prune, verified
-from nestpipe.checkpoint.manifest import MANIFEST
+from nestpipe.checkpoint.manifest import read_manifest
 from nestpipe.comm import Communicator, LocalCommunicator, connect
 from nestpipe.comm.peer_failure import StopRequest
 from nestpipe.data import Ranking
 from nestpipe.errors import CheckpointError
 from nestpipe.models import HstuRetriever
 from nestpipe.trace import ShortTraceError, Span, Trace
-from nestpipe.train.checkpoint import IncrementWriter, gathered_from_first, raise_everywhere
+from nestpipe.train.background import BackgroundWriter
+from nestpipe.train.checkpoint import LostParentError, gathered_from_first, raise_everywhere
 from nestpipe.train.evaluate import evaluate, popularity, popularity_auc
 from nestpipe.train.job import Job, JobConfig
 from nestpipe.train.ops import StepReport
 from nestpipe.train.summary import Summary, Traffic, summarise
 from nestpipe.train.trainer import Trainer, choose_device
 
+log = logging.getLogger("nestpipe.train")
+
 MOST_TRACED = 16
 """Ranks whose traces are gathered at the end; of a larger run rank 0's is enough to look at."""
 Tell = Callable[[StepReport], None]
+
+
+@dataclass(frozen=True, slots=True)
+class SavingCost:
+    """What checkpoints cost a run."""
+
+    checkpoints: int = 0
+    gigabytes: float = 0.0
+    """Written by all ranks."""
+    waited_s: float = 0.0
+    """Seconds that training stood still: for copies, for the one before, for a full one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +63,8 @@ class TrainResult:
     """The last batches, of every rank where ranks are few."""
     stopped: bool = False
     """Whether a signal ended it before its time."""
-    waited_s: float = 0.0
-    """Seconds that training waited for increments: for copies, and for the one before."""
+    saving: SavingCost = SavingCost()
+    """What its checkpoints cost."""
 
 
 def communicator(config: JobConfig) -> Communicator:
@@ -136,10 +152,9 @@ def train_steps(job: Job, tell: Tell) -> TrainResult:
             if (_eval_due(job, epoch) or _finished(job)) and not job.trainer.stopped:
                 metrics = evaluate(job.trainer, job.held_out())
                 _log_metrics(writer, metrics, job.trainer.progress.step)
-            if _due(job, config.run.checkpoint_every):
+            if _due(job, config.run.checkpoint_every) and not _finished(job):
                 checkpoints.save(metrics)
-    checkpoints.save(metrics)
-    checkpoints.wait()
+    checkpoints.save(metrics, last=True)
     if not job.trainer.stopped:
         metrics |= _baseline(job)
     trace = _gathered_trace(job.trainer)
@@ -153,7 +168,7 @@ def train_steps(job: Job, tell: Tell) -> TrainResult:
         _summary(job.trainer, trace),
         trace,
         job.trainer.stopped,
-        checkpoints.waited_s,
+        checkpoints.cost(),
     )
     job.trainer.close()
     return outcome
@@ -188,43 +203,81 @@ def total_steps(job: Job) -> int | None:
 
 
 class RunCheckpoints:
-    """The checkpoints of one run: full ones, or increments that are written in the background."""
+    """The checkpoints of one run, written in the background where training goes on after them."""
 
     def __init__(self, job: Job) -> None:
         run, trainer = job.config.run, job.trainer
         self._job, self._folder = job, Path(run.checkpoint)
         self.last = self._begun_from()
         """The newest checkpoint of this run, written or about to be."""
+        increments = (run.full_every or math.inf) if run.incremental else 0
+        background = run.checkpoint and (run.incremental or run.checkpoint_every)
         self._writer = (
-            IncrementWriter(self._folder, trainer.mesh, run.full_every)
-            if run.checkpoint and run.incremental
-            else None
+            BackgroundWriter(self._folder, trainer.mesh, increments) if background else None
         )
-        if self._writer is not None and self.last is not None:
+        self._count, self._num_bytes, self._seconds = 0, 0, 0.0
+        self._tracked = self._writer is not None and (self.last is not None or self._has_no_rows())
+        """Whether it is known which rows differ from those of `last`, or from none."""
+        if self._tracked:
             trainer.track_rows()
 
     def _begun_from(self) -> Path | None:
         """The checkpoint that the run goes on from, where it is in the run's own folder."""
-        run, progress = self._job.config.run, self._job.trainer.progress
-        path = self._folder / name_of(progress.step)
-        there = bool(run.checkpoint) and (path / MANIFEST).is_file()
-        return path if gathered_from_first(self._job.trainer.comm, there) else None
-
-    def save(self, metrics: dict[str, float]) -> None:
-        """A checkpoint of this step that says by itself how to go on, evaluate and serve."""
         run, trainer = self._job.config.run, self._job.trainer
-        step = trainer.progress.step
-        if not run.checkpoint or (self.last is not None and self.last.name == name_of(step)):
+        path, loaded = self._folder / name_of(trainer.progress.step), trainer.loaded_from
+        # One of that name may be of another run.
+        there = bool(run.checkpoint) and loaded is not None and loaded.resolve() == path.resolve()
+        return path if gathered_from_first(trainer.comm, there) else None
+
+    def _has_no_rows(self) -> bool:
+        """Whether all rows that will be there are yet to be written."""
+        trainer = self._job.trainer
+        mine = sum(count for store in trainer.stores for count in store.num_rows())
+        return not any(cast("list[int]", trainer.comm.all_gather_values(mine)))
+
+    def save(self, metrics: dict[str, float], *, last: bool = False) -> None:
+        """A checkpoint of this step that says by itself how to go on, evaluate and serve.
+
+        The last one is there when this returns.
+        """
+        if not self._job.config.run.checkpoint:
             return
         self.wait()
+        if self.last is None or self.last.name != name_of(self._job.trainer.progress.step):
+            self._save(metrics, last=last)
+        if last:
+            self.wait()
+            if self.last is None:  # its parent was lost
+                self._save(metrics, last=True)
+
+    def _save(self, metrics: dict[str, float], *, last: bool) -> None:
+        run, trainer = self._job.config.run, self._job.trainer
         about = {"config": asdict(self._job.config), "metrics": metrics}
-        if self._writer is not None and self.last is not None and trainer.tracks_rows:
-            self.last = trainer.save_increment(self._writer, self.last, **about)
-            return
+        # Nothing goes on beside the last one; of the others only rows touched since are copied.
+        if self._writer is not None and self._tracked and (run.incremental or not last):
+            try:
+                self.last = trainer.save_in_background(self._writer, self.last, **about)
+            except LostParentError as error:
+                self._lose_parent(error)
+            else:
+                self._count += 1
+                return
+        began = time.perf_counter()
         self.last = trainer.save(self._folder, **about)
+        self._seconds += time.perf_counter() - began
+        self._count += 1
+        if trainer.comm.rank == 0:
+            self._num_bytes += read_manifest(self.last).num_bytes
         if self._writer is not None:
             trainer.track_rows()
+            self._tracked = True
         raise_everywhere(trainer.comm, self._prune)
+
+    def _lose_parent(self, error: LostParentError) -> None:
+        """The next checkpoint is written from memory alone."""
+        if self._job.trainer.comm.rank == 0:
+            log.warning("%s; the next checkpoint is written from memory", error)
+        self.last, self._tracked = None, False
 
     def _prune(self) -> None:
         run = self._job.config.run
@@ -233,14 +286,21 @@ class RunCheckpoints:
 
     def wait(self) -> None:
         """Until all that was begun is written; then old ones may go."""
-        if self._writer is not None:
+        if self._writer is None:
+            return
+        try:
             self._writer.wait()
-            raise_everywhere(self._job.trainer.comm, self._prune)
+        except LostParentError as error:
+            self._lose_parent(error)
+        raise_everywhere(self._job.trainer.comm, self._prune)
 
-    @property
-    def waited_s(self) -> float:
-        """How long training has waited for increments."""
-        return self._writer.seconds if self._writer is not None else 0.0
+    def cost(self) -> SavingCost:
+        """What the checkpoints have cost so far; all ranks ask."""
+        written, waited = self._num_bytes, self._seconds
+        if self._writer is not None:
+            written, waited = written + self._writer.num_bytes, waited + self._writer.seconds
+        of_ranks = cast("list[int]", self._job.trainer.comm.all_gather_values(written))
+        return SavingCost(self._count, sum(of_ranks) / 1e9, waited)
 
 
 def _finished(job: Job) -> bool:

@@ -37,14 +37,8 @@ from nestpipe.schedule import (
     with_separate_key_group,
 )
 from nestpipe.trace import Trace
-from nestpipe.train.checkpoint import (
-    IncrementWriter,
-    RunState,
-    TrackedStore,
-    load_checkpoint,
-    put_rows,
-    save_checkpoint,
-)
+from nestpipe.train.background import BackgroundWriter, TrackedStore
+from nestpipe.train.checkpoint import RunState, load_checkpoint, put_rows, save_checkpoint
 from nestpipe.train.config import DenseSettings, TrainSettings, choose_pipeline
 from nestpipe.train.dense_graphs import DenseGraphs
 from nestpipe.train.grad_buckets import GradBuckets
@@ -139,6 +133,8 @@ class Trainer:
         self.about_model: Mapping[str, Any] = {}
         """What its checkpoints say of the model, so that others can make it again: a kind and its
         config. Empty: what a shipped model says of itself."""
+        self.loaded_from: Path | None = None
+        """The checkpoint that it goes on from."""
         self.fault_folder: Path | None = None
         """Where a batch with NaN or inf gradients is kept when it ends a run."""
         self.stop_wanted: Callable[[], bool] = lambda: False
@@ -395,29 +391,25 @@ class Trainer:
             model=self.about_model,
         )
 
-    @property
-    def tracks_rows(self) -> bool:
-        """Whether all writes to rows are seen.
-
-        A GPU that writes rows of its pool by itself is not, nor are merges of other groups.
-        """
-        alone = self.device.type == "cuda" and self._pools
-        return not alone and self.mesh.groups == 1
-
     def track_rows(self) -> None:
-        """Note which rows are written from now on, for the next increment."""
+        """Note which rows are written from now on, for the next checkpoint."""
+        for pool in self._pools:
+            pool.flush()  # what they hold was written before
         for store in self._stores:
             store.track()
 
-    def save_increment(
+    def save_in_background(
         self,
-        writer: IncrementWriter,
-        parent: Path,
+        writer: BackgroundWriter,
+        parent: Path | None,
         *,
         config: Mapping[str, Any] | None = None,
         metrics: Mapping[str, float] | None = None,
     ) -> Path:
-        """Begin to write the rows touched since `track_rows` or the increment before."""
+        """Begin to write what changed since the parent, where `track_rows` was called then.
+
+        Without a parent it must have been called before any row was there.
+        """
         for pool in self._pools:
             pool.flush()
         state = self._state(config, metrics)
@@ -441,6 +433,7 @@ class Trainer:
             self.row_optimizer.name,
             self.settings.dense.optimizer,
         )
+        self.loaded_from = Path(checkpoint)
         for pool in self._pools:
             pool.clear()
         # A checkpoint of format 1 counts batches alone.

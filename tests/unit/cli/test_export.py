@@ -12,7 +12,8 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-from nestpipe.checkpoint.folder import merged_rows, open_checkpoint
+from nestpipe.checkpoint.folder import open_checkpoint
+from nestpipe.checkpoint.merging import merged_rows
 from nestpipe.cli.app import main
 
 SMALL = (

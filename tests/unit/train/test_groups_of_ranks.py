@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from nestpipe.batch import Batch
-from nestpipe.checkpoint import disk
+from nestpipe.checkpoint import disk, merging
 from nestpipe.config import Table, build
 from nestpipe.jagged import Jagged
 from nestpipe.models import Loss
@@ -109,6 +109,7 @@ def test_one_group_writes_the_rows_of_a_checkpoint(tmp_path: Path, monkeypatch: 
         return write_tensors(file, tensors)
 
     monkeypatch.setattr(disk, "write_tensors", noted)
+    monkeypatch.setattr(merging, "write_tensors", noted)
 
     def one(comm: Any) -> None:
         trainer = trainer_of(comm, "sgd", {})

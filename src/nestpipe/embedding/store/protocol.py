@@ -104,6 +104,19 @@ class DeviceRows(Protocol):
         ...
 
 
+class WriteNotes(Protocol):
+    """Ability: the store notes which rows are written, for the next checkpoint."""
+
+    @property
+    def tracking(self) -> bool:
+        """Whether anybody asked for that."""
+        ...
+
+    def note(self, keys_K: Tensor, counts: Sequence[int]) -> None:
+        """Rows are written where they live, unseen by `scatter` and `locate`."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoreAbilities:
     """What a store can do beyond reading and writing by key; None: it cannot."""
@@ -112,6 +125,7 @@ class StoreAbilities:
     pin: RowPinner | None = None
     """Only together with `locate`."""
     device: DeviceRows | None = None
+    notes: WriteNotes | None = None
 
 
 class RowStore(Protocol):

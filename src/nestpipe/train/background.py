@@ -1,0 +1,408 @@
+"""Checkpoints that are written while training goes on.
+
+At a batch boundary every rank copies the rows touched since the checkpoint before, and rank 0 the
+dense weights; a thread of each rank then writes them. An increment holds these rows alone. A full
+checkpoint holds them merged with the files of the checkpoint before: each rank reads those of its
+own shard, part by part, so memory does not grow with the tables.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from nestpipe.checkpoint import disk
+from nestpipe.checkpoint.folder import Checkpoint, counted, name_of, open_checkpoint
+from nestpipe.checkpoint.manifest import DENSE, FileEntry, Manifest, Parent, write_manifest
+from nestpipe.checkpoint.merging import (
+    RowBlock,
+    merged_blocks,
+    row_streams,
+    rows_in_part,
+    write_rows,
+)
+from nestpipe.comm.communicator import Communicator
+from nestpipe.comm.mesh import Mesh
+from nestpipe.embedding.routing.lists import owner_of
+from nestpipe.embedding.store.protocol import RowStore
+from nestpipe.embedding.table_groups import TableGroup
+from nestpipe.errors import CheckpointError
+from nestpipe.kernels.rows.native import RowPointers
+from nestpipe.train.checkpoint import (
+    LostParentError,
+    RunState,
+    all_write,
+    dense_tensors,
+    fault_of,
+    gathered_from_first,
+    manifest_of,
+    raise_first,
+    wrote_alike,
+)
+
+# Shapes: K keys of a table, W weights and state of a row
+
+FEW_KEYS = 1 << 14
+"""Touched keys that are kept as they come before they are sorted."""
+COPIED_SHARE = 0.25
+"""Of the memory that is left: what copies of touched rows may take, all ranks of a machine."""
+FAILED = ".failed"
+WAIT_S, POLL_S = 3600.0, 0.02
+"""How long rank 0 waits for the files of other ranks, and how often it looks."""
+
+
+class TouchedKeys:
+    """Keys of a table, each once.
+
+    New ones are sorted in when they are as many as those before, so a key costs little.
+    """
+
+    def __init__(self) -> None:
+        self._sorted = torch.empty(0, dtype=torch.int64)
+        self._recent: list[Tensor] = []
+        self._num_recent = 0
+
+    def add(self, keys_K: Tensor) -> None:
+        self._recent.append(keys_K.clone())
+        self._num_recent += len(keys_K)
+        if self._num_recent >= max(FEW_KEYS, len(self._sorted)):
+            self.ascending()
+
+    def ascending(self) -> Tensor:
+        """All of them, in order."""
+        if self._recent:
+            self._sorted = torch.unique(torch.cat([self._sorted, *self._recent]))
+            self._recent, self._num_recent = [], 0
+        return self._sorted
+
+
+class TrackedStore:
+    """A store that notes which keys were written, or located to be written."""
+
+    def __init__(self, store: RowStore) -> None:
+        self._store = store
+        self.layout = store.layout
+        self.gather, self.num_rows, self.erase = store.gather, store.num_rows, store.erase
+        self.num_bytes, self.export, self.close = store.num_bytes, store.export, store.close
+        self._touched: list[TouchedKeys] | None = None
+        can = store.abilities
+        self._locator = can.locate
+        self.abilities = replace(can, locate=self if can.locate is not None else None, notes=self)
+
+    @property
+    def threads(self) -> int:
+        assert self._locator is not None
+        return self._locator.threads
+
+    def locate(self, keys_K: Tensor, counts: Sequence[int]) -> RowPointers:
+        assert self._locator is not None
+        self.note(keys_K, counts)
+        return self._locator.locate(keys_K, counts)
+
+    def scatter(self, keys_K: Tensor, counts: Sequence[int], rows_KW: Tensor) -> None:
+        self.note(keys_K, counts)
+        self._store.scatter(keys_K, counts, rows_KW)
+
+    @property
+    def tracking(self) -> bool:
+        return self._touched is not None
+
+    def note(self, keys_K: Tensor, counts: Sequence[int]) -> None:
+        """These rows are written, by whatever way."""
+        if self._touched is None:
+            return
+        for of_table, keys in zip(self._touched, torch.split(keys_K, list(counts)), strict=True):
+            if len(keys):
+                of_table.add(keys)
+
+    def track(self) -> None:
+        """Note keys from now on, and forget those so far."""
+        self._touched = [TouchedKeys() for _ in self.layout.table_seeds]
+
+    def touched(self) -> list[Tensor]:
+        """Keys touched since `track`, table by table, ascending."""
+        assert self._touched is not None, "nobody has asked to track"
+        return [keys.ascending() for keys in self._touched]
+
+    def rows_at(self, table: int, keys_K: Tensor) -> Iterator[RowBlock]:
+        """Copies of rows of a table, in parts."""
+        counts = [0] * self.layout.num_tables
+        for keys in keys_K.split(rows_in_part(self.layout.width)) if len(keys_K) else ():
+            counts[table] = len(keys)
+            rows_KW = torch.empty(len(keys), self.layout.width)
+            self.gather(keys, counts, rows_KW)
+            yield keys, rows_KW
+
+
+@dataclass(frozen=True, slots=True)
+class _TouchedTable:
+    """What an increment holds of a table."""
+
+    group: TableGroup
+    number: int
+    """The table's in its group."""
+    blocks: Sequence[RowBlock] | Iterator[RowBlock]
+
+    @property
+    def name(self) -> str:
+        return self.group.tables[self.number].name
+
+    def parent_streams(self, parent: Checkpoint, comm: Communicator) -> list[Iterator[RowBlock]]:
+        """What the chain has of this rank's rows."""
+        owner = self.group.table_owners[self.number]
+        alike = wrote_alike(parent, self.name, comm.size, owner)
+        streams = row_streams(parent, self.name, comm.rank if alike else None)
+        return streams if alike else [self._owned(stream, comm) for stream in streams]
+
+    def _owned(self, stream: Iterator[RowBlock], comm: Communicator) -> Iterator[RowBlock]:
+        owner = self.group.table_owners[self.number]
+        for keys, rows in stream:
+            mine = owner_of(keys, self.number, comm.size, owner) == comm.rank
+            yield keys[mine], rows[mine]
+
+
+class BackgroundWriter:
+    """Writes checkpoints while training goes on; one at a time, all ranks alike.
+
+    `begin` copies what a checkpoint holds, at a batch boundary, and a thread writes it. Ranks tell
+    rank 0 by a file each that theirs are written; its thread writes the manifest and publishes.
+    """
+
+    def __init__(self, folder: Path, mesh: Mesh, increments: float) -> None:
+        """`increments`: so many in a row at most, then a full one; 0: all are full."""
+        self._folder, self._mesh, self._increments = folder, mesh, increments
+        self._thread: threading.Thread | None = None
+        self._fault: list[str] | None = None
+        self.seconds = 0.0
+        """Time that training has waited, for copies and for writes that were not done yet."""
+        self.num_bytes = 0
+        """What this rank has written."""
+
+    def begin(
+        self,
+        parent: Path | None,
+        state: RunState,
+        model: nn.Module,
+        dense_optimizer: torch.optim.Optimizer,
+        groups: Sequence[TableGroup],
+        stores: Sequence[TrackedStore],
+    ) -> Path:
+        """Copy what was touched since the parent, and begin to write it; returns where to.
+
+        Without a parent the touched rows must be all rows. Raises `LostParentError` on all ranks
+        where the parent cannot be read.
+        """
+        self.wait()
+        began = time.perf_counter()
+        comm, target = self._mesh.world, self._folder / name_of(state.step)
+        partial = self._folder / f".partial-{target.name}"
+        of_parent = self._asked_parent(parent)
+        manifest = replace(manifest_of(state, model, groups, stores, self._mesh), parent=of_parent)
+
+        def make() -> dict[str, FileEntry]:
+            if comm.rank == 0:
+                disk.remove_leftovers(self._folder)
+                disk.make_folder(partial)
+            return {}
+
+        all_write(comm, target, make)
+        manifest = replace(manifest, tables=self._with_rows(manifest, stores))
+        dense = dense_tensors(model, dense_optimizer) if comm.rank == 0 else {}
+        dense = {name: tensor.clone() for name, tensor in dense.items()}
+        touched, copied = self._touched(groups, stores)
+        for store in stores:
+            store.track()
+
+        def write() -> None:
+            merge_with = None if of_parent is not None else parent
+            entries = self._write_rows(partial, touched, merge_with)
+            if comm.rank != 0:
+                _tell(partial, comm.rank, entries)
+                return
+            entries[DENSE] = FileEntry.of(disk.write_tensors(partial / DENSE, dense))
+            self._publish(partial, target, manifest, entries)
+
+        self._start(target, write)
+        self.seconds += time.perf_counter() - began
+        if not copied:  # rows are read while they are written, so nobody may change them
+            self.wait()
+        return target
+
+    def _asked_parent(self, parent: Path | None) -> Parent | None:
+        """What an increment names as its parent; None where a full checkpoint is due."""
+        found: list[Checkpoint] = []
+
+        def look() -> None:
+            if parent is not None and self._mesh.world.rank == 0:
+                found.append(_opened(parent))
+
+        raise_first(cast("list[list[str] | None]", self._everywhere(fault_of(look))))
+        increment = bool(found) and len(found[0].parents) < self._increments
+        mine = [found[0].name, found[0].manifest.hash] if increment else None
+        told = gathered_from_first(self._mesh.world, mine)
+        return None if told is None else Parent(name=told[0], hash=told[1])
+
+    def _everywhere(self, value: object) -> list[object]:
+        return cast("list[object]", self._mesh.world.all_gather_values(value))
+
+    def _with_rows(
+        self, manifest: Manifest, stores: Sequence[TrackedStore]
+    ) -> tuple[dict[str, object], ...]:
+        """What is known of each table, with its rows of all shards at this step."""
+        counts = [count for store in stores for count in store.num_rows()]
+        totals = cast("list[list[int]]", self._mesh.shards.all_gather_values(counts))
+        return tuple(
+            {**table, "rows": sum(of)} for table, *of in zip(manifest.tables, *totals, strict=True)
+        )
+
+    def _touched(
+        self, groups: Sequence[TableGroup], stores: Sequence[TrackedStore]
+    ) -> tuple[list[_TouchedTable], bool]:
+        """What was touched, and whether it was copied; where that needs much memory, it is not."""
+        if self._mesh.group != 0:  # the others have the same
+            stores = ()
+        keys = [store.touched() for store in stores]
+        need = sum(
+            len(of) * (8 + 4 * store.layout.width)
+            for store, tables in zip(stores, keys, strict=True)
+            for of in tables
+        )
+        copied = all(self._everywhere(need <= COPIED_SHARE * _memory_left() / _local_ranks()))
+        found: list[_TouchedTable] = []
+        for group, store, tables in zip(groups, stores, keys, strict=False):
+            for number, keys_K in enumerate(tables):
+                blocks = store.rows_at(number, keys_K)
+                found.append(_TouchedTable(group, number, list(blocks) if copied else blocks))
+        return found, copied
+
+    def _write_rows(
+        self, partial: Path, touched: Sequence[_TouchedTable], merge_with: Path | None
+    ) -> dict[str, FileEntry]:
+        """This rank's files: touched rows alone, or merged with those of another checkpoint."""
+        entries: dict[str, FileEntry] = {}
+        shards = self._mesh.shards
+        merged = _opened(merge_with) if merge_with is not None and touched else None
+        for table in touched:
+            older = [] if merged is None else table.parent_streams(merged, shards)
+            streams = [_read_from_parent(stream) for stream in older]
+            blocks = merged_blocks([*streams, iter(table.blocks)])
+            entries |= write_rows(partial, table.name, shards.rank, blocks)
+        self.num_bytes += sum(entry.num_bytes for entry in entries.values())
+        return entries
+
+    def _publish(
+        self, partial: Path, target: Path, manifest: Manifest, entries: dict[str, FileEntry]
+    ) -> None:
+        self.num_bytes += entries[DENSE].num_bytes
+        for rank in range(1, self._mesh.world.size):
+            entries |= _told(partial, rank)
+        if manifest.parent is None:
+            _refuse_lost_rows(counted(manifest.tables, entries), manifest.tables)
+        write_manifest(partial, replace(manifest, files=entries))
+        disk.publish(partial, target)
+
+    def _start(self, target: Path, write: Callable[[], None]) -> None:
+        def run() -> None:
+            def explained() -> None:
+                with disk.explained(f"the checkpoint {str(target)!r}"):
+                    write()
+
+            self._fault = fault_of(explained)
+            if self._fault is not None and self._mesh.world.rank != 0:
+                # Rank 0 need not wait; where this cannot be written either, it gives up by itself.
+                with suppress(OSError):
+                    (self._folder / f".partial-{target.name}" / FAILED).touch()
+
+        # A run that fails does not wait for it: what is half written has no name.
+        self._thread = threading.Thread(target=run, name="nestpipe-checkpoint", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until the checkpoint is published, on all ranks; raises where one could not write."""
+        if self._thread is not None:
+            began = time.perf_counter()
+            self._thread.join()
+            self._thread = None
+            self.seconds += time.perf_counter() - began
+        fault, self._fault = self._fault, None
+        faults = cast("list[list[str] | None]", self._everywhere(fault))
+        raise_first(faults[::-1])  # rank 0 may only have heard of another's
+
+
+def _opened(parent: Path) -> Checkpoint:
+    try:
+        return open_checkpoint(parent)
+    except CheckpointError as error:
+        raise LostParentError(str(error)) from None
+
+
+def _read_from_parent(stream: Iterator[RowBlock]) -> Iterator[RowBlock]:
+    try:
+        yield from stream
+    except CheckpointError as error:
+        raise LostParentError(str(error)) from None
+
+
+def _refuse_lost_rows(
+    found: Sequence[Mapping[str, object]], expected: Sequence[Mapping[str, object]]
+) -> None:
+    """What is merged must have the rows that memory has, of every table."""
+    for files, memory in zip(found, expected, strict=True):
+        if files["rows"] != memory["rows"]:
+            raise LostParentError(
+                f"files have {files['rows']} rows of {files['name']}, and memory has "
+                f"{memory['rows']}"
+            )
+
+
+def _memory_left() -> float:
+    """Bytes that this machine, or this container, can still give."""
+    with suppress(OSError, ValueError, IndexError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        kilobytes = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+        container = Path("/sys/fs/cgroup")
+        with suppress(OSError, ValueError):  # "max": no limit
+            limit = int((container / "memory.max").read_text())
+            used = int((container / "memory.current").read_text())
+            return min(1024.0 * kilobytes, float(limit - used))
+        return 1024.0 * kilobytes
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES"))
+
+
+def _local_ranks() -> int:
+    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def _tell(partial: Path, rank: int, entries: Mapping[str, FileEntry]) -> None:
+    """Say which files a rank has written; the name appears when all of it is there."""
+    text = json.dumps({name: asdict(entry) for name, entry in entries.items()}).encode()
+    hidden = partial / f".rank-{rank}.part"
+    disk.write_bytes(hidden, iter([text]))
+    hidden.rename(partial / f".rank-{rank}")
+
+
+def _told(partial: Path, rank: int) -> dict[str, FileEntry]:
+    """Wait for another rank's files."""
+    path, give_up = partial / f".rank-{rank}", time.monotonic() + WAIT_S
+    while not path.exists():
+        if (partial / FAILED).exists():
+            raise CheckpointError(f"a rank could not write its part of {partial.name}")
+        if time.monotonic() > give_up:
+            raise CheckpointError(
+                f"rank {rank} has not written its part of {partial.name} in {WAIT_S:g} s; check "
+                "that all ranks see the same folder"
+            )
+        time.sleep(POLL_S)
+    entries = json.loads(path.read_text())
+    path.unlink()
+    return {name: FileEntry(**entry) for name, entry in entries.items()}

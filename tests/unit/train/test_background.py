@@ -1,0 +1,336 @@
+"""Checkpoints are written while training goes on; increments or full, they restore every bit."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nestpipe.checkpoint import disk
+from nestpipe.checkpoint.folder import Checkpoint, newest, open_checkpoint, paths_in, verified
+from nestpipe.checkpoint.manifest import DENSE, read_manifest
+from nestpipe.checkpoint.merging import compact, difference, merged_rows
+from nestpipe.comm import LocalCommunicator
+from nestpipe.embedding.pool import RowPool
+from nestpipe.embedding.store import open_store
+from nestpipe.embedding.store.protocol import StoreLayout
+from nestpipe.errors import CheckpointError
+from nestpipe.kernels.index.device_index import KeyCells
+from nestpipe.train import background, train_job
+from nestpipe.train import trainer as trainer_module
+from nestpipe.train.background import TrackedStore
+from nestpipe.train.job import prepare
+from support.checkpoints import flip_bit
+from support.emulated_kernels import pools_on_emulated_gpu
+from support.thread_ranks import run_ranks
+from unit.train.test_resume import assert_same, job_of, trained
+
+EVERY: dict[str, Any] = {"checkpoint_every": 4, "incremental": True, "full_every": 0}
+
+
+@pytest.mark.parametrize("plan", ["serial", "nested", "dual_buffer"])
+@pytest.mark.parametrize("retrieval", ["whole", "new"])
+def test_a_chain_of_increments_restores_every_bit(tmp_path: Path, plan: str, retrieval: str):
+    pipeline = {"plan": plan, "retrieval": retrieval}
+    trained(job_of(tmp_path / "straight", run={"checkpoint_every": 4}))
+    trained(job_of(tmp_path / "run", run=EVERY, pipeline=pipeline))
+    kinds = [len(open_checkpoint(path).parents) for path in paths_in(tmp_path / "run")]
+    assert kinds == list(range(7))
+    for path in paths_in(tmp_path / "run"):
+        full = verified(tmp_path / "straight" / path.name)
+        assert difference(full, verified(path)).same_state
+    trained(job_of(tmp_path / "other", run={"steps": 9}))
+    shutil.rmtree(tmp_path / "run" / "step-00000026")
+    trained(job_of(tmp_path / "run", run=EVERY, pipeline=pipeline), "auto")
+    assert_same(tmp_path / "run", tmp_path / "straight")
+
+
+def test_every_so_many_increments_one_is_made_full_and_old_ones_go(tmp_path: Path):
+    trained(job_of(tmp_path / "straight"))
+    trained(job_of(tmp_path / "run", run={**EVERY, "full_every": 2, "keep_last": 2}))
+    assert_same(tmp_path / "run", tmp_path / "straight")
+    kept = [open_checkpoint(path) for path in paths_in(tmp_path / "run")]
+    assert len(kept) <= 4
+    assert any(not one.parents for one in kept)
+    assert all(len(one.parents) < 3 for one in kept)
+
+
+def test_an_increment_holds_little_more_than_the_touched_rows(tmp_path: Path):
+    trained(job_of(tmp_path, run=EVERY))
+    for path in paths_in(tmp_path)[1:]:
+        one = open_checkpoint(path)
+        entries = [entry for entry in one.manifest.files.values() if entry.table]
+        rows = sum(entry.rows for entry in entries)
+        touched = rows * (8 + 4 * 5)  # a key, four weights, one number of state
+        headers = 200 * len(entries)
+        assert sum(entry.num_bytes for entry in entries) <= touched + headers
+        assert rows < one.manifest.num_rows
+
+
+@pytest.mark.parametrize("ranks", [(2, 2), (1, 2), (2, 1)])
+def test_ranks_write_increments_together_and_others_go_on(tmp_path: Path, ranks: tuple[int, int]):
+    def one(comm: Any, steps: int) -> int:
+        job = prepare(job_of(tmp_path, run={**EVERY, "steps": steps}), comm, "auto")
+        return train_job(job, lambda report: None).steps
+
+    if ranks[0] == 1:
+        trained(job_of(tmp_path, run={**EVERY, "steps": 10}), "auto")
+    else:
+        run_ranks(ranks[0], lambda comm: one(comm, 10))
+    middle = newest(tmp_path)
+    assert middle is not None
+    assert [parent.name for parent in middle.parents] == ["step-00000004", "step-00000008"]
+    if ranks[1] == 1:
+        trained(job_of(tmp_path, run=EVERY), "auto")
+    else:
+        assert run_ranks(ranks[1], lambda comm: one(comm, 0)) == [26, 26]
+    last = newest(tmp_path)
+    assert last is not None
+    assert len(last.parents) == 7
+    counts = {str(t["name"]): int(t["rows"]) for t in last.manifest.tables}
+    for name, count in counts.items():
+        keys = {int(key) for part, _ in last.rows(name) for key in part}
+        assert len(keys) == count
+
+
+def test_a_full_disk_in_the_background_ends_the_run_in_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    trained(job_of(tmp_path, run={**EVERY, "steps": 8}))
+
+    def fail(call: str, path: Path) -> None:
+        if "step-00000016" in str(path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(disk, "before_call", fail)
+    with pytest.raises(CheckpointError, match=r"step-00000016.*No space left on device"):
+        trained(job_of(tmp_path, run=EVERY), "auto")
+    good = newest(tmp_path)
+    assert good is not None
+    assert good.name == "step-00000012"
+
+
+def test_a_store_notes_what_is_written_or_located():
+    layout = StoreLayout(table_seeds=(1, 2), init_stds=(0.1, 0.1), dim=2, state_dim=1)
+    store = TrackedStore(open_store(layout, native=True))
+    rows = torch.arange(9.0).reshape(3, 3)
+    store.scatter(torch.tensor([5, 3, 7]), [2, 1], rows)
+    store.track()
+    assert [len(keys) for keys in store.touched()] == [0, 0]
+    store.scatter(torch.tensor([3, 9, 8]), [2, 1], rows)
+    located = store.abilities.locate
+    assert located is not None
+    for key in range(100, 170):
+        located.locate(torch.tensor([key]), [1, 0])
+    first, second = store.touched()
+    assert first.tolist() == [3, 9, *range(100, 170)]
+    assert second.tolist() == [8]
+    (block,) = store.rows_at(1, second)
+    assert torch.equal(block[1], rows[2:])
+    store.close()
+
+
+def assert_each_is_that_of(folder: Path, reference: Path, *, parents: bool) -> None:
+    """Every checkpoint has the bits of the one that another run has of that step."""
+    names = [path.name for path in paths_in(folder)]
+    assert names == [path.name for path in paths_in(reference)]
+    for name in names:
+        found = verified(folder / name)
+        assert difference(verified(reference / name), found).same_state, name
+        if not parents:
+            assert not found.parents
+    assert parents == any(verified(folder / name).parents for name in names)
+
+
+def begin_alike(*folders: Path) -> None:
+    """One step for all: ranks that are threads share torch's random state, so may differ."""
+    trained(job_of(folders[0], run={"steps": 1}))
+    for folder in folders[1:]:
+        shutil.copytree(folders[0], folder)
+
+
+def write_from_memory(job: Any) -> None:
+    """What full checkpoints in the background are compared with: training waits for them."""
+    while job.trainer.progress.epoch < job.config.run.epochs:
+        done = job.trainer.progress
+        job.trainer.fit(job.train, steps=4 - done.step % 4, epochs=done.epoch + 1)
+        if job.trainer.progress.step % 4 == 0:
+            job.trainer.save(job.config.run.checkpoint)
+    job.trainer.save(job.config.run.checkpoint)
+
+
+def test_a_full_checkpoint_in_the_background_is_the_one_from_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Its files too: parts are cut where those from memory are, also where there are many."""
+    monkeypatch.setattr("nestpipe.checkpoint.merging.PART_BYTES", 800)
+    write_from_memory(prepare(job_of(tmp_path / "memory"), LocalCommunicator()))
+    outcome, _ = trained(job_of(tmp_path / "run", run={"checkpoint_every": 4}))
+    assert_each_is_that_of(tmp_path / "run", tmp_path / "memory", parents=False)
+    for path in paths_in(tmp_path / "run"):
+        files = read_manifest(path).files
+        assert files == read_manifest(tmp_path / "memory" / path.name).files
+    assert len(read_manifest(paths_in(tmp_path / "run")[-1]).files) > 5
+    assert outcome.saving.checkpoints == 7
+    written = sum(read_manifest(path).num_bytes for path in paths_in(tmp_path / "run"))
+    assert outcome.saving.gigabytes == pytest.approx(written / 1e9)
+
+
+@pytest.mark.parametrize("incremental", [True, False])
+@pytest.mark.parametrize(
+    ("merge", "every"), [("exact", 1), ("averaged", 1), ("averaged", 3)], ids=str
+)
+def test_groups_of_ranks_write_what_any_of_them_touched(
+    tmp_path: Path, incremental: bool, merge: str, every: int
+):
+    parallel = {"groups": 2, "merge": merge, "merge_every": every}
+
+    def memory(comm: Any) -> None:
+        config = job_of(tmp_path / "memory", parallel=parallel)
+        write_from_memory(prepare(config, comm, "auto", override=True))
+
+    def one(comm: Any) -> int:
+        run = {**EVERY, "incremental": incremental}
+        config = job_of(tmp_path / "run", run=run, parallel=parallel)
+        return train_job(prepare(config, comm, "auto", override=True), lambda report: None).steps
+
+    begin_alike(tmp_path / "run", tmp_path / "memory")
+    run_ranks(4, memory)
+    assert run_ranks(4, one) == [26] * 4
+    assert_each_is_that_of(tmp_path / "run", tmp_path / "memory", parents=incremental)
+    shutil.rmtree(tmp_path / "run" / "step-00000026")
+    assert run_ranks(4, one) == [26] * 4
+    assert_each_is_that_of(tmp_path / "run", tmp_path / "memory", parents=incremental)
+
+
+@pytest.mark.parametrize("memory", ["auto", "11KB"])
+@pytest.mark.parametrize("routed", ["by the host", "by the device", "by kernels"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_pool_s_rows_are_in_increments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, routed: str, memory: str
+):
+    """11 KB: rows leave the pool and come back."""
+    monkeypatch.setattr(trainer_module, "can_route_on_device", lambda *_: routed != "by the host")
+
+    def one(comm: Any, folder: str, retrieval: str, **run: Any) -> None:
+        pipeline = {"plan": "nested", "retrieval": retrieval, "owner_sums": "off"}
+        run = {**EVERY, "device_memory": memory, **run}
+        job = prepare(job_of(tmp_path / folder, run=run, pipeline=pipeline), comm, "auto")
+        train_job(job, lambda report: None)
+
+    begin_alike(tmp_path / "run", tmp_path / "memory")
+    run_ranks(ranks, lambda comm: one(comm, "memory", "whole", incremental=False))
+    if routed == "by kernels":
+        with pools_on_emulated_gpu():
+            run_ranks(ranks, lambda comm: one(comm, "run", "pooled"))
+    else:
+        run_ranks(ranks, lambda comm: one(comm, "run", "pooled"))
+    assert_each_is_that_of(tmp_path / "run", tmp_path / "memory", parents=True)
+
+
+def test_rows_that_a_gpu_writes_by_itself_are_noted():
+    """Where it knows the addresses of all rows, the store sees no call."""
+    layout = StoreLayout(table_seeds=(1, 2), init_stds=(0.1, 0.1), dim=3, state_dim=1)
+    store = TrackedStore(open_store(layout, native=True))
+    pool = RowPool(store, 8, torch.device("cpu"))
+    pool.begin_run()
+    cells = KeyCells(torch.tensor([2, 3]))
+    pool.admit(0, torch.tensor([5, 3, 7]), cells)
+    pool.retrieve(0)
+    store.track()
+    pool._addresses_S, copied = torch.zeros(8, dtype=torch.int64), []
+    pool._copy = lambda slots_n, *, to_store: copied.append(to_store)  # type: ignore[method-assign]
+    pool.flush()
+    assert copied == [True]
+    assert [keys.tolist() for keys in store.touched()] == [[3, 5], [7]]
+    store.close()
+
+
+def test_where_rows_do_not_fit_twice_training_waits_for_their_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    trained(job_of(tmp_path / "copied", run=EVERY))
+    monkeypatch.setattr(background, "_memory_left", lambda: 0.0)
+    for incremental in (True, False):
+        folder = tmp_path / f"waited-{incremental}"
+        trained(job_of(folder, run={**EVERY, "incremental": incremental}))
+        assert_each_is_that_of(folder, tmp_path / "copied", parents=incremental)
+
+
+@pytest.mark.parametrize("name", [DENSE, "rows-c0-00000-00000.safetensors"])
+def test_a_parent_that_is_lost_is_not_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, caplog: pytest.LogCaptureFixture
+):
+    """What memory holds is written anew; only checkpoints that hold the damage are damaged."""
+    trained(job_of(tmp_path / "straight", run={"checkpoint_every": 4}))
+    save = trainer_module.Trainer.save_in_background
+
+    def damaging(self: Any, writer: Any, parent: Path | None, **about: Any) -> Path:
+        if parent is not None and parent.name == "step-00000008":
+            flip_bit(parent / name, 9000)
+        return save(self, writer, parent, **about)
+
+    monkeypatch.setattr(trainer_module.Trainer, "save_in_background", damaging)
+    trained(job_of(tmp_path / "run", run={"checkpoint_every": 4}))
+    assert ("the next checkpoint is written from memory" in caplog.text) == (name != DENSE)
+    for path in paths_in(tmp_path / "run"):
+        if path.name == "step-00000008":
+            with pytest.raises(CheckpointError, match="damaged"):
+                verified(path)
+        else:
+            assert difference(
+                verified(tmp_path / "straight" / path.name), verified(path)
+            ).same_state
+    assert_same(tmp_path / "run", tmp_path / "straight")
+
+
+def test_a_checkpoint_of_that_name_but_of_another_run_is_no_parent(tmp_path: Path):
+    trained(job_of(tmp_path / "one", run={"steps": 4}))
+    trained(job_of(tmp_path / "other", run={"steps": 4, "seed": 7}))
+    run = {"checkpoint_every": 4, "incremental": True}
+    trained(job_of(tmp_path / "other", run=run), str(tmp_path / "one" / "step-00000004"))
+    trained(job_of(tmp_path / "one", run=run), "auto")
+    assert_same(tmp_path / "one", tmp_path / "other")
+
+
+@pytest.mark.parametrize("ranks", [(2, 1), (1, 2), (2, 3)])
+def test_a_chain_of_several_numbers_of_ranks_is_made_full(tmp_path: Path, ranks: tuple[int, int]):
+    """From files alone by `compact`, and by the ranks of the run that goes on."""
+
+    def one(comm: Any, steps: int, **run: Any) -> None:
+        config = job_of(tmp_path / "run", run={**EVERY, "steps": steps, **run})
+        train_job(prepare(config, comm, "auto"), lambda report: None)
+
+    run_ranks(ranks[0], lambda comm: one(comm, 10))
+    run_ranks(ranks[1], lambda comm: one(comm, 18))
+    middle = newest(tmp_path / "run")
+    assert middle is not None
+    before = contents_of(middle)
+    compact(middle.path)
+    after = verified(middle.path)
+    assert not after.parents
+    assert same(contents_of(after), before)
+    run_ranks(2, lambda comm: one(comm, 26, incremental=False))
+    last = newest(tmp_path / "run")
+    assert last is not None
+    assert not last.parents
+    for table in last.manifest.tables:
+        keys = [int(key) for part, _ in last.rows(str(table["name"])) for key in part]
+        assert len(keys) == len(set(keys)) == table["rows"]
+
+
+def contents_of(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    found = dict(checkpoint.dense())
+    for table in checkpoint.manifest.tables:
+        keys, rows = merged_rows(checkpoint, str(table["name"]))
+        found |= {f"{table['name']} keys": keys, f"{table['name']} rows": rows}
+    return found
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
