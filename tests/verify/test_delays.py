@@ -11,7 +11,7 @@ import pytest
 from nestpipe.config import build
 from nestpipe.errors import LossError, RunError
 from nestpipe.runtime import inject_delays
-from nestpipe.schedule import Kind, Plan, Retrieval, Shape, Step
+from nestpipe.schedule import Kind, Plan, Retrieval, Step
 from nestpipe.train.config import PipelineSettings
 from nestpipe.train.trainer import Trainer
 from nestpipe.train.verify import (
@@ -43,28 +43,27 @@ def pipeline(plan: str, seed: int) -> PipelineSettings:
 
 
 @dataclass(frozen=True)
-class Without:
+class Without(Plan):
     """A plan in which ops of one kind no longer wait for those of another."""
 
-    plan: Plan
     kind: Kind
     awaited: Kind
 
-    @property
-    def shape(self) -> Shape:
-        return self.plan.shape
-
-    def stream(self, batches: Callable[[], int | None]) -> Iterator[Step]:
-        for step in self.plan.stream(batches):
+    def steps_of(self, *tick: Any) -> Iterator[Step]:
+        for step in super().steps_of(*tick):
             cut = step.op.kind is self.kind
             yield Step(step.op, tuple(a for a in step.after if not cut or a.kind != self.awaited))
+
+
+def without(kind: Kind, awaited: Kind) -> Callable[[Plan], Plan]:
+    return lambda plan: Without(plan.shape, plan.tick, kind, awaited)
 
 
 def train(
     world,
     settings: PipelineSettings,
     delays: int | None = None,
-    change: Callable[[Plan], Plan | Without] = lambda plan: plan,
+    change: Callable[[Plan], Plan] = lambda plan: plan,
 ) -> list[Trained]:
     """What every rank comes to; ranks are delayed differently."""
 
@@ -88,7 +87,7 @@ def twins(make_world):
 
 
 def findings(
-    twins, plan: str, seed: int, change: Callable[[Plan], Plan | Without] = lambda plan: plan
+    twins, plan: str, seed: int, change: Callable[[Plan], Plan] = lambda plan: plan
 ) -> list[Findings]:
     world, made = twins
     settings = pipeline(plan, seed)
@@ -129,7 +128,7 @@ def test_rows_taken_over_before_their_update_are_found(twins):
     different = 0
     for seed in range(SEEDS // 2, SEEDS):
         if pipeline("nested", seed).buffers == 3:
-            hasty = partial(Without, kind=Kind.RETRIEVE, awaited=Kind.UPDATE)
+            hasty = without(Kind.RETRIEVE, Kind.UPDATE)
             with suppress(RunError, KeyError):
                 different += sum(f.rows_different for f in findings(twins, "nested", seed, hasty))
         if different:
@@ -165,7 +164,7 @@ def test_no_delay_changes_a_bit_of_a_pool(pooled_twins, hasty_pool, seed):
 
 
 def pool_findings(
-    twins, seed: int, change: Callable[[Plan], Plan | Without] = lambda plan: plan
+    twins, seed: int, change: Callable[[Plan], Plan] = lambda plan: plan
 ) -> list[Findings]:
     world, made = twins
     delayed = train(world, pooled(seed), seed, change)
@@ -179,7 +178,7 @@ def pool_findings(
 
 def test_rows_of_a_pool_sent_before_their_update_are_found(pooled_twins):
     """Rows that two batches share are one memory: one wait less, and some seed shows it."""
-    hasty = partial(Without, kind=Kind.ROWS, awaited=Kind.UPDATE)
+    hasty = without(Kind.ROWS, Kind.UPDATE)
     different = 0
     for seed in range(6):
         with suppress(RunError):
@@ -193,12 +192,12 @@ def test_rows_sent_before_their_refresh_are_found(twins):
     for seed in range(6):
         # Memory that nothing has filled yet may hold any number, or not be there at all.
         with suppress(RunError, KeyError):
-            hasty = partial(Without, kind=Kind.ROWS, awaited=Kind.SYNC)
+            hasty = without(Kind.ROWS, Kind.SYNC)
             different += sum(f.rows_different for f in findings(twins, "nested", seed, hasty))
     assert different > 0
 
 
-def verdict_of(world, seed: int | None, change: Callable[[Plan], Plan | Without]) -> bool:
+def verdict_of(world, seed: int | None, change: Callable[[Plan], Plan]) -> bool:
     """Whether `verify` finds nested identical to serial; a run that breaks is not."""
 
     def one(comm) -> bool:
@@ -220,7 +219,7 @@ def verdict_of(world, seed: int | None, change: Callable[[Plan], Plan | Without]
 
 def test_verify_loses_a_race_on_purpose(make_world):
     """`retrieve` that does not wait for `sync` reads over rows which are still to be copied."""
-    hasty = partial(Without, kind=Kind.RETRIEVE, awaited=Kind.SYNC)
+    hasty = without(Kind.RETRIEVE, Kind.SYNC)
     assert not all(verdict_of(make_world(), seed, hasty) for seed in range(20))
 
 

@@ -196,8 +196,8 @@ class SharedClock:
         self._spans.begin()
         self.began_ms, self.net_cpu_ms = time.perf_counter() * 1e3, 0.0
 
-    def timed(self, act: Act, lane: Lane) -> Act:
-        timed = self._spans.timed(act, lane)
+    def timed(self, act: Act, lane: Lane, *, on_host: bool = False) -> Act:
+        timed = self._spans.timed(act, lane, on_host=on_host)
 
         def counted(op: Op) -> None:
             before = time.process_time()

@@ -212,6 +212,12 @@ class DeviceTables:
             Kind.GRADS: lambda op: self.grads(op.batch),
         }
 
+    @property
+    def host_acts(self) -> frozenset[Kind]:
+        """Kinds whose acts touch nothing on the device: one rank sends itself nothing."""
+        alone = frozenset({Kind.COUNTS, Kind.KEYS, Kind.GRADS})
+        return alone if self.comm.size == 1 else frozenset()
+
     # Routing
 
     def dedup(self, batch: int, micro_keys: Sequence[Mapping[str, Jagged]]) -> None:

@@ -41,7 +41,7 @@ class LaneStream(Protocol):
     def record_event(self, event: Any, /) -> Any: ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class StreamMark:
     """A point in the work of a stream."""
 
@@ -87,8 +87,9 @@ class StreamPlace:
 
     def visit(self) -> None:
         """Make the stream the current one; `CudaLanes` gives the thread its own back."""
-        _here.stream = self.stream
-        self.use(self.stream)
+        if _here.stream is not self.stream:
+            _here.stream = self.stream
+            self.use(self.stream)
 
     def wait_for(self, marks: Sequence[Mark]) -> None:
         for mark in marks:
@@ -194,7 +195,7 @@ class CudaSpans:
         between, self._start, self._host_start = _meet()
         self.clocks_differ_ms = between * 1e3
 
-    def timed(self, act: Act, lane: Lane) -> Act:
+    def timed(self, act: Act, lane: Lane, *, on_host: bool = False) -> Act:
         def by_the_host(op: Op) -> None:
             if op.batch % RECORD_EVERY >= self._keep:
                 act(op)
@@ -211,7 +212,7 @@ class CudaSpans:
             act(op)
             self._timed.add(op.batch, (op, lane, first, _now()))
 
-        return by_the_host if lane in HOST_CLOCK else by_the_device
+        return by_the_host if on_host or lane in HOST_CLOCK else by_the_device
 
     def trace(self, facts: Mapping[str, Fact]) -> Trace:
         """Waits for the GPU to reach the last event.

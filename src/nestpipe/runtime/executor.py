@@ -8,10 +8,13 @@ import sys
 import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 
-from nestpipe.runtime.lanes import Act, Event, Lanes, Work
+from nestpipe.runtime.lanes import ENDED, Act, Event, Lanes, Work
 from nestpipe.runtime.spans import HostSpans, Spans
-from nestpipe.schedule import COLLECTIVES, Kind, Op, Plan, Shape
+from nestpipe.schedule import COLLECTIVES, Kind, Op, Plan, Shape, Step
+from nestpipe.schedule.plans import Earlier, IssueOrder, SteadyTick
+from nestpipe.schedule.ticks import Slot
 from nestpipe.trace import Trace
 from nestpipe.trace.span import Fact
 
@@ -27,6 +30,8 @@ def run(
     batches: Batches = lambda: None,
     spans: Spans | None = None,
     facts: Mapping[str, Fact] | None = None,
+    host_acts: frozenset[Kind] = frozenset(),
+    steady: bool = True,
 ) -> Trace:
     """Do every op of the plan's stream, until the end that `batches` tells.
 
@@ -35,27 +40,175 @@ def run(
     for its `counts`. So of batches past the end nothing runs but `prefetch`, `copy` and `dedup`,
     and the one `counts` that found it; these acts must bear a batch without samples.
 
+    `host_acts`: kinds whose acts put nothing on a device and read nothing from it. `steady`: ticks
+    that are all alike are issued from one list; False: the plan is asked about every op.
+
     The first failure of any op is raised here, after all lanes have stopped.
     """
     spans = spans or HostSpans()
-    lane_of = {kind: plan.shape.lane(kind) for kind in work}
-    acts = {k: _until(batches, spans.timed(act, lane_of[k])) for k, act in work.items()}
-    done: dict[Op, Event] = {}
+    shape = plan.shape
+    acts = {
+        kind: _until(batches, spans.timed(act, shape.lane(kind), on_host=kind in host_acts))
+        for kind, act in work.items()
+    }
     spans.begin()
     with quiet_interpreter(), lanes:
-        for step in plan.stream(batches):
-            op = step.op
-            if op.kind is Kind.PREFETCH:
-                _make_room(op.batch, plan.shape, done)
-                between_batches(op.batch)
-            done[op] = lanes[lane_of[op.kind]].submit(
-                acts[op.kind],
-                op,
-                [done[before] for before in step.after],
-                alongside=None if step.alongside is None else done[step.alongside],
-                behind=[done[before] for before in step.behind],
-            )
-    return spans.trace({**_facts(plan.shape), **(facts or {})})
+        issue = _issue_ticks if steady else _issue_steps
+        issue(plan, acts, lanes, batches, host_acts)
+    return spans.trace({**_facts(shape), **(facts or {})})
+
+
+def _issue_steps(
+    plan: Plan, acts: Work, lanes: Lanes, batches: Batches, host_acts: frozenset[Kind]
+) -> None:
+    """The slow twin: ask the plan for every step."""
+    ends = RecentEnds(plan)
+    for step in plan.stream(batches):
+        _issue(step, ends, acts, lanes, host_acts)
+
+
+def _issue(
+    step: Step, ends: RecentEnds, acts: Work, lanes: Lanes, host_acts: frozenset[Kind]
+) -> None:
+    op = step.op
+    if op.kind is Kind.PREFETCH:
+        ends.make_room(op.batch)
+    ends[op] = lanes[ends.shape.lane(op.kind)].submit(
+        acts[op.kind],
+        op,
+        [ends[before] for before in step.after],
+        alongside=None if step.alongside is None else ends[step.alongside],
+        behind=[ends[before] for before in step.behind],
+        on_host=op.kind in host_acts,
+    )
+
+
+def _issue_ticks(
+    plan: Plan, acts: Work, lanes: Lanes, batches: Batches, host_acts: frozenset[Kind]
+) -> None:
+    """Steps of the first batches and the last ones from the plan, all others from one list."""
+    ends, order, tick = RecentEnds(plan), IssueOrder(plan.shape), plan.steady_tick()
+    prepared = [] if tick is None else _prepared(tick, ends, acts, lanes, host_acts)
+    steady = False
+    for opened in plan.ticks(batches):
+        was_steady, steady = steady, tick is not None and tick.covers(opened, batches())
+        if steady:
+            for step in prepared:
+                step.issue(opened)
+            continue
+        if was_steady:
+            for step in prepared:
+                order.place(step.op(opened - 1))
+        for step in plan.steps_of(opened, batches, order):
+            _issue(step, ends, acts, lanes, host_acts)
+
+
+class RecentEnds:
+    """The ends of ops that others may still wait for: for each op of a tick, batches in turns."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.shape = plan.shape
+        # Edges reach `lookahead + 1` back, from batches that lie about as far behind the newest.
+        self.turns = 4 * (self.shape.lookahead + 1)
+        self._of_op: dict[tuple[Kind, int | None], list[Event]] = {
+            (slot.kind, slot.micro): [ENDED] * self.turns for slot in plan.tick
+        }
+
+    def of(self, kind: Kind, micro: int | None) -> list[Event]:
+        """Of one op of a tick: batch b is at b modulo `turns`."""
+        return self._of_op[kind, micro]
+
+    def __getitem__(self, op: Op) -> Event:
+        return self._of_op[op.kind, op.micro][op.batch % self.turns]
+
+    def __setitem__(self, op: Op, end: Event) -> None:
+        self._of_op[op.kind, op.micro][op.batch % self.turns] = end
+
+    def make_room(self, batch: int) -> None:
+        """Before a batch is issued: wait for one that must be over.
+
+        The edge of `prefetch` itself keeps the batches in flight within the look-ahead. Waiting
+        here for the batch before that one bounds the queues, and holds up no window: the rows that
+        are issued next already wait for the same batch, through `retrieve` or the update before.
+        """
+        retired = self.shape.retire(batch - self.shape.lookahead - 1)
+        if retired.batch >= 0:
+            self[retired].wait()
+        between_batches(batch)
+
+
+# One step of every tick, with all looked up that does not change from tick to tick.
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    slot: Slot
+    act: Act
+    submit: Callable[..., Event]
+    ends: RecentEnds
+    own: list[Event]
+    after: tuple[tuple[list[Event], int], ...]
+    """Of each op that it waits for: its ends, and how many batches before this one it is."""
+    alongside: list[Event] | None
+    """The ends of the op that it starts with, of the same batch."""
+    behind: tuple[tuple[list[Event], int], ...]
+    marked: bool
+    on_host: bool
+
+    def op(self, opened: int) -> Op:
+        return Op(self.slot.kind, opened + self.slot.ahead, self.slot.micro)
+
+    def issue(self, opened: int) -> None:
+        op, turns = self.op(opened), self.ends.turns
+        batch = op.batch
+        if op.kind is Kind.PREFETCH:
+            self.ends.make_room(batch)
+        end = self.submit(
+            self.act,
+            op,
+            [ends[(batch - back) % turns] for ends, back in self.after],
+            alongside=None if self.alongside is None else self.alongside[batch % turns],
+            behind=[ends[(batch - back) % turns] for ends, back in self.behind],
+            marked=self.marked,
+            on_host=self.on_host,
+        )
+        self.own[batch % turns] = end
+
+
+def _prepared(
+    tick: SteadyTick, ends: RecentEnds, acts: Work, lanes: Lanes, host_acts: frozenset[Kind]
+) -> list[_Prepared]:
+    marked = _waited_for_elsewhere(tick, ends.shape)
+
+    def found(before: Earlier) -> tuple[list[Event], int]:
+        return ends.of(before.kind, before.micro), before.back
+
+    return [
+        _Prepared(
+            step.slot,
+            acts[step.slot.kind],
+            lanes[ends.shape.lane(step.slot.kind)].submit,
+            ends,
+            ends.of(step.slot.kind, step.slot.micro),
+            tuple(map(found, step.after)),
+            None if step.alongside is None else found(step.alongside)[0],
+            tuple(map(found, step.behind)),
+            (step.slot.kind, step.slot.micro) in marked,
+            step.slot.kind in host_acts,
+        )
+        for step in tick.steps
+    ]
+
+
+def _waited_for_elsewhere(tick: SteadyTick, shape: Shape) -> set[tuple[Kind, int | None]]:
+    """Ops that one of another lane waits for, or the issuing loop."""
+    retired = shape.retire(0)
+    return {(retired.kind, retired.micro)} | {
+        (before.kind, before.micro)
+        for step in tick.steps
+        for before in step.after
+        if shape.lane(before.kind) is not shape.lane(step.slot.kind)
+    }
 
 
 def _until(batches: Batches, act: Act) -> Act:
@@ -65,23 +218,6 @@ def _until(batches: Batches, act: Act) -> Act:
             act(op)
 
     return bounded
-
-
-def _make_room(batch: int, shape: Shape, done: dict[Op, Event]) -> None:
-    """Before a batch is issued: wait for one that must be over, forget those nobody waits for.
-
-    The edge of `prefetch` itself keeps the batches in flight within the look-ahead. Waiting here
-    for the batch before that one bounds the queues, and holds up no window: the rows that are
-    issued next already wait for the same batch, through `retrieve` or the update before.
-    """
-    retired = shape.retire(batch - shape.lookahead - 1)
-    if retired.batch >= 0:
-        done[retired].wait()
-    # The oldest batch that still gets ops lies `lookahead` behind; edges reach `lookahead + 1`.
-    # With a pool it lies one further behind, but it gets a write-back only, whose edges reach 1.
-    oldest = batch - 2 * shape.lookahead - 1
-    for op in [op for op in done if op.batch < oldest]:
-        del done[op]
 
 
 def _facts(shape: Shape) -> dict[str, Fact]:

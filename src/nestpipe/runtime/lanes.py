@@ -42,12 +42,16 @@ class LaneQueue(Protocol):
         *,
         alongside: Event | None = None,
         behind: Sequence[Event] = (),
+        marked: bool = True,
+        on_host: bool = False,
     ) -> Event:
         """Run `act(op)` after all that was submitted before and after the events.
 
         The act is called when that of `alongside` has been called, and when those of `behind` have
-        returned, whether their ops have ended or not. Raises the first failure of any lane, once
-        there is one.
+        returned, whether their ops have ended or not. Without `marked` nobody but this lane waits
+        for the event. An act `on_host` has nothing to do with a device: the op has ended when it
+        has returned and all before it has ended. Raises the first failure of any lane, once there
+        is one.
         """
         ...
 
@@ -85,7 +89,8 @@ class _Ended:
         """It has ended before anyone could ask."""
 
 
-_ENDED = _Ended()
+ENDED: Event = _Ended()
+"""Of an op that had ended before anyone could ask."""
 
 
 def _no_device() -> None:
@@ -105,6 +110,8 @@ class _InlineLane:
         *,
         alongside: Event | None = None,
         behind: Sequence[Event] = (),
+        marked: bool = True,
+        on_host: bool = False,
     ) -> Event:
         """Run the op; what it waits for was issued earlier and has ended."""
         try:
@@ -113,7 +120,7 @@ class _InlineLane:
         except BaseException as error:
             name_failure(error, op, self.lane)
             raise
-        return _ENDED
+        return ENDED
 
 
 class InlineLanes:

@@ -23,8 +23,8 @@ class Spans(Protocol):
         """Forget everything; times count from now."""
         ...
 
-    def timed(self, act: Act, lane: Lane) -> Act:
-        """The same act, which runs on that lane, recorded."""
+    def timed(self, act: Act, lane: Lane, *, on_host: bool = False) -> Act:
+        """The same act, which runs on that lane, recorded; `on_host`: no device has a part."""
         ...
 
     def trace(self, facts: Mapping[str, Fact]) -> Trace:
@@ -44,7 +44,7 @@ class HostSpans:
         self._kept.clear()
         self._start = time.perf_counter()
 
-    def timed(self, act: Act, lane: Lane) -> Act:
+    def timed(self, act: Act, lane: Lane, *, on_host: bool = False) -> Act:
         def recorded(op: Op) -> None:
             start = self._now()
             act(op)
@@ -153,8 +153,8 @@ class HostTimes:
         self._marks.clear()
         self._issuing = threading.current_thread()
 
-    def timed(self, act: Act, lane: Lane) -> Act:
-        timed = self._spans.timed(act, lane)
+    def timed(self, act: Act, lane: Lane, *, on_host: bool = False) -> Act:
+        timed = self._spans.timed(act, lane, on_host=on_host)
 
         def counted(op: Op) -> None:
             before = time.thread_time()

@@ -146,58 +146,100 @@ class Halt:
             raise self._failure
 
 
+class Gate:
+    """Opens once, and lets all pass from then on; lighter than an event of `threading`."""
+
+    __slots__ = ("_lock", "is_open")
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def open(self) -> None:
+        """Once or again; one thread alone opens it."""
+        if not self.is_open:
+            self.is_open = True
+            self._lock.release()
+
+    def wait(self) -> None:
+        if not self.is_open:
+            with self._lock:  # free from now on; each who waited lets the next one in
+                pass
+
+
 @dataclass(slots=True)
 class _End:
     """The end of one op: first its thread is past it, then whatever the thread started."""
 
-    started: threading.Event = field(default_factory=threading.Event)
+    started: Gate = field(default_factory=Gate)
     awaited: Sequence[Mark] = ()
     """Set before `started`: what has ended on the device when the op starts there."""
-    issued: threading.Event = field(default_factory=threading.Event)
-    mark: Mark | None = None
-    """Set before `issued`; stays None where the op was skipped or has failed."""
+    issued: Gate = field(default_factory=Gate)
+    marks: Sequence[Mark] = ()
+    """Set before `issued`; none where the op was skipped or has failed."""
 
     def wait(self) -> None:
         self.issued.wait()
-        if self.mark is not None:
-            self.mark.wait()
+        for mark in self.marks:
+            mark.wait()
 
 
-_PASSED = threading.Event()
+_PASSED = Gate()
 """That of ops which the issuing thread has called already."""
-_PASSED.set()
+_PASSED.open()
 
 
-@dataclass(frozen=True, slots=True)
+def _marks_of(ends: Sequence[_End]) -> list[Mark]:
+    """What these ops left, each once."""
+    marks: list[Mark] = []
+    for end in ends:
+        for mark in end.marks:
+            if mark not in marks:
+                marks.append(mark)
+    return marks
+
+
+def _marked(place: Place, wanted: bool) -> Sequence[Mark]:
+    return (place.mark(),) if wanted else ()
+
+
+@dataclass(slots=True)
 class _Task:
     act: Act
     op: Op
     after: Sequence[_End]
     alongside: _End | None
     behind: Sequence[_End]
+    marked: bool
+    on_host: bool
     end: _End = field(default_factory=_End)
 
     def run(self, lane: Lane, place: Place, halt: Halt) -> None:
+        end = self.end
         try:
-            for end in (*self.after, *self.behind):
-                end.issued.wait()
+            for before in self.after:
+                before.issued.wait()
+            for before in self.behind:
+                before.issued.wait()
             if self.alongside is not None:
                 self.alongside.started.wait()
             if not halt.called:
-                marks = [end.mark for end in self.after if end.mark is not None]
+                marks = _marks_of(self.after)
                 marks += self.alongside.awaited if self.alongside is not None else ()
-                place.wait_for(marks)
-                self.end.awaited = marks
-                self.end.started.set()
+                if not self.on_host:
+                    place.wait_for(marks)
+                end.awaited = marks
+                end.started.open()
                 self.act(self.op)
-                self.end.mark = place.mark()
+                end.marks = marks if self.on_host else _marked(place, self.marked)
         except BaseException as error:  # noqa: BLE001  raised again by the issuing thread
             name_failure(error, self.op, lane)
             halt.call(error)
         finally:
             # Also after a failure: whoever waits for it wakes up and finds the halt.
-            self.end.started.set()
-            self.end.issued.set()
+            end.started.open()
+            end.issued.open()
 
 
 class InlineQueue:
@@ -219,21 +261,27 @@ class InlineQueue:
         *,
         alongside: Event | None = None,
         behind: Sequence[Event] = (),
+        marked: bool = True,
+        on_host: bool = False,
     ) -> Event:
         # Lanes of one set, so all are ours. What was issued inline before has been called.
         ends = cast("Sequence[_End]", after)
-        for end in (*ends, *cast("Sequence[_End]", behind)):
-            if not end.issued.is_set():
-                end.issued.wait()
+        for end in ends:
+            end.issued.wait()
+        for end in cast("Sequence[_End]", behind):
+            end.issued.wait()
         self._halt.check()
-        marks = [end.mark for end in ends if end.mark is not None]
+        marks = _marks_of(ends)
         if alongside is not None:
             marks += cast("_End", alongside).awaited
         try:
+            if on_host:
+                act(op)
+                return _End(_PASSED, marks, _PASSED, marks)
             self._place.visit()
             self._place.wait_for(marks)
             act(op)
-            return _End(_PASSED, marks, _PASSED, self._place.mark())
+            return _End(_PASSED, marks, _PASSED, _marked(self._place, marked))
         except BaseException as error:
             name_failure(error, op, self._lane)
             self._halt.call(error)
@@ -265,6 +313,8 @@ class LaneThread:
         *,
         alongside: Event | None = None,
         behind: Sequence[Event] = (),
+        marked: bool = True,
+        on_host: bool = False,
     ) -> Event:
         self._halt.check()
         # Lanes of one set, so all are ours.
@@ -274,6 +324,8 @@ class LaneThread:
             cast("Sequence[_End]", after),
             cast("_End | None", alongside),
             cast("Sequence[_End]", behind),
+            marked,
+            on_host,
         )
         self._tasks.put(task)
         return task.end

@@ -55,24 +55,46 @@ class Plan:
         An edge never reaches further back than `lookahead + 1` batches, so a reader needs to
         remember no more than that.
         """
-        order = _IssueOrder(self.shape)
+        order = IssueOrder(self.shape)
+        for opened in self.ticks(batches):
+            yield from self.steps_of(opened, batches, order)
+
+    def ticks(self, batches: Callable[[], int | None]) -> Iterator[int]:
+        """The number of each tick: the batch whose window is open, before the first one too."""
         opened = -max(slot.ahead for slot in self.tick)
         drain = -min(slot.ahead for slot in self.tick)
         while True:
-            for slot in self.tick:
-                op = Op(slot.kind, opened + slot.ahead, slot.micro)
-                end = batches()
-                if not _exists(op, end) or not self.shape.contains(op):
-                    continue
-                after = [b for b in waits(op, self.shape) if _exists(b, end)]
-                # Also where the end became known after it: it was issued, so it counts.
-                chained, behind = order.place(op)
-                after = tuple(dict.fromkeys((*after, *chained)))
-                yield Step(op, after, self.shape.alongside(op), behind)
+            yield opened
             opened += 1
             end = batches()
             if end is not None and opened >= end + drain:
                 return
+
+    def steps_of(
+        self, opened: int, batches: Callable[[], int | None], order: IssueOrder
+    ) -> Iterator[Step]:
+        """The steps of one tick; `order` has seen those of all ticks before."""
+        for slot in self.tick:
+            op = Op(slot.kind, opened + slot.ahead, slot.micro)
+            end = batches()
+            if not _exists(op, end) or not self.shape.contains(op):
+                continue
+            after = [b for b in waits(op, self.shape) if _exists(b, end)]
+            # Also where the end became known after it: it was issued, so it counts.
+            chained, behind = order.place(op)
+            after = tuple(dict.fromkeys((*after, *chained)))
+            yield Step(op, after, self.shape.alongside(op), behind)
+
+    def steady_tick(self) -> SteadyTick | None:
+        """What all ticks have in common; None where they differ: some batches merge replicas."""
+        if self.shape.merge_every:
+            return None
+        first = 2 * self.shape.lookahead + 3
+        order, steps = IssueOrder(self.shape), []
+        for opened in range(-max(slot.ahead for slot in self.tick), first + 1):
+            steps = list(self.steps_of(opened, lambda: None, order))
+        ahead = max(slot.ahead for slot in self.tick)
+        return SteadyTick(first, ahead, tuple(_relative(step, first) for step in steps))
 
     def schedule(self, batches: int) -> Schedule:
         """The finite schedule of so many batches."""
@@ -81,7 +103,56 @@ class Plan:
         return Schedule(self.shape, batches, tuple(self.stream(lambda: batches)))
 
 
-class _IssueOrder:
+@dataclass(frozen=True, slots=True)
+class Earlier:
+    """An op that another one waits for, seen from there."""
+
+    kind: Kind
+    micro: int | None
+    back: int
+    """How many batches before; negative: it is of a later batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class SteadyStep:
+    """A `Step` of every tick, with what it waits for as seen from its op."""
+
+    slot: Slot
+    after: tuple[Earlier, ...]
+    alongside: Earlier | None
+    behind: tuple[Earlier, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SteadyTick:
+    """The steps of every tick between the first batches and the last ones."""
+
+    first: int
+    """Earlier ticks wait for less: batches before the first do not exist."""
+    ahead: int
+    """The newest batch of a tick, counted from the batch whose window is open."""
+    steps: tuple[SteadyStep, ...]
+
+    def covers(self, opened: int, end: int | None) -> bool:
+        """Whether that tick has these steps, as far as the end of the data is known."""
+        return opened >= self.first and (end is None or opened + self.ahead < end)
+
+
+def _relative(step: Step, opened: int) -> SteadyStep:
+    op = step.op
+
+    def seen(before: Op) -> Earlier:
+        return Earlier(before.kind, before.micro, op.batch - before.batch)
+
+    return SteadyStep(
+        Slot(op.kind, op.batch - opened, op.micro),
+        tuple(map(seen, step.after)),
+        None if step.alongside is None else seen(step.alongside),
+        tuple(map(seen, step.behind)),
+    )
+
+
+class IssueOrder:
     """One order for the collectives of each network, and one for all that run on the device."""
 
     def __init__(self, shape: Shape) -> None:

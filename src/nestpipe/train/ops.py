@@ -152,6 +152,11 @@ class TrainingWork:
             **self.tables.acts(),
         }
 
+    @property
+    def host_acts(self) -> frozenset[Kind]:
+        """Kinds that leave the device alone: what a rank would exchange with itself."""
+        return self.tables.host_acts if isinstance(self.tables, DeviceTables) else frozenset()
+
     def prefetch(self, op: Op) -> None:
         batch = next(self.batches, self.empty)
         micros = self.splitter.split(batch, self._model, self.tables.table_of)

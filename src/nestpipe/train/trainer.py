@@ -329,6 +329,7 @@ class Trainer:
             self.lanes,
             batches=work.end,
             spans=self.spans,
+            host_acts=work.host_acts,
             facts={
                 "workers": self.comm.size,
                 "samples_per_worker": self.settings.batch // self.comm.size,

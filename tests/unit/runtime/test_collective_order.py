@@ -70,8 +70,8 @@ def test_whatever_is_late_the_order_is_that_of_the_plan(name: str):
 class Careless(Plan):
     """A plan that does not say which collectives start behind which."""
 
-    def stream(self, *args: object) -> Iterator[Step]:
-        yield from (replace(step, behind=()) for step in super().stream(*args))  # type: ignore[arg-type]
+    def steps_of(self, *tick: object) -> Iterator[Step]:
+        yield from (replace(step, behind=()) for step in super().steps_of(*tick))  # type: ignore[arg-type]
 
 
 def test_without_it_ranks_would_start_them_in_different_orders():

@@ -16,6 +16,7 @@ from nestpipe.schedule import Kind, Lane, Op, Plan, PlanOptions, Retrieval, plan
 NESTED = plan("nested", PlanOptions(micro_batches=2))
 THREE_BUFFERS = plan("nested", PlanOptions(micro_batches=2, retrieval=Retrieval.NEW, buffers=3))
 """Rows are written back on a lane of their own."""
+POOLED = plan("nested", PlanOptions(retrieval=Retrieval.POOLED))
 ON_HOST = {Kind.PREFETCH, Kind.RETRIEVE, Kind.WRITEBACK}
 """Ops that read or write host memory."""
 
@@ -81,11 +82,11 @@ class FakeStream:
 class FakeLanes:
     """Thread lanes on fake streams, and work that puts a kernel on its thread's stream."""
 
-    def __init__(self) -> None:
+    def __init__(self, inline: frozenset[Lane] = frozenset()) -> None:
         self.device = Device()
         self.current = threading.local()
         self.places = {lane: self._place(lane in HOST_LANES) for lane in Lane}
-        self.lanes = ThreadLanes(self.places.__getitem__)
+        self.lanes = ThreadLanes(self.places.__getitem__, inline)
 
     def _place(self, host_work: bool) -> StreamPlace:
         stream = FakeStream(self.device)
@@ -95,12 +96,16 @@ class FakeLanes:
             host_work=host_work,
             new_event=lambda: FakeEvent(self.device),
             current=self._entered,
+            use=self._use,
         )
 
     @contextmanager
     def _entered(self, stream: FakeStream) -> Iterator[None]:
         self.current.stream = stream
         yield
+
+    def _use(self, stream: FakeStream) -> None:
+        self.current.stream = stream
 
     def launch(self, op: Op) -> None:
         """An act that returns before the device has done anything."""
@@ -115,15 +120,51 @@ class FakeLanes:
         return {kind: acts.get(kind.value, self.launch) for kind in Kind}
 
 
-def test_the_device_does_every_op_after_what_it_waits_for():
-    fake = FakeLanes()
-    run(NESTED, fake.work(), fake.lanes, batches=StopSignal(6))
+ON_STREAMS = frozenset(Lane) - HOST_LANES
+BATCHES = 2 * (2 * NESTED.shape.lookahead + 3)
+"""So many that most ticks are alike."""
+
+
+@pytest.mark.parametrize("inline", [frozenset(), ON_STREAMS], ids=["threads", "inline"])
+@pytest.mark.parametrize("shaped", [NESTED, THREE_BUFFERS, POOLED], ids=["nested", "3", "pool"])
+def test_the_device_does_every_op_after_what_it_waits_for(shaped: Plan, inline: frozenset[Lane]):
+    fake = FakeLanes(inline)
+    run(shaped, fake.work(), fake.lanes, batches=StopSignal(BATCHES))
     fake.device.work()
-    schedule = NESTED.schedule(6)
+    schedule = shaped.schedule(BATCHES)
     place = {op: n for n, op in enumerate(fake.device.done)}
     assert sorted(place, key=str) == sorted(schedule.ops, key=str)
     for before, after in schedule.edges:
         assert place[before] < place[after], f"{before} -> {after}"
+
+
+HOST_ACTS = frozenset({Kind.COUNTS, Kind.KEYS, Kind.GRADS, Kind.REDUCE})
+"""What one rank has nothing to do for."""
+
+
+@pytest.mark.parametrize("inline", [frozenset(), ON_STREAMS], ids=["threads", "inline"])
+def test_acts_without_a_device_hand_on_what_they_wait_for(inline: frozenset[Lane]):
+    fake = FakeLanes(inline)
+    called: list[Op] = []
+    acts = {kind.value: called.append for kind in HOST_ACTS}
+    run(
+        *(POOLED, fake.work(**acts), fake.lanes),
+        batches=StopSignal(BATCHES),
+        host_acts=HOST_ACTS,
+    )
+    fake.device.work()
+    schedule = POOLED.schedule(BATCHES)
+    waits = {step.op: step.after for step in schedule}
+
+    def on_device(befores: tuple[Op, ...]) -> set[Op]:
+        found = {before for before in befores if before.kind not in HOST_ACTS}
+        return found.union(*(on_device(waits[b]) for b in befores if b.kind in HOST_ACTS))
+
+    place = {op: n for n, op in enumerate(fake.device.done)}
+    assert set(place) | set(called) == set(schedule.ops)
+    for op in place:
+        for before in on_device(waits[op]):
+            assert place[before] < place[op], f"{before} -> {op}"
 
 
 def test_an_op_is_issued_before_the_device_has_done_what_it_waits_for():

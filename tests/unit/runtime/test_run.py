@@ -32,7 +32,10 @@ from nestpipe.schedule import (
     PlanOptions,
     Retrieval,
     plan,
+    with_early_rows,
+    with_separate_dense_group,
     with_separate_key_group,
+    with_third_buffer,
 )
 from nestpipe.schedule.check import ops_of_batch
 from nestpipe.trace import Span
@@ -115,6 +118,136 @@ def test_every_op_runs_once_after_what_it_waits_for(chosen: Plan, lanes: Callabl
     assert {span.rank for span in trace.spans} == {3}
     assert trace.facts["plan"] == chosen.name
     assert trace.facts["retrieval"] == chosen.shape.retrieval.value
+
+
+@dataclass
+class Noted:
+    """Lanes that run ops at once and note what each was submitted with; an event is its op."""
+
+    chosen: Plan
+    submitted: list[tuple[Any, ...]] = field(default_factory=list)
+    waited: list[Op] = field(default_factory=list)
+    unmarked: set[Op] = field(default_factory=set)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        pass
+
+    def __getitem__(self, lane: Lane):
+        self.lane = lane
+        return NotedLane(self, lane)
+
+
+@dataclass
+class NotedLane:
+    lanes: Noted
+    lane: Lane
+
+    def submit(self, act: Act, op: Op, after: list[Any], **ties: Any) -> Any:
+        of = self.lanes.chosen.shape.lane
+        others = [before.op for before in after if of(before.op.kind) is not self.lane]
+        assert not self.lanes.unmarked.intersection(others), f"`{op}` waits for what has no mark"
+        if not ties.get("marked", True):
+            self.lanes.unmarked.add(op)
+        alongside, behind = ties.get("alongside"), ties.get("behind", ())
+        with_it = alongside and alongside.op
+        before = {end.op for end in after}
+        self.lanes.submitted.append((self.lane, op, before, with_it, {end.op for end in behind}))
+        act(op)
+        return NotedEnd(self.lanes, op)
+
+
+@dataclass
+class NotedEnd:
+    lanes: Noted
+    op: Op
+
+    def wait(self) -> None:
+        assert self.op not in self.lanes.unmarked
+        self.lanes.waited.append(self.op)
+
+
+ALL_SHAPES = [
+    *EVERY,
+    *(plan(p.name, PlanOptions(retrieval=p.shape.retrieval)) for p in EVERY),
+    *(with_separate_key_group(chosen) for chosen in EVERY),
+    *(with_separate_dense_group(with_separate_key_group(chosen)) for chosen in EVERY),
+    with_early_rows(plan("nested", PlanOptions(micro_batches=3, retrieval=Retrieval.NEW))),
+    with_third_buffer(plan("nested", PlanOptions(micro_batches=3, retrieval=Retrieval.NEW))),
+    plan("nested", PlanOptions(micro_batches=7, stages=2)),
+    plan("nested", PlanOptions(micro_batches=2, merge_every=3)),
+]
+
+
+@dataclass
+class Issue:
+    """What one way of issuing did."""
+
+    submitted: list[tuple[Any, ...]]
+    ran: list[Op]
+    spans: list[str]
+    waited: list[Op]
+
+
+def issued(chosen: Plan, end: int, *, told: bool, steady: bool) -> Issue:
+    """A run whose end is known from the beginning, or found by `counts`."""
+    ended, ran = StopSignal(end if told else None), list[Op]()
+
+    def counts(op: Op) -> None:
+        ran.append(op)
+        if op.batch == end:
+            ended.found_at(end)
+
+    lanes = Noted(chosen)
+    work = {**dict.fromkeys(Kind, ran.append), Kind.COUNTS: counts}
+    trace = run(chosen, work, lanes, batches=ended, steady=steady)  # type: ignore[arg-type]
+    return Issue(lanes.submitted, ran, sorted(span.name for span in trace.spans), lanes.waited)
+
+
+@pytest.mark.parametrize("chosen", ALL_SHAPES, ids=lambda p: f"{p.name}-{p.shape.retrieval.value}")
+def test_steps_from_the_list_of_a_tick_are_those_of_the_plan(chosen: Plan):
+    for end in (0, 1, 12, 33):
+        listed = issued(chosen, end, told=True, steady=True)
+        assert listed == issued(chosen, end, told=True, steady=False)
+
+
+@pytest.mark.parametrize("chosen", ALL_SHAPES, ids=lambda p: f"{p.name}-{p.shape.retrieval.value}")
+def test_an_end_found_in_the_middle_of_a_listed_tick_changes_nothing(chosen: Plan):
+    """The tick is issued to its end: what is beyond the data is skipped, and holds up nobody."""
+    for end in (12, 33):
+        listed = issued(chosen, end, told=False, steady=True)
+        asked = issued(chosen, end, told=False, steady=False)
+        assert (listed.ran, listed.spans) == (asked.ran, asked.spans)
+        waits = {op: after for _, op, after, _, _ in listed.submitted}
+        for lane, op, after, *others in asked.submitted:
+            if op.batch < end:
+                known = all_before(op, waits)
+                assert {b for b in after if b.batch < end} <= known, f"`{op}` on {lane}: {others}"
+
+
+def all_before(op: Op, waits: dict[Op, set[Op]]) -> set[Op]:
+    """What an op waits for, and what that waits for; far enough for the edges of a plan."""
+    known, new = set[Op](), {op}
+    while new:
+        new = {b for a in new for b in waits.get(a, ()) if b.batch >= op.batch - 8} - known
+        known |= new
+    return known
+
+
+@every_plan
+def test_most_ticks_are_issued_from_the_list(chosen: Plan, monkeypatch: pytest.MonkeyPatch):
+    asked: list[int] = []
+    steps_of = Plan.steps_of
+
+    def noted(self: Plan, opened: int, *rest: Any) -> Any:
+        asked.append(opened)
+        return steps_of(self, opened, *rest)
+
+    monkeypatch.setattr(Plan, "steps_of", noted)
+    run(chosen, idle(), InlineLanes(), batches=StopSignal(200))
+    assert len(asked) < 60
 
 
 @every_plan
