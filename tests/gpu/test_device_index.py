@@ -29,7 +29,7 @@ from nestpipe.kernels.index.segments import (
     sort_segments,
     update_segments,
 )
-from nestpipe.kernels.rows.native import OptimizerStruct, optimizer_struct
+from nestpipe.kernels.rows.native import OptimizerStruct
 from nestpipe.kernels.rows.row_copy_tma import aligned_rows
 
 CUDA = torch.device("cuda")
@@ -209,14 +209,7 @@ def test_dedup_gives_the_lists_of_native_routing():
 
 
 def struct_of(optimizer: RowOptimizer, step: int) -> OptimizerStruct:
-    return optimizer_struct(
-        optimizer.name,
-        lr=optimizer.lr,
-        eps=optimizer.eps,
-        betas=optimizer.betas,
-        adam_scale=optimizer.adam_scale(step),
-        scale=optimizer.scale,
-    )
+    return optimizer.struct(step)
 
 
 def drawn_ids(count: int, ids: int, seed: int) -> Tensor:
@@ -247,7 +240,9 @@ def test_segment_sums_have_the_bits_of_the_twin(dim: int, count: int):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("dim", [3, 16, 32, 64, 96, 128, 256, 300, 512])
 def test_a_fused_update_has_the_bits_of_sums_and_a_plain_update(name: str, dim: int):
-    optimizer = row_optimizer(name, lr=0.07, eps=1e-6, scale=4.0)
+    optimizer = row_optimizer(
+        name, lr=0.07, eps=1e-6, scale=4.0, weight_decay=0.7, schedule=lambda step: 0.9**step
+    )
     rows_NW = aligned_rows(5_000, dim + optimizer.state_dim(dim), CUDA)
     rows_NW.copy_(drawn_rows(*rows_NW.shape))
     rows_NW[:, dim:].abs_()

@@ -15,7 +15,9 @@ CUDA = torch.device("cuda")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("dim", [1, 3, 32, 33, 64, 100, 128, 1000])
 def test_one_pass_and_many_operations_give_the_same_bits(name: str, dim: int):
-    optimizer = row_optimizer(name, lr=0.07, eps=1e-6, scale=4.0)
+    optimizer = row_optimizer(
+        name, lr=0.07, eps=1e-6, scale=4.0, weight_decay=0.7, schedule=lambda step: 0.9**step
+    )
     generator = torch.Generator(CUDA).manual_seed(dim)
     count = 3_001
 
@@ -39,7 +41,9 @@ def test_one_pass_and_many_operations_give_the_same_bits(name: str, dim: int):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("dim", [1, 33, 64, 128])
 def test_rows_of_a_pool_are_updated_by_slot(name: str, dim: int):
-    optimizer = row_optimizer(name, lr=0.07, eps=1e-6, scale=4.0)
+    optimizer = row_optimizer(
+        name, lr=0.07, eps=1e-6, scale=4.0, weight_decay=0.7, schedule=lambda step: 0.9**step
+    )
     generator = torch.Generator(CUDA).manual_seed(dim)
     pool_NW = aligned_rows(9_000, dim + optimizer.state_dim(dim), CUDA)
     pool_NW.copy_(torch.randn(pool_NW.shape, device=CUDA, generator=generator))

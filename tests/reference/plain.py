@@ -5,12 +5,12 @@ summed loss is divided by its summed weight, or by 1 where that is zero.
 
 Row semantics: sgd and AdaGrad leave a row without gradient alone. Adam is lazy, as
 `torch.optim.SparseAdam`: only rows that a batch looks up move, with the bias correction of the
-number of steps that the whole table has seen.
+number of steps that the whole table has seen. AdamW is as lazy: only such rows decay.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -41,6 +41,44 @@ class RowwiseAdagrad(torch.optim.Optimizer):
                 weight_VD -= group["lr"] * gradient_VD / root_V[:, None]
 
 
+class LazyAdamW(torch.optim.Optimizer):
+    """The steps of `torch.optim.AdamW`, on rows of a sparse gradient alone."""
+
+    def __init__(
+        self,
+        weights: Iterable[Tensor],
+        lr: float,
+        eps: float,
+        weight_decay: float,
+        betas: tuple[float, float] = (0.9, 0.999),
+    ) -> None:
+        given = {"lr": lr, "eps": eps, "weight_decay": weight_decay, "betas": betas}
+        super().__init__(list(weights), given)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for weight_VD in group["params"]:
+                gradient = weight_VD.grad.coalesce()
+                state = self.state[weight_VD]
+                if not state:
+                    state |= {"n": 0, "m": torch.zeros_like(weight_VD)}
+                    state["s"] = torch.zeros_like(weight_VD)
+                state["n"] += 1
+                rows, g = gradient.indices()[0], gradient.values()
+                m = state["m"][rows].lerp(g, 1 - beta1)
+                s = state["s"][rows].mul(beta2).addcmul(g, g, value=1 - beta2)
+                root = s.sqrt() / (1 - beta2 ** state["n"]) ** 0.5 + group["eps"]
+                weight = weight_VD[rows] * (1 - group["lr"] * group["weight_decay"])
+                weight_VD[rows] = weight - group["lr"] / (1 - beta1 ** state["n"]) * m / root
+                state["m"][rows], state["s"][rows] = m, s
+
+
+DECAY = 0.2
+"""Weight decay of AdamW."""
+
+
 def row_optimizer(
     name: str, weights: Iterable[Tensor], lr: float, eps: float, scale: float
 ) -> torch.optim.Optimizer:
@@ -50,6 +88,7 @@ def row_optimizer(
         "adagrad": lambda: torch.optim.Adagrad(weights, lr=lr, eps=eps),
         "rowwise_adagrad": lambda: RowwiseAdagrad(weights, lr, eps, 1.0),
         "adam": lambda: torch.optim.SparseAdam(list(weights), lr=lr, eps=eps),
+        "adamw": lambda: LazyAdamW(weights, lr, eps, DECAY),
         "momentum_scaled_rowwise_adagrad": lambda: RowwiseAdagrad(weights, lr, eps, scale),
         "touch_scaled_rowwise_adagrad": lambda: RowwiseAdagrad(weights, lr, eps, scale),
     }
@@ -58,7 +97,8 @@ def row_optimizer(
 
 def embedding(weight_VD: Tensor, optimizer: str) -> nn.Embedding:
     """A table with these first rows, and the kind of gradient that the optimizer wants."""
-    return nn.Embedding.from_pretrained(weight_VD.clone(), freeze=False, sparse=optimizer == "adam")
+    sparse = optimizer in ("adam", "adamw")
+    return nn.Embedding.from_pretrained(weight_VD.clone(), freeze=False, sparse=sparse)
 
 
 @dataclass
@@ -69,6 +109,9 @@ class PlainLoop(Generic[B]):
     """Has `tables`, apart from its dense parameters, and `loss(batch)`: a sum and its weight."""
     rows: torch.optim.Optimizer
     dense: torch.optim.Optimizer
+    schedulers: Sequence[torch.optim.lr_scheduler.LRScheduler] = ()
+    clip: Callable[[], object] = lambda: None
+    """Called between the backward pass and the steps."""
 
     def step(self, batch: B) -> float:
         """One batch; returns its mean loss."""
@@ -81,8 +124,11 @@ class PlainLoop(Generic[B]):
             for parameter in group["params"]:
                 if parameter.grad is None:  # a sum over ranks has no holes
                     parameter.grad = torch.zeros_like(parameter)
+        self.clip()
         self.rows.step()
         self.dense.step()
+        for scheduler in self.schedulers:
+            scheduler.step()
         return float(mean.detach())
 
 

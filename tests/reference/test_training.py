@@ -25,7 +25,7 @@ from nestpipe.models import Dlrm, DlrmConfig, HstuConfig, HstuRetriever, Loss
 from nestpipe.models.hstu_models import SampledSoftmaxConfig
 from nestpipe.train.config import TrainSettings
 from nestpipe.train.trainer import Trainer
-from reference.plain import PlainClicks, PlainDlrm, PlainLoop, embedding, row_optimizer
+from reference.plain import DECAY, PlainClicks, PlainDlrm, PlainLoop, embedding, row_optimizer
 from reference.plain_hstu import (
     PlainHistories,
     PlainRetriever,
@@ -68,6 +68,8 @@ def settings(optimizer: str, dense: str, pipeline: Mapping[str, object]) -> Trai
     rows = {"optimizer": optimizer, "lr": LR, "eps": EPS}
     if "scaled" in optimizer:
         rows["scale"] = SCALE
+    if optimizer == "adamw":
+        rows["weight_decay"] = DECAY
     given = {
         "batch": BATCH,
         "device": "cpu",

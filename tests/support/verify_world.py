@@ -165,7 +165,7 @@ def make_trainer(
         "device": device,
         "seed": 3,
         "store_threads": 1,
-        "rows": {"optimizer": case["optimizer"], "lr": 0.05, "eps": 1e-6},
+        "rows": {"optimizer": case["optimizer"], "lr": 0.05, "eps": 1e-6, "weight_decay": 0.1},
         "dense": {"optimizer": case["dense"], "lr": 0.01},
         # What `serial` does is the slow and plain way.
         "pin_rows": pipeline.plan != "serial" and case["pin_rows"],

@@ -1,8 +1,9 @@
 """A world so small that a hundred jobs take seconds, with every kind of feature in it."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 import torch
@@ -144,12 +145,36 @@ class Samples:
         part = batch.slice(batch.size * place // parts, batch.size * (place + 1) // parts)
         return _own_keys(part, rank) if self.keys == "each rank its own" else part
 
-    def num_rows(self) -> int:
-        """Different rows that training touches, counted the plain way."""
+    def num_rows(self, *, frozen: Sequence[str] = ()) -> int:
+        """Different rows that training updates, counted the plain way."""
         every = concat([KEYS[self.keys](b) for b in range(STEPS)]).sparse
         items = {*every["history"].values.tolist(), *every["candidate"].values.tolist()}
-        others = [set(every[name].values.tolist()) for name in ("tags", "users")]
+        trained = [name for name in ("tags", "users") if name not in frozen]
+        others = [set(every[name].values.tolist()) for name in trained]
         return len(items) + sum(map(len, others))
+
+
+RECIPES: Mapping[str, Mapping[str, dict[str, object]]] = {
+    "plain": {},
+    "scheduled": {
+        "rows": {"schedule": "cosine", "decay_steps": 4, "warmup_steps": 2, "final": 0.1},
+        "dense": {"schedule": "step", "decay_steps": 2, "decay": 0.5, "warmup_steps": 1},
+    },
+    "decaying": {
+        "rows": {"weight_decay": 0.5},
+        "dense": {"weight_decay": 0.1, "no_decay": ["*.bias"]},
+    },
+    "by name": {
+        "rows": {"rates": ["ta*=0.2", "users=0.01"]},
+        "dense": {"rates": ["top.2.*=0.1"], "schedule": "cosine", "decay_steps": 5},
+    },
+    "frozen": {"rows": {"frozen": ["users", "tags"]}},
+}
+"""What training can do besides its optimizers."""
+
+
+def decay(optimizer: str) -> dict[str, float]:
+    return {"weight_decay": 0.1} if optimizer == "adamw" else {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,6 +188,8 @@ class World:
     dense_lr: float = 0.01
     in_place: bool = True
     parallel: Mapping[str, object] = field(default_factory=dict[str, object])
+    recipe: str = "plain"
+    """One of `RECIPES`: schedules, rates, decay."""
     model: Model = field(default_factory=Model)
     """Made here, not in the threads of the ranks, which share one random state."""
 
@@ -176,16 +203,18 @@ class World:
         comm: Communicator | None = None,
         around: Callable[[Work], Work] = lambda work: work,
     ) -> Trainer:
-        given = {
+        given: dict[str, Any] = {
             "batch": BATCH,
             "device": "cpu",
             "seed": 3,
             "store_threads": 1,
             "in_place": self.in_place,
             "parallel": self.parallel,
-            "rows": {"optimizer": self.optimizer, "lr": 0.05, "eps": 1e-6},
-            "dense": {"optimizer": self.dense, "lr": self.dense_lr},
+            "rows": {"optimizer": self.optimizer, "lr": 0.05, "eps": 1e-6, **decay(self.optimizer)},
+            "dense": {"optimizer": self.dense, "lr": self.dense_lr, **decay(self.dense)},
         }
+        for section, keys in RECIPES[self.recipe].items():
+            given[section] = given.get(section, {}) | keys
         settings = replace(build(TrainSettings, given), pipeline=pipeline)
         return Trainer(deepcopy(self.model), tables(self.dtype), settings, comm, around=around)
 

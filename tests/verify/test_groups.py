@@ -47,6 +47,7 @@ def case_number(n: int) -> dict[str, object]:
         "optimizer": OPTIMIZERS[n // 3 % len(OPTIMIZERS)],
         "dtype": ("float32", "bfloat16")[n // 5 % 2],
         "in_place": (True, False)[n // 4 % 2],
+        "recipe": ("plain", "frozen", "scheduled", "by name", "decaying")[n // 2 % 5],
         "pipeline": {
             "plan": PLANS[n % 3],
             "micro_batches": (1, 2, 3)[n // 3 % 3],
@@ -70,9 +71,8 @@ def name_of(case: dict[str, object]) -> str:
 @pytest.mark.parametrize("case", [case_number(n) for n in range(36)], ids=name_of)
 def test_in_groups_too_a_plan_changes_no_bit(make_world, case):
     pipeline = build(PipelineSettings, case["pipeline"])
-    world = make_world(
-        **{name: case[name] for name in ("parallel", "keys", "optimizer", "dtype", "in_place")}
-    )
+    axes = ("parallel", "keys", "optimizer", "dtype", "in_place", "recipe")
+    world = make_world(**{name: case[name] for name in axes})
 
     def one(comm):
         return verify(lambda settings: (world.trainer(settings, comm), world.source), pipeline)

@@ -35,6 +35,10 @@ class Table:
     """
     max_rows: int = 0
     """Rows of the table over all workers at most; 0: as many as memory holds."""
+    lr: float = 0.0
+    """Learning rate of its rows; 0: that of all rows."""
+    trainable: bool = True
+    """Off: rows are read, and never updated or inserted."""
 
     def __post_init__(self) -> None:
         if not self.name.isidentifier():
@@ -44,6 +48,7 @@ class Table:
         positive("dim", self.dim)
         not_negative("init_std", self.init_std)
         not_negative("max_rows", self.max_rows)
+        not_negative("lr", self.lr)
 
     @property
     def feature_names(self) -> tuple[str, ...]:

@@ -187,7 +187,7 @@ class DeviceTables:
         comm_dtype: torch.dtype = torch.float32,
     ) -> None:
         self.groups = list(groups)
-        self.optimizer = optimizer
+        self.optimizers = [group.tuned(optimizer) for group in groups]
         self.comm = comm
         self.shape = shape
         self.device = device
@@ -395,15 +395,17 @@ class DeviceTables:
         """All-to-all of row gradients, back to their owners, each summed by its requester."""
         if self.comm.size == 1:
             return
-        rank, found = self.comm.rank, self.in_flight[batch]
-        asked = [_asked(of) for of in found]
+        rank = self.comm.rank
+        both = zip(self.in_flight[batch], self.groups, strict=True)
+        trained = [(of, group.dim) for of, group in both if group.trainable]
+        asked = [_asked(of) for of, _ in trained]
         splits = [of.counts_told.counts_RC().sum(1).tolist() for of in asked]
         expected = [_received(of).sum(1).tolist() for of in asked]
         sent: list[Tensor] = []
         received: list[Tensor] = []
-        for g, of in enumerate(found):
+        for g, (of, dim) in enumerate(trained):
             assert of.seen_sums is not None
-            own, dim = splits[g][rank], self.groups[g].dim
+            own = splits[g][rank]
             sums_AD = empty_rows(sum(splits[g]), dim, self.device)
             of.seen_sums.store(of.gradients(), sums_AD)
             gradients_PD = empty_rows(sum(expected[g]), dim, self.device)
@@ -421,16 +423,20 @@ class DeviceTables:
         """Sum gradients by row and apply the optimizer, once per row, in one pass.
 
         Gradients of rows that are not finite are dropped, with `clip` only their numbers that are
-        not; returns how many rows of each group those are, on the device.
+        not; returns how many rows of each group those are, on the device. Frozen tables stay as
+        they are.
         """
         faults: list[Tensor] = []
-        for of, pool, group in zip(self.in_flight[batch], self._pools, self.groups, strict=True):
+        every = zip(self.in_flight[batch], self._pools, self.groups, self.optimizers, strict=True)
+        for of, pool, group, optimizer in every:
+            if not group.trainable:
+                continue
             assert of.owner_sums is not None
             assert of.slots is not None
             gradients = of.gradients() if of.asked is None else of.asked.gradients_PD
             assert gradients is not None
             applied = of.owner_sums.apply(
-                self.optimizer, gradients, pool.rows_SW, times, step, clip=clip
+                optimizer, gradients, pool.rows_SW, times, step, clip=clip
             )
             faults.append(applied)
             if group.tables[0].dtype == "bfloat16":

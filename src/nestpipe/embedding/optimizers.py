@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -21,9 +21,15 @@ from nestpipe.kernels.rows.native import Gradients, OptimizerStruct, RowPointers
 # Shapes: K rows, N rows of a pool or the K rows, D weights of a row, W weights and state,
 # U rows that are merged
 
+ADAMW = "adamw"
 TOUCH_SCALED = "touch_scaled_rowwise_adagrad"
 NEWEST_SHARE = 0.25
 """What the last merge counts for in the average number of groups that touch a row."""
+
+
+def constant(step: int) -> float:
+    """A rate that never changes."""
+    return 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,23 +45,47 @@ class RowOptimizer:
     """... and per row."""
     state_init: float
     apply: Callable[[Tensor, Tensor, int, RowOptimizer], None]
-    """(rows_KW, gradients_KD, step from 1, self): update rows in place."""
+    """(rows_KW, gradients_KD, step from 1, the optimizer at that step): update rows in place."""
     betas: tuple[float, float] = (0.9, 0.999)
     scale: float = 1.0
     """What the scaled AdaGrads divide a row's second moment by, c: the number of groups, or, where
     groups are counted, the most that c can be. The others leave it alone."""
+    weight_decay: float = 0.0
+    """Decoupled, of rows that a batch touches: weights are first multiplied by 1 - lr x this."""
+    schedule: Callable[[int], float] = constant
+    """What the rate of a step, counted from 1, is over `lr`."""
 
     @property
     def counts_groups(self) -> bool:
         """Whether `count_groups` changes anything."""
         return self.name == TOUCH_SCALED
 
+    @property
+    def keep(self) -> float:
+        """What weight decay leaves of a weight; 1 changes no bit."""
+        return 1 - self.lr * self.weight_decay
+
+    def at(self, step: int) -> RowOptimizer:
+        """The optimizer with the rate of one step.
+
+        `torch.optim.AdamW` adds eps to a root that is corrected already; Adam, as SparseAdam, to
+        one that is not.
+        """
+        factor = self.schedule(step)
+        eps = self.eps
+        if self.name == ADAMW:
+            eps *= (1 - self.betas[1] ** step) ** 0.5
+        return replace(self, lr=self.lr * factor, eps=eps, schedule=constant)
+
     def state_dim(self, dim: int) -> int:
         return self.states_per_weight * dim + self.states_per_row
 
     def update(self, rows_KW: Tensor, gradients_KD: Tensor, step: int) -> None:
         """The plain form: the twin of both others."""
-        self.apply(rows_KW, gradients_KD, step, self)
+        of = self.at(step)
+        if of.weight_decay:
+            rows_KW[:, : gradients_KD.shape[1]].mul_(of.keep)
+        self.apply(rows_KW, gradients_KD, step, of)
 
     def update_native(
         self,
@@ -92,13 +122,15 @@ class RowOptimizer:
 
     def struct(self, step: int) -> OptimizerStruct:
         """The optimizer as kernels take it."""
+        of = self.at(step)
         return optimizer_struct(
             self.name,
-            lr=self.lr,
-            eps=self.eps,
-            betas=self.betas,
-            adam_scale=self.adam_scale(step),
-            scale=self.scale,
+            lr=of.lr,
+            eps=of.eps,
+            betas=of.betas,
+            adam_scale=of.adam_scale(step),
+            scale=of.scale,
+            keep=of.keep,
         )
 
     def count_groups(self, rows_UW: Tensor, dim: int, groups_U: Tensor) -> None:
@@ -199,7 +231,10 @@ def root(numbers: Tensor) -> Tensor:
 
 
 def _adam(rows_KW: Tensor, gradients_KD: Tensor, step: int, of: RowOptimizer) -> None:
-    """Only touched rows move, with the bias correction of the run's step, as SparseAdam does."""
+    """Only touched rows move, with the bias correction of the run's step, as SparseAdam does.
+
+    AdamW differs by its eps, see `RowOptimizer.at`.
+    """
     dim = gradients_KD.shape[1]
     weights_KD = rows_KW[:, :dim]
     mean_KD, square_KD = rows_KW[:, dim : 2 * dim], rows_KW[:, 2 * dim :]
@@ -216,12 +251,20 @@ _KINDS: dict[str, tuple[Callable[..., None], int, int]] = {
     "adam": (_adam, 2, 0),
     "momentum_scaled_rowwise_adagrad": (_momentum_scaled, 0, 1),
     TOUCH_SCALED: (_touch_scaled, 0, 2),
+    ADAMW: (_adam, 2, 0),
 }
 OPTIMIZERS = tuple(_KINDS)
 
 
 def row_optimizer(
-    name: str, lr: float = 0.05, eps: float = 1e-8, scale: float = 1.0
+    name: str,
+    lr: float = 0.05,
+    eps: float = 1e-8,
+    scale: float = 1.0,
+    *,
+    betas: tuple[float, float] = (0.9, 0.999),
+    weight_decay: float = 0.0,
+    schedule: Callable[[int], float] = constant,
 ) -> RowOptimizer:
     """The row optimizer of that name; those that are not scaled take no notice of `scale`."""
     if name not in _KINDS:
@@ -239,5 +282,8 @@ def row_optimizer(
         states_per_row=per_row,
         state_init=0.0,
         apply=apply,
+        betas=betas,
         scale=scale,
+        weight_decay=weight_decay,
+        schedule=schedule,
     )

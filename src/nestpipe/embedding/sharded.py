@@ -99,8 +99,8 @@ class BatchState:
     """[micro][group] the gradients of those rows, where the model used them."""
     windows: list[Window] = field(default_factory=list[Window])
     """[group] where micro-batches share rows."""
-    sums: list[Gradients] = field(default_factory=list[Gradients])
-    """[group] row gradients so far."""
+    sums: dict[int, Gradients] = field(default_factory=dict[int, Gradients])
+    """[group] row gradients so far; frozen tables have none."""
 
 
 class ShardedTables:
@@ -126,7 +126,7 @@ class ShardedTables:
         which rows and their gradients travel. `pools`: one for each store, if retrieval is pooled.
         """
         self.groups = list(groups)
-        self.optimizer = optimizer
+        self.optimizers = [group.tuned(optimizer) for group in groups]
         self.mesh = mesh
         self.comm = mesh.shards
         """The ranks over which tables are sharded; keys, rows and gradients stay among them."""
@@ -387,24 +387,27 @@ class ShardedTables:
         return seen
 
     def grads(self, batch: int, micro: int) -> None:
-        """All-to-all of row gradients, back to their owners; summed by requester in rank order."""
-        state, rank = self.in_flight[batch], self.comm.rank
-        gradients = [self._made(state, g, micro) for g in range(len(self.groups))]
-        received_splits = [working.back_counts[micro] for working in state.working]
+        """All-to-all of row gradients, back to their owners; summed by requester in rank order.
+
+        Those of frozen tables go nowhere.
+        """
+        state, rank, trained = self.in_flight[batch], self.comm.rank, self._trained
+        gradients = [self._made(state, g, micro) for g in trained]
+        received_splits = [state.working[g].back_counts[micro] for g in trained]
         received = [
-            empty_rows(sum(splits) - splits[rank], group.dim, self.device, self.comm_dtype)
-            for splits, group in zip(received_splits, self.groups, strict=True)
+            empty_rows(sum(splits) - splits[rank], self.groups[g].dim, self.device, self.comm_dtype)
+            for splits, g in zip(received_splits, trained, strict=True)
         ]
         exchange(
             self.comm,
             [to_others for to_others, _ in gradients],
-            [of[micro].gradients_per_owner for of in state.requests],
+            [state.requests[g][micro].gradients_per_owner for g in trained],
             received,
             received_splits,
             self.comm_dtype,
         )
-        for g, working in enumerate(state.working):
-            self._add_up(state, g, working.gather_back[micro], [received[g], *gradients[g][1]])
+        for g, came, (_, own) in zip(trained, received, gradients, strict=True):
+            self._add_up(state, g, state.working[g].gather_back[micro], [came, *own])
         if self.device.type == "cpu":
             # Nobody uses them any more; on a GPU another stream may.
             state.gradients.pop(micro, None)
@@ -433,52 +436,64 @@ class ShardedTables:
         exact = self.replicas is not None and self.shape.merge is Merge.EXACT
         if use_native(self.device) and self.shape.micro_batches == 1 and not exact:
             rows = [from_wire(part, self.comm_dtype) for part in gradients]
-            state.sums.append(Gradients(rows, segments.rows_T, segments.ends_S1))
-        elif g == len(state.sums):
+            state.sums[g] = Gradients(rows, segments.rows_T, segments.ends_S1)
+        elif g not in state.sums:
             sums_KD = empty_rows(len(segments), self.groups[g].dim, self.device)
             sum_segments(segments, gradients, [sums_KD], came=self.comm_dtype)
-            state.sums.append(Gradients([sums_KD], None, None))
+            state.sums[g] = Gradients([sums_KD], None, None)
         else:
             add_segments(segments, gradients, state.sums[g].rows[0], came=self.comm_dtype)
 
     def update(self, batch: int, times: float | Tensor, step: int) -> None:
         """One optimizer application per row, on its summed gradient times a number.
 
-        The number may be a tensor on the device, of one element.
+        The number may be a tensor on the device, of one element. Frozen tables stay as they are.
         """
-        state = self.in_flight[batch]
-        for group, working, sums, rows in zip(
-            self.groups, state.working, state.sums, self.buffers.of(batch), strict=True
-        ):
+        state, every = self.in_flight[batch], self.buffers.of(batch)
+        for g, group in enumerate(self.groups):
+            if not group.trainable:
+                continue
+            working, sums, rows = state.working[g], state.sums[g], every[g]
+            optimizer = self.optimizers[g]
             merges = working.replica_rows if self.shape.merge is Merge.AVERAGED else None
             own = None if merges is None else merges.own
             if use_native(self.device):
                 some = _some_of(rows, own)
-                self.optimizer.update_native(some, group.dim, [sums], float(times), step)
+                optimizer.update_native(some, group.dim, [sums], float(times), step)
             elif isinstance(rows, SlotRows):
                 some = rows if own is None else rows.at(own)
-                self.optimizer.update_times(
+                optimizer.update_times(
                     some.rows_SW, sums.rows[0], times, step, slots_K=some.slots_K
                 )
             else:
                 assert isinstance(rows, Tensor)
                 some = rows if own is None else rows.index_select(0, own)
-                self.optimizer.update_times(some, sums.rows[0], times, step)
+                optimizer.update_times(some, sums.rows[0], times, step)
                 if own is not None:
                     rows.index_copy_(0, own, some)
             _round(group, rows)
 
     def replica_sync(self, batch: int) -> None:
         """Bring replicas in other groups together: gradients before `update`, or rows after it."""
-        state, comm = self.in_flight[batch], self.mesh.replicas
-        replicas = [w.replica_rows for w in state.working if w.replica_rows is not None]
-        if self.shape.merge is Merge.EXACT:
-            merge_gradients(comm, [sums.rows[0] for sums in state.sums], replicas)
+        state, comm, trained = self.in_flight[batch], self.mesh.replicas, self._trained
+        if not trained:
             return
-        every = self.buffers.of(batch)
-        merge_rows(comm, every, replicas, self.optimizer, [group.dim for group in self.groups])
-        for group, rows in zip(self.groups, every, strict=True):
+        replicas = [r for g in trained if (r := state.working[g].replica_rows) is not None]
+        if self.shape.merge is Merge.EXACT:
+            merge_gradients(comm, [state.sums[g].rows[0] for g in trained], replicas)
+            return
+        of_batch = self.buffers.of(batch)
+        every = [of_batch[g] for g in trained]
+        groups = [self.groups[g] for g in trained]
+        # How groups of ranks are counted depends on the kind of optimizer, not on its rate.
+        merge_rows(comm, every, replicas, self.optimizers[0], [group.dim for group in groups])
+        for group, rows in zip(groups, every, strict=True):
             _round(group, rows)
+
+    @property
+    def _trained(self) -> list[int]:
+        """The groups of tables whose rows are updated."""
+        return [g for g, group in enumerate(self.groups) if group.trainable]
 
     @property
     def merge_is_due(self) -> bool:
@@ -488,10 +503,12 @@ class ShardedTables:
     def merge_rest(self, stores: Sequence[RowStore]) -> None:
         """After a run: merge in host memory what its last batches touched."""
         assert self.replicas is not None
-        for group, store, merged in zip(
-            self.groups, stores, self.replicas.take_rest(), strict=True
-        ):
-            merge_stored(self.mesh.replicas, store, merged, self.optimizer, group.dim, self.device)
+        rest = self.replicas.take_rest()
+        for g in self._trained:
+            merge_stored(
+                *(self.mesh.replicas, stores[g], rest[g], self.optimizers[g]),
+                *(self.groups[g].dim, self.device),
+            )
 
 
 def _weights_of(rows: AnyRows, dim: int) -> Rows:

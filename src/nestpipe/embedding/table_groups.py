@@ -1,9 +1,9 @@
-"""Groups of tables that share a store: same width, same type of weights."""
+"""Groups of tables that share a store: same width, type of weights and optimizer."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nestpipe.config import Table
 from nestpipe.embedding.optimizers import RowOptimizer
@@ -37,6 +37,16 @@ class TableGroup:
     def dim(self) -> int:
         return self.tables[0].dim
 
+    @property
+    def trainable(self) -> bool:
+        """Whether its rows are updated; else they are only read."""
+        return self.tables[0].trainable
+
+    def tuned(self, optimizer: RowOptimizer) -> RowOptimizer:
+        """The optimizer of all rows, with the learning rate of these tables."""
+        lr = self.tables[0].lr
+        return replace(optimizer, lr=lr) if lr else optimizer
+
     def layout(self, optimizer: RowOptimizer, *, seed: int, ranks: int) -> StoreLayout:
         """How this group's rows are kept; a table's limit is shared out over the ranks."""
         return StoreLayout(
@@ -54,11 +64,12 @@ class TableGroup:
 
 
 def group_tables(tables: Sequence[Table], *, owner_sums: bool = True) -> list[TableGroup]:
-    """One group per combination of width and type, in order of first appearance."""
+    """One group per width, type, rate and whether it is trained, in order of first appearance."""
     _refuse_repeats(tables)
-    members: dict[tuple[int, str], list[Table]] = {}
+    members: dict[tuple[int, str, float, bool], list[Table]] = {}
     for table in tables:
-        members.setdefault((table.dim, table.dtype), []).append(table)
+        alike = (table.dim, table.dtype, table.lr, table.trainable)
+        members.setdefault(alike, []).append(table)
     whole = [table.name for table in tables if table.placement == "table"]
     return [
         TableGroup(

@@ -218,8 +218,9 @@ def _about_tables(groups: Sequence[TableGroup]) -> list[dict[str, Any]]:
 
 
 def _declared(tables: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What must be the same to load a checkpoint; who owns a table may change."""
-    return [{key: table.get(key) for key in ("name", "dim", "dtype")} for table in tables]
+    """What must be the same to load a checkpoint, by name; who owns a table may change."""
+    found = [{key: table.get(key) for key in ("name", "dim", "dtype")} for table in tables]
+    return sorted(found, key=lambda table: str(table["name"]))
 
 
 def describe_model(model: nn.Module) -> dict[str, Any]:
@@ -263,8 +264,8 @@ def _save_rows(
 def dense_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Dense weights and optimizer state by name, on the host."""
     tensors = {f"model.{k}": v.detach().cpu().contiguous() for k, v in model.state_dict().items()}
-    for index, entry in optimizer.state_dict()["state"].items():
-        for name, value in entry.items():
+    for index, parameter in enumerate(_in_order(optimizer, model)):
+        for name, value in optimizer.state.get(parameter, {}).items():
             tensor = value if isinstance(value, Tensor) else torch.tensor(value)
             tensors[f"optimizer.{index}.{name}"] = tensor.detach().cpu().contiguous().clone()
     return tensors
@@ -298,21 +299,26 @@ def load_checkpoint(
         loaded.append(opened)
 
     raise_everywhere(mesh.world, do)
-    _refuse_missing_rows(loaded[0], stores, mesh.shards)
+    _refuse_missing_rows(loaded[0], groups, stores, mesh.shards)
     return _state_of(loaded[0].manifest)
 
 
 def _refuse_missing_rows(
-    checkpoint: Checkpoint, stores: Sequence[RowStore], shards: Communicator
+    checkpoint: Checkpoint,
+    groups: Sequence[TableGroup],
+    stores: Sequence[RowStore],
+    shards: Communicator,
 ) -> None:
     """All ranks together must have the rows that the checkpoint has, of every table."""
     mine = [count for store in stores for count in store.num_rows()]
     everywhere = cast("list[list[int]]", shards.all_gather_values(mine))
-    for table, *counts in zip(checkpoint.manifest.tables, *everywhere, strict=True):
-        if "rows" in table and sum(counts) < int(table["rows"]):
+    names = [table.name for group in groups for table in group.tables]
+    loaded = {name: sum(of) for name, *of in zip(names, *everywhere, strict=True)}
+    for table in checkpoint.manifest.tables:
+        if "rows" in table and loaded[table["name"]] < int(table["rows"]):
             raise CheckpointError(
                 f"{str(checkpoint.path)!r} has {table['rows']} rows of {table['name']}, but "
-                f"{sum(counts)} were loaded; use another checkpoint"
+                f"{loaded[table['name']]} were loaded; use another checkpoint"
             )
 
 
@@ -370,8 +376,19 @@ def _load_dense(
         if key.startswith("optimizer."):
             _, index, name = key.split(".", 2)
             entries.setdefault(int(index), {})[name] = value
-    state = optimizer.state_dict()
-    optimizer.load_state_dict({"state": entries, "param_groups": state["param_groups"]})
+    # torch numbers parameters group by group.
+    order = {parameter: index for index, parameter in enumerate(_in_order(optimizer, model))}
+    numbered = [order[p] for group in optimizer.param_groups for p in group["params"]]
+    state = {new: entries[old] for new, old in enumerate(numbered) if old in entries}
+    groups = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _in_order(optimizer: torch.optim.Optimizer, model: nn.Module) -> Sequence[Tensor]:
+    """The parameters in the order of the model, however they are grouped by rate."""
+    known = {p: None for group in optimizer.param_groups for p in group["params"]}
+    mine = [p for p in model.parameters() if p in known]
+    return mine or list(known)  # a model may have none; the optimizer still has an empty one
 
 
 def _load_rows(

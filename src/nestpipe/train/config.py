@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from nestpipe.config import not_negative, positive
+from nestpipe.config import RateOptions, Table, not_negative, positive
+from nestpipe.config.rates import first_match, rates_of, refuse_idle
+from nestpipe.config.values import fit_leaf
 from nestpipe.deprecated import renamed_fields
 from nestpipe.errors import ConfigError
 from nestpipe.schedule import (
@@ -157,42 +160,103 @@ def _micro_batches(asked: PipelineSettings) -> int:
     return asked.micro_batches if asked.micro_batches > 1 else AUTO_MICRO_BATCHES
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RowSettings:
-    """The optimizer of table rows."""
+RowOptimizerName = Literal[
+    "sgd",
+    "adagrad",
+    "rowwise_adagrad",
+    "adam",
+    "adamw",
+    "momentum_scaled_rowwise_adagrad",
+    "touch_scaled_rowwise_adagrad",
+]
+DenseOptimizerName = Literal["sgd", "adagrad", "adam", "adamw"]
 
-    optimizer: Literal[
-        "sgd",
-        "adagrad",
-        "rowwise_adagrad",
-        "adam",
-        "momentum_scaled_rowwise_adagrad",
-        "touch_scaled_rowwise_adagrad",
-    ] = "rowwise_adagrad"
+
+@dataclass(frozen=True, kw_only=True)
+class RowSettings(RateOptions):
+    """The optimizer of table rows. `rates` are by table."""
+
+    optimizer: RowOptimizerName = "rowwise_adagrad"
+    """How rows move: docs/optimizers.md."""
     lr: float = 0.05
     """Learning rate."""
     eps: float = 1e-8
     """Added to the root of AdaGrad's and Adam's second moment."""
+    betas: tuple[float, ...] = (0.9, 0.999)
+    """adam, adamw: how much of the first and second moment stays in a step."""
+    weight_decay: float = 0.0
+    """Decoupled, with any optimizer: a row that a batch touches loses lr x this of its weights; the
+    others lose nothing."""
     scale: float = 0.0
     """Scaled AdaGrad: what the second moment is divided by; 0: the number of averaged groups."""
+    frozen: tuple[str, ...] = ()
+    """Tables, by name or pattern, whose rows are read, and never updated or inserted."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        fit_leaf(RowOptimizerName, self.optimizer, "optimizer")
         positive("lr", self.lr)
         positive("eps", self.eps)
+        _check_moments(self.optimizer, self.lr, self.betas, self.weight_decay)
         if self.scale != 0 and self.scale < 1:
             raise ConfigError(f"scale is {self.scale}; give at least 1, or 0 for the groups")
 
+    def tuned(self, tables: Sequence[Table]) -> list[Table]:
+        """The tables, each with its rate and whether it is trained, where these settings say so."""
+        names, patterns = [table.name for table in tables], rates_of(self.rates)
+        refuse_idle("rows.rates", patterns, names, "table")
+        refuse_idle("rows.frozen", self.frozen, names, "table")
+        frozen = dict.fromkeys(self.frozen, 1.0)
+        return [
+            replace(
+                table,
+                lr=first_match(patterns, table.name) or table.lr,
+                trainable=table.trainable and first_match(frozen, table.name) is None,
+            )
+            for table in tables
+        ]
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DenseSettings:
-    """The optimizer of everything that is not a row."""
 
-    optimizer: Literal["sgd", "adagrad", "adam"] = "adam"
+@dataclass(frozen=True, kw_only=True)
+class DenseSettings(RateOptions):
+    """The optimizer of everything that is not a row: torch's own. `rates` are by parameter."""
+
+    optimizer: DenseOptimizerName = "adam"
+    """The class of `torch.optim`."""
     lr: float = 1e-3
     """Learning rate."""
+    eps: float = 0.0
+    """adagrad, adam, adamw: added to the root of the second moment; 0: torch's default."""
+    betas: tuple[float, ...] = (0.9, 0.999)
+    """adam, adamw: how much of the first and second moment stays in a step."""
+    weight_decay: float = 0.0
+    """As torch has it: decoupled with adamw, else added to the gradient."""
+    no_decay: tuple[str, ...] = ()
+    """Parameters, by name or pattern, that do not decay, such as `["*.bias"]`."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        fit_leaf(DenseOptimizerName, self.optimizer, "optimizer")
         positive("lr", self.lr)
+        not_negative("eps", self.eps)
+        _check_moments(self.optimizer, self.lr, self.betas, self.weight_decay)
+
+
+def _check_moments(
+    optimizer: str, lr: float, betas: tuple[float, ...], weight_decay: float
+) -> None:
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise ConfigError(f"betas is {list(betas)}; give two numbers from 0 to below 1")
+    not_negative("weight_decay", weight_decay)
+    if lr * weight_decay >= 1:
+        raise ConfigError(
+            f"weight_decay is {weight_decay} and lr {lr}: a step would take all of a weight; give "
+            f"less than {1 / lr:g}"
+        )
+    if optimizer == "adamw" and not weight_decay:
+        raise ConfigError(
+            "weight_decay is 0 and optimizer 'adamw'; give one such as 0.01, or use 'adam'"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,7 @@ from nestpipe.comm.mesh import Mesh
 from nestpipe.comm.peer_failure import STOP
 from nestpipe.data.clustering import How, micro_batches
 from nestpipe.embedding.device_tables import DeviceTables
+from nestpipe.embedding.optimizers import constant
 from nestpipe.embedding.sharded import ShardedTables
 from nestpipe.errors import LossError, RunError
 from nestpipe.jagged import Jagged
@@ -123,6 +124,8 @@ class TrainingWork:
     """What to do with gradients that are NaN or inf: `stop`, `skip` or `clip`."""
     keep_batch: Callable[[int, Sequence[Batch]], Path | None] = lambda step, micros: None
     """Writes a batch for inspection; returns where, if anywhere."""
+    dense_schedule: Callable[[int], float] = constant
+    """What the dense rate of a step, counted from 1, is over its first one."""
     grad_buckets: GradBuckets | None = None
     """Hands dense gradients over where they have a network of their own."""
     totals_to_apply: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
@@ -282,8 +285,8 @@ class TrainingWork:
         """One optimizer application per dense parameter."""
         assert self.grad_buckets is not None
         self.grad_buckets.set_gradients()
-        self._drop_faults(op, [], dense=True)
-        self._step_dense(grad_scales(self.totals_to_apply.pop(op.batch)))
+        self._drop_faults(op, {}, dense=True)
+        self._step_dense(op, grad_scales(self.totals_to_apply.pop(op.batch)))
 
     def update(self, op: Op) -> None:
         step = self.first_step + op.batch + 1
@@ -295,7 +298,7 @@ class TrainingWork:
         self._drop_faults(op, self._row_sums(op), dense=dense)
         scales = grad_scales(totals)
         if self.grad_buckets is None:
-            self._step_dense(scales)
+            self._step_dense(op, scales)
         times = scales[self._weight_of_rows]
         if isinstance(self.tables, DeviceTables):
             clip = self.non_finite == "clip"
@@ -311,7 +314,9 @@ class TrainingWork:
         apart = shape.merge_every > 0 and shape.merge is Merge.AVERAGED
         return 2 + self.mesh.group if apart else 1
 
-    def _step_dense(self, scales: Tensor) -> None:
+    def _step_dense(self, op: Op, scales: Tensor) -> None:
+        # A number of the host, which kernels get as an argument: no graph has it, nobody waits.
+        set_rates(self.dense_optimizer, self.dense_schedule(self.first_step + op.batch + 1))
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         if gradients:  # a model may have no weights at all
             torch._foreach_mul_(gradients, scales[1])  # pyright: ignore[reportPrivateImportUsage]
@@ -332,7 +337,7 @@ class TrainingWork:
         moved = state.read, state.refreshed, written, state.asked
         self.on_step(StepReport(step, loss, state.samples, *moved, faults))
 
-    def _drop_faults(self, op: Op, sums: list[Gradients], *, dense: bool) -> None:
+    def _drop_faults(self, op: Op, sums: dict[int, Gradients], *, dense: bool) -> None:
         """Before gradients are applied: take out what is NaN or inf, and count it.
 
         Dense gradients are the same on all ranks, and a row's gradient is its owner's alone, so
@@ -345,15 +350,15 @@ class TrainingWork:
         if dense:
             gradients = [p.grad for p in self._parameters if p.grad is not None]
             faults += drop_dense_faults(gradients, clip=clip)
-        for number in range(len(sums)):
+        for number in sums:
             faults += drop_row_faults(sums, number, clip=clip)
         if self.device.type == "cpu" and faults and self.non_finite == "stop":
             raise self._fault(op)
 
-    def _row_sums(self, op: Op) -> list[Gradients]:
+    def _row_sums(self, op: Op) -> dict[int, Gradients]:
         """Row gradients as `update` will apply them; a GPU's own tables look at them only then."""
         if isinstance(self.tables, DeviceTables):
-            return []
+            return {}
         return self.tables.in_flight[op.batch].sums
 
     def _check_loss(self, op: Op, totals: Tensor) -> float:
@@ -388,6 +393,12 @@ def grad_scales(totals: Tensor) -> Tensor:
     before this one has read it.
     """
     return torch.where(totals == 0, 1.0, totals).reciprocal_()
+
+
+def set_rates(optimizer: torch.optim.Optimizer, factor: float) -> None:
+    """Give every group of parameters its own rate times a number."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["initial_lr"] * factor
 
 
 def keys_on(
@@ -433,7 +444,7 @@ def drop_dense_faults(gradients: Sequence[Tensor], *, clip: bool) -> list[Tensor
     return [bad]
 
 
-def drop_row_faults(sums: list[Gradients], number: int, *, clip: bool) -> list[Tensor]:
+def drop_row_faults(sums: dict[int, Gradients], number: int, *, clip: bool) -> list[Tensor]:
     """Zero the gradient of each row where it is not finite, or only its numbers; how many rows.
 
     Works on the gradients of one group of tables; on the host only where one is not finite.

@@ -16,14 +16,16 @@ from nestpipe.checkpoint import disk
 from nestpipe.comm import Communicator, LocalCommunicator
 from nestpipe.comm.mesh import make_mesh
 from nestpipe.config import Table
+from nestpipe.config.rates import first_match, rates_of, refuse_idle
 from nestpipe.data import Source
 from nestpipe.embedding.device_tables import DeviceTables, can_route_on_device
-from nestpipe.embedding.optimizers import row_optimizer
+from nestpipe.embedding.optimizers import RowOptimizer, row_optimizer
 from nestpipe.embedding.pool import RowPool, pool_sizes, pools_on_one_device
 from nestpipe.embedding.routing.lists import owner_of
 from nestpipe.embedding.sharded import ShardedTables
 from nestpipe.embedding.store import RowStore, open_store
-from nestpipe.embedding.table_groups import group_tables
+from nestpipe.embedding.store.protocol import ReadOnlyRows
+from nestpipe.embedding.table_groups import TableGroup, group_tables
 from nestpipe.errors import ConfigError
 from nestpipe.kernels.rows.segments import COMM_DTYPES
 from nestpipe.models.protocol import RecModel
@@ -84,6 +86,7 @@ class Trainer:
         _share_first_weights(self.model, self.comm)
         parallel = self.settings.parallel
         self.mesh = make_mesh(self.comm, parallel.groups, parallel.layout)
+        tables = self.settings.rows.tuned(tables)
         self.groups = group_tables(tables, owner_sums=self.settings.pipeline.owners_add_up)
         self.plan = self.placed(self.settings.pipeline.make_plan(parallel))
         check(self.plan.schedule(2 * self.plan.shape.lookahead + 3), stale=self.plan.name)
@@ -100,7 +103,14 @@ class Trainer:
         """Whether those runs fill row buffers with NaN before they use them again."""
         rows = self.settings.rows
         scale = rows.scale or float(parallel.groups if parallel.merge == "averaged" else 1)
-        self.row_optimizer = row_optimizer(rows.optimizer, rows.lr, rows.eps, scale)
+        self.row_optimizer = row_optimizer(
+            *(rows.optimizer, rows.lr, rows.eps, scale),
+            betas=(rows.betas[0], rows.betas[1]),
+            weight_decay=rows.weight_decay,
+            schedule=rows.factor,
+        )
+        for group in self.groups:
+            _refuse_whole_decay(group.tuned(self.row_optimizer), group)
         self.dense_optimizer = _dense_optimizer(self.model, self.settings.dense)
         self._pools: list[RowPool] = []
         self._stores = [
@@ -171,9 +181,15 @@ class Trainer:
         """The tables as ops of that plan see them that only read; they never insert rows."""
         return self._sharded(plan, self.stores)
 
+    @property
+    def _training_stores(self) -> list[RowStore]:
+        """The host stores as training sees them: it cannot write to those of frozen tables."""
+        both = zip(self.groups, self._stores, strict=True)
+        return [store if group.trainable else ReadOnlyRows(store) for group, store in both]
+
     def _make_training_tables(self, plan: Plan) -> ShardedTables | DeviceTables:
         if plan.shape.retrieval is not Retrieval.POOLED:
-            return self._sharded(plan, self._stores, training=True)
+            return self._sharded(plan, self._training_stores, training=True)
         self._pools = self._pools or self._open_pools()
         for pool in self._pools:
             pool.begin_run()
@@ -187,7 +203,7 @@ class Trainer:
                 self.device,
                 COMM_DTYPES[self.settings.pipeline.comm_dtype],
             )
-        return self._sharded(plan, self._stores, training=True)
+        return self._sharded(plan, self._training_stores, training=True)
 
     def _open_pools(self) -> list[RowPool]:
         layouts = [store.layout for store in self._stores]
@@ -195,7 +211,7 @@ class Trainer:
         sizes = pool_sizes(self.settings.device_memory, layouts, self.device, sharing)
         return [
             RowPool(store, slots, self.device, pin=self.settings.pin_rows)
-            for store, slots in zip(self._stores, sizes, strict=True)
+            for store, slots in zip(self._training_stores, sizes, strict=True)
         ]
 
     def _sharded(
@@ -277,13 +293,16 @@ class Trainer:
             stop_wanted=self.stop_wanted,
             non_finite=self.settings.non_finite,
             keep_batch=self._keep_batch,
+            dense_schedule=self.settings.dense.factor,
             grad_buckets=self._grad_buckets,
             graphs=self._graphs if isinstance(tables, DeviceTables) else None,
         )
         self._run(work)
         # Who looks at rows now, or saves them, finds the same in every group.
         if work.tables.merge_is_due:
-            work.tables.merge_rest(self.stores)
+            for pool in self._pools:
+                pool.flush()
+            work.tables.merge_rest(self._training_stores)
             for pool in self._pools:
                 pool.clear()
         trained = work.end()
@@ -521,16 +540,53 @@ def _share_first_weights(model: nn.Module, comm: Communicator) -> None:
             comm.all_reduce(tensor)
 
 
+def _refuse_whole_decay(optimizer: RowOptimizer, group: TableGroup) -> None:
+    if optimizer.lr * optimizer.weight_decay >= 1:
+        raise ConfigError(
+            f"rows.weight_decay is {optimizer.weight_decay} and the rate of table "
+            f"{group.tables[0].name!r} {optimizer.lr}: a step would take all of a weight; lower one"
+        )
+
+
 def _dense_optimizer(model: nn.Module, settings: DenseSettings) -> torch.optim.Optimizer:
     kinds = {
         "sgd": torch.optim.SGD,
         "adagrad": torch.optim.Adagrad,
         "adam": torch.optim.Adam,
+        "adamw": torch.optim.AdamW,
     }
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = _parameter_groups(model, settings)
+    parameters = [parameter for group in groups for parameter in group["params"]]
     # One launch for all parameters, where torch has it for the device.
     on_gpu = bool(parameters) and all(p.is_cuda and p.is_floating_point() for p in parameters)
-    fused = {"fused": True} if on_gpu and settings.optimizer in ("adam", "sgd") else {}
+    fused = {"fused": True} if on_gpu and settings.optimizer != "adagrad" else {}
+    options: dict[str, Any] = {}
+    if settings.optimizer in ("adam", "adamw"):
+        options["betas"] = settings.betas
+    if settings.eps and settings.optimizer != "sgd":
+        options["eps"] = settings.eps
     # An optimizer without parameters is refused by torch; a model may well have none.
-    parameters = parameters or [nn.Parameter(torch.zeros(0))]
-    return kinds[settings.optimizer](parameters, lr=settings.lr, **fused)
+    if not parameters:
+        groups = [{"params": [nn.Parameter(torch.zeros(0))], "lr": settings.lr}]
+    optimizer = kinds[settings.optimizer](groups, **options, **fused)
+    for group in optimizer.param_groups:
+        group["initial_lr"] = group["lr"]
+    return optimizer
+
+
+def _parameter_groups(model: nn.Module, settings: DenseSettings) -> list[dict[str, Any]]:
+    """Parameters that share a rate and a decay, in the order of their first one."""
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    names, rates = [name for name, _ in named], rates_of(settings.rates)
+    refuse_idle("dense.rates", rates, names, "parameter")
+    refuse_idle("dense.no_decay", settings.no_decay, names, "parameter")
+    kept = dict.fromkeys(settings.no_decay, 1.0)
+    found: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for name, parameter in named:
+        lr = first_match(rates, name) or settings.lr
+        decay = settings.weight_decay if first_match(kept, name) is None else 0.0
+        found.setdefault((lr, decay), []).append(parameter)
+    return [
+        {"params": parameters, "lr": lr, "weight_decay": decay}
+        for (lr, decay), parameters in found.items()
+    ]

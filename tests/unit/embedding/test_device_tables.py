@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -69,6 +70,7 @@ def train(
     device_memory: str = "auto",
     optimizer: str = "adam",
     dtype: str = "float32",
+    rows: RowSettings | None = None,
 ) -> Outcome:
     """Two runs, so that the pool meets rows that it has kept; losses, then all rows and weights."""
     model = copy.deepcopy(MODEL)
@@ -81,7 +83,7 @@ def train(
         device="cpu",
         pipeline=pipeline,
         device_memory=device_memory,
-        rows=RowSettings(optimizer=optimizer),  # type: ignore[arg-type]
+        rows=rows or RowSettings(optimizer=optimizer),  # type: ignore[arg-type]
     )
     trained = Trainer(model, tables, settings, comm)
     losses: list[float] = []
@@ -91,10 +93,10 @@ def train(
             steps=steps,
             on_step=lambda report: losses.append(report.loss),
         )
-    rows = [part for store in trained.stores for piece in store.export() for part in piece[1:]]
+    stored = [part for store in trained.stores for piece in store.export() for part in piece[1:]]
     weights = [parameter.detach().clone() for parameter in model.parameters()]
     trained.close()
-    return losses, [*rows, *weights]
+    return losses, [*stored, *weights]
 
 
 def check_same(one: Outcome, other: Outcome) -> None:
@@ -189,3 +191,27 @@ def test_kernels_of_the_gpu_have_the_bits_of_the_host(ranks, placements, memory,
         check_same(twin, other)
     assert called >= KERNELS
     assert ("nestpipe_dedup" in called) == (ranks > 1)
+
+
+TUNED = RowSettings(
+    optimizer="adamw",
+    weight_decay=0.3,
+    schedule="step",
+    decay_steps=2,
+    decay=0.5,
+    rates=("a=0.2",),
+    frozen=("b",),
+)
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.usefixtures("on_device")
+def test_schedules_rates_and_frozen_tables_have_the_bits_of_the_host(ranks, kernels):
+    plain = PipelineSettings(owner_sums="off")
+    pooled = PipelineSettings(plan="nested", retrieval=Retrieval.POOLED)
+    twins = run_ranks(ranks, lambda comm: train(comm, plain, rows=TUNED))
+    with pools_on_emulated_gpu() if kernels else nullcontext():
+        made = run_ranks(ranks, lambda comm: train(comm, pooled, ROWS, "45KB", rows=TUNED))
+    for twin, other in zip(twins, made, strict=True):
+        check_same(twin, other)

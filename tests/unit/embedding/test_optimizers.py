@@ -28,12 +28,38 @@ def rowwise_adagrad(weight, gradients, lr, eps, scale=1.0, merges=None):
     return weight
 
 
+class LazyAdamW:
+    """`torch.optim.AdamW` on a table, of which only touched rows and their moments are kept."""
+
+    def __init__(self, parameter, lr, eps, betas=(0.9, 0.999), weight_decay=0.0):
+        self.parameter = parameter
+        self.of_torch = torch.optim.AdamW(
+            [parameter], lr=lr, eps=eps, betas=betas, weight_decay=weight_decay
+        )
+
+    def step(self):
+        state = self.of_torch.state[self.parameter]
+        idle = ~self.parameter.grad.ne(0).any(1)
+        kept = [self.parameter.detach().clone(), *(state[n].clone() for n in MOMENTS if n in state)]
+        self.of_torch.step()
+        now = [self.parameter.detach(), *(state[n] for n in MOMENTS)]
+        for before, after in zip(kept, now, strict=False):
+            after[idle] = before[idle]
+        if len(kept) == 1:
+            for moment in now[1:]:
+                moment[idle] = 0
+
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
 def torch_twin(name, weight, gradients, lr, eps):
     parameter = torch.nn.Parameter(weight)
     optimizer = {
         "sgd": lambda: torch.optim.SGD([parameter], lr=lr),
         "adagrad": lambda: torch.optim.Adagrad([parameter], lr=lr, eps=eps),
         "adam": lambda: torch.optim.SparseAdam([parameter], lr=lr, eps=eps),
+        "adamw": lambda: LazyAdamW(parameter, lr, eps),
     }[name]()
     for touched, gradient in gradients:
         indices = touched[None]
@@ -78,6 +104,46 @@ def test_a_row_optimizer_equals_its_dense_twin(name):
     torch.testing.assert_close(rows[:, :DIM], expected, rtol=2e-6, atol=2e-7)
 
 
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.5, 0.8)])
+def test_adamw_on_rows_is_that_of_torch(betas):
+    weight, gradients = draw_steps(torch.Generator().manual_seed(4))
+    optimizer = row_optimizer("adamw", lr=0.1, eps=1e-3, betas=betas, weight_decay=0.3)
+    rows = with_state(weight, optimizer)
+    parameter = torch.nn.Parameter(weight.clone())
+    twin = LazyAdamW(parameter, 0.1, 1e-3, betas, 0.3)
+    for step, (touched, gradient) in enumerate(gradients, start=1):
+        buffer = rows[touched]
+        optimizer.update(buffer, gradient, step)
+        rows[touched] = buffer
+        parameter.grad = torch.zeros(ROWS, DIM).index_copy(0, touched, gradient)
+        twin.step()
+    torch.testing.assert_close(rows[:, :DIM], parameter.detach(), rtol=2e-6, atol=2e-7)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_weight_decay_is_decoupled_and_has_the_rate_of_its_step(name):
+    """A step with decay is one without, on weights that have decayed before."""
+    weight, gradients = draw_steps(torch.Generator().manual_seed(8))
+    given = {"lr": 0.1, "scale": 2.0, "schedule": lambda step: 1 / step}
+    decaying, plain = row_optimizer(name, weight_decay=0.4, **given), row_optimizer(name, **given)
+    rows, expected = with_state(weight, plain)[:7], with_state(weight, plain)[:7]
+    for step, (_, gradient) in enumerate(gradients, start=1):
+        expected[:, :DIM] *= 1 - 0.1 / step * 0.4
+        plain.update(expected, gradient, step)
+        decaying.update(rows, gradient, step)
+        assert torch.equal(rows, expected)
+
+
+def test_a_schedule_multiplies_the_rate_of_its_step():
+    weight, gradients = draw_steps(torch.Generator().manual_seed(9))
+    scheduled = row_optimizer("sgd", lr=0.1, schedule=lambda step: 1 / step)
+    rows, expected = weight[:7].clone(), weight[:7].clone()
+    for step, (_, gradient) in enumerate(gradients, start=1):
+        scheduled.update(rows, gradient, step)
+        row_optimizer("sgd", lr=0.1 / step).update(expected, gradient, step)
+        assert torch.equal(rows, expected)
+
+
 def test_rows_scaled_by_touch_equal_their_twin_through_merges():
     generator = torch.Generator().manual_seed(2)
     weight, gradients = draw_steps(generator)
@@ -97,7 +163,7 @@ def test_rows_scaled_by_touch_equal_their_twin_through_merges():
     ("name", "state"),
     [
         *(("sgd", 0), ("adagrad", 8), ("rowwise_adagrad", 1), ("adam", 16)),
-        *((CONSTANT, 1), (BY_TOUCH, 2)),
+        *((CONSTANT, 1), (BY_TOUCH, 2), ("adamw", 16)),
     ],
 )
 def test_state_is_part_of_the_row(name, state):

@@ -41,7 +41,6 @@ from nestpipe.kernels.index.segments import (
     sort_segments,
     update_segments,
 )
-from nestpipe.kernels.rows.native import optimizer_struct
 from support.emulated_kernels import emulated_kernels
 
 CPU = torch.device("cpu")
@@ -290,14 +289,7 @@ def drawn_rows(count: int, dim: int, seed: int = 0) -> Tensor:
 
 
 def struct_of(optimizer: RowOptimizer, step: int):
-    return optimizer_struct(
-        optimizer.name,
-        lr=optimizer.lr,
-        eps=optimizer.eps,
-        betas=optimizer.betas,
-        adam_scale=optimizer.adam_scale(step),
-        scale=optimizer.scale,
-    )
+    return optimizer.struct(step)
 
 
 IDS = st.one_of(
@@ -363,7 +355,9 @@ def test_segments_are_cut_from_their_first_term_on():
 @pytest.mark.parametrize("dim", [3, 4, 16, 20, 64, 100, 128, 132, 256, 300, 512])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_fused_update_has_the_bits_of_sums_and_a_plain_update(name: str, dim: int):
-    optimizer = row_optimizer(name, lr=0.07, eps=1e-6, scale=4.0)
+    optimizer = row_optimizer(
+        name, lr=0.07, eps=1e-6, scale=4.0, weight_decay=0.7, schedule=lambda step: 0.9**step
+    )
     width = dim + optimizer.state_dim(dim)
     rows_NW = drawn_rows(6, -(-width // 4) * 4, seed=dim)[:, :width]
     rows_NW[:, dim:].abs_()

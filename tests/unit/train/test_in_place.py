@@ -118,7 +118,10 @@ def settings(
         native=native,
         in_place=in_place,
         seed=3,
-        rows=build(RowSettings, {"optimizer": optimizer, "lr": 0.05, "eps": 1e-6}),
+        rows=build(
+            RowSettings,
+            {"optimizer": optimizer, "lr": 0.05, "eps": 1e-6, "weight_decay": 0.1},
+        ),
         dense=DenseSettings(optimizer="adam", lr=0.01),
         pipeline=build(
             PipelineSettings,

@@ -4,13 +4,15 @@ from typing import Any
 
 import pytest
 
-from nestpipe.config import build
+from nestpipe.config import Table, build
 from nestpipe.errors import ConfigError, PlanError
 from nestpipe.schedule import PLANS, Kind, Retrieval, check
 from nestpipe.train.config import (
+    DenseSettings,
     ParallelSettings,
     PipelineChoice,
     PipelineSettings,
+    RowSettings,
     choose_pipeline,
 )
 
@@ -71,6 +73,49 @@ def test_only_nested_sends_rows_early(name):
         PipelineSettings(plan=name, speculative_rows=choice) for choice in (True, False)
     )
     assert early.make_plan() == usual.make_plan()
+
+
+# Optimizers that cannot be
+
+
+@pytest.mark.parametrize("settings", [RowSettings, DenseSettings])
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"optimizer": "adamw"}, "weight_decay is 0 and optimizer 'adamw'; give one such as 0.01"),
+        ({"optimizer": "adamx"}, "optimizer is 'adamx'; did you mean 'adam"),
+        ({"betas": (0.9,)}, "betas is [0.9]; give two numbers from 0 to below 1"),
+        ({"betas": (0.9, 1.0)}, "betas is [0.9, 1.0]; give two numbers from 0 to below 1"),
+        ({"weight_decay": -0.1}, "weight_decay is -0.1; give 0 or a number above it"),
+        ({"lr": 0.5, "weight_decay": 2.0}, "weight_decay is 2.0 and lr 0.5: a step would take all"),
+        ({"lr": 0.0}, "lr is 0.0; give a number above 0"),
+        ({"schedule": "step"}, "decay_steps is 0 and schedule 'step'; say in how many batches"),
+    ],
+)
+def test_optimizers_that_cannot_be_are_refused(settings, given, message):
+    with pytest.raises(ConfigError) as error:
+        settings(**given)
+    assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"rates": ("item=0.1",)}, "rows.rates has 'item', which fits no table; there are items"),
+        ({"frozen": ("user",)}, "rows.frozen has 'user', which fits no table; there are items"),
+    ],
+)
+def test_a_table_that_is_not_there_is_named(given, message):
+    with pytest.raises(ConfigError) as error:
+        RowSettings(**given).tuned([Table(name="items", dim=4), Table(name="users", dim=4)])
+    assert str(error.value).startswith(message)
+
+
+def test_tables_get_the_rate_of_the_first_pattern_and_keep_their_own():
+    tables = [Table(name="items", dim=4, lr=0.3), Table(name="users", dim=4, trainable=False)]
+    tuned = RowSettings(rates=("us*=0.2", "users=0.1")).tuned(tables)
+    assert [(table.lr, table.trainable) for table in tuned] == [(0.3, True), (0.2, False)]
+    assert RowSettings().tuned(tables) == tables
 
 
 # What `auto` stands for

@@ -114,7 +114,10 @@ def settings(
         device="cpu",
         native=native,
         seed=3,
-        rows=build(RowSettings, {"optimizer": optimizer, "lr": 0.05, "eps": 1e-6}),
+        rows=build(
+            RowSettings,
+            {"optimizer": optimizer, "lr": 0.05, "eps": 1e-6, "weight_decay": 0.1},
+        ),
         dense=DenseSettings(optimizer="adam", lr=0.01),
         pipeline=build(
             PipelineSettings, {"plan": plan, "micro_batches": micro_batches, "retrieval": retrieval}

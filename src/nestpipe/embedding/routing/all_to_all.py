@@ -40,9 +40,9 @@ def exchange(
     """Fill `received` with the rows that other ranks sent, in rank order, for each store.
 
     Rows may be (n,) keys or (n, D) weights; all are of one type, and travel as `comm_dtype`;
-    None: as they are.
+    None: as they are. Without any store, on all ranks, nothing is sent.
     """
-    if comm.size == 1:
+    if comm.size == 1 or not sent:
         return
     theirs = _without(comm.rank, sent_splits)
     mine = _without(comm.rank, received_splits)

@@ -181,6 +181,37 @@ class RowStore(Protocol):
         ...
 
 
+class ReadOnlyRows:
+    """The rows of another store, for tables that are not trained: what is written is dropped."""
+
+    def __init__(self, store: RowStore) -> None:
+        self._store = store
+        self.layout = store.layout
+
+    @property
+    def abilities(self) -> StoreAbilities:
+        """None: rows that are located are inserted, and may be written where they live."""
+        return StoreAbilities()
+
+    def gather(self, keys_K: Tensor, counts: Sequence[int], out_KW: Tensor) -> int:
+        return self._store.gather(keys_K, counts, out_KW)
+
+    def scatter(self, keys_K: Tensor, counts: Sequence[int], rows_KW: Tensor) -> None:
+        """Rows come back as they were read."""
+
+    def num_rows(self) -> list[int]:
+        return self._store.num_rows()
+
+    def num_bytes(self) -> int:
+        return self._store.num_bytes()
+
+    def export(self, chunk: int = 65536) -> Iterator[tuple[int, Tensor, Tensor]]:
+        return self._store.export(chunk)
+
+    def close(self) -> None:
+        """It is not this one's to close."""
+
+
 def default_threads() -> int:
     """The cores that this process may use, shared fairly with its peers on the machine."""
     try:

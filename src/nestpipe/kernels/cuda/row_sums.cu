@@ -311,7 +311,7 @@ struct Target {
     } else if constexpr (kDoes == kAdds) {
       weights.add(g);
     } else if constexpr (kDoes == kSgds) {
-      g.each([&](float& x, int p, int k) { weights.of[p].of[k] -= x * of.lr; });
+      g.each([&](float& x, int p, int k) { sgd(of, weights.of[p].of[k], x); });
     } else if constexpr (kDoes == kAdagrads) {
       g.each([&](float& x, int p, int k) {
         adagrad(of, weights.of[p].of[k], state.of[p].of[k], x);
@@ -326,7 +326,9 @@ struct Target {
     } else {
       moment += sum_of_squares(g, dim, lane) / static_cast<float>(dim);
       const float rate = rowwise_rate(of, moment, divisor_of(of, row + dim));
-      g.each([&](float& x, int p, int k) { weights.of[p].of[k] -= x * rate; });
+      g.each([&](float& x, int p, int k) {
+        weights.of[p].of[k] = weights.of[p].of[k] * of.keep - x * rate;
+      });
       __syncwarp(lane.mask);  // all have read the moment
       if (lane.in_group == 0) row[dim] = moment;
     }
@@ -509,6 +511,7 @@ NESTPIPE_API int nestpipe_update_segments(const Optimizer* of, const Update* tas
       case kAdagrad:
         return launch_update<F, kAdagrads>(*of, *task, stream);
       case kAdam:
+      case kAdamW:
         return launch_update<F, kAdams>(*of, *task, stream);
       case kRowwiseAdagrad:
       case kMomentumScaledRowwiseAdagrad:

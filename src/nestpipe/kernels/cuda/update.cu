@@ -43,12 +43,13 @@ __device__ void apply(const Optimizer& of, float* row, const float* g, float tim
   float* const state = row + dim;
   switch (of.kind) {
     case kSgd:
-      for (int i = lane; i < dim; i += kWarp) row[i] -= g[i] * times * of.lr;
+      for (int i = lane; i < dim; i += kWarp) sgd(of, row[i], g[i] * times);
       return;
     case kAdagrad:
       for (int i = lane; i < dim; i += kWarp) adagrad(of, row[i], state[i], g[i] * times);
       return;
     case kAdam:
+    case kAdamW:
       for (int i = lane; i < dim; i += kWarp) {
         adam(of, row[i], state[i], state[dim + i], g[i] * times);
       }
@@ -59,7 +60,7 @@ __device__ void apply(const Optimizer& of, float* row, const float* g, float tim
       const float squares_of = sum_of_squares(g, times, dim, squares, lane);
       const float moment = *state + squares_of / static_cast<float>(dim);
       const float rate = rowwise_rate(of, moment, divisor_of(of, state));
-      for (int i = lane; i < dim; i += kWarp) row[i] -= g[i] * times * rate;
+      for (int i = lane; i < dim; i += kWarp) row[i] = row[i] * of.keep - g[i] * times * rate;
       __syncwarp();  // all have read the state, and the squares
       if (lane == 0) *state = moment;
       return;
@@ -91,8 +92,9 @@ NESTPIPE_API int nestpipe_update_rows(const Optimizer* of, float* rows, int64_t 
   if (!is_known(of->kind)) return kUnknownOptimizer;
   const Rows all{rows,       slots,           gradients, times,
                  row_stride, gradient_stride, count,     static_cast<int>(dim)};
-  const bool one_moment = of->kind != kSgd && of->kind != kAdagrad && of->kind != kAdam;
-  const size_t shared = one_moment ? sizeof(float) * kWarps * static_cast<size_t>(dim) : 0;
+  const bool by_weight = of->kind == kSgd || of->kind == kAdagrad || of->kind == kAdam ||
+                         of->kind == kAdamW;
+  const size_t shared = by_weight ? 0 : sizeof(float) * kWarps * static_cast<size_t>(dim);
   return launch_shared(update, blocks_for(count, kWarps, kMostBlocks), kWarp * kWarps, shared,
                        stream, *of, all);
 }

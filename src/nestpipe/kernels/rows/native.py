@@ -35,14 +35,14 @@ class OptimizerStruct(ctypes.Structure):
     _fields_ = (
         ("kind", c_int64),
         *((name, c_float) for name in ("lr", "eps", "beta1", "rest1", "beta2", "rest2")),
-        *((name, c_float) for name in ("adam_scale", "scale")),
+        *((name, c_float) for name in ("adam_scale", "scale", "keep")),
     )
     kind: int
 
 
 KINDS: tuple[str, ...] = (
     *("sgd", "adagrad", "rowwise_adagrad", "adam"),
-    *("momentum_scaled_rowwise_adagrad", "touch_scaled_rowwise_adagrad"),
+    *("momentum_scaled_rowwise_adagrad", "touch_scaled_rowwise_adagrad", "adamw"),
 )
 
 
@@ -109,6 +109,7 @@ def optimizer_struct(
     betas: tuple[float, float],
     adam_scale: float,
     scale: float,
+    keep: float = 1.0,
 ) -> OptimizerStruct:
     """An optimizer at one of its steps."""
     if kind not in KINDS:
@@ -116,7 +117,7 @@ def optimizer_struct(
     return OptimizerStruct(
         *(KINDS.index(kind), lr, eps),
         *(betas[0], 1 - betas[0], betas[1], 1 - betas[1]),
-        *(adam_scale, scale),
+        *(adam_scale, scale, keep),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -203,11 +204,14 @@ def test_another_length_of_pieces_shows():
     assert differ_S.all()
 
 
+DECAYING: Any = {"weight_decay": 0.7, "betas": (0.8, 0.99), "schedule": lambda step: 0.9**step}
+
+
 @pytest.mark.parametrize("where", ["torch", "emulated GPU", "native"])
 @pytest.mark.parametrize("dim", [1, 16, 33, 64, 100])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_rows_of_a_pool_are_updated_by_slot(name: str, dim: int, where: str):
-    optimizer = row_optimizer(name, lr=0.07, eps=1e-5, scale=4.0)
+    optimizer = row_optimizer(name, lr=0.07, eps=1e-5, scale=4.0, **DECAYING)
     width = dim + optimizer.state_dim(dim)
     pool_NW = draw_rows(30, width + 3, 1).abs()[:, :width]
     wanted_NW, slots_K = pool_NW.clone(), torch.randperm(30)[:19].int()
@@ -231,7 +235,7 @@ def test_rows_of_a_pool_are_updated_by_slot(name: str, dim: int, where: str):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_rows_without_slots_are_updated_in_order(name: str):
-    optimizer = row_optimizer(name, lr=0.07, eps=1e-5, scale=4.0)
+    optimizer = row_optimizer(name, lr=0.07, eps=1e-5, scale=4.0, **DECAYING)
     rows_KW = draw_rows(19, 20 + optimizer.state_dim(20), 1).abs()
     wanted_KW, gradients_KD = rows_KW.clone(), draw_rows(19, 20, 2)
     optimizer.update(wanted_KW, gradients_KD * 0.5, 1)

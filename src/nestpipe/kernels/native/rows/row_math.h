@@ -23,11 +23,12 @@ enum Kind : int64_t {
   kAdam = 3,                          // a mean for each weight, then a square for each
   kMomentumScaledRowwiseAdagrad = 4,  // one moment
   kTouchScaledRowwiseAdagrad = 5,     // one moment, then how many groups beyond one touch the row
+  kAdamW = 6,                         // as Adam; what differs is its eps, and that is given
 };
 
 // Whether a number names one of them: others must be refused, never taken for a known one.
 NESTPIPE_ANYWHERE bool is_known(int64_t kind) {
-  return kind >= kSgd && kind <= kTouchScaledRowwiseAdagrad;
+  return kind >= kSgd && kind <= kAdamW;
 }
 
 struct Optimizer {
@@ -40,18 +41,23 @@ struct Optimizer {
   float rest2;
   float adam_scale;  // Adam's learning rate with the bias correction of the step
   float scale;       // 1 or more: what the scaled AdaGrads divide a moment by, or the most of it
+  float keep;        // what weight decay leaves of a weight; 1 changes no bit
 };
+
+NESTPIPE_ANYWHERE void sgd(const Optimizer& of, float& weight, float g) {
+  weight = weight * of.keep - g * of.lr;
+}
 
 NESTPIPE_ANYWHERE void adagrad(const Optimizer& of, float& weight, float& sum, float g) {
   sum += g * g;
-  weight -= g / (sqrtf(sum) + of.eps) * of.lr;
+  weight = weight * of.keep - g / (sqrtf(sum) + of.eps) * of.lr;
 }
 
 NESTPIPE_ANYWHERE void adam(const Optimizer& of, float& weight, float& mean, float& square,
                             float g) {
   mean = mean * of.beta1 + g * of.rest1;
   square = square * of.beta2 + g * g * of.rest2;
-  weight -= mean / (sqrtf(square) + of.eps) * of.adam_scale;
+  weight = weight * of.keep - mean / (sqrtf(square) + of.eps) * of.adam_scale;
 }
 
 // From the whole scale, for a row that one group touches, down to 1.

@@ -38,19 +38,20 @@ void rowwise_adagrad(const Optimizer& of, float* row, const float* g, int64_t di
   float* const moment = row + dim;
   *moment += sum_of_squares(g, dim, scratch) / static_cast<float>(dim);
   const float rate = rowwise_rate(of, *moment, divisor_of(of, moment));
-  for (int64_t i = 0; i < dim; ++i) row[i] -= g[i] * rate;
+  for (int64_t i = 0; i < dim; ++i) row[i] = row[i] * of.keep - g[i] * rate;
 }
 
 void apply(const Optimizer& of, float* row, const float* g, int64_t dim, float* scratch) {
   float* const state = row + dim;
   switch (of.kind) {
     case kSgd:
-      for (int64_t i = 0; i < dim; ++i) row[i] -= g[i] * of.lr;
+      for (int64_t i = 0; i < dim; ++i) sgd(of, row[i], g[i]);
       return;
     case kAdagrad:
       for (int64_t i = 0; i < dim; ++i) adagrad(of, row[i], state[i], g[i]);
       return;
     case kAdam:
+    case kAdamW:
       for (int64_t i = 0; i < dim; ++i) adam(of, row[i], state[i], state[dim + i], g[i]);
       return;
     case kRowwiseAdagrad:
