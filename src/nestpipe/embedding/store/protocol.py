@@ -199,6 +199,10 @@ class ReadOnlyRows:
     def scatter(self, keys_K: Tensor, counts: Sequence[int], rows_KW: Tensor) -> None:
         """Rows come back as they were read."""
 
+    def erase(self, keys_K: Tensor, counts: Sequence[int]) -> int:
+        """Rows stay."""
+        return 0
+
     def num_rows(self) -> list[int]:
         return self._store.num_rows()
 
