@@ -41,7 +41,7 @@ from triton.errors import TritonError
 from nestpipe.kernels.attention import fused_launch as launch
 from nestpipe.kernels.attention.fused import attention_by_kernels
 from nestpipe.kernels.attention.fused_launch import Problem, Tiles, TileShape
-from nestpipe.kernels.attention.reference import Mask, RelativeBias, plain_attention
+from nestpipe.kernels.attention.reference import Mask, RelativeBias, hstu_attention
 
 HEADS, BATCH, LENGTH = 4, 4, 4096
 POSITIONS, TIME_BUCKETS = 64, 32
@@ -516,7 +516,7 @@ def _nan_counts(world: World, value_width: int, tile: TileShape | None) -> str:
         problem = problem.with_tiles(backward_keys=tile)
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     about = world.arguments()
-    wanted = plain_attention(
+    wanted = hstu_attention(
         leaves[0], leaves[1], leaves[2], about["offsets_B"], norm=float(LENGTH),
         scale=world.width**-0.5,
         bias=RelativeBias(None if bias.position_HP is None else bias.position_HP.double()),
@@ -567,7 +567,7 @@ def check(world: World) -> Report:
         return [out.detach(), *torch.autograd.grad(out, taken, grad.to(out.dtype))]
 
     found, again = results(attention_by_kernels, None), results(attention_by_kernels, None)
-    wanted = results(plain_attention, torch.float64)
+    wanted = results(hstu_attention, torch.float64)
     errors = [
         float((a.double() - b).abs().max() / b.abs().max())
         for a, b in zip(found, wanted, strict=True)

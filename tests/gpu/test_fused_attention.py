@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from nestpipe.kernels.attention.fused import attention_by_kernels, fused_attention
-from nestpipe.kernels.attention.reference import Mask, RelativeBias, plain_attention
+from nestpipe.kernels.attention.fused import attention_by_kernels, train_attention
+from nestpipe.kernels.attention.reference import Mask, RelativeBias, hstu_attention
 
 pytest.importorskip("triton", reason="triton comes with torch's builds for GPUs alone")
 
@@ -103,7 +103,7 @@ class World:
         leaves = (q, k, v, position, time)
         return cls(case, leaves, draw(total, case.heads, case.value_width), times)
 
-    def run(self, form: Any = fused_attention, dtype: torch.dtype | None = None) -> list[Tensor]:
+    def run(self, form: Any = train_attention, dtype: torch.dtype | None = None) -> list[Tensor]:
         """The output and all gradients."""
         return self.run_on(self.leaves, self.case, self.grad, self.times, form, dtype)
 
@@ -127,7 +127,7 @@ class World:
         case: Case,
         grad: Tensor,
         times: Tensor,
-        form: Any = fused_attention,
+        form: Any = train_attention,
         dtype: torch.dtype | None = None,
     ) -> list[Tensor]:
         taken = [
@@ -171,7 +171,7 @@ def pairs_of(names: list[str]) -> list[Any]:
 @pytest.mark.parametrize(("name", "dtype"), pairs_of(list(CASES)))
 def test_it_is_the_plain_form(name: str, dtype: torch.dtype):
     world = World.of(CASES[name], dtype)
-    wanted = world.run(plain_attention, torch.float64)
+    wanted = world.run(hstu_attention, torch.float64)
     assert_near(world.run(), wanted, BOUND[dtype])
 
 
@@ -195,14 +195,14 @@ def draw_case(seed: int, value_width: int) -> Case:
 @pytest.mark.parametrize("seed", range(40))
 def test_lengths_candidates_and_windows_of_any_kind(seed: int):
     world = World.of(draw_case(seed, 16), torch.bfloat16)
-    wanted = world.run(plain_attention, torch.float64)
+    wanted = world.run(hstu_attention, torch.float64)
     assert_near(world.run(), wanted, BOUND[torch.bfloat16])
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_kernels_pad_values_of_another_width(seed: int):
     world = World.of(draw_case(seed, 32), torch.bfloat16)
-    wanted = world.run(plain_attention, torch.float64)
+    wanted = world.run(hstu_attention, torch.float64)
     assert_near(world.run(attention_by_kernels), wanted, BOUND[torch.bfloat16])
 
 
@@ -271,7 +271,7 @@ def test_the_host_does_not_wait():
     offsets = torch.tensor([0, *itertools.accumulate(world.case.lengths)], device="cuda")
     torch.cuda.set_sync_debug_mode("error")
     try:
-        out = fused_attention(
+        out = train_attention(
             q, k, v, offsets, norm=NORM, bias=RelativeBias(position, time, world.times), longest=500
         )
         out.backward(world.grad)

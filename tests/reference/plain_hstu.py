@@ -1,7 +1,8 @@
 """HSTU for one history at a time, in whole matrices: every row with every row, in any precision.
 
 Nothing here imports the project. The formulas are those of docs/attention.md: pointwise attention
-with relative biases, a norm without weights, a gate, an output projection and a residual.
+with relative biases, a norm without weights, a gate, an output projection and a residual. FuXi's
+block is that of models/fuxi.py, written from its formulas.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ class PlainShape:
     attention_dim: int
     value_dim: int
     max_len: int
+    scaled: bool = True
+    max_attention: int = 0
+    feed_forward: int = 1
 
 
 def encode(
@@ -36,8 +40,12 @@ def encode(
     shape: PlainShape,
     times_N: Tensor | None = None,
     candidates: int = 0,
+    asked_N: Tensor | None = None,
 ) -> Tensor:
-    """Each row after what it sees; the last rows may be candidates, which see no other one."""
+    """Each row after what it sees; the last rows may be candidates, which see no other one.
+
+    `asked_N`: the times from which each row's bias counts back, where they are not its own.
+    """
     count, width = x_ND.shape
     row_N = torch.arange(count)
     history = count - candidates
@@ -46,13 +54,21 @@ def encode(
     x_ND = x_ND * math.sqrt(width) + learnt_ND
     sees_NN = (row_N[None] < row_N[:, None]) & (row_N[None] < history) | torch.eye(count).bool()
     apart_NN = (position_N[:, None] - position_N[None]).clamp(min=0)
+    if shape.max_attention:
+        sees_NN = sees_NN & (apart_NN <= shape.max_attention)
+    passed_NN = None
+    if times_N is not None:
+        passed_NN = time_bits(times_N if asked_N is None else asked_N, times_N)
     for block in range(shape.blocks):
         own = {
             name.removeprefix(f"blocks.{block}."): weight
             for name, weight in weights.items()
             if name.startswith(f"blocks.{block}.")
         }
-        x_ND = x_ND + _attention(x_ND, own, shape, sees_NN, apart_NN, times_N)
+        if "position_1P" in own:
+            x_ND = fuxi_block(x_ND, own, shape, sees_NN, apart_NN, passed_NN)
+        else:
+            x_ND = x_ND + _attention(x_ND, own, shape, sees_NN, apart_NN, passed_NN)
     return x_ND
 
 
@@ -62,11 +78,12 @@ def _attention(
     shape: PlainShape,
     sees_NN: Tensor,
     apart_NN: Tensor,
-    times_N: Tensor | None,
+    passed_NN: Tensor | None,
 ) -> Tensor:
     centred_ND = x_ND - x_ND.mean(1, keepdim=True)
     normed_ND = centred_ND / (centred_ND.pow(2).mean(1, keepdim=True) + 1e-5).sqrt()
-    normed_ND = normed_ND * own["norm.weight"] + own["norm.bias"]
+    if "norm.weight" in own:
+        normed_ND = normed_ND * own["norm.weight"] + own["norm.bias"]
     mixed = normed_ND @ own["uvqk.weight"].T + own["uvqk.bias"]
     mixed = mixed * torch.sigmoid(mixed)
     heads, values, width = shape.heads, shape.value_dim, shape.attention_dim
@@ -75,11 +92,12 @@ def _attention(
     for head in range(heads):
         q_NA, k_NA = (part[:, head * width : (head + 1) * width] for part in (q, k))
         v_NV = v[:, head * values : (head + 1) * values]
-        scores_NN = q_NA @ k_NA.T / math.sqrt(width)
-        bias_P = own["position_HP"][head]
+        scores_NN = q_NA @ k_NA.T / (math.sqrt(width) if shape.scaled else 1)
+        bias_P = _line(own["position_HP"], head)
         scores_NN = scores_NN + bias_P[apart_NN.clamp(max=len(bias_P) - 1)]
-        if times_N is not None:
-            scores_NN = scores_NN + _time_bias(own["time_HQ"][head], times_N)
+        if passed_NN is not None:
+            bias_Q = _line(own["time_HQ"], head)
+            scores_NN = scores_NN + bias_Q[passed_NN.clamp(max=len(bias_Q) - 1)]
         weights_NN = scores_NN * torch.sigmoid(scores_NN) / shape.max_len
         attended.append((weights_NN * sees_NN) @ v_NV)
     both = torch.cat(attended, 1)
@@ -88,13 +106,55 @@ def _attention(
     return gated @ own["out.weight"].T + own["out.bias"]
 
 
-def _time_bias(bias_Q: Tensor, times_N: Tensor) -> Tensor:
+def _line(table_HP: Tensor, head: int) -> Tensor:
+    """A table may have one line for all heads."""
+    return table_HP[head if len(table_HP) > 1 else 0]
+
+
+def time_bits(asked_N: Tensor, times_N: Tensor) -> Tensor:
     """Below 1 the first bucket, then a bucket for each power of two."""
-    times = times_N.tolist()
-    passed = [max(0, int(now - then)) for now in times for then in times]
-    bucket_NN = torch.tensor([time.bit_length() for time in passed]).long()
-    bucket_NN = bucket_NN.view(len(times), len(times)).clamp(max=len(bias_Q) - 1)
-    return bias_Q[bucket_NN]
+    passed = [max(0, int(now - then)) for now in asked_N.tolist() for then in times_N.tolist()]
+    bits = torch.tensor([time.bit_length() for time in passed]).long()
+    return bits.view(len(times_N), len(times_N))
+
+
+def fuxi_block(
+    x_ND: Tensor,
+    own: Mapping[str, Tensor],
+    shape: PlainShape,
+    sees_NN: Tensor,
+    apart_NN: Tensor,
+    passed_NN: Tensor | None,
+) -> Tensor:
+    """FuXi-alpha: maps by position, by time and by products, a gate over all, then SwiGLU."""
+    mixed = _rms(x_ND) @ own["uvqk.weight"].T
+    mixed = mixed * torch.sigmoid(mixed)
+    heads, values, width = shape.heads, shape.value_dim, shape.attention_dim
+    maps = [own["position_1P"][0][apart_NN.clamp(max=own["position_1P"].shape[1] - 1)]]
+    if passed_NN is not None:
+        maps.append(own["time_1Q"][0][passed_NN.clamp(max=own["time_1Q"].shape[1] - 1)])
+    gates = (len(maps) + 1) * heads * values
+    u, v, q, k = mixed.split([gates, heads * values, heads * width, heads * width], 1)
+    columns = []
+    for head in range(heads):
+        q_NA, k_NA = (part[:, head * width : (head + 1) * width] for part in (q, k))
+        v_NV = v[:, head * values : (head + 1) * values]
+        scores_NN = q_NA @ k_NA.T / (math.sqrt(width) if shape.scaled else 1)
+        semantic_NN = scores_NN * torch.sigmoid(scores_NN) / shape.max_len
+        columns += [(map_NN * sees_NN) @ v_NV for map_NN in [*maps, semantic_NN]]
+    gated = _rms(torch.cat(columns, 1)) * u
+    y_ND = gated @ own["out.weight"].T + own["out.bias"] + x_ND
+    if not shape.feed_forward:
+        return y_ND
+    inner = shape.feed_forward * x_ND.shape[1]
+    first, third = own["wide.weight"][:inner], own["wide.weight"][inner:]
+    z_ND = _rms(y_ND)
+    gate = z_ND @ first.T
+    return (gate * torch.sigmoid(gate) * (z_ND @ third.T)) @ own["narrow.weight"].T + y_ND
+
+
+def _rms(x_ND: Tensor) -> Tensor:
+    return x_ND / (x_ND.pow(2).mean(1, keepdim=True) + 1e-6).sqrt()
 
 
 @dataclass

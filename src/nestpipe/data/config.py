@@ -120,6 +120,9 @@ class MovieLensConfig:
     """`ratings`: is this rating high? `sequences`: which film comes next?"""
     max_len: int = 200
     """sequences: the latest so many items of a user are kept."""
+    held_out: int = 2
+    """sequences: items at the end that training does not see. 2: one to validate, the last for
+    test; 1: the last for test, as is published, without a validation split."""
     liked_from: float = 4.0
     """ratings: from here on a rating is a 1."""
     test_fraction: float = 0.1
@@ -128,6 +131,8 @@ class MovieLensConfig:
     def __post_init__(self) -> None:
         if self.max_len < 2:
             raise ConfigError(f"max_len is {self.max_len}; give 2 or more items")
+        if self.held_out not in (1, 2):
+            raise ConfigError(f"held_out is {self.held_out}; give 2, or 1 to do without validation")
         if not 0 < self.test_fraction < 0.5:
             raise ConfigError(f"test_fraction is {self.test_fraction}; give less than 0.5")
 

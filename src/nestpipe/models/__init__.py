@@ -1,15 +1,17 @@
 """Models in two halves: which keys they want, and what they do with the rows."""
 
 from nestpipe.models.dlrm import Dlrm, DlrmConfig, LogisticRegression
-from nestpipe.models.hstu import Hstu, HstuConfig, Prefix, PrefixParts, Tokens
+from nestpipe.models.hstu import Hstu
 from nestpipe.models.hstu_models import HstuRanker, HstuRetriever, SampledSoftmaxConfig
 from nestpipe.models.metrics import Auc, LogLoss, TargetRank, ranks_of_targets
 from nestpipe.models.protocol import Loss, RecModel, ScoringModel
+from nestpipe.models.sequence import EncoderOptions, HstuConfig, Prefix, PrefixParts, Tokens
 
 __all__ = [
     "Auc",
     "Dlrm",
     "DlrmConfig",
+    "EncoderOptions",
     "Hstu",
     "HstuConfig",
     "HstuRanker",

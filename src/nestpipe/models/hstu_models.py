@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,14 +13,19 @@ from torch.nn import functional
 
 from nestpipe.batch import Batch
 from nestpipe.config import Table, positive
-from nestpipe.errors import DataError
-from nestpipe.jagged import Jagged, Join
+from nestpipe.errors import ConfigError, DataError
+from nestpipe.jagged import Jagged, Join, rows_within
 from nestpipe.kernels.attention.reference import Padding
-from nestpipe.models.hstu import Hstu, HstuConfig, Prefix, PrefixParts, Tokens
+from nestpipe.models.draws import ItemSampler, draw_state, keep, of_each_row
+from nestpipe.models.hstu import Hstu
 from nestpipe.models.protocol import Loss
+from nestpipe.models.sequence import HstuConfig, Prefix, PrefixParts, Tokens
 
 # Shapes: B samples, T rows of all samples together, L positions that predict (padded), M negatives
 # of a sample, N items to score, D width
+
+NEGATIVES_SITE = 1 << 20
+"""Of draws: which negatives a position takes; the encoder's dropout has the small numbers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,7 +35,10 @@ class SampledSoftmaxConfig:
     num_items: int
     """Items are keys from 1 to this; negatives are drawn among them."""
     negatives: int = 128
-    """Drawn per sample and shared by all its positions."""
+    """Drawn per sample and shared by all its positions ..."""
+    pool: int = 0
+    """... or, where this is above 0: so many are drawn per sample, and each of its positions takes
+    each of them with a chance of negatives / pool."""
     sampling: Literal["uniform", "log_uniform"] = "uniform"
     """`log_uniform`: small keys more often, for catalogues sorted by popularity; corrected for."""
     normalise: bool = True
@@ -42,6 +51,15 @@ class SampledSoftmaxConfig:
     def __post_init__(self) -> None:
         for name in ("num_items", "negatives", "temperature"):
             positive(name, getattr(self, name))
+        if self.pool and self.pool < self.negatives:
+            raise ConfigError(
+                f"pool is {self.pool}, fewer than the {self.negatives} negatives; give more, or 0"
+            )
+
+    @property
+    def drawn(self) -> int:
+        """Items drawn for each sample."""
+        return self.pool or self.negatives
 
 
 class HstuRetriever(nn.Module):
@@ -52,7 +70,8 @@ class HstuRetriever(nn.Module):
     `dense["sample_id"]` (B,) int64 names a sample (without it, the sum of its keys does): negatives
     are a function of (seed, sample_id), and of `dense["step"]` (B,) int64 where the batch has that
     column, so that another pass over the data can draw others. With time buckets also
-    `sparse["times"]`, a whole number for each item.
+    `sparse["timestamps"]`, a whole number for each item; with `time = "next"` also `dense["time"]`
+    (B,), that of the held-out item, where there is one.
     """
 
     catalogue: Tensor | None
@@ -80,7 +99,7 @@ class HstuRetriever(nn.Module):
     def sparse_keys(self, batch: Batch) -> Mapping[str, Jagged]:
         self._check_items(batch.sparse["history"].values)
         negatives_BM = self.negatives(batch)
-        lengths_B = torch.full_like(negatives_BM[:, 0], self.softmax.negatives)
+        lengths_B = torch.full_like(negatives_BM[:, 0], self.softmax.drawn)
         return {
             "history": batch.sparse["history"],
             "negatives": Jagged(negatives_BM.flatten(), lengths_B),
@@ -104,8 +123,7 @@ class HstuRetriever(nn.Module):
 
     def negatives(self, batch: Batch) -> Tensor:
         """(B, M) the negatives of each sample."""
-        ids = [batch.dense[name] for name in ("sample_id", "step") if name in batch.dense]
-        drawn_BM = self.sampler.draw(ids or [_content_id(batch)], self.softmax.negatives)
+        drawn_BM = self.sampler.draw_from(draw_state(batch, self.softmax.seed), self.softmax.drawn)
         return drawn_BM if self.catalogue is None else self._keys(drawn_BM.device)[drawn_BM - 1]
 
     def items(self) -> Tensor:
@@ -133,21 +151,48 @@ class HstuRetriever(nn.Module):
         return self._copied[1]
 
     def dense(self, rows: Mapping[str, Tensor], batch: Batch) -> Loss:
+        vectors_TD = self._vectors(rows, batch)
+        # A cosine over a temperature of 0.05 needs more digits than bfloat16 has.
+        with torch.autocast(vectors_TD.device.type, enabled=False):
+            return self._loss(vectors_TD, rows, batch)
+
+    def _loss(self, vectors_TD: Tensor, rows: Mapping[str, Tensor], batch: Batch) -> Loss:
         history = batch.sparse["history"]
         padding = Padding.of(history.offsets, len(history.values))
         next_BLD = padding.pad(self._direction(rows["history"]))[:, 1:]
-        vectors_BLD = padding.pad(self._vectors(rows, batch))[:, :-1]
+        vectors_BLD = padding.pad(vectors_TD)[:, :-1]
         negatives_BMD = self._direction(rows["negatives"])
-        negatives_BMD = negatives_BMD.view(batch.size, self.softmax.negatives, self.config.dim)
+        negatives_BMD = negatives_BMD.view(batch.size, self.softmax.drawn, self.config.dim)
         positive_BL = (vectors_BLD * next_BLD).sum(2)
         negative_BLM = torch.bmm(vectors_BLD, negatives_BMD.transpose(1, 2))
-        loss_BL = self._loss(
-            positive_BL, negative_BLM, padding.pad(history.values)[:, 1:], self.negatives(batch)
+        taken_BLM = self._taken(batch, padding)
+        loss_BL = self._minus_log_chance(
+            positive_BL,
+            negative_BLM if taken_BLM is None else negative_BLM.masked_fill(~taken_BLM, -math.inf),
+            padding.pad(history.values)[:, 1:],
+            self.negatives(batch),
         )
         rows_L = torch.arange(1, padding.longest or 1, device=loss_BL.device)
         counted_BL = rows_L[None] < padding.lengths_B[:, None]
         total = torch.where(counted_BL, loss_BL, 0).sum()
         return Loss(total, float(counted_BL.sum()))
+
+    def _taken(self, batch: Batch, padding: Padding) -> Tensor | None:
+        """(B, L, M) which negatives of its sample each position takes; None: all of them."""
+        if not self.softmax.pool:
+            return None
+        history = batch.sparse["history"]
+        rows_T = rows_within(history.lengths, len(history.values))
+        draws_T = of_each_row(draw_state(batch, self.softmax.seed), history.lengths, rows_T)
+        chance = self.softmax.negatives / self.softmax.pool
+        taken_TM = keep(draws_T, self.softmax.pool, chance, site=NEGATIVES_SITE)
+        return padding.pad(taken_TM)[:, :-1]
+
+    def flops(self, batch: Batch) -> Tensor:
+        """(B,) of a training step on each sample: products alone, three times those forward."""
+        lengths_B = batch.sparse["history"].lengths
+        scores_B = (lengths_B - 1).clamp(min=0) * (6.0 * self.config.dim * (1 + self.softmax.drawn))
+        return self.encoder.flops(lengths_B, torch.zeros_like(lengths_B)) + scores_B
 
     def encode(self, rows: Mapping[str, Tensor], batch: Batch) -> Tensor:
         """(B, D) what follows the last item of each history; zeros where there is no item."""
@@ -163,14 +208,23 @@ class HstuRetriever(nn.Module):
 
     def _vectors(self, rows: Mapping[str, Tensor], batch: Batch) -> Tensor:
         """(T, D) at each item, the direction in which the next one is expected."""
-        times_T = batch.sparse["times"].values if self.config.time_buckets else None
-        tokens = Tokens(batch.sparse["history"].lengths, times_T=times_T)
+        tokens = Tokens(
+            batch.sparse["history"].lengths,
+            times_T=own_times(self.config, batch),
+            next_times_T=_next_times(batch) if self.config.time == "next" else None,
+            draws_B=self.draws(batch),
+        )
         return self._direction(self.encoder(rows["history"], tokens))
+
+    def draws(self, batch: Batch) -> Tensor | None:
+        """(B,) what dropout follows from, in training."""
+        wanted = self.training and self.config.dropout > 0
+        return draw_state(batch, self.softmax.seed) if wanted else None
 
     def _direction(self, x_TD: Tensor) -> Tensor:
         return functional.normalize(x_TD, dim=1) if self.softmax.normalise else x_TD
 
-    def _loss(
+    def _minus_log_chance(
         self,
         positive_BL: Tensor,
         negative_BLM: Tensor,
@@ -196,84 +250,19 @@ class HstuRetriever(nn.Module):
         return self.sampler.log_chance(items if alike else self.numbers(items).clamp_(min=1))
 
 
-def _content_id(batch: Batch) -> Tensor:
-    """(B,) a number that follows from the sample's own history."""
-    history = batch.sparse["history"]
-    sample_T = torch.repeat_interleave(history.lengths, output_size=len(history.values))
-    return torch.zeros_like(history.lengths).index_add_(0, sample_T, history.values)
+def own_times(config: HstuConfig, batch: Batch) -> Tensor | None:
+    """(T,) when each item of the histories was chosen, where the config wants it."""
+    return batch.sparse["timestamps"].values if config.time_buckets else None
 
 
-# Negative sampling: a function of the seed and the sample alone.
-
-
-# Shapes: B samples, M negatives of a sample, J ranges of items
-
-_GOLDEN = 0x9E3779B97F4A7C15
-_FIRST = 0xBF58476D1CE4E5B9
-_SECOND = 0x94D049BB133111EB
-
-
-@dataclass(frozen=True, slots=True)
-class ItemSampler:
-    """Draws from the items 1 .. num_items with whole numbers only.
-
-    So every device, rank and micro-batch draws the same for a sample. `log_uniform` first draws
-    one of J ranges, each about twice as long as the one before it, then an item of the range:
-    small keys come up more often, about as 1 / key.
-    """
-
-    num_items: int
-    sampling: Literal["uniform", "log_uniform"] = "uniform"
-    seed: int = 0
-
-    def draw(self, ids: Sequence[Tensor], count: int) -> Tensor:
-        """(B, M) items for each sample, with replacement; `ids` are int64 columns that name it."""
-        state_B = torch.full_like(ids[0], _signed(self.seed))
-        for id_B in ids:
-            state_B = _mix(state_B + _signed(_GOLDEN)) ^ id_B
-        slots_M = torch.arange(2 * count, device=state_B.device) * _signed(_GOLDEN)
-        bits_BM = _shift(_mix(_mix(state_B)[:, None] + slots_M), 1)
-        range_BM, within_BM = bits_BM[:, :count], bits_BM[:, count:]
-        if self.sampling == "uniform":
-            return 1 + within_BM % self.num_items
-        edges_J = self._edges(state_B.device)
-        range_BM = range_BM % (len(edges_J) - 1)
-        low_BM, high_BM = edges_J[range_BM], edges_J[range_BM + 1]
-        return low_BM + within_BM % (high_BM - low_BM)
-
-    def log_chance(self, items: Tensor) -> Tensor:
-        """How likely a draw is to be each of these items, as a natural logarithm."""
-        if self.sampling == "uniform":
-            chance = torch.full_like(items, 1 / self.num_items, dtype=torch.float64)
-            return torch.log(chance)
-        edges_J = self._edges(items.device)
-        range_of = torch.bucketize(items.contiguous(), edges_J[1:-1], right=True)
-        lengths = edges_J[range_of + 1] - edges_J[range_of]
-        return -torch.log(lengths.double() * (len(edges_J) - 1))
-
-    def _edges(self, device: torch.device) -> Tensor:
-        """(J + 1,) where each range starts, and one past the end of the last."""
-        end = self.num_items + 1
-        ranges = end.bit_length() - 1
-        halvings_J = torch.arange(ranges, -1, -1, device=device)
-        return torch.full_like(halvings_J, end) >> halvings_J
-
-
-def _mix(x: Tensor) -> Tensor:
-    """The finish of splitmix64: int64 tensors wrap around, as it wants."""
-    x = (x ^ _shift(x, 30)) * _signed(_FIRST)
-    x = (x ^ _shift(x, 27)) * _signed(_SECOND)
-    return x ^ _shift(x, 31)
-
-
-def _shift(x: Tensor, bits: int) -> Tensor:
-    """To the right with zeros coming in; torch's own shift copies the sign."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _signed(x: int) -> int:
-    """The int64 that has the last 64 bits of x."""
-    return ((x + (1 << 63)) % (1 << 64)) - (1 << 63)
+def _next_times(batch: Batch) -> Tensor:
+    """(T,) when the item after each was chosen; after the last one, the held-out item's time."""
+    times = batch.sparse["timestamps"]
+    sample_T = torch.repeat_interleave(times.lengths, output_size=len(times.values))
+    ends_T = times.offsets[1:][sample_T]
+    is_last_T = torch.arange(1, len(sample_T) + 1, device=sample_T.device) == ends_T
+    asked_T = batch.dense["time"][sample_T] if "time" in batch.dense else times.values
+    return torch.where(is_last_T, asked_T, times.values.roll(-1))
 
 
 # Shapes: B samples, T rows of all samples together, C candidates of all samples together, D width
@@ -284,15 +273,22 @@ class HstuRanker(nn.Module):
 
     Reads `sparse["history"]`, oldest item first, `sparse["candidates"]`, and `sparse["labels"]`:
     lists as long as those of `candidates`, with 1 for a candidate that was liked and 0 for one that
-    was not. With time buckets also `sparse["times"]`, a whole number for each item of the
+    was not. With time buckets also `sparse["timestamps"]`, a whole number for each item of the
     history, and `dense["time"]` (B,), that of the request.
 
     The loss is binary cross-entropy, its weight the number of candidates.
     """
 
-    def __init__(self, config: HstuConfig) -> None:
+    def __init__(self, config: HstuConfig, seed: int = 0) -> None:
+        """`seed` is that of dropout."""
         super().__init__()
+        if config.time == "next":
+            raise ConfigError(
+                "time is 'next', which is for retrieval: candidates have the request's time; "
+                "set time = 'own'"
+            )
         self.config = config
+        self.seed = seed
         self.encoder = Hstu(config)
         self.head = nn.Sequential(
             nn.LayerNorm(config.dim),
@@ -310,6 +306,8 @@ class HstuRanker(nn.Module):
 
     def dense(self, rows: Mapping[str, Tensor], batch: Batch) -> Loss:
         logits_C = self.logits(rows, batch)
+        if logits_C.dtype in (torch.bfloat16, torch.float16):
+            logits_C = logits_C.float()
         labels_C = batch.sparse["labels"].values.to(logits_C.dtype)
         if labels_C.shape != logits_C.shape:
             raise DataError(
@@ -327,7 +325,13 @@ class HstuRanker(nn.Module):
         join = Join.of(
             history.lengths, len(history.values), candidates.lengths, len(candidates.values)
         )
-        tokens = Tokens(join.lengths_B, candidates.lengths, self._times(batch, join))
+        dropped = self.training and self.config.dropout > 0 and prefix is None
+        tokens = Tokens(
+            join.lengths_B,
+            candidates.lengths,
+            self._times(batch, join),
+            draws_B=draw_state(batch, self.seed) if dropped else None,
+        )
         joined_TD = join.rows(rows["history"], rows["candidates"])
         encoded_TD = self.encoder(joined_TD, tokens, prefix)
         return self.head(encoded_TD.index_select(0, join.second_places)).squeeze(1)
@@ -336,7 +340,7 @@ class HstuRanker(nn.Module):
         self, rows: Mapping[str, Tensor], batch: Batch, prefix: Prefix | PrefixParts | None = None
     ) -> Prefix:
         """What can be computed of `history` before the candidates are known."""
-        times_T = batch.sparse["times"].values if self.config.time_buckets else None
+        times_T = own_times(self.config, batch)
         tokens = Tokens(batch.sparse["history"].lengths, times_T=times_T)
         return self.encoder.prefix(rows["history"], tokens, prefix)
 
@@ -347,4 +351,10 @@ class HstuRanker(nn.Module):
         asked_C = torch.repeat_interleave(
             batch.dense["time"], candidates.lengths, output_size=len(candidates.values)
         )
-        return join.rows(batch.sparse["times"].values, asked_C)
+        return join.rows(batch.sparse["timestamps"].values, asked_C)
+
+    def flops(self, batch: Batch) -> Tensor:
+        """(B,) of a training step on each sample: products alone, three times those forward."""
+        candidates_B = batch.sparse["candidates"].lengths
+        head_B = candidates_B * (6.0 * self.config.dim * (self.config.dim + 1))
+        return self.encoder.flops(batch.sparse["history"].lengths, candidates_B) + head_B

@@ -29,6 +29,7 @@ from nestpipe.config import Table, build, not_negative, positive
 from nestpipe.config.values import fit_leaf
 from nestpipe.data import (
     HISTORY,
+    TIMESTAMPS,
     Catalogue,
     DataConfig,
     Ranking,
@@ -41,6 +42,7 @@ from nestpipe.errors import CheckpointError, ConfigError, NestpipeError
 from nestpipe.models import (
     Dlrm,
     DlrmConfig,
+    EncoderOptions,
     HstuConfig,
     HstuRanker,
     HstuRetriever,
@@ -101,8 +103,12 @@ class ModelConfig:
     """hstu, ranker: negative samples per sample."""
     positives: int = 4
     """ranker: positive candidates, the items that follow a history."""
+    negative_pool: int = 0
+    """hstu: draw so many per sample, of which each position takes about `negatives` of its own;
+    0: all positions of a sample share them."""
     temperature: float = 0.05
     """hstu: what scores are divided by."""
+    encoder: EncoderOptions = field(default_factory=EncoderOptions)
 
     def __post_init__(self) -> None:
         if not is_own(self.kind):
@@ -118,6 +124,7 @@ class ModelConfig:
             positive(name, getattr(self, name))
         positive("temperature", self.temperature)
         not_negative("num_items", self.num_items)
+        not_negative("negative_pool", self.negative_pool)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,9 +264,11 @@ def make_model(config: JobConfig, source: Source) -> tuple[nn.Module, list[Table
     if kind == "hstu":
         if HISTORY not in keys:
             raise ConfigError("model.kind is 'hstu' but the data has no histories; use 'dlrm'")
+        _check_times(wanted.encoder, source)
         return _hstu(config, source)
     if kind == "ranker":
-        return _ranker(wanted)
+        _check_times(wanted.encoder, source)
+        return _ranker(config)
     _refuse_labels(kind, [column.name for column in source.columns if column.kind == "label"])
     fields = next((c.fields for c in source.columns if c.kind == "features"), ())
     if kind == "logistic":
@@ -300,10 +309,11 @@ def _dlrm(
     return model, tables
 
 
-def _ranker(wanted: ModelConfig) -> tuple[nn.Module, list[Table]]:
+def _ranker(config: JobConfig) -> tuple[nn.Module, list[Table]]:
+    wanted = config.model
     features = ("history", "candidates")
     table = Table(name="items", dim=wanted.dim, features=features, init_std=wanted.init_std)
-    return HstuRanker(_encoder(wanted)), [table]
+    return HstuRanker(_encoder(wanted), config.run.seed), [table]
 
 
 def _hstu(config: JobConfig, source: Source) -> tuple[nn.Module, list[Table]]:
@@ -314,6 +324,7 @@ def _hstu(config: JobConfig, source: Source) -> tuple[nn.Module, list[Table]]:
         SampledSoftmaxConfig(
             num_items=items.num_items,
             negatives=wanted.negatives,
+            pool=wanted.negative_pool,
             temperature=wanted.temperature,
             seed=config.run.seed,
         ),
@@ -331,7 +342,16 @@ def _encoder(wanted: ModelConfig) -> HstuConfig:
         attention_dim=wanted.attention_dim,
         value_dim=wanted.attention_dim,
         max_len=wanted.max_len,
+        **{known.name: getattr(wanted.encoder, known.name) for known in fields(EncoderOptions)},
     )
+
+
+def _check_times(encoder: EncoderOptions, source: Source) -> None:
+    if encoder.time_buckets and TIMESTAMPS not in [column.name for column in source.columns]:
+        raise ConfigError(
+            f"model.encoder.time_buckets is {encoder.time_buckets} but the data has no timestamps; "
+            "use data that has, or set 0"
+        )
 
 
 def _catalogue(config: JobConfig, source: Source) -> Catalogue:
@@ -366,6 +386,11 @@ _SUMS: Mapping[str, frozenset[str]] = {
 """Keys that change only the order of sums."""
 _HELD_OUT = frozenset({"data.validation_path", "data.test_path"})
 """Keys of what is evaluated, not trained on."""
+_FORMS: Mapping[str, Effect] = {
+    "model.encoder.attention": "sums",
+    "model.encoder.checkpoint_activations": "none",
+}
+"""Keys of a model that change how it is computed, not what."""
 
 
 def effect_of(key: str) -> Effect:
@@ -373,6 +398,8 @@ def effect_of(key: str) -> Effect:
     section, _, name = key.partition(".")
     if key in _HELD_OUT:
         return "none"
+    if key in _FORMS:
+        return _FORMS[key]
     if section not in _RESULTS or name in _RESULTS[section]:
         return "results"
     return "sums" if name in _SUMS[section] else "none"

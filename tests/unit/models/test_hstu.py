@@ -45,7 +45,7 @@ def request_of(histories: list[list[int]], candidates: list[list[int]], time: in
     history, asked = Jagged.from_lists(histories), Jagged.from_lists(candidates)
     times = Jagged.from_lists([[n * n + 1 for n in range(len(row))] for row in histories])
     labels = Jagged(torch.ones_like(asked.values), asked.lengths)
-    sparse = {"history": history, "candidates": asked, "times": times, "labels": labels}
+    sparse = {"history": history, "candidates": asked, "timestamps": times, "labels": labels}
     return Batch(len(histories), {"time": torch.full((len(histories),), time)}, sparse)
 
 
@@ -116,7 +116,7 @@ def test_scores_from_a_prefix_are_those_of_the_whole(ranker, table_ND, cuts):
     new = request_of([h[c:] for h, c in zip(histories, cuts, strict=True)], candidates)
     late = [range(c, len(h)) for h, c in zip(histories, cuts, strict=True)]
     times = Jagged.from_lists([[n * n + 1 for n in row] for row in late])
-    new = Batch(3, new.dense, {**new.sparse, "times": times})
+    new = Batch(3, new.dense, {**new.sparse, "timestamps": times})
     scores = ranker.logits(rows_of(table_ND, new), new, prefix)
     assert_same(scores, whole)
 

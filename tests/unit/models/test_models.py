@@ -58,7 +58,7 @@ def ranking(size: int, generator: torch.Generator) -> Batch:
         "history": history,
         "candidates": candidates,
         "labels": Jagged(labels, candidates.lengths),
-        "times": Jagged(times, history.lengths),
+        "timestamps": Jagged(times, history.lengths),
     }
     return Batch(size, {"time": torch.full((size,), len(times) * 3 + 1)}, sparse)
 
@@ -73,7 +73,7 @@ def walks(size: int, generator: torch.Generator) -> Batch:
     history = Jagged.from_lists(rows)
     times = Jagged(torch.arange(len(history.values)), history.lengths)
     sample_id = torch.randint(0, 1 << 40, (size,), generator=generator)
-    return Batch(size, {"sample_id": sample_id}, {"history": history, "times": times})
+    return Batch(size, {"sample_id": sample_id}, {"history": history, "timestamps": times})
 
 
 @dataclass(frozen=True)

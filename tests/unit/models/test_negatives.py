@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from nestpipe.models.hstu_models import ItemSampler, _mix
+from nestpipe.models.draws import ItemSampler, _mix
 
 WORD = (1 << 64) - 1
 

@@ -33,6 +33,7 @@ from nestpipe.data.source import (
     time_column,
     times_column,
 )
+from nestpipe.errors import ConfigError
 from nestpipe.jagged import Jagged
 
 PATTERNS = ("ratings.dat", "ratings.csv", "ratings.dat.gz", "ratings.csv.gz")
@@ -134,11 +135,14 @@ def sequences(
     """A sample per user: items in order of time, the last for test, the one before to validate.
 
     Training has users with two or more items left to learn from; the others, users with three.
+    Where one item is held out, training has that to validate, too.
     """
+    if split == "validation" and config.held_out == 1:
+        raise ConfigError("held_out is 1, so there is no validation split; use the test split")
     order = np.argsort(ratings.user, kind="stable")
     items, times = ratings.item[order], ratings.time[order]
     _, begin, count = np.unique(ratings.user[order], return_index=True, return_counts=True)
-    held = {"train": 2, "validation": 2, "test": 1}[split]
+    held = {"train": config.held_out, "validation": 2, "test": 1}[split]
     length = count - held
     enough = length >= 2 if split == "train" else count >= 3
     begin, length = begin[enough], length[enough]

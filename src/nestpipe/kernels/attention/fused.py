@@ -1,20 +1,25 @@
-"""`fused_attention`: HSTU's attention and its gradients without a score in memory."""
+"""HSTU's attention for training: kernels that keep no score in memory, or the plain form.
+
+`train_attention` chooses; `attention_by_kernels` is the kernels alone.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
+from nestpipe.errors import ConfigError
 from nestpipe.kernels.attention.inference import kernel_serves
 from nestpipe.kernels.attention.reference import (
     CAUSAL,
     NO_BIAS,
     Mask,
     RelativeBias,
-    plain_attention,
+    hstu_attention,
 )
 
 # Shapes: B samples, T rows of all samples together, H heads, A width of queries and keys, V width
@@ -22,14 +27,18 @@ from nestpipe.kernels.attention.reference import (
 
 MAX_WIDTH = 256
 """The widest head that fits a program's registers."""
+PROVEN_CAPABILITY = 9
+"""Kernels were run on Hopper; older GPUs copy tiles another way."""
+AttentionForm = Literal["auto", "fused", "plain"]
 
 
-def fused_attention(
+def train_attention(
     q_THA: Tensor,
     k_THA: Tensor,
     v_THV: Tensor,
     offsets_B: Tensor,
     *,
+    form: AttentionForm = "auto",
     norm: float,
     scale: float = 1.0,
     mask: Mask = CAUSAL,
@@ -39,22 +48,49 @@ def fused_attention(
 ) -> Tensor:
     """(T, H, V) the weighted sum of values that each query sees; differentiable.
 
-    It computes what `plain_attention` does, and calls that where no kernel is proven: on the host,
-    in float64, for heads wider than MAX_WIDTH or with values of another width. `longest` is the
-    length of the longest sample, or more; without it the host waits for the device to say. A
-    sample's result has the same bits in any batch, and the same input gives the same bits,
-    gradients included.
+    `auto` takes the kernels where they are proven, else `hstu_attention`, which they compute.
+    `longest` is the length of the longest sample, or more; without it the host waits for the device
+    to say. By the kernels a sample's result has the same bits in any batch, and the same input
+    gives the same bits, gradients included.
     """
-    same_width = q_THA.shape[2] == v_THV.shape[2]
-    if not kernel_serves(q_THA) or not same_width or q_THA.shape[2] > MAX_WIDTH:
-        return plain_attention(
-            q_THA, k_THA, v_THV, offsets_B, norm=norm, scale=scale, mask=mask, bias=bias,
-            max_attention=max_attention, longest=longest,
-        )  # fmt: skip
-    return attention_by_kernels(
-        q_THA, k_THA, v_THV, offsets_B, norm=norm, scale=scale, mask=mask, bias=bias,
-        max_attention=max_attention, longest=longest,
-    )  # fmt: skip
+    rule: dict[str, Any] = {
+        "norm": norm,
+        "scale": scale,
+        "mask": mask,
+        "bias": bias,
+        "max_attention": max_attention,
+        "longest": longest,
+    }
+    widest = max(q_THA.shape[2], v_THV.shape[2])
+    reason = None if form == "plain" else _why_not_fused(q_THA, widest, bias)
+    if form == "fused" and reason is not None:
+        raise ConfigError(f"attention is 'fused', but {reason}; use 'auto' or 'plain'")
+    if form == "plain" or reason is not None:
+        return hstu_attention(q_THA, k_THA, v_THV, offsets_B, **rule)
+    # Columns of zeros add nothing to a product, and their own results are cut off.
+    q_THA, k_THA, wide_v_THV = (_widened(x, widest) for x in (q_THA, k_THA, v_THV))
+    out_THV = attention_by_kernels(q_THA, k_THA, wide_v_THV, offsets_B, **rule)
+    return out_THV[:, :, : v_THV.shape[2]]
+
+
+def _why_not_fused(q_THA: Tensor, width: int, bias: RelativeBias) -> str | None:
+    """Why no kernel is proven for such rows; None: one is."""
+    if not q_THA.is_cuda:
+        return "the rows are not on a GPU"
+    if not kernel_serves(q_THA):
+        return f"no kernel has {q_THA.dtype}, or triton is missing"
+    if torch.cuda.get_device_capability(q_THA.device)[0] < PROVEN_CAPABILITY:
+        return f"{torch.cuda.get_device_name(q_THA.device)} is older than Hopper"
+    if width > MAX_WIDTH:
+        return f"a head is {width} wide, more than {MAX_WIDTH}"
+    if bias.query_times_T is not None:
+        return "time is 'next', which no kernel has"
+    return None
+
+
+def _widened(x_THA: Tensor, width: int) -> Tensor:
+    missing = width - x_THA.shape[2]
+    return functional.pad(x_THA, (0, missing)) if missing else x_THA
 
 
 def attention_by_kernels(
@@ -70,7 +106,7 @@ def attention_by_kernels(
     max_attention: int | None = None,
     longest: int | None = None,
 ) -> Tensor:
-    """`fused_attention` by the kernels, wherever the tensors are."""
+    """`train_attention` by the kernels, wherever the tensors are."""
     if longest is None:
         longest = int(offsets_B.diff().max()) if len(offsets_B) > 1 else 0
     rule = (offsets_B, mask.num_targets_B, bias.times_T, norm, scale, max_attention, longest)

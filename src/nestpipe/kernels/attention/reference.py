@@ -11,7 +11,8 @@ gives the same bits, forwards and backwards: no add here depends on which thread
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -48,6 +49,8 @@ class RelativeBias:
     """By distance in time: column 0 below 1, column c from 2**(c-1) on, the last without end."""
     times_T: Tensor | None = None
     """The own time of each row of keys, whole numbers; needed where `time_HQ` is given."""
+    query_times_T: Tensor | None = None
+    """What stands for the own time of each query, where all rows are queries; None: its own."""
 
 
 CAUSAL = Mask()
@@ -65,19 +68,21 @@ def hstu_attention(
     mask: Mask = CAUSAL,
     bias: RelativeBias = NO_BIAS,
     query_offsets_B: Tensor | None = None,
+    max_attention: int | None = None,
     longest: int | None = None,
 ) -> Tensor:
     """The weighted sum of values that each query sees, (T, H, V), before the gate.
 
     `offsets_B` (B + 1) says where each sample's rows start and end. With `query_offsets_B` the
     queries are only the last rows of each sample, and the keys and values before them a cache.
-    `longest` is the length of the longest sample; without it the host waits for the device to say.
+    With `max_attention` a row sees keys at most so many positions before its own. `longest` is the
+    length of the longest sample; without it the host waits for the device to say.
     """
     keys = Padding.of(offsets_B, k_THA.shape[0], longest)
     queries = keys
     if query_offsets_B is not None:
         queries = Padding.of(query_offsets_B, q_THA.shape[0])
-    pairs = _Pairs.of(queries, keys, mask)
+    pairs = _Pairs.of(queries, keys, mask, max_attention)
     q_BHLA, k_BHLA = queries.pad(q_THA).transpose(1, 2), keys.pad(k_THA).transpose(1, 2)
     scores_BHLL = torch.matmul(q_BHLA, k_BHLA.transpose(2, 3)) * scale
     scores_BHLL = pairs.add_bias(scores_BHLL, bias)
@@ -85,6 +90,37 @@ def hstu_attention(
     v_BHLV = keys.pad(v_THV).transpose(1, 2)
     out_BLHV = torch.matmul(weights_BHLL.to(v_BHLV.dtype), v_BHLV).transpose(1, 2)
     return queries.unpad(out_BLHV)
+
+
+def bias_mixing(
+    num_queries: int,
+    v_THV: Tensor,
+    offsets_B: Tensor,
+    *,
+    mask: Mask = CAUSAL,
+    bias: RelativeBias = NO_BIAS,
+    query_offsets_B: Tensor | None = None,
+    max_attention: int | None = None,
+    longest: int | None = None,
+) -> list[Tensor]:
+    """FuXi's other two channels: values weighted by position alone, and by time alone, (T, H, V).
+
+    A weight is an entry of its table, (1, P) or (1, Q), without activation or divisor; all heads
+    share it. One tensor for each table that `bias` has, in this order.
+    """
+    keys = Padding.of(offsets_B, v_THV.shape[0], longest)
+    queries = keys
+    if query_offsets_B is not None:
+        queries = Padding.of(query_offsets_B, num_queries)
+    pairs = _Pairs.of(queries, keys, mask, max_attention)
+    v_BLX = keys.pad(v_THV.flatten(1))
+    mixed: list[Tensor] = []
+    for weights_BLL in pairs.weights(bias):
+        seen_BLL = torch.where(pairs.visible_BLL, weights_BLL, 0).to(v_BLX.dtype)
+        # One batch of products of one size: a weight of all samples alike is spread out.
+        out_BLX = torch.matmul(seen_BLL.expand(len(v_BLX), -1, -1), v_BLX)
+        mixed.append(queries.unpad(out_BLX).unflatten(1, v_THV.shape[1:]))
+    return mixed
 
 
 def norm_gate(attended_THV: Tensor, u_THV: Tensor, eps: float = 1e-6) -> Tensor:
@@ -135,7 +171,9 @@ class _Pairs:
     keys: Padding
 
     @classmethod
-    def of(cls, queries: Padding, keys: Padding, mask: Mask) -> _Pairs:
+    def of(
+        cls, queries: Padding, keys: Padding, mask: Mask, max_attention: int | None = None
+    ) -> _Pairs:
         device = keys.lengths_B.device
         key_row_1L = torch.arange(keys.longest, device=device)[None]
         query_row_BL = torch.arange(queries.longest, device=device)[None]
@@ -150,25 +188,38 @@ class _Pairs:
         # Padding needs no mask of its own: it lies after every row of its sample, at no earlier
         # position than the last of them.
         itself_BLL = query_row_BL[:, :, None] == key_row_1L[:, None, :]
-        return cls(query_row_BL, distance_BLL, (distance_BLL > 0) | itself_BLL, keys)
+        visible_BLL = (distance_BLL > 0) | itself_BLL
+        if max_attention is not None:
+            visible_BLL = visible_BLL & (distance_BLL <= max_attention)
+        return cls(query_row_BL, distance_BLL, visible_BLL, keys)
 
     def add_bias(self, scores_BHLL: Tensor, bias: RelativeBias) -> Tensor:
-        if bias.position_HP is not None:
-            last = bias.position_HP.shape[1] - 1
-            scores_BHLL = scores_BHLL + _look_up(bias.position_HP, self.distance_BLL.clamp(0, last))
-        if bias.time_HQ is not None:
-            assert bias.times_T is not None, "a bias by time needs the rows' times"
-            buckets_BLL = self._time_buckets(bias.times_T, bias.time_HQ.shape[1])
-            scores_BHLL = scores_BHLL + _look_up(bias.time_HQ, buckets_BLL)
+        for bias_BHLL in self._looked_up(bias):
+            scores_BHLL = scores_BHLL + bias_BHLL
         return scores_BHLL
 
-    def _time_buckets(self, times_T: Tensor, buckets: int) -> Tensor:
+    def weights(self, bias: RelativeBias) -> Iterator[Tensor]:
+        """(B, L, L) for each table, which has one line for all heads."""
+        return (weights_BHLL.squeeze(1) for weights_BHLL in self._looked_up(bias))
+
+    def _looked_up(self, bias: RelativeBias) -> Iterator[Tensor]:
+        """(B, H, L, L) by position, then by time, of the tables that there are."""
+        if bias.position_HP is not None:
+            last = bias.position_HP.shape[1] - 1
+            yield _look_up(bias.position_HP, self.distance_BLL.clamp(0, last))
+        if bias.time_HQ is not None:
+            yield _look_up(bias.time_HQ, self._time_buckets(bias, bias.time_HQ.shape[1]))
+
+    def _time_buckets(self, bias: RelativeBias, buckets: int) -> Tensor:
         """Whole numbers all the way: no rounding, the same buckets on every device."""
+        assert bias.times_T is not None, "a bias by time needs the rows' times"
+        times_T, asked_T = bias.times_T, bias.query_times_T
         times_BL = self.keys.pad(times_T)
         if not self.keys.longest:
             return self.distance_BLL.expand(times_BL.shape[0], -1, -1)
         row_BL = self.query_row_BL.clamp(max=self.keys.longest - 1)
-        own_BL = times_BL.gather(1, row_BL.expand(times_BL.shape[0], -1))
+        own_BL = times_BL if asked_T is None else self.keys.pad(asked_T)
+        own_BL = own_BL.gather(1, row_BL.expand(times_BL.shape[0], -1))
         passed_BLL = own_BL[:, :, None] - times_BL[:, None, :]
         edges = 2 ** torch.arange(buckets - 1, device=times_T.device)
         return torch.bucketize(passed_BLL, edges, right=True)
@@ -209,30 +260,3 @@ class _PickColumns(torch.autograd.Function):
             one_hot_NP = functional.one_hot(index_N[start : start + step], ctx.columns)
             sums_HP += grad_HN[:, start : start + step] @ one_hot_NP.to(grad_HN.dtype)
         return sums_HP, None
-
-
-def plain_attention(
-    q_THA: Tensor,
-    k_THA: Tensor,
-    v_THV: Tensor,
-    offsets_B: Tensor,
-    *,
-    norm: float,
-    scale: float = 1.0,
-    mask: Mask = CAUSAL,
-    bias: RelativeBias = NO_BIAS,
-    max_attention: int | None = None,
-    longest: int | None = None,
-) -> Tensor:
-    """`hstu_attention`, where a row sees keys at most `max_attention` positions before its own."""
-    rows = Padding.of(offsets_B, k_THA.shape[0], longest)
-    pairs = _Pairs.of(rows, rows, mask)
-    if max_attention is not None:
-        near_BLL = pairs.distance_BLL <= max_attention
-        pairs = replace(pairs, visible_BLL=pairs.visible_BLL & near_BLL)
-    q_BHLA, k_BHLA, v_BHLV = (rows.pad(x).transpose(1, 2) for x in (q_THA, k_THA, v_THV))
-    scores_BHLL = torch.matmul(q_BHLA, k_BHLA.transpose(2, 3)) * scale
-    scores_BHLL = pairs.add_bias(scores_BHLL, bias)
-    weights_BHLL = torch.where(pairs.visible_BLL[:, None], functional.silu(scores_BHLL), 0) / norm
-    out_BLHV = torch.matmul(weights_BHLL.to(v_BHLV.dtype), v_BHLV).transpose(1, 2)
-    return rows.unpad(out_BLHV)

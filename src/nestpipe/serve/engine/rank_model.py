@@ -16,7 +16,7 @@ from nestpipe.batch import Batch
 from nestpipe.errors import CapacityError, CheckpointError, ConfigError, DataError
 from nestpipe.jagged import Jagged
 from nestpipe.models import HstuConfig, HstuRanker
-from nestpipe.models.hstu import Prefix, PrefixParts
+from nestpipe.models.sequence import Prefix, PrefixParts
 from nestpipe.serve.engine.weights import ItemRows, Weights, read_weights, reject_non_finite
 from nestpipe.serve.kv_cache.host_tier import HostArena, Reload
 from nestpipe.serve.types import KV, History, Ids, PrefixItem, RankItem, Scores
@@ -227,7 +227,7 @@ class HstuRankModel:
         return past
 
     def _times(self, histories: Sequence[History]) -> dict[str, Jagged]:
-        return {"times": times_of(histories, self.device)} if self.config.time_buckets else {}
+        return {"timestamps": times_of(histories, self.device)} if self.config.time_buckets else {}
 
     def _asked_at(self, items: Sequence[RankItem]) -> dict[str, Tensor]:
         if not self.config.time_buckets:

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from nestpipe.kernels.attention.fused import fused_attention
-from nestpipe.kernels.attention.reference import Mask, RelativeBias, hstu_attention, plain_attention
+from nestpipe.kernels.attention.fused import train_attention
+from nestpipe.kernels.attention.reference import Mask, RelativeBias, hstu_attention
 from support.examples import examples
 
 NORM, SCALE = 16.0, 0.5
@@ -114,21 +114,7 @@ def test_the_plain_form_is_the_definition(targets: list[int] | None, window: int
     case = Case([7, 0, 3, 4], targets, window=window)
     with torch.no_grad():
         expected = by_loops(case)
-    torch.testing.assert_close(results(plain_attention, case, torch.float64)[0], expected)
-
-
-def test_without_a_window_it_is_the_plain_attention_bit_for_bit():
-    def without_window(*rows: Tensor, max_attention: int | None, **arguments: Any) -> Tensor:
-        assert max_attention is None
-        return hstu_attention(*rows, **arguments)
-
-    case = Case([40, 0, 7], [3, 0, 7], dtype=torch.float32)
-    pairs = zip(
-        results(plain_attention, case, torch.float32),
-        results(without_window, case, torch.float32),
-        strict=True,
-    )
-    assert all(torch.equal(a, b) for a, b in pairs)
+    torch.testing.assert_close(results(hstu_attention, case, torch.float64)[0], expected)
 
 
 def test_a_window_has_the_right_gradients():
@@ -136,7 +122,7 @@ def test_a_window_has_the_right_gradients():
     leaves = [x for x in case.leaves() if x is not None]
 
     def attend(*inputs: Tensor) -> Tensor:
-        return plain_attention(*inputs[:3], **case.arguments(list(inputs)))
+        return hstu_attention(*inputs[:3], **case.arguments(list(inputs)))
 
     assert torch.autograd.gradcheck(attend, leaves)
 
@@ -144,8 +130,8 @@ def test_a_window_has_the_right_gradients():
 def test_the_host_goes_the_plain_way():
     case = Case([9, 2], [1, 1], window=4, dtype=torch.float32)
     pairs = zip(
-        results(fused_attention, case, torch.float32),
-        results(plain_attention, case, torch.float32),
+        results(train_attention, case, torch.float32),
+        results(hstu_attention, case, torch.float32),
         strict=True,
     )
     assert all(torch.equal(a, b) for a, b in pairs)
@@ -262,7 +248,7 @@ def compare_the_kernels_on_the_host() -> None:
     for case in [*(replace(case, dtype=torch.float32) for case in INTERPRETED), *halves]:
         bound = 2e-6 if case.dtype == torch.float32 else 3e-3
         found = results(attention_by_kernels, case, case.dtype)
-        wanted = results(plain_attention, case, torch.float64)
+        wanted = results(hstu_attention, case, torch.float64)
         for number, (a, b) in enumerate(zip(found, wanted, strict=True)):
             error = (a.double() - b).abs().max() / b.abs().max()
             print(case, number, float(error))
