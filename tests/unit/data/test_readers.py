@@ -208,6 +208,20 @@ def test_the_last_item_is_for_test_and_the_one_before_to_validate(tmp_path):
     assert test.dense["target"].tolist() == [50, 20]
 
 
+def test_one_held_out_item_leaves_the_one_before_to_training(tmp_path):
+    (tmp_path / "ratings.dat").write_text("1::10::5::1\n1::20::5::2\n1::30::5::3\n1::40::5::4\n")
+    options = MovieLensConfig(held_out=1)
+    config = DataConfig(kind="movielens", path=str(tmp_path), movielens=options)
+    assert everything(config, "train").sparse["history"].to_lists() == [[10, 20, 30]]
+    test = everything(config, "test")
+    assert test.sparse["history"].to_lists() == [[10, 20, 30]]
+    assert test.dense["target"].tolist() == [40]
+    with pytest.raises(ConfigError, match="held_out is 1, so there is no validation split"):
+        everything(config, "validation")
+    with pytest.raises(ConfigError, match="held_out is 3; give 2"):
+        MovieLensConfig(held_out=3)
+
+
 def test_both_forms_of_movielens_read_the_same(tmp_path, make, lists):
     dat = everything(make("movielens ratings"))
     text = (tmp_path / "ratings.dat").read_text().replace("::", ",")

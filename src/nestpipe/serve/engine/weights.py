@@ -93,11 +93,18 @@ def _config(where: str, manifest: Manifest) -> HstuConfig:
     if model.get("kind") != "ranker":
         raise CheckpointError(f"{where!r} holds no ranker; train one with model.kind = 'ranker'")
     try:
-        return build(HstuConfig, model["config"])
+        config = build(HstuConfig, model["config"])
     except ConfigError as error:
         raise CheckpointError(
             f"the model of {where!r} does not fit this program ({error}); use the one that wrote it"
         ) from None
+    if config.kind != "hstu" or config.max_attention:
+        what = "FuXi" if config.kind != "hstu" else "a window of attention"
+        raise CheckpointError(
+            f"the ranker of {where!r} has {what}, which is trained and not served; train one with "
+            "model.encoder.kind = 'hstu' and max_attention = 0"
+        )
+    return config
 
 
 def first_rows(manifest: Manifest, table: str) -> FirstRows | None:
