@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from nestpipe.errors import DataError
 from nestpipe.jagged import Jagged
 
 
@@ -26,9 +27,18 @@ class Batch:
 
     def __post_init__(self) -> None:
         for name, tensor in self.dense.items():
-            assert tensor.shape[0] == self.size, f"{name} has {tensor.shape[0]} rows"
+            if tensor.ndim == 0 or tensor.shape[0] != self.size:
+                raise DataError(
+                    f"column {name!r} has shape {tuple(tensor.shape)} in a batch of {self.size} "
+                    "samples; give a row for each"
+                )
         for name, jagged in self.sparse.items():
-            assert jagged.num_samples == self.size, f"{name} has {jagged.num_samples} lists"
+            if not isinstance(jagged, Jagged) or jagged.num_samples != self.size:
+                found = jagged.num_samples if isinstance(jagged, Jagged) else "no"
+                raise DataError(
+                    f"column {name!r} has {found} lists in a batch of {self.size} samples; give a "
+                    "Jagged with one for each"
+                )
 
     def select(self, samples: Tensor) -> Batch:
         """Some samples, in the order asked for."""

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nestpipe.errors import DataError
+
 # Shapes: B samples, T keys of all samples together
 
 
@@ -21,8 +23,10 @@ class Jagged:
     """(B,) int64, how many values each sample has."""
 
     def __post_init__(self) -> None:
-        assert self.values.ndim == 1, "the values of a Jagged are flat"
-        assert self.lengths.ndim == 1, "the lengths of a Jagged are flat"
+        for name, tensor in (("values", self.values), ("lengths", self.lengths)):
+            if not isinstance(tensor, Tensor) or tensor.ndim != 1:
+                shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+                raise DataError(f"the {name} of a Jagged are {shape}; give a flat tensor")
 
     @classmethod
     def from_lists(cls, lists: Sequence[Sequence[int]]) -> Jagged:

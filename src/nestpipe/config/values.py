@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from difflib import get_close_matches
 from enum import StrEnum
-from typing import Any, Literal, TypeGuard, cast, get_args, get_origin
+from typing import Any, Literal, TypeGuard, cast, get_args, get_origin, get_type_hints
 
 from nestpipe.errors import ConfigError
 
@@ -26,6 +26,13 @@ def fraction(name: str, value: float) -> None:
     """Refuse what is not between 0 and 1, both included."""
     if not 0 <= value <= 1:
         raise ConfigError(f"{name} is {value}; give a number from 0 to 1")
+
+
+def known_words(config: object) -> None:
+    """Refuse a field that is none of the words of its `Literal`; for configs made in Python."""
+    for name, wanted in get_type_hints(type(config)).items():
+        if get_origin(wanted) is Literal:
+            fit_leaf(wanted, getattr(config, name), name)
 
 
 # One value against the type of its field, and the words for a value that does not fit.

@@ -6,7 +6,7 @@ A third method, `score`, is for serving. What a model returns is checked at ever
 from __future__ import annotations
 
 import traceback
-from collections.abc import Generator, Mapping
+from collections.abc import Collection, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,6 +84,11 @@ def keys_of(model: Any, batch: Batch) -> Mapping[str, Jagged]:
                 f"the keys of {feature!r} are {_short(of.values.dtype)}; keys are int64, so "
                 "convert them"
             )
+        if int(of.lengths.sum()) != len(of.values):
+            raise ModelError(
+                f"the lengths of {feature!r} add up to {int(of.lengths.sum())} and there are "
+                f"{len(of.values)} keys; make them agree"
+            )
         if of.num_samples != batch.size:
             raise ModelError(
                 f"`sparse_keys` of {name} gives {of.num_samples} lists of {feature!r} for "
@@ -107,12 +112,64 @@ def loss_of(model: Any, rows: Mapping[str, Tensor], batch: Batch) -> Loss:
         raise ModelError(
             f"`dense` of {name} returned a total of shape {shape}; return the sum over all samples"
         )
+    if torch.is_grad_enabled() and batch.size and not loss.total.requires_grad:
+        raise ModelError(
+            f"the total of `dense` of {name} has no gradient; compute it from the rows or the "
+            "model's weights"
+        )
     if not isinstance(loss.weight, int | float):
         raise ModelError(
             f"`dense` of {name} returned {kind_of(loss.weight)} as weight; return a plain number, "
             "the samples that the total sums"
         )
     return loss
+
+
+@torch.no_grad()
+def refuse_means(
+    model: Any, rows: Mapping[str, Tensor], batch: Batch, pooled: Collection[str]
+) -> None:
+    """Refuse a loss that is a mean: the losses of two halves must add up to that of both.
+
+    The model is asked three times in evaluation mode, and nothing of it changes. `pooled` are the
+    features with a row per sample. Losses that depend on the whole batch by design may pass.
+    """
+    half = batch.size // 2
+    if half == 0:
+        return
+    was_training = model.training
+    parts = [batch.slice(0, 2 * half), batch.slice(0, half), batch.slice(half, 2 * half)]
+    counts = [{f: len(k.values) for f, k in keys_of(model, part).items()} for part in parts]
+    ends = [(2 * half, counts[0]), (half, counts[1]), (2 * half, counts[0])]
+    losses: list[Loss] = []
+    with torch.random.fork_rng():
+        model.eval()
+        try:
+            for part, (size, count), first in zip(parts, ends, (False, False, True), strict=True):
+                begin = {f: (half if f in pooled else counts[1][f]) if first else 0 for f in rows}
+                end = {f: size if f in pooled else count[f] for f in rows}
+                cut = {feature: of[begin[feature] : end[feature]] for feature, of in rows.items()}
+                losses.append(loss_of(model, cut, part))
+        finally:
+            model.train(was_training)
+    _compare_halves(type(model).__name__, *losses)
+
+
+def _compare_halves(name: str, both: Loss, one: Loss, other: Loss) -> None:
+    weight = one.weight + other.weight
+    if abs(weight - both.weight) > 1e-6 * max(abs(weight), 1.0):
+        raise ModelError(
+            f"`dense` of {name} gives weight {both.weight:g} for a batch, and {one.weight:g} and "
+            f"{other.weight:g} for its halves; return the number of samples that the total sums"
+        )
+    total, first, second = (float(loss.total) for loss in (both, one, other))
+    mean = (first * one.weight + second * other.weight) / (weight or 1.0)
+    close = abs(total - mean) <= 1e-3 * abs(mean)
+    if close and weight > 1 and abs(total - first - second) > 0.2 * abs(first + second):
+        raise ModelError(
+            f"`dense` of {name} returns a mean: {total:.6g} for a batch, and {first:.6g} and "
+            f"{second:.6g} for its halves; return the sum, e.g. with reduction='sum'"
+        )
 
 
 @contextmanager

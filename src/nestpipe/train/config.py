@@ -9,7 +9,7 @@ from typing import Literal
 
 from nestpipe.config import RateOptions, Table, not_negative, positive
 from nestpipe.config.rates import first_match, rates_of, refuse_idle
-from nestpipe.config.values import fit_leaf
+from nestpipe.config.values import fit_leaf, known_words
 from nestpipe.deprecated import renamed_fields
 from nestpipe.errors import ConfigError
 from nestpipe.schedule import (
@@ -46,6 +46,7 @@ class ParallelSettings(ReplicaOptions):
     replicas, where they fit into one machine."""
 
     def __post_init__(self) -> None:
+        known_words(self)
         super().__post_init__()
         positive("groups", self.groups)
         positive("merge_every", self.merge_every)
@@ -79,6 +80,7 @@ class PipelineSettings(PipelineOptions):
     the sum of dense gradients."""
 
     def __post_init__(self) -> None:
+        known_words(self)
         super().__post_init__()
         if self.plan not in (AUTO, *PLANS):
             raise ConfigError(f"plan is {self.plan!r}; use one of {', '.join((AUTO, *PLANS))}")
@@ -290,6 +292,7 @@ class ExecutionSettings:
     all dense weights, get no gradient in this batch; `clip`: such numbers count as 0."""
 
     def __post_init__(self) -> None:
+        known_words(self)
         positive("batch", self.batch)
         not_negative("store_threads", self.store_threads)
 

@@ -26,7 +26,7 @@ from nestpipe.jagged import Jagged
 from nestpipe.kernels.index.segments import LARGEST
 from nestpipe.kernels.rows.native import Gradients
 from nestpipe.kernels.rows.segments import Segments, empty_rows, sum_segments
-from nestpipe.models.protocol import RecModel, keys_of, loss_of
+from nestpipe.models.protocol import RecModel, keys_of, loss_of, refuse_means
 from nestpipe.runtime import StopSignal
 from nestpipe.schedule import Merge
 from nestpipe.schedule.op import Kind, Op
@@ -120,6 +120,8 @@ class TrainingWork:
     in_flight: dict[int, TrainingBatch] = field(default_factory=dict[int, TrainingBatch])
     graphs: DenseGraphs | None = None
     """Replays the dense half, where the model can be captured."""
+    check_sums: bool = False
+    """Whether the first loss is compared with those of its halves: a model that is not shipped."""
     non_finite: str = "stop"
     """What to do with gradients that are NaN or inf: `stop`, `skip` or `clip`."""
     keep_batch: Callable[[int, Sequence[Batch]], Path | None] = lambda step, micros: None
@@ -244,6 +246,10 @@ class TrainingWork:
         """The summed loss of a micro-batch."""
         state, micro = self.in_flight[op.batch], op.micro or 0
         rows = self.tables.lookup(op.batch, micro)
+        if self.check_sums:  # once, where a mean would be trained silently
+            self.check_sums = False
+            pooled = {f.name for g in self.tables.groups for f in g.features if f.pooled}
+            refuse_means(self._model, rows, state.micros[micro], pooled)
         loss = loss_of(self._model, rows, state.micros[micro])
         state.losses.append(loss.total.detach())
         state.weight += loss.weight

@@ -1,0 +1,384 @@
+"""Realistic mistakes: each is one sentence that names the value, with no traceback, before harm.
+
+On the command line the status is 2, and standard error is that one line. In Python it is a class of
+`nestpipe.errors` whose `exit_status` is 2. Mistakes of factories, exports and requests stand beside
+these: `models/test_factory.py`, `cli/test_export.py`, `serve/http/test_instance_app.py`.
+"""
+
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from nestpipe import (
+    Batch,
+    DenseSettings,
+    Dlrm,
+    DlrmConfig,
+    Jagged,
+    Loss,
+    ParallelSettings,
+    PipelineSettings,
+    RowSettings,
+    Table,
+    Trainer,
+    TrainSettings,
+)
+from nestpipe.cli.app import main
+from nestpipe.errors import NestpipeError
+from nestpipe.train.job import ModelConfig
+
+# On the command line
+
+CLICKS = {"user": [1, 2, 3] * 20, "item": [4, 5, 6] * 20, "label": [0.0, 1.0, 0.0] * 20}
+PARQUET = ["--set", "data.kind=parquet", "--set", "data.parquet.labels=['label']"]
+SEQUENCES = [
+    *("--set", "data.synthetic.flavour=sequence"),
+    *("--set", "data.synthetic.samples=60"),
+    *("--set", "data.synthetic.test_samples=10"),
+    *("--set", "run.batch=20"),
+    *("--set", "run.device=cpu"),
+    *("--set", "run.steps=1"),
+]
+
+
+def assign(*assignments: str) -> list[str]:
+    return [word for one in assignments for word in ("--set", one)]
+
+
+COMMANDS: dict[str, tuple[list[str], str]] = {
+    "a config that is not there": (["train", "nope.toml"], "there is no file nope.toml"),
+    "a config that is no TOML": (["train", "broken.toml"], "line 1 of broken.toml is not TOML"),
+    "a config that is a folder": (["train", "."], "is a directory; name a TOML file"),
+    "a section spelled wrongly": (["train", *assign("modle.dim=3")], "did you mean model?"),
+    "a key spelled wrongly": (["train", *assign("run.bathc=3")], "did you mean batch?"),
+    "text for a number": (["train", *assign("run.batch=many")], "give a whole number"),
+    "a float for a whole number": (["train", *assign("run.batch=3.5")], "run.batch is 3.5"),
+    "no value to set": (["train", *assign("run.batch")], "write it as section.key=value"),
+    "no samples in a batch": (["train", *assign("run.batch=0")], "give a number above 0"),
+    "a negative rate": (["train", *assign("rows.lr=-1")], "rows.lr is -1.0"),
+    "a dense optimizer": (["train", *assign("dense.optimizer=adamm")], "did you mean 'adam"),
+    "a row optimizer": (["train", *assign("rows.optimizer=adagard")], "did you mean 'adagrad'?"),
+    "a plan": (["train", *assign("pipeline.plan=nestd")], "use one of auto, serial"),
+    "no micro-batches": (["train", *assign("pipeline.micro_batches=0")], "use 1 to 1024"),
+    "half precision": (["train", *assign("pipeline.comm_dtype=fp16")], "'float32', 'bfloat16'"),
+    "a device": (["train", *assign("run.device=gpu")], "run.device is 'gpu'"),
+    "a model": (["train", *assign("model.kind=dlmr")], "did you mean 'dlrm'?"),
+    "rows of no width": (["train", *assign("model.dim=0")], "model.dim is 0"),
+    "no heads": (["train", *assign("model.heads=0")], "model.heads is 0"),
+    "a temperature of zero": (["train", *assign("model.temperature=0")], "temperature is 0.0"),
+    "no ranks": (["train", "--ranks", "0"], "ask for at least 1"),
+    "groups of one rank": (["train", *assign("parallel.groups=2")], "there is 1 rank; use 1"),
+    "a command": (["trian"], "Did you mean 'train'?"),
+    "a flag": (["train", "--rank", "2"], "No such option: --rank"),
+    "data without a path": (["train", *assign("data.kind=parquet")], "data.path is missing"),
+    "a path without a kind": (["train", *assign("data.path=clicks.parquet")], "kind is 'synth"),
+    "data that is not there": (
+        ["train", *PARQUET, *assign("data.path=nope.parquet")],
+        "there is no file or folder 'nope.parquet'",
+    ),
+    "data that is no Parquet": (
+        ["train", *PARQUET, *assign("data.path=broken.parquet")],
+        "is truncated or no Parquet file",
+    ),
+    "labels that are words": (
+        ["train", *PARQUET, *assign("data.path=words.parquet")],
+        "column label of words.parquet is string",
+    ),
+    "a label that is not there": (
+        ["train", *PARQUET, *assign("data.path=clicks.parquet", "data.parquet.labels=['likes']")],
+        "likes",
+    ),
+    "a next-item model on clicks": (
+        ["train", *assign("model.kind=hstu")],
+        "the data has no histories; use 'dlrm'",
+    ),
+    "a ranker on clicks": (["train", *assign("model.kind=ranker")], "the data has no sequences"),
+    "too few items": (
+        ["train", *SEQUENCES, *assign("model.kind=hstu", "model.num_items=5")],
+        "items are 1 to 5; correct model.num_items",
+    ),
+    "too few items to rank": (
+        ["train", *SEQUENCES, *assign("model.kind=ranker", "model.num_items=5")],
+        "none of the 5 items; correct model.num_items",
+    ),
+    "to go on from nothing": (["train", "--resume", "nowhere"], "no checkpoint in 'nowhere'"),
+    "to go on from no folder": (["train", "--resume", "auto"], "run.checkpoint is empty"),
+    "a folder that cannot be": (["train", *assign("run.checkpoint=/proc/x")], "cannot write to"),
+    "a trace into nowhere": (["train", "--trace", "no/such/t.json"], "an existing folder"),
+    "to evaluate nothing": (["eval", "nowhere"], "there is no checkpoint in 'nowhere'"),
+    "to evaluate on training": (
+        ["train", *assign("run.eval_split=train")],
+        "run.eval_split is 'train'",
+    ),
+    "to verify no plan": (["verify", "--plan", "nope"], "pipeline.plan is 'nope'"),
+    "to verify no steps": (["verify", "--steps", "0"], "greater than or equal to 1"),
+    "to serve nothing": (["serve", "nowhere"], "there is no checkpoint 'nowhere'"),
+    "to serve a file": (["serve", "clicks.parquet"], "is no folder; name a checkpoint's folder"),
+    "to serve an empty folder": (["serve", "."], "holds no checkpoint"),
+    "to export nothing": (["export", "nowhere", "out"], "there is no checkpoint in 'nowhere'"),
+    "memory without a unit": (
+        [
+            *("train", *assign("run.device_memory=lots", "pipeline.retrieval=pooled")),
+            *assign("pipeline.plan=nested", "run.device=cpu", "data.synthetic.samples=500"),
+        ],
+        "device_memory is 'lots'",
+    ),
+    "a config of a shipped model": (
+        ["train", *assign("model.config.dim=3")],
+        "it is for a model of your own",
+    ),
+}
+
+
+@pytest.fixture
+def run(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[object, str]]:
+    """Status and standard error of a command, in a folder with some files."""
+    monkeypatch.chdir(tmp_path)
+    pq.write_table(pa.table(CLICKS), "clicks.parquet")
+    pq.write_table(pa.table({**CLICKS, "label": ["a", "b", "c"] * 20}), "words.parquet")
+    Path("broken.parquet").write_text("hello")
+    Path("broken.toml").write_text("[run\nbatch = 3")
+
+    def go(*arguments: str) -> tuple[object, str]:
+        with pytest.raises(SystemExit) as stop:
+            main(list(arguments))
+        return stop.value.code, capsys.readouterr().err
+
+    return go
+
+
+@pytest.mark.parametrize("mistake", COMMANDS)
+def test_a_mistake_on_the_command_line_is_one_sentence(run, mistake: str):
+    command, told = COMMANDS[mistake]
+    status, said = run(*command)
+    assert status == 2, said
+    assert told in said
+    assert said.count("\n") == 1, said
+    assert said.startswith("error: ")
+
+
+def test_a_gpu_that_is_not_there_is_told(run, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    status, said = run("train", *assign("run.device=cuda"))
+    assert (status, said.count("\n")) == (2, 1)
+    assert "device is 'cuda' but torch finds no GPU" in said
+
+
+def test_a_port_in_use_is_told(run, tmp_path: Path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        (tmp_path / "step-00000001").mkdir()
+        port = str(taken.getsockname()[1])
+        status, said = run("serve", ".", "--port", port, "--instances", "1")
+    assert status == 2
+    assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in said
+
+
+# In Python
+
+LABELS = torch.tensor([1.0, 0.0, 1.0, 0.0])
+KEYS = Jagged.from_lists([[1], [2], [3], [1]])
+
+
+class Clicks:
+    """A source of one batch of four samples, three times."""
+
+    def __init__(self, batch: Batch | None = None) -> None:
+        self.batch = batch or Batch(4, {"label": LABELS}, {"item": KEYS})
+
+    def batches(self, **_: object) -> Iterator[Batch]:
+        return iter([self.batch] * 3)
+
+    def empty(self) -> Batch:
+        return self.batch.empty()
+
+
+class Own(nn.Module):
+    """A model as it should be; each mistake changes one thing."""
+
+    def __init__(self, **wrong: Any) -> None:
+        super().__init__()
+        self.top = nn.Linear(4, 1)
+        self.wrong = wrong
+
+    def sparse_keys(self, batch: Batch) -> Any:
+        if "keys" in self.wrong:
+            return self.wrong["keys"](batch)
+        return {"item": batch.sparse["item"]}
+
+    def dense(self, rows: dict[str, torch.Tensor], batch: Batch) -> Any:
+        logits = self.top(rows["item"]).squeeze(1)
+        label = batch.dense["label"]
+        losses = functional.binary_cross_entropy_with_logits(logits, label, reduction="none")
+        if "loss" in self.wrong:
+            return self.wrong["loss"](losses, batch)
+        return Loss(losses.sum(), batch.size, torch.sigmoid(logits.detach()), label)
+
+
+def fit(model: nn.Module, tables: list[Table] | None = None, batch: Batch | None = None) -> None:
+    tables = tables if tables is not None else [Table(name="item", dim=4)]
+    trainer = Trainer(model, tables, TrainSettings(batch=4, device="cpu"))
+    try:
+        trainer.fit(Clicks(batch))  # type: ignore[arg-type]
+    finally:
+        trainer.close()
+
+
+def keys(change: Callable[[Batch], Any]) -> Own:
+    return Own(keys=change)
+
+
+def loss(change: Callable[[torch.Tensor, Batch], Any]) -> Own:
+    return Own(loss=change)
+
+
+def with_nan() -> nn.Module:
+    model = Own()
+    with torch.no_grad():
+        model.top.weight.fill_(float("nan"))
+    return model
+
+
+ITEM = Table(name="item", dim=4)
+PYTHON: dict[str, tuple[Callable[[], object], str]] = {
+    "a pooling": (lambda: Table(name="t", dim=4, pooling="banana"), "pooling of table 't' is 'ba"),  # type: ignore[arg-type]
+    "a placement": (lambda: Table(name="t", dim=4, placement="here"), "placement of table 't'"),  # type: ignore[arg-type]
+    "a dtype": (lambda: Table(name="t", dim=4, dtype="float16"), "dtype of table 't' is 'float16"),  # type: ignore[arg-type]
+    "no width": (lambda: Table(name="t", dim=0), "dim is 0; give a number above 0"),
+    "a name with a dash": (lambda: Table(name="my-items", dim=4), "use letters, digits and _"),
+    "a negative spread": (lambda: Table(name="t", dim=4, init_std=-1), "init_std is -1"),
+    "two tables of one name": (lambda: fit(Own(), [ITEM, ITEM]), "two tables are called 'item'"),
+    "a feature of two tables": (
+        lambda: fit(Own(), [ITEM, Table(name="other", dim=4, features=("item",))]),
+        "feature 'item' belongs to table 'item' and to 'other'",
+    ),
+    "no table": (lambda: fit(Own(), []), "there is no table; declare at least one"),
+    "a feature without a table": (
+        lambda: fit(Own(), [Table(name="user", dim=4)]),
+        "feature 'item' does not match: no table has it",
+    ),
+    "a table never used": (
+        lambda: fit(Own(), [ITEM, Table(name="user", dim=4)]),
+        "feature 'user' does not match: the model gives no keys for it",
+    ),
+    "a dense optimizer": (lambda: DenseSettings(optimizer="adamwx"), "did you mean 'adamw'?"),  # type: ignore[arg-type]
+    "a row optimizer": (lambda: RowSettings(optimizer="ftrl"), "optimizer is 'ftrl'"),  # type: ignore[arg-type]
+    "a plan": (lambda: PipelineSettings(plan="nestd"), "plan is 'nestd'; use one of"),
+    "a comm_dtype": (lambda: PipelineSettings(comm_dtype="fp16"), "comm_dtype is 'fp16'"),  # type: ignore[arg-type]
+    "a micro_batching": (lambda: PipelineSettings(micro_batching="x"), "micro_batching is 'x'"),  # type: ignore[arg-type]
+    "a layout": (lambda: ParallelSettings(layout="rings"), "layout is 'rings'"),  # type: ignore[arg-type]
+    "a device": (lambda: TrainSettings(device="gpu"), "device is 'gpu'"),  # type: ignore[arg-type]
+    "what to do with NaN": (lambda: TrainSettings(non_finite="hope"), "non_finite is 'hope'"),  # type: ignore[arg-type]
+    "no groups": (lambda: ParallelSettings(groups=0), "groups is 0"),
+    "a model kind": (lambda: ModelConfig(kind="hstuu"), "did you mean 'hstu'?"),
+    "a dlrm of one vector": (
+        lambda: Dlrm(DlrmConfig(features=("item",), dense_features=0)),
+        "too few for a dot product",
+    ),
+    "a feature twice": (lambda: DlrmConfig(features=("a", "a")), "name each one once"),
+    "no model at all": (lambda: fit(nn.Linear(1, 1)), "Linear is not a model for NestPipe"),
+    "keys as a plain tensor": (
+        lambda: fit(keys(lambda batch: {"item": batch.sparse["item"].values})),
+        "gives a Tensor for 'item'; give a Jagged",
+    ),
+    "keys without a name": (
+        lambda: fit(keys(lambda batch: batch.sparse["item"])),
+        "returned a Jagged; return a dict of Jagged by feature",
+    ),
+    "keys of int32": (
+        lambda: fit(keys(lambda b: {"item": Jagged(KEYS.values.int(), KEYS.lengths)})),
+        "the keys of 'item' are int32; keys are int64",
+    ),
+    "keys of too few samples": (
+        lambda: fit(keys(lambda batch: {"item": Jagged.from_lists([[1]])})),
+        "gives 1 lists of 'item' for 4 samples",
+    ),
+    "lengths that do not add up": (
+        lambda: fit(keys(lambda b: {"item": Jagged(KEYS.values[:3], KEYS.lengths)})),
+        "add up to 4 and there are 3 keys",
+    ),
+    "a column that is not there": (
+        lambda: fit(keys(lambda batch: {"item": batch.sparse["itm"]})),
+        "failed (KeyError: 'itm', test_mistakes.py:",
+    ),
+    "dense returns a tensor": (
+        lambda: fit(loss(lambda losses, batch: losses.sum())),
+        "`dense` of Own returned a Tensor; return Loss(total, weight)",
+    ),
+    "dense returns nothing": (lambda: fit(loss(lambda losses, batch: None)), "returned None"),
+    "a loss for each sample": (
+        lambda: fit(loss(lambda losses, batch: Loss(losses, batch.size))),
+        "a total of shape (4,); return the sum",
+    ),
+    "a mean": (
+        lambda: fit(loss(lambda losses, batch: Loss(losses.mean(), batch.size))),
+        "`dense` of Own returns a mean",
+    ),
+    "a weight of one": (
+        lambda: fit(loss(lambda losses, batch: Loss(losses.mean(), 1.0))),
+        "gives weight 1 for a batch, and 1 and 1 for its halves",
+    ),
+    "a weight that is a tensor": (
+        lambda: fit(loss(lambda losses, batch: Loss(losses.sum(), torch.tensor(4.0)))),  # type: ignore[arg-type]
+        "returned a Tensor as weight; return a plain number",
+    ),
+    "a loss that nothing learns from": (
+        lambda: fit(loss(lambda losses, batch: Loss(losses.sum().detach(), batch.size))),
+        "has no gradient; compute it from the rows or the model's weights",
+    ),
+    "rows of another width": (
+        lambda: fit(Own(), [Table(name="item", dim=5)]),
+        "`dense` of Own failed (RuntimeError: mat1 and mat2",
+    ),
+    "labels of another length": (
+        lambda: fit(Own(), batch=Batch(4, {"label": LABELS[:3]}, {"item": KEYS})),
+        "column 'label' has shape (3,) in a batch of 4 samples",
+    ),
+    "keys of another length": (
+        lambda: Batch(3, {}, {"item": KEYS}),
+        "column 'item' has 4 lists in a batch of 3 samples",
+    ),
+    "keys in two dimensions": (
+        lambda: Jagged(torch.ones(2, 2, dtype=torch.int64), torch.ones(2, dtype=torch.int64)),
+        "the values of a Jagged are (2, 2); give a flat tensor",
+    ),
+    "rows of no table": (
+        lambda: Trainer(Own(), [ITEM], TrainSettings(device="cpu")).rows_of("itm", KEYS.values),
+        "there is no table 'itm'",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", PYTHON)
+def test_a_mistake_in_python_is_one_sentence(mistake: str):
+    act, told = PYTHON[mistake]
+    with pytest.raises(NestpipeError) as caught:
+        act()
+    assert told in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert caught.value.exit_status == 2
+
+
+def test_weights_that_are_nan_end_the_run_before_a_row_moves():
+    trainer = Trainer(with_nan(), [ITEM], TrainSettings(batch=4, device="cpu"))
+    with pytest.raises(NestpipeError, match="step 1 is nan"):
+        trainer.fit(Clicks())  # type: ignore[arg-type]
+
+
+def test_a_model_as_it_should_be_trains():
+    fit(Own())
+
+
+def test_sixty_mistakes_are_tried():
+    assert len(COMMANDS) + len(PYTHON) >= 60
