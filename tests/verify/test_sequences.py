@@ -12,6 +12,7 @@ import torch
 from nestpipe.comm import Communicator, LocalCommunicator
 from nestpipe.config import build
 from nestpipe.data import Source
+from nestpipe.errors import ConfigError
 from nestpipe.train.config import PipelineSettings
 from nestpipe.train.job import JobConfig, make_job, make_model, open_split
 from nestpipe.train.trainer import Trainer
@@ -72,6 +73,50 @@ def test_a_plan_changes_no_bit_of_a_sequence_model(kind, encoder, pool, retrieva
     assert verdict.first_difference is None
     assert verdict.identical
     assert verdict.steps == 6
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("micro_batching", ["contiguous", "clustered"])
+@pytest.mark.parametrize("retrieval", ["new", "pooled"])
+def test_a_plan_changes_no_bit_with_bfloat16_and_even_work(retrieval, micro_batching, ranks):
+    pipeline = {"plan": "nested", "micro_batches": 3, "retrieval": retrieval, "balance": "work"}
+    pipeline["micro_batching"] = micro_batching
+    encoder = {"checkpoint_activations": True}
+    run = {"precision": "bf16", "epochs": 1}
+    config = job_of("hstu", encoder, pool=24, pipeline=pipeline, run=run)
+    verdict = verdict_of(config, ranks)
+    assert verdict.first_difference is None
+    assert verdict.identical
+    assert verdict.steps == 3
+
+
+def losses_on(ranks: int, **pipeline: Any) -> list[float]:
+    config = job_of("hstu", {}, pool=24, pipeline={"plan": "serial", **pipeline})
+    torch.manual_seed(0)
+    model, tables = make_model(config, open_split(config, "train"))
+
+    def train(comm: Communicator) -> list[float]:
+        trainer = Trainer(deepcopy(model), tables, config.settings(), comm)
+        losses: list[float] = []
+        source = open_split(config, "train")
+        trainer.fit(source, epochs=2, on_step=lambda report: losses.append(report.loss))
+        trainer.close()
+        return losses
+
+    return run_ranks(ranks, train)[0]
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_even_work_changes_the_order_of_sums_alone(ranks):
+    by_samples = losses_on(1)
+    by_work = losses_on(ranks, balance="work", micro_batches=2)
+    assert by_work == pytest.approx(by_samples, rel=1e-4)
+
+
+def test_even_work_is_refused_for_models_that_do_not_know_theirs():
+    config = build(JobConfig, {"pipeline": {"balance": "work"}, "run": {"device": "cpu"}})
+    with pytest.raises(ConfigError, match="balance is 'work' but Dlrm does not say how much work"):
+        make_job(config, LocalCommunicator())
 
 
 def rows_after(config: JobConfig) -> torch.Tensor:

@@ -278,8 +278,17 @@ def summary_lines(summary: Summary) -> str:
             f"keys asked for per batch and rank: {summary.keys_asked:,.0f}",
             f"sent per batch and rank: {_size(summary.bytes_sent)}",
             f"times: mean of {summary.batches} steady batches over all ranks",
+            *_model_speed(summary),
         ]
     )
+
+
+def _model_speed(summary: Summary) -> list[str]:
+    """What the model's own products come to, where it knows them."""
+    if summary.tflops is None:
+        return []
+    share = f", {100 * summary.mfu:.1f} % MFU" if summary.mfu is not None else ""
+    return [f"model: {summary.tflops:,.3g} TFLOP/s a rank{share}"]
 
 
 def _size(num_bytes: float) -> str:

@@ -27,6 +27,8 @@ I64 = NDArray[np.int64]
 How = Literal["contiguous", "random", "clustered"]
 TOKEN_SLACK = 0.10
 """How far the tokens of a micro-batch may be from its share."""
+_MOST_WORK = 1 << 20
+"""Tokens that stand for the largest work of a batch: one in a million is told apart."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +74,7 @@ def micro_batches(
     *,
     table_of: Mapping[str, str] | None = None,
     balance: Balance | None = None,
+    work_B: Tensor | None = None,
 ) -> list[Batch]:
     """The batch in pieces of these sizes; samples of a piece keep their order.
 
@@ -79,7 +82,7 @@ def micro_batches(
     """
     if how == "contiguous" or not keys:
         return batch.split(sizes)
-    parts = partition(keys, sizes, how, table_of=table_of, balance=balance)
+    parts = partition(keys, sizes, how, table_of=table_of, balance=balance, work_B=work_B)
     return [batch.select(samples) for samples in parts]
 
 
@@ -91,11 +94,13 @@ def partition(
     table_of: Mapping[str, str] | None = None,
     balance: Balance | None = None,
     seed: int | None = None,
+    work_B: Tensor | None = None,
 ) -> list[Tensor]:
     """The samples of each micro-batch, in ascending order; a function of the arguments alone.
 
     `table_of` names the table of each feature; without it each feature has its own. `seed` is for
-    `random`; without it, the keys are the seed.
+    `random`; without it, the keys are the seed. `work_B` is for `clustered`: how much work each
+    sample is; without it, as much as it has keys.
     """
     if how not in get_args(How):
         raise ConfigError(f"samples cannot be cut {how!r}; use {', '.join(get_args(How))}")
@@ -104,7 +109,8 @@ def partition(
     samples = len(offsets_B1) - 1
     assert sizes_P.sum() == samples, f"{sizes} do not add up to {samples} samples"
     if how == "clustered":
-        return _clustered(offsets_B1, keys_T, sizes_P, balance or Balance())
+        tokens_B = np.diff(offsets_B1) if work_B is None else _whole_numbers(work_B)
+        return _clustered(offsets_B1, keys_T, tokens_B, sizes_P, balance or Balance())
     order_B = np.arange(samples)
     if how == "random":
         content = int(keys_T.view(np.uint64).sum()) if seed is None else seed
@@ -168,9 +174,16 @@ def _distinct(features: Sequence[Jagged]) -> int:
     return len(torch.unique(torch.cat([feature.values for feature in features])))
 
 
-def _clustered(offsets_B1: I64, keys_T: I64, sizes_P: I64, balance: Balance) -> list[Tensor]:
-    tokens_B = np.diff(offsets_B1)
-    least_P, most_P = balance.bounds(len(keys_T), sizes_P)
+def _whole_numbers(work_B: Tensor) -> I64:
+    """Work as tokens: the largest sample has `_MOST_WORK`."""
+    work = work_B.double().numpy()
+    return np.rint(work * (_MOST_WORK / max(1e-300, float(work.max(initial=0.0))))).astype(np.int64)
+
+
+def _clustered(
+    offsets_B1: I64, keys_T: I64, tokens_B: I64, sizes_P: I64, balance: Balance
+) -> list[Tensor]:
+    least_P, most_P = balance.bounds(int(tokens_B.sum()), sizes_P)
     task = ClusterTask(
         offsets_B1=offsets_B1,
         keys_T=keys_T,

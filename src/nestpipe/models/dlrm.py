@@ -15,7 +15,7 @@ from nestpipe.batch import Batch
 from nestpipe.config import Table, not_negative, positive
 from nestpipe.errors import ConfigError, DataError
 from nestpipe.jagged import Jagged
-from nestpipe.models.protocol import Loss
+from nestpipe.models.protocol import Loss, full_precision
 
 # Shapes: B samples, F dense features, D embedding width, N vectors that interact
 
@@ -85,7 +85,7 @@ class Dlrm(nn.Module):
         return {feature: batch.sparse[feature] for feature in self.config.features}
 
     def dense(self, rows: Mapping[str, Tensor], batch: Batch) -> Loss:
-        logits_B = self.logits(rows, batch)
+        logits_B = full_precision(self.logits(rows, batch))
         labels_B = batch.dense["label"].to(logits_B.dtype)
         total = functional.binary_cross_entropy_with_logits(logits_B, labels_B, reduction="sum")
         return Loss(total, float(batch.size), torch.sigmoid(logits_B.detach()), labels_B)
@@ -150,7 +150,7 @@ class LogisticRegression(nn.Module):
         """(B,) log-odds of a click."""
         logits_B = self.bias + sum(rows[name].squeeze(1) for name in self.features)
         if self.linear is not None:
-            logits_B = logits_B + self.linear(batch.dense["features"]).squeeze(1)
+            logits_B = logits_B + full_precision(self.linear(batch.dense["features"])).squeeze(1)
         return logits_B
 
     def dense(self, rows: Mapping[str, Tensor], batch: Batch) -> Loss:

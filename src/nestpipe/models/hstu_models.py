@@ -18,7 +18,7 @@ from nestpipe.jagged import Jagged, Join, rows_within
 from nestpipe.kernels.attention.reference import Padding
 from nestpipe.models.draws import ItemSampler, draw_state, keep, of_each_row
 from nestpipe.models.hstu import Hstu
-from nestpipe.models.protocol import Loss
+from nestpipe.models.protocol import Loss, full_precision
 from nestpipe.models.sequence import HstuConfig, Prefix, PrefixParts, Tokens
 
 # Shapes: B samples, T rows of all samples together, L positions that predict (padded), M negatives
@@ -188,7 +188,7 @@ class HstuRetriever(nn.Module):
         taken_TM = keep(draws_T, self.softmax.pool, chance, site=NEGATIVES_SITE)
         return padding.pad(taken_TM)[:, :-1]
 
-    def flops(self, batch: Batch) -> Tensor:
+    def step_flops(self, batch: Batch) -> Tensor:
         """(B,) of a training step on each sample: products alone, three times those forward."""
         lengths_B = batch.sparse["history"].lengths
         scores_B = (lengths_B - 1).clamp(min=0) * (6.0 * self.config.dim * (1 + self.softmax.drawn))
@@ -204,7 +204,8 @@ class HstuRetriever(nn.Module):
 
     def score(self, vectors_BD: Tensor, items_ND: Tensor) -> Tensor:
         """(B, N) how well each item, given by its row, follows; higher is better."""
-        return vectors_BD @ self._direction(items_ND).T / self.softmax.temperature
+        with torch.autocast(vectors_BD.device.type, enabled=False):
+            return vectors_BD @ self._direction(items_ND).T / self.softmax.temperature
 
     def _vectors(self, rows: Mapping[str, Tensor], batch: Batch) -> Tensor:
         """(T, D) at each item, the direction in which the next one is expected."""
@@ -305,9 +306,7 @@ class HstuRanker(nn.Module):
         return {name: batch.sparse[name] for name in ("history", "candidates")}
 
     def dense(self, rows: Mapping[str, Tensor], batch: Batch) -> Loss:
-        logits_C = self.logits(rows, batch)
-        if logits_C.dtype in (torch.bfloat16, torch.float16):
-            logits_C = logits_C.float()
+        logits_C = full_precision(self.logits(rows, batch))
         labels_C = batch.sparse["labels"].values.to(logits_C.dtype)
         if labels_C.shape != logits_C.shape:
             raise DataError(
@@ -353,7 +352,7 @@ class HstuRanker(nn.Module):
         )
         return join.rows(batch.sparse["timestamps"].values, asked_C)
 
-    def flops(self, batch: Batch) -> Tensor:
+    def step_flops(self, batch: Batch) -> Tensor:
         """(B,) of a training step on each sample: products alone, three times those forward."""
         candidates_B = batch.sparse["candidates"].lengths
         head_B = candidates_B * (6.0 * self.config.dim * (self.config.dim + 1))

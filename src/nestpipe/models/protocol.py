@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Collection, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -206,3 +206,22 @@ def kind_of(value: object) -> str:
 
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+@runtime_checkable
+class KnowsWork(Protocol):
+    """A model whose work follows from the lengths of its samples."""
+
+    def step_flops(self, batch: Batch) -> Tensor:
+        """(B,) float64, of a training step on each sample: the model's products, as docs say."""
+        ...
+
+
+def in_precision(device: torch.device, precision: str) -> AbstractContextManager[object]:
+    """The arithmetic of a dense half: products in bfloat16 by torch's autocast, or all float32."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
+
+
+def full_precision(x: Tensor) -> Tensor:
+    """What a loss is made of: at least float32."""
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x

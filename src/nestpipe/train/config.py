@@ -72,6 +72,9 @@ class PipelineSettings(PipelineOptions):
     bytes; never with retrieval `pooled`. It changes the order of sums."""
     micro_batching: Literal["contiguous", "random", "clustered"] = "contiguous"
     """How samples are dealt to micro-batches; `clustered` puts those that share keys together."""
+    balance: Literal["samples", "work"] = "samples"
+    """What ranks and micro-batches have as much of: samples, or `work`, by the lengths of their
+    histories. It is for models that know their work, and changes the order of sums."""
     first: float = 1.0
     """Size of the first micro-batch over that of those in the middle: no compute hides the exchange
     of its rows."""
@@ -285,6 +288,11 @@ class ExecutionSettings:
     cuda_graphs: bool = True
     """On a GPU that routes its own keys: replay forward and backward of models that can be captured
     as one CUDA graph. The result is the same."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Of the model's products; `bf16`: torch's autocast. Weights, rows, their gradients and losses
+    are float32 either way."""
+    peak_tflops: float = 0.0
+    """What the device can do at most, for the MFU that the run prints; 0: by the GPU's name."""
     store_threads: int = 0
     """Threads of the host store; 0: as many as torch uses."""
     non_finite: Literal["stop", "skip", "clip"] = "stop"
@@ -295,6 +303,7 @@ class ExecutionSettings:
         known_words(self)
         positive("batch", self.batch)
         not_negative("store_threads", self.store_threads)
+        not_negative("peak_tflops", self.peak_tflops)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from nestpipe.batch import Batch, PackedColumns
-from nestpipe.models.protocol import RecModel
+from nestpipe.models.protocol import RecModel, in_precision
 
 EAGER_FIRST = 3
 """Batches of a shape before it is captured: libraries choose their kernels meanwhile."""
@@ -49,10 +49,14 @@ class DenseGraphs:
     """The graphs of one model, by the shapes of their inputs."""
 
     def __init__(
-        self, model: nn.Module, drop_faults: Callable[[Sequence[Tensor]], list[Tensor]] | None
+        self,
+        model: nn.Module,
+        drop_faults: Callable[[Sequence[Tensor]], list[Tensor]] | None,
+        precision: str = "fp32",
     ) -> None:
         """`drop_faults`: looks at the gradients of parameters, as a part of the graph."""
         self._model = model
+        self._precision = precision
         self._drop_faults = drop_faults
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._met: dict[Key, int] = {}
@@ -102,7 +106,8 @@ class DenseGraphs:
             rows: dict[str, Tensor] = {}
             for part, of in zip(inputs, sizes, strict=True):
                 rows.update(zip(of, torch.split(part, list(of.values())), strict=True))
-            loss = self._model.dense(rows, there)
+            with in_precision(inputs[0].device, self._precision):
+                loss = self._model.dense(rows, there)
             loss.total.backward()
             gradients = [parameter.grad for parameter in self._parameters]
             made = [gradient for gradient in gradients if gradient is not None]

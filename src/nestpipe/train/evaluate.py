@@ -17,7 +17,7 @@ from nestpipe.embedding.sharded import ShardedTables
 from nestpipe.errors import DataError
 from nestpipe.jagged import Jagged
 from nestpipe.models import Auc, HstuRetriever, LogLoss, TargetRank, ranks_of_targets
-from nestpipe.models.protocol import RecModel, loss_of
+from nestpipe.models.protocol import RecModel, in_precision, loss_of
 from nestpipe.schedule import PlanOptions, plan
 from nestpipe.train.trainer import Trainer
 
@@ -35,7 +35,7 @@ def evaluate(
     None at all where a rank wants to stop meanwhile.
     """
     trainer.model.eval()
-    with torch.no_grad():
+    with torch.no_grad(), in_precision(trainer.device, trainer.settings.precision):
         if isinstance(trainer.model, HstuRetriever):
             metrics = _evaluate_retrieval(trainer, trainer.model, source, on_batch)
         else:

@@ -373,14 +373,16 @@ AUTO = "auto"
 Effect = Literal["none", "sums", "results"]
 
 _RESULTS: Mapping[str, frozenset[str]] = {
-    "run": frozenset({"batch", "seed"}),
+    "run": frozenset({"batch", "seed", "precision"}),
     "pipeline": frozenset({"comm_dtype"}),
     "parallel": frozenset({"merge", "merge_every"}),
 }
 """Keys that change results, of sections whose other keys do not; of other sections all do."""
 _SUMS: Mapping[str, frozenset[str]] = {
     "run": frozenset({"device"}),
-    "pipeline": frozenset({"micro_batches", "micro_batching", "first", "last", "exchange"}),
+    "pipeline": frozenset(
+        {"micro_batches", "micro_batching", "balance", "first", "last", "exchange"}
+    ),
     "parallel": frozenset({"groups"}),
 }
 """Keys that change only the order of sums."""

@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import torch
+
 from nestpipe.checkpoint import disk
 from nestpipe.checkpoint.folder import Retention, candidates, first_good, name_of, prune, verified
 from nestpipe.checkpoint.manifest import read_manifest
@@ -26,7 +28,7 @@ from nestpipe.train.checkpoint import LostParentError, gathered_from_first, rais
 from nestpipe.train.evaluate import evaluate, popularity, popularity_auc
 from nestpipe.train.job import Job, JobConfig
 from nestpipe.train.ops import StepReport
-from nestpipe.train.summary import Summary, Traffic, summarise
+from nestpipe.train.summary import Summary, Traffic, peak_tflops, summarise
 from nestpipe.train.trainer import Trainer, choose_device
 
 log = logging.getLogger("nestpipe.train")
@@ -186,9 +188,13 @@ def _gathered_trace(trainer: Trainer) -> Trace:
 
 def _summary(trainer: Trainer, trace: Trace) -> Summary | None:
     gathered = trainer.comm.all_gather_values(asdict(trainer.traffic))
-    ranks = [Traffic(**of_rank) for of_rank in cast("list[dict[str, int]]", gathered)]
+    ranks = [Traffic(**of_rank) for of_rank in cast("list[dict[str, Any]]", gathered)]
+    cuda = trainer.device.type == "cuda"
+    name = torch.cuda.get_device_name(trainer.device) if cuda else ""
+    settings = trainer.settings
+    peak = peak_tflops(name, settings.precision, settings.peak_tflops)
     try:
-        return summarise(trace, Traffic.total(ranks))
+        return summarise(trace, Traffic.total(ranks), peak)
     except ShortTraceError:
         return None
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from nestpipe.batch import Batch
 from nestpipe.comm.mesh import Mesh
 from nestpipe.comm.peer_failure import STOP
+from nestpipe.data.balance import WorkOf, even_parts
 from nestpipe.data.clustering import How, micro_batches
 from nestpipe.embedding.device_tables import DeviceTables
 from nestpipe.embedding.optimizers import constant
@@ -26,7 +27,14 @@ from nestpipe.jagged import Jagged
 from nestpipe.kernels.index.segments import LARGEST
 from nestpipe.kernels.rows.native import Gradients
 from nestpipe.kernels.rows.segments import Segments, empty_rows, sum_segments
-from nestpipe.models.protocol import RecModel, keys_of, loss_of, refuse_means
+from nestpipe.models.protocol import (
+    KnowsWork,
+    RecModel,
+    in_precision,
+    keys_of,
+    loss_of,
+    refuse_means,
+)
 from nestpipe.runtime import StopSignal
 from nestpipe.schedule import Merge
 from nestpipe.schedule.op import Kind, Op
@@ -54,6 +62,8 @@ class StepReport:
     """Keys that this rank asked owners for, itself included."""
     faults: int = 0
     """Rows of this rank, and sets of dense weights, whose gradient was NaN or inf."""
+    flops: float = 0.0
+    """Of the model on this rank's samples, where the model knows its work."""
 
 
 @dataclass(slots=True)
@@ -68,6 +78,7 @@ class TrainingBatch:
     micros: list[Batch] = field(default_factory=list[Batch])
     """... and on the device."""
     samples: int = 0
+    flops: float = 0.0
     losses: list[Tensor] = field(default_factory=list[Tensor])
     """The summed loss of each micro-batch, on the device."""
     weight: float = 0.0
@@ -118,6 +129,8 @@ class TrainingWork:
     stopped: bool = False
     """... and some rank did."""
     in_flight: dict[int, TrainingBatch] = field(default_factory=dict[int, TrainingBatch])
+    precision: str = "fp32"
+    """Of the dense half's products."""
     graphs: DenseGraphs | None = None
     """Replays the dense half, where the model can be captured."""
     check_sums: bool = False
@@ -167,7 +180,10 @@ class TrainingWork:
         micros = self.splitter.split(batch, self._model, self.tables.table_of)
         if self.device.type == "cuda":
             micros = [micro.pin_memory() for micro in micros]
-        self.in_flight[op.batch] = TrainingBatch(micros)
+        flops = (
+            float(self.model.step_flops(batch).sum()) if isinstance(self.model, KnowsWork) else 0.0
+        )
+        self.in_flight[op.batch] = TrainingBatch(micros, flops=flops)
 
     def copy(self, op: Op) -> None:
         state = self.in_flight[op.batch]
@@ -250,7 +266,8 @@ class TrainingWork:
             self.check_sums = False
             pooled = {f.name for g in self.tables.groups for f in g.features if f.pooled}
             refuse_means(self._model, rows, state.micros[micro], pooled)
-        loss = loss_of(self._model, rows, state.micros[micro])
+        with in_precision(self.device, self.precision):
+            loss = loss_of(self._model, rows, state.micros[micro])
         state.losses.append(loss.total.detach())
         state.weight += loss.weight
         return loss.total
@@ -341,7 +358,7 @@ class TrainingWork:
         # Another stream may still hold what the batch before used; this one's update is over.
         self.in_flight.pop(op.batch)
         moved = state.read, state.refreshed, written, state.asked
-        self.on_step(StepReport(step, loss, state.samples, *moved, faults))
+        self.on_step(StepReport(step, loss, state.samples, *moved, faults, state.flops))
 
     def _drop_faults(self, op: Op, sums: dict[int, Gradients], *, dense: bool) -> None:
         """Before gradients are applied: take out what is NaN or inf, and count it.
@@ -493,23 +510,34 @@ class MicroBatchSplitter:
     first: float = 1.0
     last: float = 1.0
     """Sizes of the first and the last micro-batch over that of those in the middle."""
+    work_of: WorkOf | None = None
+    """Sizes are by work; None: by samples."""
 
     def split(self, batch: Batch, model: RecModel, table_of: Mapping[str, str]) -> list[Batch]:
         """The micro-batches; `table_of` says which features share keys."""
         if self.count == 1:
             return [batch]
         sizes = micro_sizes(batch.size, self.count, self.first, self.last)
+        work_B = None if self.work_of is None else self.work_of(batch)
+        if work_B is not None and self.how != "clustered":
+            shares = _weights(self.count, self.first, self.last)
+            return [batch.select(part) for part in even_parts(work_B, shares)]
         if self.how == "contiguous":
             return batch.split(sizes)
         # Keys that a model draws at random for each sample only blur who belongs together.
         keys = getattr(model, "query_keys", model.sparse_keys)(batch)
-        return micro_batches(batch, keys, sizes, self.how, table_of=table_of)
+        return micro_batches(batch, keys, sizes, self.how, table_of=table_of, work_B=work_B)
+
+
+def _weights(count: int, first: float, last: float) -> list[float]:
+    weights = [1.0] * count
+    weights[0], weights[-1] = first, last
+    return weights
 
 
 def micro_sizes(total: int, count: int, first: float = 1.0, last: float = 1.0) -> list[int]:
     """Samples of each micro-batch: at the ends `first` and `last` times those in the middle."""
-    weights = [1.0] * count
-    weights[0], weights[-1] = first, last
+    weights = _weights(count, first, last)
     due = [total * weight / sum(weights) for weight in weights]
     sizes = [int(share) for share in due]
     # What rounding left over goes where it is missed most, earlier ones first.

@@ -33,6 +33,7 @@ class Traffic:
     """Rows of the batches that could share some with the batch before."""
     keys_asked: int = 0
     bytes_sent: int = 0
+    flops: float = 0.0
 
     def count(self, report: StepReport, *, rows: int, compared: bool) -> None:
         """Add a step that had `rows` rows; `compared`: to those of the batch before."""
@@ -42,6 +43,7 @@ class Traffic:
         self.rows_written += report.rows_written
         self.rows_compared += rows if compared else 0
         self.keys_asked += report.keys_asked
+        self.flops += report.flops
 
     @classmethod
     def total(cls, ranks: Sequence[Traffic]) -> Traffic:
@@ -85,9 +87,13 @@ class Summary:
     keys_asked: float
     """Keys that a rank asks owners for, itself included."""
     bytes_sent: float
+    tflops: float | None = None
+    """TFLOP/s of a rank's model over the whole step; None: the model does not know its work."""
+    mfu: float | None = None
+    """The same over the device's peak; None: that is not known either."""
 
 
-def summarise(trace: Trace, traffic: Traffic) -> Summary:
+def summarise(trace: Trace, traffic: Traffic, peak_tflops: float | None = None) -> Summary:
     """The figures of a trace, which holds one rank or all, and of what was moved meanwhile.
 
     A trace of fewer than two batches has no steady part and raises `ShortTraceError`.
@@ -101,6 +107,7 @@ def summarise(trace: Trace, traffic: Traffic) -> Summary:
     busiest = max(lanes, key=lambda lane: lanes[lane])
     batches = max(1, traffic.batches)
     compared = traffic.rows_compared
+    tflops = traffic.flops / batches / (step_ms * 1e9) if traffic.flops else None
     return Summary(
         batches=steps[0].batches,
         step_ms=step_ms,
@@ -115,7 +122,31 @@ def summarise(trace: Trace, traffic: Traffic) -> Summary:
         rows_written=traffic.rows_written / batches,
         keys_asked=traffic.keys_asked / batches,
         bytes_sent=traffic.bytes_sent / batches,
+        tflops=tflops,
+        mfu=tflops / peak_tflops if tflops is not None and peak_tflops else None,
     )
+
+
+PEAK_TFLOPS: Mapping[str, tuple[float, float]] = {
+    "H200": (989.0, 67.0),
+    "H100 PCIe": (756.0, 51.0),
+    "H100": (989.0, 67.0),
+    "A100": (312.0, 19.5),
+    "B200": (2250.0, 75.0),
+    "L40S": (362.0, 91.6),
+    "A10": (125.0, 31.2),
+    "T4": (65.0, 8.1),
+}
+"""By a part of the device's name, the more special first: dense bfloat16 (T4: float16) and float32
+products, without sparsity, as the data sheets have them."""
+
+
+def peak_tflops(device_name: str, precision: str, given: float = 0.0) -> float | None:
+    """What a device can do at most; None where nobody says."""
+    if given:
+        return given
+    found = next((peak for name, peak in PEAK_TFLOPS.items() if name in device_name), None)
+    return None if found is None else found[0 if precision == "bf16" else 1]
 
 
 def without_waiting(trace: Trace) -> Trace:

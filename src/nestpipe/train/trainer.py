@@ -18,6 +18,7 @@ from nestpipe.comm.mesh import make_mesh
 from nestpipe.config import Table
 from nestpipe.config.rates import first_match, rates_of, refuse_idle
 from nestpipe.data import Source
+from nestpipe.data.balance import WorkOf, deal_evenly
 from nestpipe.embedding.device_tables import DeviceTables, can_route_on_device
 from nestpipe.embedding.optimizers import RowOptimizer, row_optimizer
 from nestpipe.embedding.pool import RowPool, pool_sizes, pools_on_one_device
@@ -28,7 +29,7 @@ from nestpipe.embedding.store.protocol import ReadOnlyRows
 from nestpipe.embedding.table_groups import TableGroup, group_tables
 from nestpipe.errors import ConfigError
 from nestpipe.kernels.rows.segments import COMM_DTYPES
-from nestpipe.models.protocol import RecModel
+from nestpipe.models.protocol import KnowsWork, RecModel
 from nestpipe.runtime import Lanes, StopSignal, Work, lanes_for, name_collectives, run, spans_for
 from nestpipe.schedule import (
     Kind,
@@ -135,10 +136,15 @@ class Trainer:
         clip = self.settings.non_finite == "clip"
         alone = self.comm.size == 1
         self._graphs = (
-            DenseGraphs(self.model, partial(drop_dense_faults, clip=clip) if alone else None)
+            DenseGraphs(
+                self.model,
+                partial(drop_dense_faults, clip=clip) if alone else None,
+                self.settings.precision,
+            )
             if capturable and self.settings.cuda_graphs
             else None
         )
+        self._work_of = _work_of(self.model, self.settings.pipeline.balance)
         self.progress = Progress()
         self.about_model: Mapping[str, Any] = {}
         """What its checkpoints say of the model, so that others can make it again: a kind and its
@@ -261,7 +267,10 @@ class Trainer:
     ) -> bool:
         """Train on what is left of the epoch, at most so many steps; whether it ended."""
         start, offset = divmod(self.progress.samples, self.settings.batch)
-        batches = source.batches(
+        deal = source.batches
+        if self._work_of is not None and self.comm.size > 1:
+            deal = partial(deal_evenly, source, self._work_of)
+        batches = deal(
             global_batch=self.settings.batch,
             rank=self.comm.rank,
             ranks=self.comm.size,
@@ -286,12 +295,14 @@ class Trainer:
                 pipeline.micro_batching,
                 pipeline.first,
                 pipeline.last,
+                self._work_of,
             ),
             first_step=self.progress.step,
             on_step=self._counted(on_step, self.progress.step),
             end=StopSignal(most),
             stop_wanted=self.stop_wanted,
             check_sums=self.progress.step == 0 and not _is_shipped(self.model),
+            precision=self.settings.precision,
             non_finite=self.settings.non_finite,
             keep_batch=self._keep_batch,
             dense_schedule=self.settings.dense.factor,
@@ -534,6 +545,18 @@ def _checked(model: nn.Module) -> nn.Module:
             "`sparse_keys(batch)` and `dense(rows, batch)`"
         )
     return model
+
+
+def _work_of(model: nn.Module, balance: str) -> WorkOf | None:
+    """How much work a sample is, where that is balanced."""
+    if balance == "samples":
+        return None
+    if not isinstance(model, KnowsWork):
+        raise ConfigError(
+            f"pipeline.balance is 'work' but {type(model).__name__} does not say how much work a "
+            "sample is; use 'samples', or give the model a method `step_flops(batch)`"
+        )
+    return model.step_flops
 
 
 def _share_first_weights(model: nn.Module, comm: Communicator) -> None:

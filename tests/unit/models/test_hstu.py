@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -226,3 +227,25 @@ def test_impossible_shapes_are_refused(settings, sentence: str):
 def test_a_softmax_needs_items():
     with pytest.raises(ConfigError, match="num_items is 0"):
         SampledSoftmaxConfig(num_items=0)
+
+
+@pytest.mark.parametrize("kind", ["hstu", "fuxi"])
+@pytest.mark.parametrize("window", [0, 2])
+def test_work_is_counted_from_visible_pairs_and_rows(kind, window: int):
+    """Twice the multiplications, three times the forward pass, pair by pair."""
+    config = replace(CONFIG, kind=kind, max_attention=window)
+    model = HstuRanker(config)
+    histories, candidates = [0, 1, 5, 3], [2, 0, 3, 0]
+    batch = request_of([[1] * n for n in histories], [[2] * n for n in candidates])
+    channels = 3 if kind == "fuxi" else 1
+    weights = [p.numel() for p in model.encoder.blocks.parameters() if p.ndim == 2 and len(p) > 2]
+    head = config.dim * (config.dim + 1)
+    expected = []
+    for history, asked in zip(histories, candidates, strict=True):
+        far = window or 99
+        pairs = sum(1 for i in range(history) for j in range(i + 1) if i - j <= far)
+        pairs += asked * (1 + sum(1 for j in range(history) if history - j <= far))
+        widths = config.heads * (config.attention_dim + channels * config.value_dim)
+        products = sum(weights) * (history + asked) + config.blocks * widths * pairs
+        expected.append(6.0 * (products + head * asked))
+    assert model.step_flops(batch).tolist() == expected

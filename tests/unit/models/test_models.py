@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ from nestpipe.models import (
     RecModel,
     SampledSoftmaxConfig,
 )
+from nestpipe.models.protocol import in_precision
 
 ITEMS = 40
 HSTU = HstuConfig(
@@ -28,6 +29,7 @@ HSTU = HstuConfig(
 TIMED = HstuConfig(
     blocks=2, heads=2, dim=8, attention_dim=4, value_dim=4, max_len=12, time_buckets=6
 )
+FUXI = replace(TIMED, kind="fuxi")
 
 
 def lists(lengths: list[int], generator: torch.Generator) -> Jagged:
@@ -87,6 +89,7 @@ class Case:
 
 
 SOFTMAX = SampledSoftmaxConfig(num_items=ITEMS, negatives=6, temperature=0.2)
+POOLED = replace(SOFTMAX, pool=20)
 DLRM = DlrmConfig(features=("item", "tags"), dense_features=3, dim=4, bottom=(8,), top=(8,))
 CASES = {
     "dlrm": Case(lambda: Dlrm(DLRM), clicks, 0.6),
@@ -94,6 +97,9 @@ CASES = {
     "ranker with times": Case(lambda: HstuRanker(TIMED), ranking, 0.6),
     "retriever": Case(lambda: HstuRetriever(HSTU, SOFTMAX), walks, 0.75),
     "retriever with times": Case(lambda: HstuRetriever(TIMED, SOFTMAX), walks, 0.75),
+    "retriever with a pool": Case(lambda: HstuRetriever(HSTU, POOLED), walks, 0.75),
+    "fuxi ranker": Case(lambda: HstuRanker(FUXI), ranking, 0.6),
+    "fuxi retriever": Case(lambda: HstuRetriever(FUXI, SOFTMAX), walks, 0.75),
 }
 
 
@@ -225,3 +231,24 @@ def test_the_same_batch_gives_the_same_bits(case: Case):
 
 def test_it_is_a_rec_model(case: Case):
     assert isinstance(case.model(), RecModel)
+
+
+def test_bfloat16_products_change_a_loss_a_little_and_leave_float32_gradients(case: Case):
+    model = case.model()
+    rows = Rows(model)
+    batch = case.batches(9, torch.Generator().manual_seed(1))
+    total, _, exact = gradients(model, rows, [batch])
+    for leaf in [*model.parameters(), *rows.weights.values()]:
+        leaf.grad = None
+    with in_precision(torch.device("cpu"), "bf16"):
+        loss = rows.loss(batch)
+    loss.total.backward()
+    assert loss.total.dtype == torch.float32
+    assert float(loss.total.detach()) == pytest.approx(total, rel=0.02)
+    assert float(loss.total.detach()) != total
+    leaves = {**dict(model.named_parameters()), **rows.weights}
+    size = max(float(grad.abs().max()) for grad in exact.values())
+    for name, leaf in leaves.items():
+        assert leaf.grad is not None
+        assert leaf.grad.dtype == torch.float32
+        assert float((leaf.grad - exact[name]).abs().max()) <= 0.1 * size, name

@@ -5,7 +5,7 @@ import pytest
 from nestpipe.schedule import Kind, Op, plan
 from nestpipe.trace import ShortTraceError, Span, Trace
 from nestpipe.train.ops import StepReport
-from nestpipe.train.summary import Traffic, summarise, without_waiting
+from nestpipe.train.summary import Traffic, peak_tflops, summarise, without_waiting
 
 STEP_MS = 10.0
 SHAPE = plan("nested").shape
@@ -88,3 +88,29 @@ def test_a_plan_that_compares_nothing_says_so():
 def test_a_run_of_one_batch_has_no_steady_step(spans: list[Span]):
     with pytest.raises(ShortTraceError):
         summarise(Trace(tuple(spans)), Traffic())
+
+
+def test_mfu_is_the_models_own_work_over_the_peak():
+    """Two ranks of 12 batches each; a step of 10 ms with 4 TFLOP is 400 TFLOP/s."""
+    ranks = [Traffic(batches=12, flops=12 * 4e12), Traffic(batches=12, flops=12 * 4e12)]
+    summary = summarise(Trace(tuple(steps())), Traffic.total(ranks), 989.0)
+    assert summary.tflops == pytest.approx(400)
+    assert summary.mfu == pytest.approx(400 / 989)
+    assert summarise(Trace(tuple(steps())), Traffic.total(ranks)).mfu is None
+    assert summarise(Trace(tuple(steps())), Traffic(batches=12), 989.0).tflops is None
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "given", "peak"),
+    [
+        ("NVIDIA H200", "bf16", 0.0, 989.0),
+        ("NVIDIA H200", "fp32", 0.0, 67.0),
+        ("NVIDIA H100 PCIe", "bf16", 0.0, 756.0),
+        ("NVIDIA A100-SXM4-80GB", "bf16", 0.0, 312.0),
+        ("NVIDIA A10", "bf16", 0.0, 125.0),
+        ("", "bf16", 0.0, None),
+        ("", "fp32", 0.5, 0.5),
+    ],
+)
+def test_the_peak_is_the_devices_or_what_the_user_says(name, precision, given, peak):
+    assert peak_tflops(name, precision, given) == peak
