@@ -310,10 +310,10 @@ def _open_lock(folder: Path) -> int:
     return file
 
 
-def check_writable(folder: Path) -> None:
-    """Notice before training that a checkpoint could not be written after it."""
+def check_writable(folder: Path, what: str = "checkpoints") -> None:
+    """Notice before training that a file could not be written later."""
     probe = folder / f".partial-probe-{os.getpid()}"
-    with explained(f"checkpoints to {str(folder)!r}"):
+    with explained(f"{what} to {str(folder)!r}"):
         make_folder(folder)
         probe.mkdir()
         write_bytes(probe / "probe", iter([b"probe"]))

@@ -112,19 +112,31 @@ def _sorted_rows(
     checkpoint: Checkpoint, table: str, dim: int, folder: Path, *, state: bool
 ) -> Generator[tuple[Keys, dict[str, Rows]]]:
     """Keys in ascending order, and the newest weights (and state) of each."""
-    parts = [keys.numpy() for keys, _ in checkpoint.rows(table)]
-    keys_K = np.unique(np.concatenate([np.zeros(0, np.int64), *parts]))
+    keys_K = _present_keys(checkpoint, table)
     with TemporaryFile(dir=folder) as weights_file, TemporaryFile(dir=folder) as state_file:
         columns = {"weights": _mapped(weights_file, len(keys_K), dim)}
         for keys, rows in checkpoint.rows(table):
             refuse_non_finite(rows, f"a row of {table}")
             if state and "state" not in columns and rows.shape[1] > dim:
                 columns["state"] = _mapped(state_file, len(keys_K), rows.shape[1] - dim)
+            present_N = torch.from_numpy(np.isin(keys.numpy(), keys_K))
+            keys, rows = keys[present_N], rows[present_N]
             places_N = np.searchsorted(keys_K, keys.numpy())
             columns["weights"][places_N] = rows[:, :dim].numpy()
             if "state" in columns:
                 columns["state"][places_N] = rows[:, dim:].numpy()
         yield keys_K, columns
+
+
+def _present_keys(checkpoint: Checkpoint, table: str) -> Keys:
+    """Keys that have a row, ascending: they were stored, and not erased since."""
+    parts = [np.zeros(0, np.int64)]
+    for change in checkpoint.changes(table):
+        if change.rows is None:
+            parts = [np.setdiff1d(np.concatenate(parts), change.keys.numpy())]
+        else:
+            parts.append(change.keys.numpy())
+    return np.unique(np.concatenate(parts))
 
 
 def _mapped(file: IO[bytes], count: int, width: int) -> Rows:

@@ -1,7 +1,8 @@
 """A folder of checkpoints: what is in it, the newest that is whole, what to keep.
 
-A checkpoint is a folder `step-00000123`. An increment holds the rows written since its parent; to
-restore it means to read the parent, then the increment.
+A checkpoint is a folder `step-00000123`. An increment holds the rows written since its parent, and
+the keys of those erased; to restore it means to read the parent, then the increment. Tables with a
+row policy have the uses of their keys beside the rows, and the keys that wait for a row.
 """
 
 from __future__ import annotations
@@ -54,6 +55,19 @@ def name_of(step: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class RowChange:
+    """Rows of one table that a checkpoint stores, or that it erases."""
+
+    keys: Tensor
+    rows: Tensor | None
+    """None: erased."""
+    uses: Tensor | None
+    """(K, 2) last step and count of each key, where its table has a policy."""
+    step: int
+    """Of the checkpoint that says so."""
+
+
+@dataclass(frozen=True, slots=True)
 class Checkpoint:
     """A checkpoint whose manifests read back and whose files have their sizes."""
 
@@ -76,19 +90,53 @@ class Checkpoint:
         return self._tensors(DENSE)
 
     def rows(self, table: str, shard: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:
-        """Keys and rows of a table, verified, the newest of a key last; of one shard or of all."""
-        for checkpoint in self.chain:
-            for name, entry in checkpoint.manifest.files.items():
-                if entry.table == table and shard in (None, entry.shard):
-                    yield checkpoint._rows(name, entry)
+        """Keys and rows that were stored, as `changes` has them; erased ones may be among them."""
+        for change in self.changes(table, shard):
+            if change.rows is not None:
+                yield change.keys, change.rows
 
-    def _rows(self, name: str, entry: FileEntry) -> tuple[Tensor, Tensor]:
+    def changes(
+        self, table: str, shard: int | None = None, only: str | None = None
+    ) -> Iterator[RowChange]:
+        """What happened to a table, verified, in the order to apply it; of one shard or of all.
+
+        `only`: `gone` or `rows`, what was erased or what was stored.
+        """
+        for checkpoint in self.chain:
+            for kind, optional in (("gone", ()), ("rows", ("uses",))):
+                if only not in (None, kind):
+                    continue
+                wanted = ("keys", "rows") if kind == "rows" else ("keys",)
+                for name, entry in checkpoint._files(kind, table, shard):
+                    found = checkpoint._by_key(name, entry, wanted, optional)
+                    rows, uses = found.get("rows"), found.get("uses")
+                    yield RowChange(found["keys"], rows, uses, checkpoint.manifest.step)
+
+    def waiting(self, table: str, shard: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+        """Keys of a table that wait for a row, and their uses; verified."""
+        for name, entry in self._files("waiting", table, shard):
+            found = self._by_key(name, entry, ("keys", "uses"))
+            yield found["keys"], found["uses"]
+
+    def _files(self, kind: str, table: str, shard: int | None) -> list[tuple[str, FileEntry]]:
+        return [
+            (name, entry)
+            for name, entry in self.manifest.files.items()
+            if kind_of(name) == kind and entry.table == table and shard in (None, entry.shard)
+        ]
+
+    def _by_key(
+        self, name: str, entry: FileEntry, wanted: Sequence[str], optional: Sequence[str] = ()
+    ) -> dict[str, Tensor]:
+        """Tensors of a file, all of them as long as its keys."""
         tensors = self._tensors(name)
-        if set(tensors) != {"keys", "rows"} or len(tensors["keys"]) != len(tensors["rows"]):
+        if set(tensors) - set(optional) != set(wanted):
+            raise damaged(self.path / name, f"it holds {', '.join(sorted(tensors))}")
+        if any(len(tensor) != len(tensors["keys"]) for tensor in tensors.values()):
             raise damaged(self.path / name, "it does not hold a row for each key")
         if entry.hash and len(tensors["keys"]) != entry.rows:
             raise damaged(self.path / name, f"it does not hold {entry.rows} rows")
-        return tensors["keys"], tensors["rows"]
+        return tensors
 
     def _tensors(self, name: str) -> dict[str, Tensor]:
         entry = self.manifest.files.get(name)
@@ -165,15 +213,21 @@ def write_checkpoint(
     return target
 
 
-def rows_file(table: str, shard: int, part: int) -> str:
-    """The name of a file of rows."""
-    return f"rows-{table}-{shard:05d}-{part:05d}.safetensors"
+def rows_file(table: str, shard: int, part: int, kind: str = "rows") -> str:
+    """The name of a file of rows; or of keys that are `gone`, or `waiting` for a row."""
+    return f"{kind}-{table}-{shard:05d}-{part:05d}.safetensors"
+
+
+def kind_of(name: str) -> str:
+    """What a file holds: `dense`, `rows`, `gone` or `waiting`."""
+    return name.split("-")[0].removesuffix(".safetensors")
 
 
 def counted(tables: Sequence[Json], files: Mapping[str, FileEntry]) -> tuple[Json, ...]:
     """What is known of each table, with the rows that these files have of it."""
+    of_rows = [entry for name, entry in files.items() if kind_of(name) == "rows"]
     return tuple(
-        {**table, "rows": sum(e.rows for e in files.values() if e.table == table["name"])}
+        {**table, "rows": sum(e.rows for e in of_rows if e.table == table["name"])}
         for table in tables
     )
 

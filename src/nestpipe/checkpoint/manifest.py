@@ -24,7 +24,7 @@ OLD_MANIFEST = "run.json"
 DENSE = "dense.safetensors"
 MOST_BYTES = 1 << 28
 """Of a manifest; a longer one is none."""
-_FILE_NAME = re.compile(r"(dense|rows-\w+-\d+-\d+)\.safetensors", re.ASCII)
+_FILE_NAME = re.compile(r"(dense|(rows|gone|waiting)-\w+-\d+-\d+)\.safetensors", re.ASCII)
 
 Json = dict[str, Any]
 
@@ -37,7 +37,7 @@ class FileEntry:
     hash: str
     """Empty in format 1."""
     table: str = ""
-    """For a file of rows: their table ..."""
+    """For a file of keys, with rows or without: their table ..."""
     shard: int = 0
     """... the shard that wrote them ..."""
     rows: int = 0
@@ -93,6 +93,8 @@ class Manifest:
     """The config of the job; empty where it was made in Python."""
     metrics: dict[str, float] = field(default_factory=dict[str, float])
     """Of the latest evaluation."""
+    lifecycle: Json = field(default_factory=dict[str, Any])
+    """What row policies go on with; empty where no table has one."""
     created: float = 0.0
     """Seconds since 1970."""
     parent: Parent | None = None

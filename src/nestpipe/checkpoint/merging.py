@@ -6,12 +6,13 @@ does not grow with the tables.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from nestpipe.checkpoint.disk import (
@@ -22,7 +23,7 @@ from nestpipe.checkpoint.disk import (
     remove_leftovers,
     write_tensors,
 )
-from nestpipe.checkpoint.folder import Checkpoint, flat, open_checkpoint, rows_file
+from nestpipe.checkpoint.folder import Checkpoint, RowChange, flat, open_checkpoint, rows_file
 from nestpipe.checkpoint.manifest import DENSE, FileEntry, Manifest, write_manifest
 from nestpipe.errors import CheckpointError
 
@@ -30,31 +31,81 @@ from nestpipe.errors import CheckpointError
 
 PART_BYTES = 1 << 26
 """Rows of one file at most, so that loading needs little memory."""
-RowBlock = tuple[Tensor, Tensor]
-"""Keys, and a row for each."""
 
 
 def rows_in_part(width: int) -> int:
-    """Rows of so many numbers that fit a file."""
-    return max(1, PART_BYTES // (8 + 4 * max(1, width)))
+    """Rows of so many numbers that fit a file, their uses too."""
+    return max(1, PART_BYTES // (16 + 4 * max(1, width)))
 
 
-def merged_rows(checkpoint: Checkpoint, table: str, shard: int | None = None) -> RowBlock:
+def merged_rows(
+    checkpoint: Checkpoint, table: str, shard: int | None = None
+) -> tuple[Tensor, Tensor]:
     """The newest row of each key of a table, keys ascending; of one shard or of all."""
-    return _newest(list(checkpoint.rows(table, shard)))
+    merged = _merged(checkpoint, table, shard)
+    return merged.keys, rows_of(merged)
 
 
-def _newest(parts: Sequence[RowBlock]) -> RowBlock:
-    """Every key once, ascending, with its row of the last part that has it."""
-    if not parts:
-        return torch.empty(0, dtype=torch.int64), torch.empty(0, 0)
-    if len(parts) == 1 and _ascends(parts[0][0]):
+def _merged(checkpoint: Checkpoint, table: str, shard: int | None = None) -> RowChange:
+    noted = has_uses(checkpoint.manifest, table)
+    changes = checkpoint.changes(table, shard)
+    return _newest([_with_uses(change, noted=noted) for change in changes])
+
+
+def rows_of(change: RowChange) -> Tensor:
+    """Rows of a change that stores some."""
+    assert change.rows is not None, "these rows were erased"
+    return change.rows
+
+
+def has_uses(manifest: Manifest, table: str) -> bool:
+    """Whether a table has a row policy, so that uses of its keys are kept."""
+    return table in manifest.lifecycle.get("peaks", {})
+
+
+def _with_uses(change: RowChange, *, noted: bool) -> RowChange:
+    """With uses or without, as the others; those written without any were used then, once."""
+    if change.rows is None or noted == (change.uses is not None):
+        return change
+    return replace(change, uses=uses_of(change) if noted else None)
+
+
+def uses_of(change: RowChange) -> Tensor:
+    """(K, 2) uses of stored rows; where none were written, each was used at that step, once."""
+    if change.uses is not None:
+        return change.uses
+    return torch.tensor([[change.step, 1]], dtype=torch.int32).repeat(len(change.keys), 1)
+
+
+def _newest(parts: Sequence[RowChange]) -> RowChange:
+    """Every key once, ascending, with its row of the last part that has it; erased ones leave."""
+    stored = [part for part in parts if part.rows is not None]
+    if len(parts) == len(stored) == 1 and _ascends(parts[0].keys):
         return parts[0]
-    keys = np.concatenate([keys.numpy() for keys, _ in parts])
+    if not stored:
+        return RowChange(torch.empty(0, dtype=torch.int64), torch.empty(0, 0), None, 0)
+    chosen = torch.from_numpy(newest_places(parts))
+    uses = [part.uses for part in stored if part.uses is not None]
+    return RowChange(
+        torch.cat([part.keys for part in stored])[chosen],
+        torch.cat([rows_of(part) for part in stored])[chosen],
+        torch.cat(uses)[chosen] if uses else None,
+        stored[-1].step,
+    )
+
+
+def newest_places(parts: Sequence[RowChange]) -> NDArray[np.int64]:
+    """Of all rows that these changes store, one behind the other: where each key's newest is.
+
+    In ascending order of the key; keys that were erased since have none.
+    """
+    keys = np.concatenate([part.keys.numpy() for part in parts])
+    stored = np.concatenate([np.full(len(part.keys), part.rows is not None) for part in parts])
+    places = np.cumsum(stored) - 1
     order = np.argsort(keys, kind="stable")
     last = np.append(keys[order][1:] != keys[order][:-1], True)[: len(keys)]
-    chosen = torch.from_numpy(order[last])
-    return torch.from_numpy(keys)[chosen], torch.cat([rows for _, rows in parts])[chosen]
+    newest = order[last]
+    return places[newest[stored[newest]]]
 
 
 def _ascends(keys_K: Tensor) -> bool:
@@ -62,55 +113,74 @@ def _ascends(keys_K: Tensor) -> bool:
 
 
 def row_streams(
-    checkpoint: Checkpoint, table: str, shard: int | None = None
-) -> list[Iterator[RowBlock]]:
-    """A stream of rows for each shard of each checkpoint of a chain, the newest last."""
-    found: list[Iterator[RowBlock]] = []
+    checkpoint: Checkpoint, table: str, shard: int | None = None, *, noted: bool | None = None
+) -> list[Iterator[RowChange]]:
+    """Streams of changes for each shard of each checkpoint of a chain, the newest last.
+
+    `noted`: with uses or without; as the checkpoint has them, unless told.
+    """
+    found: list[Iterator[RowChange]] = []
+    noted = has_uses(checkpoint.manifest, table) if noted is None else noted
     for one in checkpoint.chain:
         alone = replace(one, parents=())
         shards = {e.shard for e in one.manifest.files.values() if e.table == table}
-        found += [alone.rows(table, s) for s in sorted(shards) if shard in (None, s)]
+        for kind in ("gone", "rows"):
+            for of in (s for s in sorted(shards) if shard in (None, s)):
+                stream = alone.changes(table, of, kind)
+                found.append(_with_uses(change, noted=bool(noted)) for change in stream)
     return found
 
 
 class _Head:
     """What is left of the block of a stream that was read last."""
 
-    def __init__(self, stream: Iterator[RowBlock]) -> None:
+    def __init__(self, stream: Iterator[RowChange]) -> None:
         self._stream = stream
-        self._keys, self._rows = torch.empty(0, dtype=torch.int64), torch.empty(0, 0)
+        self._left: RowChange | None = None
         self._before: int | None = None
 
     def fill(self) -> bool:
         """Read on where nothing is left; False at the end."""
-        while not len(self._keys):
-            block = next(self._stream, None)
-            if block is None:
+        while self._left is None or not len(self._left.keys):
+            self._left = next(self._stream, None)
+            if self._left is None:
                 return False
-            self._keys, self._rows = block
-            if len(self._keys):
-                self._check()
+            if len(self._left.keys):
+                self._check(self._left.keys)
         return True
 
-    def _check(self) -> None:
-        first, before = int(self._keys[0]), self._before
-        if not _ascends(self._keys) or (before is not None and first <= before):
+    def _check(self, keys_K: Tensor) -> None:
+        first, before = int(keys_K[0]), self._before
+        if not _ascends(keys_K) or (before is not None and first <= before):
             raise CheckpointError("keys of a file of rows are not in order; use another checkpoint")
         self._before = self.last
 
     @property
     def last(self) -> int:
-        return int(self._keys[-1])
+        assert self._left is not None
+        return int(self._left.keys[-1])
 
-    def take(self, bound: int) -> RowBlock:
+    def take(self, bound: int) -> RowChange:
         """Rows of keys up to `bound`."""
-        count = int(torch.searchsorted(self._keys, bound, right=True))
-        taken = self._keys[:count], self._rows[:count]
-        self._keys, self._rows = self._keys[count:], self._rows[count:]
+        assert self._left is not None
+        count = int(torch.searchsorted(self._left.keys, bound, right=True))
+        taken = cut(self._left, slice(None, count))
+        self._left = cut(self._left, slice(count, None))
         return taken
 
 
-def merged_blocks(streams: Sequence[Iterator[RowBlock]]) -> Iterator[RowBlock]:
+def cut(change: RowChange, chosen: slice | Tensor) -> RowChange:
+    """Some rows of a change."""
+    rows, uses = change.rows, change.uses
+    return replace(
+        change,
+        keys=change.keys[chosen],
+        rows=None if rows is None else rows[chosen],
+        uses=None if uses is None else uses[chosen],
+    )
+
+
+def merged_blocks(streams: Sequence[Iterator[RowChange]]) -> Iterator[RowChange]:
     """The same as `merged_rows`, block by block, of streams that ascend; the newest come last.
 
     Holds one block of each stream at a time.
@@ -119,35 +189,74 @@ def merged_blocks(streams: Sequence[Iterator[RowBlock]]) -> Iterator[RowBlock]:
     while heads := [head for head in heads if head.fill()]:
         bound = min(head.last for head in heads)
         taken = [head.take(bound) for head in heads]
-        yield _newest([part for part in taken if len(part[0])])
+        merged = _newest([part for part in taken if len(part.keys)])
+        if len(merged.keys):
+            yield merged
 
 
-def in_parts(blocks: Iterator[RowBlock]) -> Iterator[RowBlock]:
+def in_parts(blocks: Iterator[RowChange]) -> Iterator[RowChange]:
     """The same rows, in blocks that fill a file each."""
-    held: list[RowBlock] = []
+    held: list[RowChange] = []
     count = 0
     for block in blocks:
         held.append(block)
-        count += len(block[0])
-        most = rows_in_part(block[1].shape[1])
+        count += len(block.keys)
+        most = rows_in_part(rows_of(block).shape[1])
         while count >= most:
-            keys_K, rows_KW = torch.cat([k for k, _ in held]), torch.cat([r for _, r in held])
-            yield keys_K[:most], rows_KW[:most]
-            held, count = [(keys_K[most:], rows_KW[most:])], count - most
+            whole = _joined(held)
+            yield cut(whole, slice(None, most))
+            held, count = [cut(whole, slice(most, None))], count - most
     if count:
-        yield torch.cat([k for k, _ in held]), torch.cat([r for _, r in held])
+        yield _joined(held)
+
+
+def _joined(blocks: Sequence[RowChange]) -> RowChange:
+    uses = [block.uses for block in blocks if block.uses is not None]
+    return replace(
+        blocks[0],
+        keys=torch.cat([block.keys for block in blocks]),
+        rows=torch.cat([rows_of(block) for block in blocks]),
+        uses=torch.cat(uses) if uses else None,
+    )
 
 
 def write_rows(
-    folder: Path, table: str, shard: int, blocks: Iterator[RowBlock]
+    folder: Path, table: str, shard: int, blocks: Iterator[RowChange]
 ) -> dict[str, FileEntry]:
     """Files of a table's rows; keys ascend."""
     files: dict[str, FileEntry] = {}
-    for part, (keys, rows) in enumerate(in_parts(blocks)):
+    for part, block in enumerate(in_parts(blocks)):
         name = rows_file(table, shard, part)
-        written = write_tensors(folder / name, {"keys": keys, "rows": rows})
-        files[name] = FileEntry.of(written, table=table, shard=shard, rows=len(keys))
+        tensors = {"keys": block.keys, "rows": rows_of(block)}
+        tensors |= {} if block.uses is None else {"uses": block.uses}
+        tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        written = write_tensors(folder / name, tensors)
+        files[name] = FileEntry.of(written, table=table, shard=shard, rows=len(block.keys))
     return files
+
+
+def write_keys(
+    folder: Path, table: str, shard: int, kind: str, tensors: Mapping[str, Tensor]
+) -> dict[str, FileEntry]:
+    """Files of keys without rows: those that are `gone`, or `waiting` with their uses."""
+    files: dict[str, FileEntry] = {}
+    most = PART_BYTES // 16
+    for part, begin in enumerate(range(0, len(tensors["keys"]), most)):
+        some = {name: of[begin : begin + most].contiguous() for name, of in tensors.items()}
+        name = rows_file(table, shard, part, kind)
+        written = write_tensors(folder / name, some)
+        files[name] = FileEntry.of(written, table=table, shard=shard, rows=len(some["keys"]))
+    return files
+
+
+def merged_waiting(
+    checkpoint: Checkpoint, table: str, shard: int | None = None
+) -> dict[str, Tensor]:
+    """`keys` that wait for a row, ascending, and their `uses`."""
+    nothing = (torch.empty(0, dtype=torch.int64), torch.empty(0, 2, dtype=torch.int32))
+    parts = [nothing, *checkpoint.waiting(table, shard)]
+    keys, order = torch.sort(torch.cat([keys for keys, _ in parts]))
+    return {"keys": keys, "uses": torch.cat([uses for _, uses in parts])[order]}
 
 
 def compact(path: Path) -> Path:
@@ -169,8 +278,11 @@ def compact(path: Path) -> Path:
         for table in manifest.tables:
             name = str(table["name"])
             for shard in range(manifest.shards):
-                streams = row_streams(checkpoint, name, shard if alike else None)
+                of = shard if alike else None
+                streams = row_streams(checkpoint, name, of)
                 files |= write_rows(partial, name, shard, merged_blocks(streams))
+                waiting = merged_waiting(checkpoint, name, of)
+                files |= write_keys(partial, name, shard, "waiting", waiting)
         write_manifest(partial, replace(manifest, files=files, parent=None))
         publish(partial, path)
     return path
@@ -207,10 +319,12 @@ class TableDifference:
     """... and of these the ones with another row."""
     only_first: int
     only_second: int
+    other_uses: int = 0
+    """Keys whose last use or count differs, and those that wait for a row in one of them only."""
 
     @property
     def differs(self) -> bool:
-        return bool(self.changed or self.only_first or self.only_second)
+        return bool(self.changed or self.only_first or self.only_second or self.other_uses)
 
 
 def difference(one: Checkpoint, other: Checkpoint) -> Difference:
@@ -222,9 +336,7 @@ def difference(one: Checkpoint, other: Checkpoint) -> Difference:
         if not _equal(ours.get(name), theirs.get(name))
     }
     names = sorted({str(t["name"]) for c in (one, other) for t in c.manifest.tables})
-    rows = {
-        name: _compare_tables(merged_rows(one, name), merged_rows(other, name)) for name in names
-    }
+    rows = {name: _compare_table(one, other, name) for name in names}
     return Difference(_settings(one.manifest, other.manifest), tensors, rows)
 
 
@@ -238,7 +350,29 @@ def _largest(one: Tensor | None, other: Tensor | None) -> float:
     return float((one.double() - other.double()).abs().max())
 
 
-def _compare_tables(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> TableDifference:
+def _compare_table(one: Checkpoint, other: Checkpoint, name: str) -> TableDifference:
+    ours, theirs = _merged(one, name), _merged(other, name)
+    found = _compare_rows((ours.keys, rows_of(ours)), (theirs.keys, rows_of(theirs)))
+    waits = [merged_waiting(checkpoint, name) for checkpoint in (one, other)]
+    other_uses = _other_uses((ours.keys, ours.uses), (theirs.keys, theirs.uses))
+    alone, waiting = [(of["keys"], of["uses"]) for of in waits]
+    common = len(np.intersect1d(alone[0].numpy(), waiting[0].numpy(), assume_unique=True))
+    other_uses += _other_uses(alone, waiting) + len(alone[0]) + len(waiting[0]) - 2 * common
+    return replace(found, other_uses=other_uses)
+
+
+def _other_uses(one: tuple[Tensor, Tensor | None], other: tuple[Tensor, Tensor | None]) -> int:
+    """Keys of both that have other uses; where only one of them keeps uses, all keys of both."""
+    (ours, our_uses), (theirs, their_uses) = one, other
+    common, at_one, at_other = np.intersect1d(
+        ours.numpy(), theirs.numpy(), assume_unique=True, return_indices=True
+    )
+    if our_uses is None or their_uses is None:
+        return 0 if our_uses is their_uses else len(common)
+    return int((our_uses.numpy()[at_one] != their_uses.numpy()[at_other]).any(axis=1).sum())
+
+
+def _compare_rows(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> TableDifference:
     (ours, our_rows), (theirs, their_rows) = one, other
     common, at_one, at_other = np.intersect1d(
         ours.numpy(), theirs.numpy(), assume_unique=True, return_indices=True

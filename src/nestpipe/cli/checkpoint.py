@@ -162,7 +162,8 @@ def diff(one: CheckpointPath, other: CheckpointPath, json: JsonFile = None) -> N
         for name, of in found.rows.items():
             console().print(
                 f"{name}: {of.changed:,} of {of.common:,} common rows differ; "
-                f"{of.only_first:,} and {of.only_second:,} are in one only",
+                f"{of.only_first:,} and {of.only_second:,} are in one only"
+                + (f"; {of.other_uses:,} keys have other uses" if of.other_uses else ""),
                 markup=False,
                 soft_wrap=True,
             )
@@ -233,14 +234,25 @@ def _facts(checkpoint: Checkpoint) -> dict[str, Any]:
         "epoch": manifest.epoch,
         "samples": manifest.samples,
         "rows": manifest.num_rows,
+        "erased": _keys_of(checkpoint, "gone"),
+        "waiting": _keys_of(checkpoint, "waiting"),
         "bytes": manifest.num_bytes,
         "ranks": manifest.ranks,
         "optimizer": manifest.optimizer,
         "dense_optimizer": manifest.dense_optimizer,
         "tables": list(manifest.tables),
         "metrics": manifest.metrics,
+        "lifecycle": manifest.lifecycle,
         "created": manifest.created,
     }
+
+
+def _keys_of(checkpoint: Checkpoint, kind: str) -> int:
+    """Keys in files of that kind: erased since the parent, or waiting for a row."""
+    from nestpipe.checkpoint.folder import kind_of
+
+    files = checkpoint.manifest.files
+    return sum(entry.rows for name, entry in files.items() if kind_of(name) == kind)
 
 
 def _cells(facts: dict[str, Any]) -> list[str]:

@@ -2,11 +2,12 @@
 
 from nestpipe.config.load import build, load, override, read
 from nestpipe.config.rates import RateOptions
-from nestpipe.config.table import Table
+from nestpipe.config.table import RowPolicy, Table
 from nestpipe.config.values import fraction, not_negative, positive
 
 __all__ = [
     "RateOptions",
+    "RowPolicy",
     "Table",
     "build",
     "fraction",

@@ -262,6 +262,18 @@ class RowPool:
         self._know_free(Told(self.index.counters))
         self._dirty_from = self._last_stamp + 1
 
+    def forget_rows(self, table: int, keys: Tensor) -> None:
+        """Drop rows that were erased from the host store; the pool must have been flushed."""
+        if not len(keys):
+            return
+        index = self.index
+        here_S = (index.stamps_S != FREE_STAMP) & (index.slot_tables_S == table)
+        here_S &= torch.isin(index.slot_keys_S, keys.to(self.device))
+        index.erase(here_S.nonzero().squeeze(1).int())
+        index.rebuild()
+        self._know_free(Told(index.counters))
+        self._flushed = min(self._flushed, sum(self._store.num_rows()))
+
     def num_bytes(self) -> int:
         """Device memory of rows and index."""
         return self.num_slots * (self.rows_SW.stride(0) * 4 + INDEX_BYTES)

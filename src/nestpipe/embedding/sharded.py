@@ -10,7 +10,8 @@ device. Rows and gradients live on the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from nestpipe.comm.mesh import Mesh
 from nestpipe.embedding.buffers import RowBuffers
+from nestpipe.embedding.lifecycle import Lifecycle
 from nestpipe.embedding.lookup import lookup_rows, lookup_window
 from nestpipe.embedding.optimizers import RowOptimizer
 from nestpipe.embedding.pool import PoolRows, RowPool, SlotRows
@@ -46,6 +48,7 @@ from nestpipe.kernels.rows.segments import (
     concat,
     empty_rows,
     from_wire,
+    lists_on,
     pointers_into,
     sum_segments,
     use_native,
@@ -119,11 +122,13 @@ class ShardedTables:
         pin: bool = False,
         comm_dtype: torch.dtype = torch.float32,
         pools: Sequence[RowPool] = (),
+        lifecycle: Lifecycle | None = None,
     ) -> None:
         """`in_place`: use and update rows where the store has them, if that is possible.
 
         `pin`: where it is not, let a GPU copy them from there itself. `comm_dtype`: the type in
         which rows and their gradients travel. `pools`: one for each store, if retrieval is pooled.
+        `lifecycle`: notes the keys that are trained, and says which have no row.
         """
         self.groups = list(groups)
         self.optimizers = [group.tuned(optimizer) for group in groups]
@@ -133,6 +138,7 @@ class ShardedTables:
         self.shape = shape
         self.device = device
         self.comm_dtype = comm_dtype
+        self._lifecycle = lifecycle
         self.buffers = (
             PoolRows(pools)
             if shape.retrieval is Retrieval.POOLED
@@ -453,25 +459,59 @@ class ShardedTables:
         for g, group in enumerate(self.groups):
             if not group.trainable:
                 continue
-            working, sums, rows = state.working[g], state.sums[g], every[g]
-            optimizer = self.optimizers[g]
-            merges = working.replica_rows if self.shape.merge is Merge.AVERAGED else None
-            own = None if merges is None else merges.own
-            if use_native(self.device):
-                some = _some_of(rows, own)
-                optimizer.update_native(some, group.dim, [sums], float(times), step)
-            elif isinstance(rows, SlotRows):
-                some = rows if own is None else rows.at(own)
-                optimizer.update_times(
-                    some.rows_SW, sums.rows[0], times, step, slots_K=some.slots_K
-                )
-            else:
-                assert isinstance(rows, Tensor)
-                some = rows if own is None else rows.index_select(0, own)
-                optimizer.update_times(some, sums.rows[0], times, step)
-                if own is not None:
-                    rows.index_copy_(0, own, some)
-            _round(group, rows)
+            working, rows = state.working[g], every[g]
+            with self._without_gradients(g, working, rows, step):
+                self._update_group(g, working, state.sums[g], rows, times, step)
+
+    def _update_group(
+        self,
+        g: int,
+        working: WorkingSet,
+        sums: Gradients,
+        rows: AnyRows,
+        times: float | Tensor,
+        step: int,
+    ) -> None:
+        merges = working.replica_rows if self.shape.merge is Merge.AVERAGED else None
+        own, group = None if merges is None else merges.own, self.groups[g]
+        optimizer = self.optimizers[g]
+        if use_native(self.device):
+            some = _some_of(rows, own)
+            optimizer.update_native(some, group.dim, [sums], float(times), step)
+        elif isinstance(rows, SlotRows):
+            some = rows if own is None else rows.at(own)
+            optimizer.update_times(some.rows_SW, sums.rows[0], times, step, slots_K=some.slots_K)
+        else:
+            assert isinstance(rows, Tensor)
+            some = rows if own is None else rows.index_select(0, own)
+            optimizer.update_times(some, sums.rows[0], times, step)
+            if own is not None:
+                rows.index_copy_(0, own, some)
+        _round(group, rows)
+
+    @contextmanager
+    def _without_gradients(
+        self, g: int, working: WorkingSet, rows: AnyRows, step: int
+    ) -> Generator[None]:
+        """Note the keys of a batch; rows of keys that have none in the store stay as they were."""
+        if self._lifecycle is None:
+            yield
+            return
+        dropped = self._lifecycle.touch(g, working.keys_K, working.table_counts, step)
+        if dropped is None:
+            yield
+            return
+        assert not isinstance(rows, RowPointers), "rows in place are in the store"
+        (there,) = lists_on(self.device, [dropped])
+        if isinstance(rows, SlotRows):
+            some = rows.at(there)
+            before = some.read()
+            yield
+            some.write(before)
+        else:
+            before = rows.index_select(0, there)
+            yield
+            rows.index_copy_(0, there, before)
 
     def replica_sync(self, batch: int) -> None:
         """Bring replicas in other groups together: gradients before `update`, or rows after it."""

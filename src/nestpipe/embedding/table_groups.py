@@ -10,6 +10,9 @@ from nestpipe.embedding.optimizers import RowOptimizer
 from nestpipe.embedding.store.protocol import StoreLayout
 from nestpipe.errors import ConfigError
 
+ROW_INDEX_BYTES = 128
+"""Of a row beside weights and state: its places in the index, and the metadata of a policy."""
+
 
 @dataclass(frozen=True, slots=True)
 class Feature:
@@ -48,7 +51,11 @@ class TableGroup:
         return replace(optimizer, lr=lr) if lr else optimizer
 
     def layout(self, optimizer: RowOptimizer, *, seed: int, ranks: int) -> StoreLayout:
-        """How this group's rows are kept; a table's limit is shared out over the ranks."""
+        """How this group's rows are kept.
+
+        A table's limit is shared out over the ranks; where its policy keeps to it, all ranks
+        together do, and no rank alone may exceed it.
+        """
         return StoreLayout(
             table_seeds=tuple(_table_seed(seed, table.name) for table in self.tables),
             init_stds=tuple(table.init_std for table in self.tables),
@@ -57,10 +64,25 @@ class TableGroup:
             state_init=optimizer.state_init,
             dtype=self.tables[0].dtype,
             max_rows=tuple(
-                table.max_rows if table_owner >= 0 else -(-table.max_rows // ranks)
-                for table, table_owner in zip(self.tables, self.table_owners, strict=True)
+                limit if owner >= 0 or table.keeps_to_limit else -(-limit // ranks)
+                for table, owner, limit in zip(
+                    self.tables, self.table_owners, self.max_rows(optimizer), strict=True
+                )
             ),
         )
+
+    def max_rows(self, optimizer: RowOptimizer) -> tuple[int, ...]:
+        """For each table, its rows over all ranks at most; 0: no limit."""
+        weights = self.dim * (2 if self.tables[0].dtype == "bfloat16" else 4)
+        row_bytes = weights + 4 * optimizer.state_dim(self.dim) + ROW_INDEX_BYTES
+        for table in self.tables:
+            if 0 < table.max_bytes < row_bytes:
+                raise ConfigError(
+                    f"max_bytes of table {table.name!r} is {table.max_bytes}, less than one row of "
+                    f"{row_bytes} bytes; raise it"
+                )
+        limits = [[n for n in (t.max_rows, t.max_bytes // row_bytes) if n] for t in self.tables]
+        return tuple(min(found, default=0) for found in limits)
 
 
 def group_tables(tables: Sequence[Table], *, owner_sums: bool = True) -> list[TableGroup]:

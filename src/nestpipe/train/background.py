@@ -22,17 +22,19 @@ import torch
 from torch import Tensor, nn
 
 from nestpipe.checkpoint import disk
-from nestpipe.checkpoint.folder import Checkpoint, counted, name_of, open_checkpoint
+from nestpipe.checkpoint.folder import Checkpoint, RowChange, counted, name_of, open_checkpoint
 from nestpipe.checkpoint.manifest import DENSE, FileEntry, Manifest, Parent, write_manifest
 from nestpipe.checkpoint.merging import (
-    RowBlock,
+    cut,
     merged_blocks,
     row_streams,
     rows_in_part,
+    write_keys,
     write_rows,
 )
 from nestpipe.comm.communicator import Communicator
 from nestpipe.comm.mesh import Mesh
+from nestpipe.embedding.lifecycle import Lifecycle
 from nestpipe.embedding.routing.lists import owner_of
 from nestpipe.embedding.store.protocol import RowStore
 from nestpipe.embedding.table_groups import TableGroup
@@ -45,8 +47,11 @@ from nestpipe.train.checkpoint import (
     dense_tensors,
     fault_of,
     gathered_from_first,
+    known_uses,
     manifest_of,
     raise_first,
+    snapshots,
+    write_waiting,
     wrote_alike,
 )
 
@@ -78,6 +83,11 @@ class TouchedKeys:
         if self._num_recent >= max(FEW_KEYS, len(self._sorted)):
             self.ascending()
 
+    def drop(self, keys_K: Tensor) -> None:
+        """Forget some."""
+        every = self.ascending()
+        self._sorted = every[~torch.isin(every, keys_K)]
+
     def ascending(self) -> Tensor:
         """All of them, in order."""
         if self._recent:
@@ -87,14 +97,15 @@ class TouchedKeys:
 
 
 class TrackedStore:
-    """A store that notes which keys were written, or located to be written."""
+    """A store that notes which keys were written, or located to be written, and which erased."""
 
     def __init__(self, store: RowStore) -> None:
         self._store = store
         self.layout = store.layout
-        self.gather, self.num_rows, self.erase = store.gather, store.num_rows, store.erase
+        self.gather, self.num_rows = store.gather, store.num_rows
         self.num_bytes, self.export, self.close = store.num_bytes, store.export, store.close
         self._touched: list[TouchedKeys] | None = None
+        self._gone: list[TouchedKeys] = []
         can = store.abilities
         self._locator = can.locate
         self.abilities = replace(can, locate=self if can.locate is not None else None, notes=self)
@@ -113,6 +124,15 @@ class TrackedStore:
         self.note(keys_K, counts)
         self._store.scatter(keys_K, counts, rows_KW)
 
+    def erase(self, keys_K: Tensor, counts: Sequence[int]) -> int:
+        if self._touched is not None:
+            parts = torch.split(keys_K, list(counts))
+            for touched, gone, keys in zip(self._touched, self._gone, parts, strict=True):
+                if len(keys):  # a restore erases, then stores what was touched since
+                    touched.drop(keys)
+                    gone.add(keys)
+        return self._store.erase(keys_K, counts)
+
     @property
     def tracking(self) -> bool:
         return self._touched is not None
@@ -128,13 +148,18 @@ class TrackedStore:
     def track(self) -> None:
         """Note keys from now on, and forget those so far."""
         self._touched = [TouchedKeys() for _ in self.layout.table_seeds]
+        self._gone = [TouchedKeys() for _ in self.layout.table_seeds]
+
+    def gone(self, table: int) -> Tensor:
+        """Keys of a table erased since `track`, ascending; some may be stored again."""
+        return self._gone[table].ascending()
 
     def touched(self) -> list[Tensor]:
         """Keys touched since `track`, table by table, ascending."""
         assert self._touched is not None, "nobody has asked to track"
         return [keys.ascending() for keys in self._touched]
 
-    def rows_at(self, table: int, keys_K: Tensor) -> Iterator[RowBlock]:
+    def rows_at(self, table: int, keys_K: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Copies of rows of a table, in parts."""
         counts = [0] * self.layout.num_tables
         for keys in keys_K.split(rows_in_part(self.layout.width)) if len(keys_K) else ():
@@ -151,24 +176,27 @@ class _TouchedTable:
     group: TableGroup
     number: int
     """The table's in its group."""
-    blocks: Sequence[RowBlock] | Iterator[RowBlock]
+    gone: Tensor
+    """Keys that were erased; then come the rows."""
+    blocks: Sequence[RowChange] | Iterator[RowChange]
 
     @property
     def name(self) -> str:
         return self.group.tables[self.number].name
 
-    def parent_streams(self, parent: Checkpoint, comm: Communicator) -> list[Iterator[RowBlock]]:
+    def parent_streams(self, parent: Checkpoint, comm: Communicator) -> list[Iterator[RowChange]]:
         """What the chain has of this rank's rows."""
         owner = self.group.table_owners[self.number]
         alike = wrote_alike(parent, self.name, comm.size, owner)
-        streams = row_streams(parent, self.name, comm.rank if alike else None)
+        noted = self.group.tables[self.number].has_lifecycle
+        streams = row_streams(parent, self.name, comm.rank if alike else None, noted=noted)
         return streams if alike else [self._owned(stream, comm) for stream in streams]
 
-    def _owned(self, stream: Iterator[RowBlock], comm: Communicator) -> Iterator[RowBlock]:
+    def _owned(self, stream: Iterator[RowChange], comm: Communicator) -> Iterator[RowChange]:
         owner = self.group.table_owners[self.number]
-        for keys, rows in stream:
-            mine = owner_of(keys, self.number, comm.size, owner) == comm.rank
-            yield keys[mine], rows[mine]
+        for change in stream:
+            mine = owner_of(change.keys, self.number, comm.size, owner) == comm.rank
+            yield cut(change, mine)
 
 
 class BackgroundWriter:
@@ -196,6 +224,7 @@ class BackgroundWriter:
         dense_optimizer: torch.optim.Optimizer,
         groups: Sequence[TableGroup],
         stores: Sequence[TrackedStore],
+        lifecycle: Lifecycle | None = None,
     ) -> Path:
         """Copy what was touched since the parent, and begin to write it; returns where to.
 
@@ -219,13 +248,15 @@ class BackgroundWriter:
         manifest = replace(manifest, tables=self._with_rows(manifest, stores))
         dense = dense_tensors(model, dense_optimizer) if comm.rank == 0 else {}
         dense = {name: tensor.clone() for name, tensor in dense.items()}
-        touched, copied = self._touched(groups, stores)
+        touched, copied = self._touched(groups, stores, lifecycle)
+        waiting = snapshots(lifecycle) if self._mesh.group == 0 else {}
         for store in stores:
             store.track()
 
         def write() -> None:
             merge_with = None if of_parent is not None else parent
-            entries = self._write_rows(partial, touched, merge_with)
+            entries = write_waiting(partial, waiting, self._mesh.shards.rank)
+            entries |= self._write_rows(partial, touched, merge_with, full=of_parent is None)
             if comm.rank != 0:
                 _tell(partial, comm.rank, entries)
                 return
@@ -266,7 +297,10 @@ class BackgroundWriter:
         )
 
     def _touched(
-        self, groups: Sequence[TableGroup], stores: Sequence[TrackedStore]
+        self,
+        groups: Sequence[TableGroup],
+        stores: Sequence[TrackedStore],
+        lifecycle: Lifecycle | None,
     ) -> tuple[list[_TouchedTable], bool]:
         """What was touched, and whether it was copied; where that needs much memory, it is not."""
         if self._mesh.group != 0:  # the others have the same
@@ -279,22 +313,33 @@ class BackgroundWriter:
         )
         copied = all(self._everywhere(need <= COPIED_SHARE * _memory_left() / _local_ranks()))
         found: list[_TouchedTable] = []
-        for group, store, tables in zip(groups, stores, keys, strict=False):
+        for g, (group, store, tables) in enumerate(zip(groups, stores, keys, strict=False)):
             for number, keys_K in enumerate(tables):
-                blocks = store.rows_at(number, keys_K)
-                found.append(_TouchedTable(group, number, list(blocks) if copied else blocks))
+                blocks = _noted(store.rows_at(number, keys_K), lifecycle, g, number)
+                gone = store.gone(number)
+                found.append(_TouchedTable(group, number, gone, list(blocks) if copied else blocks))
         return found, copied
 
     def _write_rows(
-        self, partial: Path, touched: Sequence[_TouchedTable], merge_with: Path | None
+        self,
+        partial: Path,
+        touched: Sequence[_TouchedTable],
+        merge_with: Path | None,
+        *,
+        full: bool,
     ) -> dict[str, FileEntry]:
-        """This rank's files: touched rows alone, or merged with those of another checkpoint."""
+        """This rank's files: what was touched alone, or merged with those of another checkpoint."""
         entries: dict[str, FileEntry] = {}
         shards = self._mesh.shards
         merged = _opened(merge_with) if merge_with is not None and touched else None
         for table in touched:
             older = [] if merged is None else table.parent_streams(merged, shards)
             streams = [_read_from_parent(stream) for stream in older]
+            if full:
+                streams.append(iter([RowChange(table.gone, None, None, 0)]))
+            else:
+                gone = {"keys": table.gone}
+                entries |= write_keys(partial, table.name, shards.rank, "gone", gone)
             blocks = merged_blocks([*streams, iter(table.blocks)])
             entries |= write_rows(partial, table.name, shards.rank, blocks)
         self.num_bytes += sum(entry.num_bytes for entry in entries.values())
@@ -339,6 +384,14 @@ class BackgroundWriter:
         raise_first(faults[::-1])  # rank 0 may only have heard of another's
 
 
+def _noted(
+    blocks: Iterator[tuple[Tensor, Tensor]], lifecycle: Lifecycle | None, g: int, number: int
+) -> Iterator[RowChange]:
+    """Rows with the uses of their keys."""
+    for keys, rows in blocks:
+        yield RowChange(keys, rows, known_uses(lifecycle, g, number, keys), 0)
+
+
 def _opened(parent: Path) -> Checkpoint:
     try:
         return open_checkpoint(parent)
@@ -346,7 +399,7 @@ def _opened(parent: Path) -> Checkpoint:
         raise LostParentError(str(error)) from None
 
 
-def _read_from_parent(stream: Iterator[RowBlock]) -> Iterator[RowBlock]:
+def _read_from_parent(stream: Iterator[RowChange]) -> Iterator[RowChange]:
     try:
         yield from stream
     except CheckpointError as error:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from nestpipe.checkpoint import disk
-from nestpipe.checkpoint.folder import Checkpoint, counted, name_of, open_noted
+from nestpipe.checkpoint.folder import Checkpoint, RowChange, counted, name_of, open_noted
 from nestpipe.checkpoint.manifest import (
     DENSE,
     FileEntry,
@@ -28,9 +28,10 @@ from nestpipe.checkpoint.manifest import (
     is_old,
     write_manifest,
 )
-from nestpipe.checkpoint.merging import rows_in_part, write_rows
+from nestpipe.checkpoint.merging import cut, rows_in_part, uses_of, write_keys, write_rows
 from nestpipe.comm.communicator import Communicator
 from nestpipe.comm.mesh import Mesh
+from nestpipe.embedding.lifecycle import KnownUses, Lifecycle, RowLedger, RowLifecycle
 from nestpipe.embedding.routing.lists import owner_of
 from nestpipe.embedding.store.protocol import RowStore
 from nestpipe.embedding.table_groups import TableGroup
@@ -63,6 +64,8 @@ class RunState:
     dense_optimizer: str = ""
     config: Mapping[str, Any] = field(default_factory=dict[str, Any])
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    lifecycle: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """What row policies go on with."""
     model: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """How to make the model again; empty: what the model itself says, if it is a shipped one."""
 
@@ -75,6 +78,7 @@ def save_checkpoint(
     groups: Sequence[TableGroup],
     stores: Sequence[RowStore],
     mesh: Mesh,
+    lifecycle: Lifecycle | None = None,
 ) -> Path:
     """Write a full checkpoint; it has its name only once every rank has written all of it."""
     comm, target = mesh.world, folder / name_of(state.step)
@@ -84,7 +88,8 @@ def save_checkpoint(
     def write_part() -> dict[str, FileEntry]:
         entries: dict[str, FileEntry] = {}
         if mesh.group == 0:  # the others have the same
-            entries |= _save_rows(partial, groups, stores, mesh.shards.rank)
+            entries |= _save_rows(partial, groups, stores, mesh.shards.rank, lifecycle)
+            entries |= write_waiting(partial, snapshots(lifecycle), mesh.shards.rank)
         if comm.rank == 0:
             written = disk.write_tensors(partial / DENSE, dense_tensors(model, dense_optimizer))
             entries[DENSE] = FileEntry.of(written)
@@ -198,6 +203,7 @@ def manifest_of(
         first_rows=_about_first_rows(groups, stores),
         config=dict(state.config),
         metrics=finite(state.metrics),
+        lifecycle=dict(state.lifecycle),
         created=time.time(),
     )
 
@@ -250,14 +256,50 @@ def _about_first_rows(
 
 
 def _save_rows(
-    folder: Path, groups: Sequence[TableGroup], stores: Sequence[RowStore], shard: int
+    folder: Path,
+    groups: Sequence[TableGroup],
+    stores: Sequence[RowStore],
+    shard: int,
+    lifecycle: Lifecycle | None,
 ) -> dict[str, FileEntry]:
     entries: dict[str, FileEntry] = {}
-    for group, store in zip(groups, stores, strict=True):
+    for g, (group, store) in enumerate(zip(groups, stores, strict=True)):
         exported = store.export(rows_in_part(store.layout.width))
         for number, parts in groupby(exported, key=lambda part: part[0]):
-            blocks = ((keys, rows) for _, keys, rows in parts)
+            blocks = (
+                RowChange(keys, rows, known_uses(lifecycle, g, n, keys), 0)
+                for n, keys, rows in parts
+            )
             entries |= write_rows(folder, group.tables[number].name, shard, blocks)
+    return entries
+
+
+def known_uses(lifecycle: Lifecycle | None, g: int, number: int, keys_K: Tensor) -> Tensor | None:
+    """(K, 2) last use and count of keys with a row, where their table has a policy."""
+    policy = lifecycle.of_groups[g] if lifecycle is not None else None
+    if policy is None or not policy.group.tables[number].has_lifecycle:
+        return None
+    return policy.ledger.read(keys_K, policy.ledger.only(number, keys_K))
+
+
+def snapshots(lifecycle: Lifecycle | None) -> dict[str, KnownUses]:
+    """What is known of the keys of each table with a policy."""
+    return {
+        table.name: known
+        for policy in lifecycle or ()
+        for table, known in zip(policy.group.tables, policy.ledger.snapshot(), strict=True)
+        if table.has_lifecycle
+    }
+
+
+def write_waiting(
+    partial: Path, known: Mapping[str, KnownUses], shard: int
+) -> dict[str, FileEntry]:
+    """Files of the keys that wait for a row."""
+    entries: dict[str, FileEntry] = {}
+    for table, of in known.items():
+        tensors = {"keys": of.waiting, "uses": of.waiting_uses}
+        entries |= write_keys(partial, table, shard, "waiting", tensors)
     return entries
 
 
@@ -283,6 +325,7 @@ def load_checkpoint(
     mesh: Mesh,
     optimizer_name: str,
     dense_name: str = "",
+    lifecycle: Lifecycle | None = None,
 ) -> RunState:
     """Fill model and stores from a checkpoint that any number of ranks wrote.
 
@@ -294,8 +337,9 @@ def load_checkpoint(
         opened = open_noted(checkpoint, tell=mesh.world.rank == 0)
         _refuse_misfits(opened, groups, optimizer_name, dense_name)
         _load_dense(opened, opened.dense(), model, dense_optimizer)
-        for group, store in zip(groups, stores, strict=True):
-            _load_rows(opened, group, store, mesh.shards)
+        policies = lifecycle.of_groups if lifecycle is not None else [None] * len(groups)
+        for group, store, policy in zip(groups, stores, policies, strict=True):
+            _load_rows(opened, group, store, mesh.shards, policy)
         loaded.append(opened)
 
     raise_everywhere(mesh.world, do)
@@ -332,6 +376,7 @@ def _state_of(manifest: Manifest) -> RunState:
         dense_optimizer=manifest.dense_optimizer,
         config=manifest.config,
         metrics=manifest.metrics,
+        lifecycle=manifest.lifecycle,
     )
 
 
@@ -392,23 +437,55 @@ def _in_order(optimizer: torch.optim.Optimizer, model: nn.Module) -> Sequence[Te
 
 
 def _load_rows(
-    checkpoint: Checkpoint, group: TableGroup, store: RowStore, comm: Communicator
+    checkpoint: Checkpoint,
+    group: TableGroup,
+    store: RowStore,
+    comm: Communicator,
+    policy: RowLifecycle | None,
 ) -> None:
-    """Insert the rows that this rank owns.
+    """Insert the rows that this rank owns, and what is known of their keys.
 
     Where as many ranks wrote the checkpoint as load it, a rank's rows are all in its own files.
     """
     for number, table in enumerate(group.tables):
-        own = wrote_alike(checkpoint, table.name, comm.size, group.table_owners[number])
-        for keys, rows in checkpoint.rows(table.name, comm.rank if own else None):
-            if rows.dtype != torch.float32 or rows.shape[1:] != (store.layout.width,):
-                raise disk.damaged(checkpoint.path, f"rows of {table.name} have another shape")
-            if is_old(checkpoint.manifest):
-                disk.refuse_non_finite(rows, f"a file of {str(checkpoint.path)!r}")
-            mine = owner_of(keys, number, comm.size, group.table_owners[number]) == comm.rank
-            counts = [0] * len(group.tables)
-            counts[number] = int(mine.sum())
-            store.scatter(keys[mine].contiguous(), counts, rows[mine].contiguous())
+        owner = group.table_owners[number]
+        own = wrote_alike(checkpoint, table.name, comm.size, owner)
+        shard = comm.rank if own else None
+        ledger = policy.ledger if policy is not None and table.has_lifecycle else None
+        for change in checkpoint.changes(table.name, shard):
+            _refuse_odd_rows(checkpoint, table.name, change, store.layout.width)
+            mine = owner_of(change.keys, number, comm.size, owner) == comm.rank
+            _apply(cut(change, mine), store, ledger, number)
+        for keys, uses in checkpoint.waiting(table.name, shard) if ledger is not None else ():
+            mine = owner_of(keys, number, comm.size, owner) == comm.rank
+            assert ledger is not None
+            ledger.write(keys[mine], ledger.only(number, keys[mine]), uses[mine], waiting=True)
+
+
+def _apply(change: RowChange, store: RowStore, ledger: RowLedger | None, number: int) -> None:
+    """Store rows, or erase them, and note their uses."""
+    keys, counts = change.keys.contiguous(), [0] * store.layout.num_tables
+    counts[number] = len(keys)
+    if change.rows is None:
+        store.erase(keys, counts)
+        if ledger is not None:
+            ledger.erase(number, keys)
+    else:
+        store.scatter(keys, counts, change.rows.contiguous())
+        if ledger is not None:
+            ledger.write(keys, counts, uses_of(change))
+
+
+def _refuse_odd_rows(checkpoint: Checkpoint, table: str, change: RowChange, width: int) -> None:
+    rows, uses = change.rows, change.uses
+    if rows is None:
+        return
+    if rows.dtype != torch.float32 or rows.shape[1:] != (width,):
+        raise disk.damaged(checkpoint.path, f"rows of {table} have another shape")
+    if uses is not None and (uses.dtype != torch.int32 or uses.shape[1:] != (2,)):
+        raise disk.damaged(checkpoint.path, f"uses of {table} have another shape")
+    if is_old(checkpoint.manifest):
+        disk.refuse_non_finite(rows, f"a file of {str(checkpoint.path)!r}")
 
 
 def put_rows(
@@ -419,8 +496,11 @@ def put_rows(
     keys_K: Tensor,
     weights_KD: Tensor,
     state_KS: Tensor | None,
-) -> None:
-    """Insert rows of one table that came from elsewhere; each rank keeps the keys that it owns."""
+) -> Tensor:
+    """Insert rows of one table that came from elsewhere; each rank keeps the keys that it owns.
+
+    Returns those keys.
+    """
     layout, table = store.layout, group.tables[number].name
     if keys_K.dtype != torch.int64 or keys_K.ndim != 1 or len(keys_K.unique()) != len(keys_K):
         raise ConfigError(f"the keys of {table!r} are not int64 in one dimension, each once")
@@ -444,6 +524,7 @@ def put_rows(
     counts[number] = int(mine.sum())
     rows_KW = torch.cat([weights_KD.float(), state_KS.float()], 1)
     store.scatter(keys_K[mine].contiguous(), counts, rows_KW[mine].contiguous())
+    return keys_K[mine].contiguous()
 
 
 def wrote_alike(checkpoint: Checkpoint, table: str, shards: int, owner: int) -> bool:

@@ -299,9 +299,14 @@ class ExecutionSettings:
     """When a gradient is NaN or inf. `stop`: end the run and keep the batch; `skip`: that row, or
     all dense weights, get no gradient in this batch; `clip`: such numbers count as 0."""
 
+    lifecycle_every: int = 100
+    """Rows of tables with a policy come and go after every so many batches, and earlier where a
+    table may be full before. It has no effect on tables without a policy."""
+
     def __post_init__(self) -> None:
         known_words(self)
         positive("batch", self.batch)
+        positive("lifecycle_every", self.lifecycle_every)
         not_negative("store_threads", self.store_threads)
         not_negative("peak_tflops", self.peak_tflops)
 

@@ -6,8 +6,8 @@ It begins afresh, or goes on from a checkpoint.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any, Literal
@@ -25,7 +25,7 @@ from nestpipe.checkpoint.folder import (
 )
 from nestpipe.checkpoint.manifest import Manifest
 from nestpipe.comm import DEFAULT_TIMEOUT_S, Communicator
-from nestpipe.config import Table, build, not_negative, positive
+from nestpipe.config import RowPolicy, Table, build, not_negative, positive
 from nestpipe.config.values import fit_leaf
 from nestpipe.data import (
     HISTORY,
@@ -127,6 +127,28 @@ class ModelConfig:
         not_negative("negative_pool", self.negative_pool)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LifecycleConfig(RowPolicy):
+    """`[lifecycle]`: which keys get a row and which rows leave; without it tables only grow."""
+
+    tables: tuple[str, ...] = ()
+    """Names of the tables that it is for; empty: all."""
+
+    def applied(self, tables: Sequence[Table]) -> list[Table]:
+        """The tables with this policy; a section that says nothing leaves them as they are."""
+        names = [table.name for table in tables]
+        if unknown := [name for name in self.tables if name not in names]:
+            raise ConfigError(
+                f"lifecycle.tables names {unknown[0]!r}, which is no table; the tables are "
+                f"{', '.join(names)}"
+            )
+        policy = {known.name: getattr(self, known.name) for known in fields(RowPolicy)}
+        if RowPolicy(**policy) == RowPolicy():
+            return list(tables)
+        chosen = self.tables or names
+        return [replace(t, **policy) if t.name in chosen else t for t in tables]
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(ExecutionSettings):
     """`[run]`: what to compute with, how long, and what is written on the way."""
@@ -157,6 +179,9 @@ class RunConfig(ExecutionSettings):
     """Keep also the checkpoint with the best value of this metric, e.g. `auc`."""
     grace_s: float = 25.0
     """After SIGTERM or SIGINT, seconds to finish the batch, save and exit."""
+    evicted: str = ""
+    """Folder for the keys whose rows leave: a file of JSON lines for each boundary at which some
+    did; empty: none."""
     log: str = ""
     """Folder for TensorBoard; empty: none."""
 
@@ -188,6 +213,7 @@ class JobConfig:
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
     rows: RowSettings = field(default_factory=RowSettings)
     dense: DenseSettings = field(default_factory=DenseSettings)
+    lifecycle: LifecycleConfig = field(default_factory=LifecycleConfig)
 
     def settings(self) -> TrainSettings:
         shared = {known.name: getattr(self.run, known.name) for known in fields(ExecutionSettings)}
@@ -238,7 +264,7 @@ def make_job(config: JobConfig, comm: Communicator) -> Job:
     source = open_split(config, "train")
     torch.manual_seed(config.run.seed)
     model, tables = make_model(config, source)
-    trainer = Trainer(model, tables, config.settings(), comm)
+    trainer = Trainer(model, config.lifecycle.applied(tables), config.settings(), comm)
     trainer.about_model = about_model(config, model, source)
     return Job(config, source, trainer)
 
@@ -373,7 +399,7 @@ AUTO = "auto"
 Effect = Literal["none", "sums", "results"]
 
 _RESULTS: Mapping[str, frozenset[str]] = {
-    "run": frozenset({"batch", "seed", "precision"}),
+    "run": frozenset({"batch", "seed", "precision", "lifecycle_every"}),
     "pipeline": frozenset({"comm_dtype"}),
     "parallel": frozenset({"merge", "merge_every"}),
 }

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from nestpipe.checkpoint import disk
 from nestpipe.checkpoint.folder import Retention, candidates, first_good, name_of, prune, verified
@@ -20,7 +22,7 @@ from nestpipe.checkpoint.manifest import read_manifest
 from nestpipe.comm import Communicator, LocalCommunicator, connect
 from nestpipe.comm.peer_failure import StopRequest
 from nestpipe.data import Ranking
-from nestpipe.errors import CheckpointError
+from nestpipe.errors import CheckpointError, ConfigError
 from nestpipe.models import HstuRetriever
 from nestpipe.trace import ShortTraceError, Span, Trace
 from nestpipe.train.background import BackgroundWriter
@@ -101,11 +103,70 @@ def train_job(job: Job, tell: Tell) -> TrainResult:
     stop.describe = getattr(comm, "where", stop.describe)
     with claimed(run.checkpoint, comm):
         raise_everywhere(comm, lambda: _refuse_newer(job))
+        if run.evicted:
+            evicted = EvictedStream(Path(run.evicted), job.trainer)
+            raise_everywhere(comm, evicted.open)
+            job.trainer.on_evicted = evicted.write
         # Without a place to save there is nothing to wait for.
         with stop.on_signals() if run.checkpoint else nullcontext():
             job.trainer.stop_wanted = lambda: stop.wanted
             job.trainer.fault_folder = Path(run.checkpoint) / "faults" if run.checkpoint else None
             return train_steps(job, tell)
+
+
+KEYS_OF_A_LINE = 10_000
+
+
+class EvictedStream:
+    """The keys of rows that left, as files for others: one for each boundary at which some did.
+
+    A file has its name only when it is whole. A run that goes on from an earlier step writes the
+    same files again.
+    """
+
+    def __init__(self, folder: Path, trainer: Trainer) -> None:
+        self._folder, self._trainer = folder, trainer
+
+    def open(self) -> None:
+        """Notice a folder that cannot be written before training."""
+        if self._trainer.lifecycle is None:
+            raise ConfigError(
+                "run.evicted is set but no table has a row policy, so no row leaves; set ttl or "
+                "evict in [lifecycle]"
+            )
+        if self._trainer.comm.rank == 0:
+            disk.check_writable(self._folder, "evicted keys")
+
+    def write(self, step: int, keys: Mapping[str, Tensor]) -> None:
+        """All ranks tell what left; one of them writes it down."""
+        shards, found = self._trainer.mesh.shards, dict[str, Tensor]()
+        for table, mine in keys.items():
+            of_ranks = cast("list[int]", shards.all_gather_values(len(mine)))
+            first, nothing = shards.rank == 0, [0] * shards.size
+            everybodys = mine.new_empty(sum(of_ranks) if first else 0)
+            to_first = [len(mine), *nothing[1:]]
+            shards.all_to_all(everybodys, mine, of_ranks if first else nothing, to_first)
+            found[table] = everybodys.sort().values
+
+        def publish() -> None:
+            if self._trainer.comm.rank == 0 and any(map(len, found.values())):
+                with disk.explained(f"the keys that left at step {step}"):
+                    self._publish(step, found)
+
+        raise_everywhere(self._trainer.comm, publish)
+
+    def _publish(self, step: int, keys: Mapping[str, Tensor]) -> None:
+        path = self._folder / f"evicted-{step:08d}.jsonl"
+        hidden = path.with_name(f".{path.name}")
+        hidden.unlink(missing_ok=True)
+        lines = (
+            json.dumps({"step": step, "table": table, "keys": part.tolist()}).encode() + b"\n"
+            for table, of_table in keys.items()
+            for part in (of_table.split(KEYS_OF_A_LINE) if len(of_table) else ())
+        )
+        disk.write_bytes(hidden, lines)
+        hidden.replace(path)
+        disk.sync_folder(self._folder)
 
 
 def _refuse_newer(job: Job) -> None:

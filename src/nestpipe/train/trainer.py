@@ -20,6 +20,7 @@ from nestpipe.config.rates import first_match, rates_of, refuse_idle
 from nestpipe.data import Source
 from nestpipe.data.balance import WorkOf, deal_evenly
 from nestpipe.embedding.device_tables import DeviceTables, can_route_on_device
+from nestpipe.embedding.lifecycle import AdmittedRows, Lifecycle, RowLifecycle
 from nestpipe.embedding.optimizers import RowOptimizer, row_optimizer
 from nestpipe.embedding.pool import RowPool, pool_sizes, pools_on_one_device
 from nestpipe.embedding.routing.lists import owner_of
@@ -33,6 +34,7 @@ from nestpipe.models.protocol import KnowsWork, RecModel
 from nestpipe.runtime import Lanes, StopSignal, Work, lanes_for, name_collectives, run, spans_for
 from nestpipe.schedule import (
     Kind,
+    Merge,
     Plan,
     Retrieval,
     check,
@@ -126,6 +128,10 @@ class Trainer:
             )
             for group in self.groups
         ]
+        self.lifecycle = self._open_lifecycle()
+        """What is known of rows whose tables have a policy; None: no table has one."""
+        self.on_evicted: Callable[[int, dict[str, Tensor]], None] = lambda step, keys: None
+        """Told at each boundary: the step, and this rank's keys by table whose rows have left."""
         self._grad_buckets = (
             GradBuckets([p for p in self.model.parameters() if p.requires_grad])
             if self.plan.shape.separate_dense_group
@@ -173,6 +179,8 @@ class Trainer:
 
     def routes_on_device(self, plan: Plan) -> bool:
         """Whether keys of that plan are routed by the device, so that its ops wait for nobody."""
+        if any(table.has_lifecycle for group in self.groups for table in group.tables):
+            return False  # who notes keys is the host
         comm_dtype = COMM_DTYPES[self.settings.pipeline.comm_dtype]
         return can_route_on_device(self.groups, plan.shape, self.device, self.mesh, comm_dtype)
 
@@ -187,11 +195,47 @@ class Trainer:
         """The tables as ops of that plan see them that only read; they never insert rows."""
         return self._sharded(plan, self.stores)
 
+    def _open_lifecycle(self) -> Lifecycle | None:
+        """Only for tables with a policy."""
+        threads = self.settings.store_threads or None
+        of_groups = [
+            RowLifecycle(
+                group,
+                store,
+                group.max_rows(self.row_optimizer),
+                self.mesh.shards,
+                native=self.settings.native,
+                threads=threads,
+            )
+            if any(table.has_lifecycle for table in group.tables)
+            else None
+            for group, store in zip(self.groups, self._stores, strict=True)
+        ]
+        if not any(of_groups):
+            return None
+        parallel = self.settings.parallel
+        if parallel.groups > 1 and parallel.merge is not Merge.EXACT:
+            raise ConfigError(
+                f"parallel.merge is {str(parallel.merge)!r} and a table has a row policy, which "
+                "needs all groups to see the same keys; set parallel.merge = 'exact'"
+            )
+        return Lifecycle(of_groups, self.settings.lifecycle_every)
+
     @property
     def _training_stores(self) -> list[RowStore]:
-        """The host stores as training sees them: it cannot write to those of frozen tables."""
-        both = zip(self.groups, self._stores, strict=True)
-        return [store if group.trainable else ReadOnlyRows(store) for group, store in both]
+        """The host stores as training sees them.
+
+        It cannot write to those of frozen tables, and rows of some keys are not stored.
+        """
+        policies = self.lifecycle.of_groups if self.lifecycle is not None else []
+        seen: list[RowStore] = []
+        for g, (group, store) in enumerate(zip(self.groups, self._stores, strict=True)):
+            policy = policies[g] if policies else None
+            if policy is not None and policy.selects:
+                seen.append(AdmittedRows(store, policy))
+            else:
+                seen.append(store if group.trainable else ReadOnlyRows(store))
+        return seen
 
     def _make_training_tables(self, plan: Plan) -> ShardedTables | DeviceTables:
         if plan.shape.retrieval is not Retrieval.POOLED:
@@ -212,12 +256,13 @@ class Trainer:
         return self._sharded(plan, self._training_stores, training=True)
 
     def _open_pools(self) -> list[RowPool]:
-        layouts = [store.layout for store in self._stores]
+        stores = self._training_stores
+        layouts = [store.layout for store in stores]
         sharing = pools_on_one_device(self.device, self.comm.size)
         sizes = pool_sizes(self.settings.device_memory, layouts, self.device, sharing)
         return [
             RowPool(store, slots, self.device, pin=self.settings.pin_rows)
-            for store, slots in zip(self._training_stores, sizes, strict=True)
+            for store, slots in zip(stores, sizes, strict=True)
         ]
 
     def _sharded(
@@ -234,6 +279,7 @@ class Trainer:
             pin=training and self.settings.pin_rows,
             comm_dtype=COMM_DTYPES[self.settings.pipeline.comm_dtype],
             pools=self._pools if training else (),
+            lifecycle=self.lifecycle if training else None,
         )
 
     def fit(
@@ -252,8 +298,10 @@ class Trainer:
         left = steps
         while self.progress.epoch < epochs and left != 0 and not self.stopped:
             before = self.progress.step
-            epoch_ended = self._fit_epoch(source, left, on_step)
+            epoch_ended = self._fit_epoch(source, self._until_boundary(left), on_step)
             trained = self.progress.step - before
+            if trained and self._until_boundary(None) == 0:
+                self._sweep()
             left = None if left is None else left - trained
             if epoch_ended:
                 if trained == 0 and self.progress.position == 0:
@@ -261,6 +309,25 @@ class Trainer:
                 epoch = self.progress.epoch + 1
                 self.progress = replace(self.progress, epoch=epoch, position=0, samples=0)
         return self.progress
+
+    def _until_boundary(self, most: int | None) -> int | None:
+        """Steps to train before rows come and go, at most `most`."""
+        if self.lifecycle is None:
+            return most
+        steps = self.lifecycle.next_boundary - self.progress.step
+        return steps if most is None else min(steps, most)
+
+    def _sweep(self) -> None:
+        """Let rows come and go; no batch is in flight."""
+        assert self.lifecycle is not None
+        for pool in self._pools:
+            pool.flush()
+        evicted = self.lifecycle.sweep(self.progress.step)
+        keys = {of.table: of.keys for of in evicted}
+        for group, pool in zip(self.groups, self._pools, strict=False):  # only with `pooled`
+            for number, table in enumerate(group.tables):
+                pool.forget_rows(number, keys.get(table.name, torch.empty(0, dtype=torch.int64)))
+        self.on_evicted(self.progress.step, keys)
 
     def _fit_epoch(
         self, source: Source, most: int | None, on_step: Callable[[StepReport], None]
@@ -409,6 +476,7 @@ class Trainer:
             self.groups,
             self.stores,
             self.mesh,
+            self.lifecycle,
         )
 
     def _state(
@@ -420,6 +488,7 @@ class Trainer:
             dense_optimizer=self.settings.dense.optimizer,
             config=config or {},
             metrics=metrics or {},
+            lifecycle=self.lifecycle.state() if self.lifecycle is not None else {},
             model=self.about_model,
         )
 
@@ -446,7 +515,13 @@ class Trainer:
             pool.flush()
         state = self._state(config, metrics)
         return writer.begin(
-            parent, state, self.model, self.dense_optimizer, self.groups, self._stores
+            parent,
+            state,
+            self.model,
+            self.dense_optimizer,
+            self.groups,
+            self._stores,
+            self.lifecycle,
         )
 
     def load(self, checkpoint: Path | str) -> None:
@@ -464,10 +539,13 @@ class Trainer:
             self.mesh,
             self.row_optimizer.name,
             self.settings.dense.optimizer,
+            self.lifecycle,
         )
         self.loaded_from = Path(checkpoint)
         for pool in self._pools:
             pool.clear()
+        if self.lifecycle is not None:
+            self.lifecycle.restore(state.lifecycle, state.step)
         # A checkpoint of format 1 counts batches alone.
         samples = state.position * self.settings.batch if state.samples < 0 else state.samples
         self.progress = Progress(state.step, state.epoch, state.position, samples)
@@ -497,12 +575,15 @@ class Trainer:
 
         Without their state, rows begin with a fresh one, as if they had not been trained yet.
         """
-        for group, store in zip(self.groups, self._stores, strict=True):
+        for g, (group, store) in enumerate(zip(self.groups, self._stores, strict=True)):
             for number, declared in enumerate(group.tables):
                 if declared.name == table:
                     for pool in self._pools:
                         pool.flush()
-                    put_rows(group, number, store, self.mesh.shards, keys, weights, state)
+                    mine = put_rows(group, number, store, self.mesh.shards, keys, weights, state)
+                    policy = self.lifecycle.of_groups[g] if self.lifecycle is not None else None
+                    if policy is not None:
+                        policy.put(number, mine, self.progress.step)
                     for pool in self._pools:
                         pool.clear()
                     return
@@ -517,6 +598,8 @@ class Trainer:
         if self._grad_buckets is not None:
             self._grad_buckets.close()
         self._pools = []
+        if self.lifecycle is not None:
+            self.lifecycle.close()
         for store in self._stores:
             store.close()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
@@ -21,6 +21,7 @@ from nestpipe.data import Source
 from nestpipe.embedding.store.protocol import RowStore
 from nestpipe.errors import ConfigError, LossError, RunError
 from nestpipe.runtime import Work, inject_delays
+from nestpipe.train.checkpoint import snapshots
 from nestpipe.train.config import AUTO, PipelineSettings
 from nestpipe.train.job import JobConfig, make_job
 from nestpipe.train.ops import StepReport
@@ -45,6 +46,8 @@ class Trained:
     trainer: Trainer
     losses: list[float]
     samples: list[int]
+    evicted: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    """Keys whose rows left, by table and step."""
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything that training changes besides rows, by a name for people."""
@@ -56,6 +59,8 @@ class Trained:
             "counter position": torch.tensor(progress.position),
             "samples of each step": torch.tensor(self.samples, dtype=torch.int64),
             "loss of each step": torch.tensor(self.losses, dtype=torch.float64),
+            **lifecycle_tensors(self.trainer),
+            **self.evicted,
         }
 
 
@@ -107,6 +112,21 @@ def dense_tensors(trainer: Trainer) -> dict[str, Tensor]:
                 owner = names.get(id(parameter), "nothing")  # a model may have no weights at all
                 found[f"dense optimizer's {state} of {owner}"] = torch.as_tensor(value)
     return {name: _real(tensor.detach().cpu()) for name, tensor in found.items()}
+
+
+def lifecycle_tensors(trainer: Trainer) -> dict[str, Tensor]:
+    """What is known of the keys of each table with a policy, and when rows leave next."""
+    found: dict[str, Tensor] = {}
+    for name, known in snapshots(trainer.lifecycle).items():
+        found |= {
+            f"keys with a row in {name}": known.keys,
+            f"last use and count of rows of {name}": known.uses,
+            f"keys that wait for a row in {name}": known.waiting,
+            f"last use and count of keys that wait in {name}": known.waiting_uses,
+        }
+    if trainer.lifecycle is not None:
+        found["counter next boundary"] = torch.tensor(trainer.lifecycle.next_boundary)
+    return found
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -425,8 +445,14 @@ def train_to_compare(
         samples.append(report.samples)
         tell(report)
 
+    evicted: dict[str, Tensor] = {}
+
+    def on_evicted(step: int, keys: Mapping[str, Tensor]) -> None:
+        evicted.update({f"keys that left {table} at {step}": of for table, of in keys.items()})
+
+    trainer.on_evicted = on_evicted
     trainer.fit(source, steps=steps, epochs=epochs, on_step=on_step)
-    return Trained(name, trainer, losses, samples)
+    return Trained(name, trainer, losses, samples, evicted)
 
 
 def combine(of_ranks: Sequence[Findings], *, plan: str, steps: int, micro_batches: int) -> Verdict:

@@ -31,7 +31,7 @@ MOST_THREADS = 64
 """Of one store."""
 MASK = 2**64 - 1
 """A table's seed is a 64-bit number."""
-_STEP = np.uint64(0x9E3779B97F4A7C15)
+HASH_STEP = np.uint64(0x9E3779B97F4A7C15)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -233,10 +233,10 @@ def first_weights(
     seed: int, keys_K: NDArray[np.int64], dim: int, spread: float
 ) -> NDArray[np.float32]:
     """Weights that rows of these keys begin with: normal, of standard deviation `spread`."""
-    salt = _mix(np.array([seed & MASK], np.uint64) + _STEP)
-    start_K = _mix(salt ^ keys_K.view(np.uint64))
-    steps_D = np.arange(1, dim + 1, dtype=np.uint64) * _STEP
-    bits_KD = _mix(start_K[:, None] + steps_D)
+    salt = mix(np.array([seed & MASK], np.uint64) + HASH_STEP)
+    start_K = mix(salt ^ keys_K.view(np.uint64))
+    steps_D = np.arange(1, dim + 1, dtype=np.uint64) * HASH_STEP
+    bits_KD = mix(start_K[:, None] + steps_D)
     return (_normal(bits_KD) * spread).astype(np.float32)
 
 
@@ -249,7 +249,8 @@ def round_to_bfloat16(values: NDArray[np.float32]) -> NDArray[np.float32]:
     return kept.view(np.float32)
 
 
-def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """A bijection of 64-bit numbers that looks random."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

@@ -11,8 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nestpipe.checkpoint.folder import Checkpoint, candidates, first_good, open_noted
+from nestpipe.checkpoint.folder import (
+    Checkpoint,
+    RowChange,
+    candidates,
+    first_good,
+    open_noted,
+)
 from nestpipe.checkpoint.manifest import MANIFEST, Manifest
+from nestpipe.checkpoint.merging import newest_places
 from nestpipe.config import build
 from nestpipe.embedding.store.protocol import first_weights, round_to_bfloat16
 from nestpipe.errors import CheckpointError, ConfigError
@@ -118,20 +125,20 @@ def first_rows(manifest: Manifest, table: str) -> FirstRows | None:
 
 def read_rows(checkpoint: Checkpoint, table: str, dim: int) -> tuple[Ids, Tensor]:
     """Keys in ascending order with the weights of their rows; of optimizer state nothing stays."""
-    keys, parts = [np.zeros(0, np.int64)], [torch.empty(0, dim)]
-    for keys_n, rows_nW in checkpoint.rows(table):
-        if rows_nW.shape[1] < dim:
-            raise ValueError(f"rows have {rows_nW.shape[1]} weights, not {dim}")
-        keys.append(keys_n.numpy())
-        parts.append(rows_nW[:, :dim].clone())
-    items = np.concatenate(keys)
-    order = np.argsort(items, kind="stable")
-    items = items[order]
-    # The last of equal keys is the newest; only increments may bring a key again.
-    newest = np.append(items[1:] != items[:-1], True)[: len(items)]
-    if not checkpoint.parents and not newest.all():
+    parts = [RowChange(torch.empty(0, dtype=torch.int64), torch.empty(0, dim), None, 0)]
+    for change in checkpoint.changes(table):
+        rows = change.rows
+        if rows is not None and rows.shape[1] < dim:
+            raise ValueError(f"rows have {rows.shape[1]} weights, not {dim}")
+        kept = None if rows is None else rows[:, :dim].clone()
+        parts.append(RowChange(change.keys, kept, None, change.step))
+    newest = newest_places(parts)
+    items = np.concatenate([part.keys.numpy() for part in parts if part.rows is not None])
+    # Only increments may bring a key again.
+    if not checkpoint.parents and len(newest) != len(items):
         raise ValueError("an item has two rows")
-    return items[newest], torch.cat(parts)[torch.from_numpy(order[newest])]
+    rows = torch.cat([part.rows for part in parts if part.rows is not None])
+    return items[newest], rows[torch.from_numpy(newest)]
 
 
 # Shapes: K items of the table, T items asked for, U of them that the table does not have, D width
