@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from nestpipe.comm import Communicator, LocalCommunicator, connect, launch
     from nestpipe.config import Table
     from nestpipe.data import DataConfig, ParquetConfig, Source, SyntheticConfig, open_source
-    from nestpipe.jagged import Jagged
+    from nestpipe.jagged import Jagged, pool_rows
     from nestpipe.models import (
         Dlrm,
         DlrmConfig,
@@ -70,6 +70,7 @@ _MODULE_OF = {
     "evaluate": "train",
     "launch": "comm",
     "open_source": "data",
+    "pool_rows": "jagged",
     "verify": "train.verify",
 }
 
@@ -106,6 +107,7 @@ __all__ = [
     "evaluate",
     "launch",
     "open_source",
+    "pool_rows",
     "verify",
 ]
 

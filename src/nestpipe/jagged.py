@@ -81,6 +81,24 @@ class Jagged:
         return Jagged(self.values.pin_memory(), self.lengths.pin_memory())
 
 
+def pool_rows(
+    rows_TD: Tensor, lengths_B: Tensor, weights_T: Tensor | None = None, *, mean: bool = False
+) -> Tensor:
+    """(B, D) each sample's rows summed, times their weights, or averaged by them.
+
+    For a model whose keys have weights of their own: its table has pooling `none`, and `dense`
+    calls this. Sums have a fixed order on every device, and no keys give zeros.
+    """
+    weighted_TD = rows_TD if weights_T is None else rows_TD * weights_T.to(rows_TD)[:, None]
+    sums_BD = torch.segment_reduce(weighted_TD, "sum", lengths=lengths_B, axis=0, initial=0.0)
+    if not mean:
+        return sums_BD
+    if weights_T is None:
+        return sums_BD / lengths_B.clamp(min=1).to(sums_BD)[:, None]
+    total_B = torch.segment_reduce(weights_T.to(rows_TD), "sum", lengths=lengths_B, initial=0.0)
+    return sums_BD / torch.where(total_B == 0, 1.0, total_B)[:, None]
+
+
 # `Join`: two jagged tensors as one, each sample's rows of the first before those of the second.
 
 

@@ -171,7 +171,7 @@ def _write_npy(folder: Path, name: str, keys_K: Keys, columns: dict[str, Rows]) 
     for column, values in columns.items():
         files.append(folder / f"{name}.{column}.npy")
         out = np.lib.format.open_memmap(files[-1], "w+", np.float32, values.shape)
-        for part in _parts(len(keys_K), values.shape[1]):
+        for part in part_slices(len(keys_K), values.shape[1]):
             out[part] = values[part]
         out.flush()
     return files
@@ -186,7 +186,7 @@ def _write_parquet(file: Path, keys_K: Keys, columns: dict[str, Rows]) -> Path:
     schema = pa.schema(fields)
     width = sum(values.shape[1] for values in columns.values())
     with pq.ParquetWriter(file, schema) as writer:
-        for part in _parts(len(keys_K), width):
+        for part in part_slices(len(keys_K), width):
             arrays = [pa.array(keys_K[part])]
             for values in columns.values():
                 flat = pa.array(np.ascontiguousarray(values[part]).reshape(-1))
@@ -195,7 +195,8 @@ def _write_parquet(file: Path, keys_K: Keys, columns: dict[str, Rows]) -> Path:
     return file
 
 
-def _parts(count: int, width: int) -> Iterator[slice]:
+def part_slices(count: int, width: int) -> Iterator[slice]:
+    """Parts of so many rows of that width, each small beside memory."""
     most = rows_in_part(width)
     for begin in range(0, count, most):
         yield slice(begin, min(begin + most, count))
@@ -270,7 +271,7 @@ def _read_safetensors(folder: Path, table: str) -> Iterator[Part]:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
             _need(file, slices, "keys", "weights")
             shapes = {name: one.get_shape() for name, one in slices.items()}
-            for part in _parts(int(shapes["keys"][0]), int(shapes["weights"][-1])):
+            for part in part_slices(int(shapes["keys"][0]), int(shapes["weights"][-1])):
                 state = slices["state"][part] if "state" in slices else None
                 yield slices["keys"][part], slices["weights"][part], state
     except (SafetensorError, OSError) as error:
@@ -323,7 +324,7 @@ def _cut(table: str, arrays: dict[str, NDArray[Any]]) -> Iterator[Part]:
         raise DataError(
             f"table {table!r} has {len(keys)} keys and {len(weights)} rows; give a row for each key"
         )
-    for part in _parts(len(keys), weights.shape[-1]):
+    for part in part_slices(len(keys), weights.shape[-1]):
         yield keys[part], weights[part], None if state is None else state[part]
 
 

@@ -8,7 +8,7 @@ from typing import Literal
 from nestpipe.config.values import fit_leaf, fraction, not_negative, positive
 from nestpipe.errors import ConfigError
 
-Pooling = Literal["none", "sum"]
+Pooling = Literal["none", "sum", "mean"]
 RowDtype = Literal["float32", "bfloat16"]
 Placement = Literal["rows", "table"]
 Eviction = Literal["none", "lru", "lfu", "norm"]
@@ -82,7 +82,7 @@ class Table(RowPolicy):
     features: tuple[str, ...] = ()
     """Features of `sparse_keys` that look rows up here; by default the one of the same name."""
     pooling: Pooling = "none"
-    """`none`: a row per key; `sum`: per sample the sum of its rows."""
+    """`none`: a row per key; `sum`, `mean`: per sample the sum or the mean of its rows."""
     init_std: float = 0.01
     """Spread of a new row's values, drawn from a normal distribution."""
     dtype: RowDtype = "float32"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -81,6 +81,18 @@ def lookup_rows(
     return _lookup(
         rows_PD, request, lambda gradients: deliver(*_of_rows(request, gradients, own, comm_dtype))
     )
+
+
+def averaged(rows: dict[str, Tensor], lengths: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Sums of each sample's rows as means, for features whose numbers of keys are given.
+
+    It comes after every exchange, so plans and ranks do not change it; no keys give zeros.
+    """
+    means = {
+        feature: rows[feature] / lengths_B.clamp(min=1).to(rows[feature].dtype)[:, None]
+        for feature, lengths_B in lengths.items()
+    }
+    return {**rows, **means}
 
 
 def lookup_window(rows_PD: Tensor, request: Request, gradients_PD: Tensor) -> dict[str, Tensor]:

@@ -23,6 +23,8 @@ class Feature:
     """Number of its table inside the store."""
     pooled: bool
     """Whether each sample gets the sum of its rows instead of all of them."""
+    mean: bool = False
+    """Whether that sum is then divided by the number of its keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +99,7 @@ def group_tables(tables: Sequence[Table], *, owner_sums: bool = True) -> list[Ta
         TableGroup(
             tuple(group),
             tuple(
-                Feature(name, number, table.pooling == "sum")
+                Feature(name, number, table.pooling != "none", table.pooling == "mean")
                 for number, table in enumerate(group)
                 for name in table.feature_names
             ),
@@ -106,6 +108,11 @@ def group_tables(tables: Sequence[Table], *, owner_sums: bool = True) -> list[Ta
         )
         for group in members.values()
     ]
+
+
+def mean_features(groups: Sequence[TableGroup]) -> list[str]:
+    """Features whose pooled rows are means."""
+    return [feature.name for group in groups for feature in group.features if feature.mean]
 
 
 def check_features(groups: Sequence[TableGroup], keys: Mapping[str, object]) -> None:

@@ -34,8 +34,9 @@ class DlrmConfig:
     """Hidden layers of the MLP on the dense features."""
     top: tuple[int, ...] = (64, 32)
     """Hidden layers of the MLP on the dot products."""
-    pooling: Literal["sum", "none"] = "sum"
-    """`sum`: any number of keys per sample and feature; `none`: exactly one, which costs less."""
+    pooling: Literal["sum", "mean", "none"] = "sum"
+    """`sum`, `mean`: any number of keys per sample and feature; `none`: exactly one, which costs
+    less."""
 
     def __post_init__(self) -> None:
         not_negative("dense_features", self.dense_features)

@@ -13,7 +13,9 @@ from nestpipe.batch import Batch
 from nestpipe.comm import Communicator
 from nestpipe.comm.peer_failure import STOP
 from nestpipe.data import HISTORY, TARGET, Ranking, Source
+from nestpipe.embedding.lookup import averaged
 from nestpipe.embedding.sharded import ShardedTables
+from nestpipe.embedding.table_groups import mean_features
 from nestpipe.errors import DataError
 from nestpipe.jagged import Jagged
 from nestpipe.models import Auc, HstuRetriever, LogLoss, TargetRank, ranks_of_targets
@@ -208,6 +210,8 @@ def _look_up(
     tables.retrieve(number)
     tables.rows(number, 0)
     rows = {name: tensor.detach() for name, tensor in tables.lookup(number, 0).items()}
+    means = mean_features(tables.groups)
+    rows = averaged(rows, {name: keys[name].lengths.to(trainer.device) for name in means})
     tables.forget(number)
     return rows
 

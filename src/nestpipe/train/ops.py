@@ -20,8 +20,10 @@ from nestpipe.comm.peer_failure import STOP
 from nestpipe.data.balance import WorkOf, even_parts
 from nestpipe.data.clustering import How, micro_batches
 from nestpipe.embedding.device_tables import DeviceTables
+from nestpipe.embedding.lookup import averaged
 from nestpipe.embedding.optimizers import constant
 from nestpipe.embedding.sharded import ShardedTables
+from nestpipe.embedding.table_groups import mean_features
 from nestpipe.errors import LossError, RunError
 from nestpipe.jagged import Jagged
 from nestpipe.kernels.index.segments import LARGEST
@@ -77,6 +79,8 @@ class TrainingBatch:
     """The micro-batches, as they were read ..."""
     micros: list[Batch] = field(default_factory=list[Batch])
     """... and on the device."""
+    lengths: list[dict[str, Tensor]] = field(default_factory=list[dict[str, Tensor]])
+    """Keys of each sample, of each micro-batch and feature whose rows are averaged."""
     samples: int = 0
     flops: float = 0.0
     losses: list[Tensor] = field(default_factory=list[Tensor])
@@ -192,6 +196,8 @@ class TrainingWork:
     def dedup(self, op: Op) -> None:
         state = self.in_flight[op.batch]
         keys = [keys_of(self._model, micro) for micro in state.on_host]
+        means = mean_features(self.tables.groups)
+        state.lengths = [{name: of[name].lengths for name in means if name in of} for of in keys]
         if isinstance(self.tables, DeviceTables):
             micros = zip(keys, state.on_host, state.micros, strict=True)
             keys = [keys_on(self.device, *micro) for micro in micros]
@@ -262,6 +268,9 @@ class TrainingWork:
         """The summed loss of a micro-batch."""
         state, micro = self.in_flight[op.batch], op.micro or 0
         rows = self.tables.lookup(op.batch, micro)
+        if lengths := state.lengths[micro]:
+            there = {name: of.to(self.device, non_blocking=True) for name, of in lengths.items()}
+            rows = averaged(rows, there)
         if self.check_sums:  # once, where a mean would be trained silently
             self.check_sums = False
             pooled = {f.name for g in self.tables.groups for f in g.features if f.pooled}

@@ -27,7 +27,7 @@ from nestpipe.embedding.routing.lists import owner_of
 from nestpipe.embedding.sharded import ShardedTables
 from nestpipe.embedding.store import RowStore, open_store
 from nestpipe.embedding.store.protocol import ReadOnlyRows
-from nestpipe.embedding.table_groups import TableGroup, group_tables
+from nestpipe.embedding.table_groups import TableGroup, group_tables, mean_features
 from nestpipe.errors import ConfigError
 from nestpipe.kernels.rows.segments import COMM_DTYPES
 from nestpipe.models.protocol import KnowsWork, RecModel
@@ -137,7 +137,9 @@ class Trainer:
             if self.plan.shape.separate_dense_group
             else None
         )
-        capturable = self.device.type == "cuda" and getattr(self.model, "capturable", False)
+        # A graph reads sums where the exchange has put them; means are made after that.
+        on_gpu = self.device.type == "cuda" and not mean_features(self.groups)
+        capturable = on_gpu and getattr(self.model, "capturable", False)
         # Gradients of several ranks are looked at when they have been summed.
         clip = self.settings.non_finite == "clip"
         alone = self.comm.size == 1

@@ -59,7 +59,7 @@ def open_model(
 
 @dataclass(frozen=True, slots=True)
 class ServedTable:
-    """The rows of a table, and whether a sample gets their sum."""
+    """The rows of a table, and whether a sample gets their sum or mean."""
 
     rows: ItemRows
     pooling: str
@@ -71,7 +71,10 @@ class ServedTable:
             return rows_TD
         samples_T = torch.repeat_interleave(torch.arange(keys.num_samples), keys.lengths.cpu())
         sums_BD = rows_TD.new_zeros(keys.num_samples, rows_TD.shape[1])
-        return sums_BD.index_add_(0, samples_T.to(rows_TD.device), rows_TD)
+        sums_BD.index_add_(0, samples_T.to(rows_TD.device), rows_TD)
+        if self.pooling == "sum":
+            return sums_BD
+        return sums_BD / keys.lengths.clamp(min=1).to(sums_BD)[:, None]
 
 
 class ScoreModel:
