@@ -190,6 +190,8 @@ class World:
     parallel: Mapping[str, object] = field(default_factory=dict[str, object])
     recipe: str = "plain"
     """One of `RECIPES`: schedules, rates, decay."""
+    store: Mapping[str, object] = field(default_factory=dict[str, object])
+    """Where rows live: keys of `[run]`."""
     model: Model = field(default_factory=Model)
     """Made here, not in the threads of the ranks, which share one random state."""
 
@@ -210,6 +212,7 @@ class World:
             "store_threads": 1,
             "in_place": self.in_place,
             "parallel": self.parallel,
+            **self.store,
             "rows": {"optimizer": self.optimizer, "lr": 0.05, "eps": 1e-6, **decay(self.optimizer)},
             "dense": {"optimizer": self.dense, "lr": self.dense_lr, **decay(self.dense)},
         }

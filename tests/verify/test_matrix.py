@@ -14,6 +14,7 @@ from nestpipe.embedding.buffers import RowBuffers
 from nestpipe.embedding.optimizers import OPTIMIZERS
 from nestpipe.embedding.pool import RowPool
 from nestpipe.embedding.sharded import ShardedTables
+from nestpipe.embedding.store.ssd import SsdStore
 from nestpipe.errors import RunError
 from nestpipe.train.config import PipelineSettings
 from nestpipe.train.verify import Verdict, verify
@@ -199,6 +200,51 @@ def test_rows_that_leave_a_pool_unsaved_are_caught(make_world, ranks, hasty_pool
     monkeypatch.setattr(RowPool, "writeback", lambda pool, batch: 0)
     case = {"ranks": ranks, "plan": "nested", "micro_batches": 2, "retrieval": "pooled"}
     assert not prove(make_world, {**case, "keys": "coming back"}).identical
+
+
+SSD_AXES: Mapping[str, Sequence[object]] = {
+    "ranks": (1, 2),
+    "plan": ("serial", *PIPELINE["plan"]),
+    "retrieval": PIPELINE["retrieval"],
+    "micro_batches": (1, 3),
+    "keys": ("some shared", "coming back", "empty on some ranks"),
+    "dtype": AXES["dtype"],
+    "host_memory": ("0.001KB", "1.5KB"),
+}
+"""Memory for no row, and for a few of each table."""
+
+
+@pytest.mark.parametrize(
+    "case", covering_cases(SSD_AXES), ids=lambda case: "-".join(map(str, case.values()))
+)
+@pytest.mark.usefixtures("hasty_pool")
+def test_rows_on_an_ssd_have_the_bits_of_serial_in_memory(make_world, case, tmp_path, monkeypatch):
+    written: list[int] = []
+    close = SsdStore.close
+
+    def count_and_close(store: SsdStore) -> None:
+        if store._address is not None:
+            written.append(store.traffic().rows_written)
+        close(store)
+
+    monkeypatch.setattr(SsdStore, "close", count_and_close)
+    pipeline = build(PipelineSettings, {name: case[name] for name in PIPELINE if name in case})
+    of = {name: case[name] for name in WORLD if name in case}
+    ssd = {"store": "ssd", "store_path": str(tmp_path), "host_memory": case["host_memory"]}
+    on_host, on_ssd = make_world(**of), make_world(**of, store=ssd)
+
+    def one(comm) -> Verdict:
+        worlds = [on_host, on_ssd]
+        return verify(
+            lambda settings: (worlds.pop(0).trainer(settings, comm), on_host.source), pipeline
+        )
+
+    for verdict in run_ranks(int(str(case["ranks"])), one):
+        assert verdict.first_difference is None
+        assert verdict.identical
+        assert verdict.rows_compared == on_host.source.num_rows()
+    assert len(written) == 2 * int(str(case["ranks"]))
+    assert all(written)
 
 
 def test_any_two_values_meet_in_some_case():

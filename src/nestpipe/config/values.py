@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from enum import StrEnum
 from typing import Any, Literal, TypeGuard, cast, get_args, get_origin, get_type_hints
@@ -33,6 +34,33 @@ def known_words(config: object) -> None:
     for name, wanted in get_type_hints(type(config)).items():
         if get_origin(wanted) is Literal:
             fit_leaf(wanted, getattr(config, name), name)
+
+
+_MEMORY_UNITS = {"kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
+
+
+def memory_size(name: str, text: str, *, auto: float, free: Callable[[], float]) -> float:
+    """Bytes of a size such as `40GB`, a share of what is free, or `auto`: the share `auto`."""
+    word = text.strip().lower()
+    unit = word[-2:] if word[-2:] in _MEMORY_UNITS else ""
+    try:
+        number = auto if word == "auto" else float(word.removesuffix(unit))
+    except ValueError:
+        number = 0.0
+    if unit and 0 < number < math.inf:
+        return number * _MEMORY_UNITS[unit]
+    if 0 < number < 1:
+        return number * free()
+    raise ConfigError(
+        f"{name} is {text!r}; use 'auto', a size such as '40GB', or a share of the free memory "
+        "such as '0.4'"
+    )
+
+
+def show_memory(num_bytes: float) -> str:
+    """A size in the words of `memory_size`."""
+    unit = next((u for u in ("tb", "gb", "mb") if num_bytes >= _MEMORY_UNITS[u]), "kb")
+    return f"{num_bytes / _MEMORY_UNITS[unit]:.3g} {unit.upper()}"
 
 
 # One value against the type of its field, and the words for a value that does not fit.

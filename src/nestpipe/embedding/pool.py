@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from nestpipe.config.values import memory_size, show_memory
 from nestpipe.embedding.routing.owners import WorkingSet
 from nestpipe.embedding.store.protocol import RowStore, StoreLayout
 from nestpipe.embedding.transports import has_triton
@@ -318,8 +319,8 @@ class RowPool:
     def _too_small(self, batch: int, missing: int) -> ConfigError:
         need = f"batches {batch - 1} and {batch} of this run need" if batch else "batch 0 needs"
         return ConfigError(
-            f"the pool of {self.num_slots:,} rows ({_size(self.num_bytes())}) is too small: {need} "
-            f"up to {missing:,} more; raise device_memory, or make batches smaller"
+            f"the pool of {self.num_slots:,} rows ({show_memory(self.num_bytes())}) is too small: "
+            f"{need} up to {missing:,} more; raise device_memory, or make batches smaller"
         )
 
     # Rows between slots and the host store
@@ -410,7 +411,6 @@ def _first_values(layout: StoreLayout, device: torch.device) -> FirstValues:
     )
 
 
-_UNITS = {"kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
 AUTO_SHARE = 0.5
 """Of free device memory, for all pools together."""
 AUTO_ROWS_ON_HOST = 1 << 18
@@ -427,7 +427,12 @@ def pool_sizes(
     """
     row_bytes = [-(-layout.width // 4) * 16 + INDEX_BYTES for layout in layouts]
     tables = [layout.num_tables for layout in layouts]
-    memory = _memory(device_memory, device, sharing)
+    memory = memory_size(
+        "device_memory",
+        device_memory,
+        auto=AUTO_SHARE,
+        free=lambda: _free_memory(device) / sharing,
+    )
     of_table = int(memory // sum(b * t for b, t in zip(row_bytes, tables, strict=True)))
     slots = [max(1, of_table * t) for t in tables]
     if device_memory == "auto":
@@ -441,30 +446,6 @@ def pools_on_one_device(device: torch.device, ranks: int) -> int:
     """Ranks of this machine that share a device."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", str(ranks)))
     return -(-local // max(1, torch.cuda.device_count())) if device.type == "cuda" else local
-
-
-def _memory(device_memory: str, device: torch.device, sharing: int) -> float:
-    """Bytes for all pools of this process."""
-    text = device_memory.strip().lower()
-    unit = text[-2:] if text[-2:] in _UNITS else ""
-    try:
-        number = AUTO_SHARE if text == "auto" else float(text.removesuffix(unit))
-    except ValueError:
-        number = 0.0
-    if unit and number > 0:
-        return number * _UNITS[unit]
-    if 0 < number < 1:
-        return number * _free_memory(device) / sharing
-    raise ConfigError(
-        f"device_memory is {device_memory!r}; use 'auto', a size such as '40GB', or a share of the "
-        "free memory such as '0.4'"
-    )
-
-
-def _size(num_bytes: int) -> str:
-    """Memory in the words of `device_memory`."""
-    unit = next((u for u in ("tb", "gb", "mb") if num_bytes >= _UNITS[u]), "kb")
-    return f"{num_bytes / _UNITS[unit]:.3g} {unit.upper()}"
 
 
 def _free_memory(device: torch.device) -> int:

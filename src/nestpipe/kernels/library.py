@@ -256,6 +256,8 @@ class Status(IntEnum):
     REPEATED_KEY = 3
     DEFECT = 4
     UNKNOWN_OPTIMIZER = 5
+    FILE_FAILED = 6
+    FILE_DAMAGED = 7
 
 
 class StoreReport(ctypes.Structure):
@@ -283,6 +285,26 @@ class StoreShape(ctypes.Structure):
     )
 
 
+class SsdShape(ctypes.Structure):
+    """What a store with a file is opened with, besides its shape."""
+
+    _fields_ = tuple(
+        (name, c_int64) for name in ("file", "align", "cache_bytes", "segment_bytes", "depth")
+    )
+
+
+class SsdCounters(ctypes.Structure):
+    """What a store with a file has read and written so far, and how large it is."""
+
+    _fields_ = tuple(
+        (name, c_int64)
+        for name in (
+            *("rows_hit", "rows_read", "bytes_read", "rows_written", "bytes_written"),
+            *("rows_moved", "file_bytes", "cached_rows", "cache_rows"),
+        )
+    )
+
+
 # Addresses of tensors and of the store itself travel as void pointers.
 _SIGNATURES = {
     "nestpipe_memory_left": (c_int64, [c_char_p, c_char_p]),
@@ -305,6 +327,20 @@ _SIGNATURES = {
         [c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64],
     ),
     "nestpipe_store_keys": (c_int64, [c_void_p, c_int64, c_void_p, c_int64]),
+    "nestpipe_ssd_open": (c_void_p, [POINTER(StoreShape), POINTER(SsdShape), c_int64]),
+    "nestpipe_ssd_close": (None, [c_void_p]),
+    "nestpipe_ssd_index": (c_void_p, [c_void_p]),
+    "nestpipe_ssd_gather": (
+        c_int,
+        [*[c_void_p] * 4, c_int64, POINTER(c_int64), POINTER(StoreReport)],
+    ),
+    "nestpipe_ssd_scatter": (c_int, [*[c_void_p] * 4, POINTER(StoreReport)]),
+    "nestpipe_ssd_erase": (
+        c_int,
+        [*[c_void_p] * 3, POINTER(c_int64), POINTER(StoreReport)],
+    ),
+    "nestpipe_ssd_num_bytes": (c_int64, [c_void_p]),
+    "nestpipe_ssd_counters": (None, [c_void_p, POINTER(SsdCounters)]),
     "nestpipe_cluster": (c_int, [c_void_p, c_void_p]),
     "nestpipe_request": (c_int, [c_void_p, c_void_p]),
     "nestpipe_window": (c_int, [c_void_p, c_void_p]),

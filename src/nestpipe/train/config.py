@@ -9,7 +9,7 @@ from typing import Literal
 
 from nestpipe.config import RateOptions, Table, not_negative, positive
 from nestpipe.config.rates import first_match, rates_of, refuse_idle
-from nestpipe.config.values import fit_leaf, known_words
+from nestpipe.config.values import fit_leaf, known_words, memory_size
 from nestpipe.deprecated import renamed_fields
 from nestpipe.errors import ConfigError
 from nestpipe.schedule import (
@@ -295,6 +295,15 @@ class ExecutionSettings:
     """What the device can do at most, for the MFU that the run prints; 0: by the GPU's name."""
     store_threads: int = 0
     """Threads of the host store; 0: as many as torch uses."""
+    store: Literal["host", "ssd"] = "host"
+    """Where rows live that no batch uses: in host memory, or in a file with the hot ones in memory.
+    The result is the same, bit for bit."""
+    store_path: str = ""
+    """With store `ssd`: a folder on a local SSD. The file there is scratch space and goes with the
+    run."""
+    host_memory: str = "auto"
+    """With store `ssd`: memory of each rank for hot rows; a size such as `8GB`, a share of what is
+    free such as `0.4`, or `auto`, which takes half of it. The index of keys comes on top."""
     non_finite: Literal["stop", "skip", "clip"] = "stop"
     """When a gradient is NaN or inf. `stop`: end the run and keep the batch; `skip`: that row, or
     all dense weights, get no gradient in this batch; `clip`: such numbers count as 0."""
@@ -309,6 +318,13 @@ class ExecutionSettings:
         positive("lifecycle_every", self.lifecycle_every)
         not_negative("store_threads", self.store_threads)
         not_negative("peak_tflops", self.peak_tflops)
+        memory_size("host_memory", self.host_memory, auto=0.5, free=lambda: 1.0)
+        if self.store == "ssd" and not self.store_path:
+            raise ConfigError(
+                "store is 'ssd' but store_path is empty; name a folder on a local SSD there"
+            )
+        if self.store == "ssd" and not self.native:
+            raise ConfigError("store is 'ssd', which needs native code; set native = true")
 
 
 @dataclass(frozen=True, kw_only=True)

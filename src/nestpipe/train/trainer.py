@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -25,7 +26,7 @@ from nestpipe.embedding.optimizers import RowOptimizer, row_optimizer
 from nestpipe.embedding.pool import RowPool, pool_sizes, pools_on_one_device
 from nestpipe.embedding.routing.lists import owner_of
 from nestpipe.embedding.sharded import ShardedTables
-from nestpipe.embedding.store import RowStore, open_store
+from nestpipe.embedding.store import RowStore, SsdOptions, open_store, ssd_options
 from nestpipe.embedding.store.protocol import ReadOnlyRows
 from nestpipe.embedding.table_groups import TableGroup, group_tables, mean_features
 from nestpipe.errors import ConfigError
@@ -116,18 +117,7 @@ class Trainer:
             _refuse_whole_decay(group.tuned(self.row_optimizer), group)
         self.dense_optimizer = _dense_optimizer(self.model, self.settings.dense)
         self._pools: list[RowPool] = []
-        self._stores = [
-            TrackedStore(
-                open_store(
-                    group.layout(
-                        self.row_optimizer, seed=self.settings.seed, ranks=self.mesh.shards.size
-                    ),
-                    native=self.settings.native,
-                    threads=self.settings.store_threads or None,
-                )
-            )
-            for group in self.groups
-        ]
+        self._stores = [TrackedStore(store) for store in self._open_stores()]
         self.lifecycle = self._open_lifecycle()
         """What is known of rows whose tables have a policy; None: no table has one."""
         self.on_evicted: Callable[[int, dict[str, Tensor]], None] = lambda step, keys: None
@@ -165,6 +155,22 @@ class Trainer:
         """Asked before each batch: whether to end after those that have begun."""
         self.stopped = False
         """Whether some rank wanted that, so that all have ended."""
+
+    def _open_stores(self) -> list[RowStore]:
+        settings, shards = self.settings, self.mesh.shards.size
+        layouts = [
+            group.layout(self.row_optimizer, seed=settings.seed, ranks=shards)
+            for group in self.groups
+        ]
+        ssd: Sequence[SsdOptions | None] = [None] * len(layouts)
+        if settings.store == "ssd":
+            sharing = int(os.environ.get("LOCAL_WORLD_SIZE", str(self.comm.size)))
+            ssd = ssd_options(settings.store_path, settings.host_memory, layouts, sharing)
+        threads = settings.store_threads or None
+        return [
+            open_store(layout, native=settings.native, threads=threads, ssd=options)
+            for layout, options in zip(layouts, ssd, strict=True)
+        ]
 
     def placed(self, plan: Plan) -> Plan:
         """The plan as it runs here.

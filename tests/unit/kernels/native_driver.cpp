@@ -12,6 +12,7 @@
 
 #include "common/abi.h"
 #include "clustering/cluster.h"
+#include "ssd/ssd_store.h"
 
 namespace {
 
@@ -121,6 +122,53 @@ void run(int64_t dim, int64_t state_dim, int64_t bfloat16, int64_t batches) {
   nestpipe_store_close(world.store);
 }
 
+// The same for a store with a file: few rows fit into memory, so they leave it all the time.
+void run_ssd(int64_t dim, int64_t state_dim, int64_t bfloat16, int64_t rows_in_memory) {
+  const uint64_t seeds[kTables] = {1, 2, 3};
+  const double stds[kTables] = {0.01, 0.1, 1.0};
+  const int64_t limits[kTables] = {0, 0, 0};
+  const nestpipe::Shape shape{kTables, dim, state_dim, bfloat16, -1.0f, seeds, stds, limits};
+  std::FILE* file = std::tmpfile();
+  require(file != nullptr, "no file");
+  const int64_t width = dim + state_dim;
+  const nestpipe::SsdShape ssd{fileno(file), 4096, rows_in_memory * (width * 4 + 40), 8192, 3};
+  nestpipe::SsdStore* store = nestpipe_ssd_open(&shape, &ssd, 2);
+  require(store != nullptr, "no store");
+  std::vector<std::thread> threads;
+  for (int64_t w = 0; w < kWriters; ++w) {
+    threads.emplace_back([=] {
+      std::mt19937_64 random(static_cast<uint64_t>(w));
+      std::vector<int64_t> counts(kTables);
+      for (int64_t b = 1; b <= 6; ++b) {
+        const auto keys = draw(random, w, counts);
+        std::vector<float> rows(keys.size() * static_cast<size_t>(width), float(b));
+        nestpipe::Report report{};
+        int64_t number = 0;
+        require(nestpipe_ssd_scatter(store, keys.data(), counts.data(), rows.data(), &report) ==
+                    nestpipe::kOk,
+                "scatter failed");
+        require(nestpipe_ssd_gather(store, keys.data(), counts.data(), rows.data(), b % 2,
+                                    &number, &report) == nestpipe::kOk,
+                "gather failed");
+        require(number == 0, "a row was lost");
+        for (const float value : rows) require(value == float(b), "a row of somebody else");
+        if (b % 3 != 0) continue;
+        require(nestpipe_ssd_erase(store, keys.data(), counts.data(), &number, &report) ==
+                    nestpipe::kOk,
+                "erase failed");
+        require(number == static_cast<int64_t>(keys.size()), "rows were not erased");
+      }
+    });
+  }
+  for (auto& thread : threads) thread.join();
+  nestpipe::SsdCounters counters{};
+  nestpipe_ssd_counters(store, &counters);
+  require(counters.rows_written > 0 && counters.rows_read > 0, "no row left memory");
+  require(nestpipe_ssd_num_bytes(store) > 0, "bytes are missing");
+  nestpipe_ssd_close(store);
+  std::fclose(file);
+}
+
 // Samples with few, many and no keys, cut into parts of which some are empty.
 void cluster(int64_t samples, int64_t parts) {
   std::mt19937_64 random(static_cast<uint64_t>(samples + parts));
@@ -154,6 +202,8 @@ int main() {
   run(511, 1, 0, 6);  // whole cache lines, enough of them to be written past the caches
   run(5, 2, 1, 20);   // bfloat16, odd
   run(7, 1, 0, 20);
+  run_ssd(7, 1, 0, 500);
+  run_ssd(5, 2, 1, 0);
   for (const int64_t parts : {1, 7, 16, 33, 100}) {
     for (const int64_t samples : {0, 1, 60, 1100}) cluster(samples, parts);
   }

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -51,7 +51,7 @@ class NativeStore:
         self._library = library()
         self._process = os.getpid()
         self._pinned = [PinnedMemory() for _ in range(layout.num_tables)]
-        shape = _shape(layout)
+        shape = native_shape(layout)
         self._address = self._library.nestpipe_store_open(ctypes.byref(shape), self.threads)
         if self._address is None:
             raise CapacityError(
@@ -70,7 +70,7 @@ class NativeStore:
         check_rows(self.layout, keys_K, counts, out_KW)
         num_new = ctypes.c_int64()
         status = self._library.nestpipe_store_gather(
-            self._open, keys_K.data_ptr(), _int64s(counts), out_KW.data_ptr(), num_new
+            self._open, keys_K.data_ptr(), int64s(counts), out_KW.data_ptr(), num_new
         )
         self._raise(status, StoreReport(), keys_K)
         return num_new.value
@@ -96,7 +96,7 @@ class NativeStore:
         addresses_K = torch.empty_like(keys_K)
         num_new = ctypes.c_int64()
         status = self._library.nestpipe_store_locate(
-            self._open, keys_K.data_ptr(), _int64s(counts), addresses_K.data_ptr(), num_new
+            self._open, keys_K.data_ptr(), int64s(counts), addresses_K.data_ptr(), num_new
         )
         self._raise(status, StoreReport(), keys_K)
         return RowPointers(addresses_K, self.layout.width)
@@ -129,7 +129,7 @@ class NativeStore:
         check_rows(self.layout, keys_K, counts, rows_KW)
         report = StoreReport()
         status = self._library.nestpipe_store_scatter(
-            self._open, keys_K.data_ptr(), _int64s(counts), rows_KW.data_ptr(), report
+            self._open, keys_K.data_ptr(), int64s(counts), rows_KW.data_ptr(), report
         )
         self._raise(status, report, keys_K)
 
@@ -137,7 +137,7 @@ class NativeStore:
         check_keys(self.layout, keys_K, counts)
         report, erased = StoreReport(), ctypes.c_int64()
         status = self._library.nestpipe_store_erase(
-            self._open, keys_K.data_ptr(), _int64s(counts), erased, report
+            self._open, keys_K.data_ptr(), int64s(counts), erased, report
         )
         self._raise(status, report, keys_K)
         return erased.value
@@ -154,14 +154,7 @@ class NativeStore:
 
         Keys are those at the start of a table's turn, rows those at the time of their chunk.
         """
-        for table in range(self.layout.num_tables):
-            keys = torch.from_numpy(self._sorted_keys(table))
-            counts = [0] * self.layout.num_tables
-            for keys_K in keys.split(chunk) if len(keys) else ():
-                counts[table] = len(keys_K)
-                rows_KW = torch.empty(len(keys_K), self.layout.width)
-                self.gather(keys_K, counts, rows_KW)
-                yield table, keys_K, rows_KW
+        return exported(self.layout, self._open, self.gather, chunk)
 
     def close(self) -> None:
         # A forked child has the memory but not the threads that `close` waits for.
@@ -179,14 +172,6 @@ class NativeStore:
         if self._address is None:
             raise ValueError("the store is closed")
         return self._address
-
-    def _sorted_keys(self, table: int) -> np.ndarray:
-        room = self._library.nestpipe_store_num_rows(self._open, table)
-        keys = np.empty(room, np.int64)
-        found = self._library.nestpipe_store_keys(self._open, table, keys.ctypes.data, room)
-        keys = keys[:found]  # a scatter in between is not seen, an erase is
-        keys.sort()
-        return keys
 
     def _raise(self, status: int, report: StoreReport, keys_K: Tensor) -> None:
         match status:
@@ -206,7 +191,34 @@ class NativeStore:
                 raise AssertionError(f"the native store answered {status}")
 
 
-def _shape(layout: StoreLayout) -> StoreShape:
+def exported(
+    layout: StoreLayout,
+    address: int,
+    gather: Callable[[Tensor, Sequence[int], Tensor], int],
+    chunk: int,
+) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Every row of the keys in the native store at an address, as `gather` reads it."""
+    for table in range(layout.num_tables):
+        keys = torch.from_numpy(_sorted_keys(address, table))
+        counts = [0] * layout.num_tables
+        for keys_K in keys.split(chunk) if len(keys) else ():
+            counts[table] = len(keys_K)
+            rows_KW = torch.empty(len(keys_K), layout.width)
+            gather(keys_K, counts, rows_KW)
+            yield table, keys_K, rows_KW
+
+
+def _sorted_keys(address: int, table: int) -> np.ndarray:
+    room = library().nestpipe_store_num_rows(address, table)
+    keys = np.empty(room, np.int64)
+    found = library().nestpipe_store_keys(address, table, keys.ctypes.data, room)
+    keys = keys[:found]  # a scatter in between is not seen, an erase is
+    keys.sort()
+    return keys
+
+
+def native_shape(layout: StoreLayout) -> StoreShape:
+    """What native code must know of a layout."""
     tables = layout.num_tables
     return StoreShape(
         num_tables=tables,
@@ -216,9 +228,10 @@ def _shape(layout: StoreLayout) -> StoreShape:
         state_init=layout.state_init,
         seeds=(ctypes.c_uint64 * tables)(*(seed & MASK for seed in layout.table_seeds)),
         stds=(ctypes.c_double * tables)(*layout.init_stds),
-        max_rows=_int64s(layout.max_rows or [0] * tables),
+        max_rows=int64s(layout.max_rows or [0] * tables),
     )
 
 
-def _int64s(values: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
+def int64s(values: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
+    """Numbers as native code reads them."""
     return (ctypes.c_int64 * len(values))(*values)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -59,6 +60,20 @@ class StoreLayout:
     @property
     def num_tables(self) -> int:
         return len(self.table_seeds)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SsdOptions:
+    """Rows beyond host memory: where, and how much of them stays in memory."""
+
+    folder: Path
+    """On a local SSD; the file there has no name and goes with its process."""
+    cache_bytes: int
+    """Memory for rows, 24 bytes beside each included; the index of all keys comes on top."""
+    depth: int = 32
+    """Reads and writes at the same time."""
+    segment_bytes: int = 1 << 16
+    """What is written at once."""
 
 
 class RowLocator(Protocol):

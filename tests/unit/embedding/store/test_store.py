@@ -1,10 +1,12 @@
-"""The native host store and its plain twin agree bit for bit, and refuse what they must."""
+"""All stores agree bit for bit with the plain one, and refuse what they must."""
 
 import os
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
+from tempfile import gettempdir
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nestpipe.embedding.store import open_store
+from nestpipe.embedding.store import RowStore, SsdOptions, open_store
 from nestpipe.embedding.store.host import NativeStore
 from nestpipe.embedding.store.protocol import (
     StoreLayout,
@@ -22,13 +24,16 @@ from nestpipe.embedding.store.protocol import (
     round_to_bfloat16,
 )
 from nestpipe.embedding.store.reference import PlainStore
+from nestpipe.embedding.store.ssd import FRAME_BYTES, row_bytes
 from nestpipe.errors import CapacityError, ConfigError
 from support.examples import examples
 
 # Shapes: K keys, W width of a row as it travels
 
 EDGES = [0, -1, 1, 2**63 - 1, -(2**63), -(2**63) + 1, 2**32, -(2**32)]
-BOTH = pytest.mark.parametrize("native", [True, False], ids=["native", "plain"])
+ALL = pytest.mark.parametrize("kind", ["native", "plain", "ssd"])
+ROWS_IN_MEMORY = 5
+"""Of a store with a file: so few that rows leave memory all the time."""
 
 
 def layout(dim: int = 4, state_dim: int = 1, tables: int = 1, **more) -> StoreLayout:
@@ -40,6 +45,15 @@ def layout(dim: int = 4, state_dim: int = 1, tables: int = 1, **more) -> StoreLa
         state_init=0.25,
         **more,
     )
+
+
+def opened(kind: str, of: StoreLayout) -> RowStore:
+    """A store of that kind; one with a file has room for few rows, and small segments."""
+    if kind != "ssd":
+        return open_store(of, native=kind == "native", threads=2)
+    cache_bytes = ROWS_IN_MEMORY * (row_bytes(of) + FRAME_BYTES)
+    options = SsdOptions(folder=Path(gettempdir()), cache_bytes=cache_bytes, depth=3)
+    return open_store(of, native=True, threads=2, ssd=replace(options, segment_bytes=4096))
 
 
 def twins(of: StoreLayout) -> tuple[NativeStore, PlainStore]:
@@ -103,28 +117,30 @@ steps = st.lists(
     chunk=st.integers(1, 50),
 )
 @examples("more")
-def test_any_sequence_of_calls_leaves_the_twins_equal(steps, dim, state_dim, dtype, chunk):
-    native, plain = twins(layout(dim, state_dim, tables=3, dtype=dtype))
+@pytest.mark.parametrize("kind", ["native", "ssd"])
+def test_any_sequence_of_calls_leaves_the_twins_equal(steps, dim, state_dim, dtype, chunk, kind):
+    of = layout(dim, state_dim, tables=3, dtype=dtype)
+    store, plain = opened(kind, of), PlainStore(of)
     for call, lists, seed in steps:
         keys, counts = batch_of(lists)
         if call == "gather":
-            (rows, fresh), (other, other_fresh) = (gather(s, keys, counts) for s in (native, plain))
+            (rows, fresh), (other, other_fresh) = (gather(s, keys, counts) for s in (store, plain))
             assert fresh == other_fresh
             assert same_bits(rows, other)
         elif call == "scatter":
             keys, counts = batch_of([list(dict.fromkeys(part)) for part in lists])
-            rows = bits_as_rows(len(keys), native.layout.width, seed)
-            native.scatter(keys, counts, rows)
+            rows = bits_as_rows(len(keys), store.layout.width, seed)
+            store.scatter(keys, counts, rows)
             plain.scatter(keys, counts, rows)
         else:
-            native = moved(native, chunk)
-        assert native.num_rows() == plain.num_rows()
-    assert_same_contents(native, plain, chunk)
+            store = moved(store, opened(kind, of), chunk)
+        assert store.num_rows() == plain.num_rows()
+    assert_same_contents(store, plain, chunk)
+    store.close()
 
 
-def moved(store: NativeStore, chunk: int) -> NativeStore:
+def moved(store: RowStore, fresh: RowStore, chunk: int) -> RowStore:
     """The same rows in a new store."""
-    fresh = NativeStore(store.layout, threads=1)
     for table, keys, rows in store.export(chunk):
         counts = [0] * store.layout.num_tables
         counts[table] = len(keys)
@@ -163,9 +179,9 @@ def test_a_table_of_three_hundred_thousand_rows_returns_each_of_them():
     assert gather(store, keys + 1, [len(keys)])[1] == 300_000
 
 
-@BOTH
-def test_reading_inserts_nothing_and_counts_repeats(native):
-    store = open_store(layout(tables=2), native=native)
+@ALL
+def test_reading_inserts_nothing_and_counts_repeats(kind):
+    store = opened(kind, layout(tables=2))
     keys = torch.tensor([5, 5, 9, 5])
     rows, num_new = gather(store, keys, [3, 1])
     assert num_new == 4
@@ -226,9 +242,9 @@ def test_bfloat16_is_rounded_like_torch_does():
     assert same_bits(ours, values.bfloat16().float())
 
 
-@BOTH
-def test_a_full_table_refuses_and_nothing_changes(native):
-    store = open_store(layout(tables=2, max_rows=(0, 10)), native=native)
+@ALL
+def test_a_full_table_refuses_and_nothing_changes(kind):
+    store = opened(kind, layout(tables=2, max_rows=(0, 10)))
     first = torch.arange(18)
     store.scatter(first, [10, 8], torch.ones(18, 5))
     before, size = contents(store), store.num_bytes()
@@ -245,7 +261,7 @@ def test_a_full_table_refuses_and_nothing_changes(native):
     ):
         assert torch.equal(keys_before, keys_now)
         assert torch.equal(rows_before, rows_now)
-    assert store.num_bytes() == size
+    assert store.num_bytes() == size or kind == "ssd"
     store.scatter(torch.tensor([10, 20, 21]), [0, 3], torch.zeros(3, 5))
     assert store.num_rows() == [10, 10]
     store.scatter(torch.tensor([10, 20]), [0, 2], torch.ones(2, 5))
@@ -298,24 +314,24 @@ def run_python(code: str):
     )
 
 
-@BOTH
+@ALL
 @pytest.mark.parametrize("keys", [[4, 4], [*range(500), 3], [-(2**63), 1, -(2**63)]])
-def test_a_repeated_key_is_refused_before_anything_is_stored(native, keys):
-    store = open_store(layout(tables=2), native=native)
+def test_a_repeated_key_is_refused_before_anything_is_stored(kind, keys):
+    store = opened(kind, layout(tables=2))
     batch = torch.tensor([1, *keys])
     with pytest.raises(ValueError, match="table 1 comes twice"):
         store.scatter(batch, [1, len(keys)], torch.zeros(len(batch), 5))
     assert store.num_rows() == [0, 0]
 
 
-@BOTH
-def test_the_same_key_in_two_tables_is_two_rows(native):
-    store = open_store(layout(tables=2), native=native)
+@ALL
+def test_the_same_key_in_two_tables_is_two_rows(kind):
+    store = opened(kind, layout(tables=2))
     store.scatter(torch.tensor([3, 3]), [1, 1], torch.tensor([[1.0] * 5, [2.0] * 5]))
     assert gather(store, torch.tensor([3, 3]), [1, 1])[0][:, 0].tolist() == [1.0, 2.0]
 
 
-@BOTH
+@ALL
 @pytest.mark.parametrize(
     ("keys", "counts", "rows"),
     [
@@ -329,8 +345,8 @@ def test_the_same_key_in_two_tables_is_two_rows(native):
         (torch.zeros(2, dtype=torch.int64), [3, -1], torch.zeros(2, 5)),
     ],
 )
-def test_arguments_that_do_not_fit_are_refused(native, keys, counts, rows):
-    store = open_store(layout(tables=2), native=native)
+def test_arguments_that_do_not_fit_are_refused(kind, keys, counts, rows):
+    store = opened(kind, layout(tables=2))
     with pytest.raises(ValueError, match=r"must be|counts"):
         store.scatter(keys, counts, rows)
     with pytest.raises(ValueError, match=r"must be|counts"):
@@ -345,9 +361,9 @@ def test_a_layout_that_contradicts_itself_is_refused(wrong):
         NativeStore(layout(**{"tables": 2, **wrong}))
 
 
-@BOTH
-def test_nothing_to_do_is_fine(native):
-    store = open_store(layout(), native=native)
+@ALL
+def test_nothing_to_do_is_fine(kind):
+    store = opened(kind, layout())
     empty = torch.empty(0, dtype=torch.int64)
     store.scatter(empty, [0], torch.empty(0, 5))
     assert gather(store, empty, [0])[1] == 0
@@ -542,8 +558,9 @@ def test_every_row_lies_in_a_known_piece_of_memory_and_pieces_are_only_added():
     crowded=st.booleans(),
 )
 @examples("more")
-def test_after_any_scatters_and_erases_both_stores_hold_what_a_dict_holds(steps, crowded):
-    stores = twins(layout(3, 1, tables=2))
+def test_after_any_scatters_and_erases_all_stores_hold_what_a_dict_holds(steps, crowded):
+    of = layout(3, 1, tables=2)
+    stores = [*twins(of), opened("ssd", of)]
     model: dict[tuple[int, int], Tensor] = {}
     for call, lists, seed in steps:
         # Few different keys meet again, so that erased ones come back and places are used again.
@@ -573,9 +590,9 @@ def test_after_any_scatters_and_erases_both_stores_hold_what_a_dict_holds(steps,
         assert all(same_bits(held[key], model[key]) for key in model)
 
 
-@BOTH
-def test_an_erased_key_begins_again_with_its_first_value(native):
-    store = open_store(layout(), native=native)
+@ALL
+def test_an_erased_key_begins_again_with_its_first_value(kind):
+    store = opened(kind, layout())
     keys, counts = batch_of([[1, 2, 3]])
     first, _ = gather(store, keys, counts)
     store.scatter(keys, counts, torch.ones(3, 5))
@@ -612,9 +629,9 @@ def test_many_erased_rows_leave_all_others_where_they_are_and_their_room_is_used
     assert store._chunks(0, 0) == memory
 
 
-@BOTH
-def test_a_key_to_erase_that_comes_twice_is_refused_and_nothing_goes(native):
-    store = open_store(layout(), native=native)
+@ALL
+def test_a_key_to_erase_that_comes_twice_is_refused_and_nothing_goes(kind):
+    store = opened(kind, layout())
     keys, counts = batch_of([[4, 5, 4]])
     store.scatter(keys[:2], [2], torch.ones(2, 5))
     with pytest.raises(ValueError, match="key 4 of table 0 comes twice"):

@@ -14,6 +14,8 @@ enum Status : int {
   kRepeatedKey = 3,  // a key came twice in one scatter or erase: table and key say which
   kDefect = 4,       // an exception that should not exist
   kUnknownOptimizer = 5,  // a row optimizer that this library has no code for
+  kFileFailed = 6,   // key: read (0), write (1) or grow (2) failed; asked: errno
+  kFileDamaged = 7,  // a row in the file is not the one that was written, or the file is shorter
 };
 
 // Filled where a call does not return kOk.

@@ -32,12 +32,17 @@ Store::Store(const Shape& shape, int64_t num_threads)
   }
 }
 
-void Store::first_row(const Table& table, int64_t key, float* out) const {
+void make_first_row(const RowForm& form, float state_init, const Table& table, int64_t key,
+                    float* out) {
   first_weights(table.seed, key, table.spread, form.dim, out);
   if (form.bfloat16) {
     for (int64_t i = 0; i < form.dim; ++i) out[i] = from_bfloat16(to_bfloat16(out[i]));
   }
   std::fill(out + form.dim, out + form.width(), state_init);
+}
+
+void Store::first_row(const Table& table, int64_t key, float* out) const {
+  make_first_row(form, state_init, table, key, out);
 }
 
 }  // namespace nestpipe

@@ -42,6 +42,10 @@ struct Scratch {
   size_t num_bytes() const;
 };
 
+// Weights and state of a row that was never stored, as the store would give them back.
+void make_first_row(const RowForm& form, float state_init, const Table& table, int64_t key,
+                    float* out);
+
 struct Store {
   Store(const Shape& shape, int64_t num_threads);
 
