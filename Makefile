@@ -24,7 +24,7 @@ VERIFY := verify --plan nested --ranks 2 --steps 8 --set pipeline.micro_batches=
 TRAIN := train --ranks 2 --set data.synthetic.samples=1500000
 TRAIN_BRIEFLY := train --ranks 2 --set data.synthetic.samples=100000 --set pipeline.micro_batches=2
 
-.PHONY: demo test test-long slowest mutants mutmut check lint docs bench-deps clean
+.PHONY: demo test test-long slowest mutants mutmut fuzz check lint docs bench-deps clean
 
 demo: $(READY)
 	@mkdir -p $(dir $(PICTURE))
@@ -54,6 +54,11 @@ slowest: $(READY)
 # Known mistakes, each of which a test must notice (tests/mutants/mutants.toml).
 mutants: $(READY)
 	$(BIN)/python tools/mutants.py
+
+# Files and texts that are almost right, ten minutes for each reader; SECONDS=60 for less.
+SECONDS ?= 600
+fuzz: $(READY)
+	$(BIN)/python tools/fuzz.py --reader all --seconds $(SECONDS)
 
 # Random mistakes in the modules that pyproject.toml names; for a nightly run, since it takes hours.
 # `$(MUTMUT) browse` shows the survivors. It comes with a pytest that it can read, in its own folder.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,24 +13,31 @@ import pytest
 from nestpipe.checkpoint.folder import Checkpoint, newest
 from nestpipe.checkpoint.merging import difference
 from ranks.restart_program import STEPS
-from support.examples import num_examples
+from support.examples import is_long, num_examples
 
 PROGRAM = Path(__file__).parent / "restart_program.py"
-RANKS, KILLS_EACH = 2, 2
+RANKS = 2
+KILLS_EACH = 5 if is_long() else 2
 
 
-def launched(folder: Path, seed: int, kills: int) -> Checkpoint:
-    """The last checkpoint of a run whose ranks are killed so many times."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS)]
-    torchrun += ["--max-restarts", str(kills), str(PROGRAM), str(folder), str(seed), str(kills)]
-    done = subprocess.run(
+def launched(
+    folder: Path, seed: int, kills: int, *, ranks: int = RANKS, restarts: int | None = None
+) -> subprocess.CompletedProcess[str]:
+    """A run whose ranks are killed so many times, and as often started again."""
+    restarts = kills if restarts is None else restarts
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+    torchrun += ["--max-restarts", str(restarts), str(PROGRAM), str(folder), str(seed), str(kills)]
+    return subprocess.run(
         torchrun,
         capture_output=True,
         text=True,
         check=False,
-        timeout=600,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
+
+
+def last_of(folder: Path, done: subprocess.CompletedProcess[str], kills: int) -> Checkpoint:
+    """The last checkpoint of a run that ended by itself after so many kills."""
     assert done.returncode == 0, done.stderr
     assert kills == done.stderr.count("exitcode: -9"), done.stderr
     found = newest(folder)
@@ -38,8 +46,28 @@ def launched(folder: Path, seed: int, kills: int) -> Checkpoint:
     return found
 
 
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    folder = tmp_path_factory.mktemp("straight")
+    return last_of(folder, launched(folder, 0, 0), 0)
+
+
 @pytest.mark.parametrize("seed", range(-(-num_examples("restarts") // KILLS_EACH)))
-def test_killed_ranks_come_back_by_themselves_bit_for_bit(tmp_path: Path, seed: int):
-    straight = launched(tmp_path / "straight", seed, 0)
-    killed = launched(tmp_path / "killed", seed, KILLS_EACH)
-    assert difference(straight, killed).same_state
+def test_killed_ranks_come_back_by_themselves_bit_for_bit(
+    tmp_path: Path, seed: int, straight: Checkpoint
+):
+    done = launched(tmp_path, seed, KILLS_EACH)
+    assert difference(straight, last_of(tmp_path, done, KILLS_EACH)).same_state
+
+
+@pytest.mark.skipif(not is_long(), reason="starts a dozen processes; set NESTPIPE_EXAMPLES=long")
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_another_number_of_ranks_goes_on_and_comes_back_too(tmp_path: Path, ranks: int):
+    """The launch line of a smaller or larger machine, which is killed as well."""
+    done = launched(tmp_path / "run", 7, 1, restarts=0)
+    assert done.returncode != 0
+    shutil.copytree(tmp_path / "run", tmp_path / "straight")
+    of_run = launched(tmp_path / "run", 8, 2, ranks=ranks)
+    of_straight = launched(tmp_path / "straight", 8, 0, ranks=ranks)
+    found = last_of(tmp_path / "run", of_run, 2)
+    assert difference(last_of(tmp_path / "straight", of_straight, 0), found).same_state

@@ -18,13 +18,20 @@ COUNTS = {
     "many": 150,
     "most": 300,
     "bit flips": 200,
+    "damage": 1000,
     "restarts": 2,
     "faults": 5,
-    "crashes": 8,
-    "two trainers": 5,
+    "crashes": 3,
+    "two trainers": 3,
+    "fuzz": 12,
 }
 """Slow worlds take few; what costs microseconds takes many."""
 PROFILES = {"default": 1, "long": 20}
+
+
+def is_long() -> bool:
+    """Whether the profile for a nightly run is in force."""
+    return os.environ.get("NESTPIPE_EXAMPLES", "default") == "long"
 
 
 def num_examples(count: str) -> int:

@@ -119,15 +119,16 @@ def write_manifest(folder: Path, manifest: Manifest) -> Manifest:
     del body["hash"]
     text = _render(body)
     write_bytes(folder / MANIFEST, iter([text]))
-    return _built({**body, "hash": _hash_of_body(body)})
+    return _built({**body, "hash": hash_of_body(body)})
 
 
 def _render(body: Json) -> bytes:
-    whole = {"format": FORMAT, "hash": _hash_of_body(body), **body}
+    whole = {"format": FORMAT, "hash": hash_of_body(body), **body}
     return json.dumps(whole, indent=1, allow_nan=False).encode() + b"\n"
 
 
-def _hash_of_body(body: Json) -> str:
+def hash_of_body(body: Json) -> str:
+    """The hash that a manifest carries of its own text."""
     return hashlib.new(HASH, json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
@@ -147,7 +148,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
         )
     said = whole.pop("hash", None)
     # The text itself must be the one that was written: a flipped bit in a space is damage, too.
-    if said != _hash_of_body(whole) or text != _render(whole):
+    if said != hash_of_body(whole) or text != _render(whole):
         raise damaged(path, "its contents are not those that were written")
     try:
         return _built({**whole, "hash": said})

@@ -21,7 +21,9 @@ from nestpipe.errors import RunError
 CULPRIT_FIRST_S = 1.0
 """A survivor ends this much later, so that the launcher sees and reports who failed first."""
 GRACE_S = 2.0
-"""How long survivors wait for each other's reports."""
+"""How long survivors wait for each other's reports ..."""
+ANSWER_S = GRACE_S + 3.0
+"""... and for the store that holds them."""
 
 
 class CollectiveState:
@@ -140,13 +142,23 @@ class LostPeers:
         `members` are the ranks that take part in the collective; a rank outside that one of them
         waited for is named too, for it may be the one that was lost.
         """
-        reports: dict[int, _Report] = {}
-        doubts = []
-        try:
-            self._report(call, members)
-            self._collect(members, reports)
-        except RuntimeError:
-            doubts = ["the store of reports is gone, with the rank that held it"]
+        found: dict[int, _Report] = {}
+        doubts: list[str] = []
+
+        def ask() -> None:
+            try:
+                self._report(call, members)
+                self._collect(members, found)
+            except RuntimeError:
+                doubts.append("the store of reports is gone, with the rank that held it")
+
+        # Where the link to the store is cut, its calls wait for the network to give up: minutes.
+        asking = threading.Thread(target=ask, name="nestpipe-lost-peers", daemon=True)
+        asking.start()
+        asking.join(ANSWER_S)
+        if asking.is_alive():
+            doubts.append("the store of reports does not answer")
+        reports = dict(found)
         silent = sorted(self._waited_for(members, reports) - reports.keys())
         elsewhere = {r: told.call for r, told in sorted(reports.items()) if told.call != call}
         facts = [

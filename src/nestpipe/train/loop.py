@@ -90,6 +90,8 @@ def claimed(folder: str, comm: Communicator) -> Generator[None]:
         def claim() -> None:
             if folder and comm.rank == 0:
                 held.enter_context(disk.locked(Path(folder)))
+                with disk.explained(f"to {folder!r}"):
+                    disk.remove_leftovers(Path(folder))
                 disk.check_writable(Path(folder))
 
         raise_everywhere(comm, claim)
@@ -316,6 +318,8 @@ class RunCheckpoints:
             self.wait()
             if self.last is None:  # its parent was lost
                 self._save(metrics, last=True)
+            # A run that was ended while it pruned, and has nothing left to train, prunes too.
+            raise_everywhere(self._job.trainer.comm, self._prune)
 
     def _save(self, metrics: dict[str, float], *, last: bool) -> None:
         run, trainer = self._job.config.run, self._job.trainer

@@ -116,14 +116,25 @@ def _bounds(files: Sequence[Path], name: str) -> tuple[float, float] | None:
     """The least and the greatest value of a column of numbers; None where it is not known."""
     found: list[float] = []
     for file in files:
-        metadata = open_file(file).metadata
-        for group in range(metadata.num_row_groups):
-            chunks = (metadata.row_group(group).column(i) for i in range(metadata.num_columns))
-            statistics = next(c.statistics for c in chunks if c.path_in_schema == name)
+        opened = open_file(file)
+        paths = [opened.schema.column(i).path for i in range(opened.metadata.num_columns)]
+        if name not in paths:
+            return None
+        for group in range(opened.metadata.num_row_groups):
+            _try_column(file, opened, group, name)
+            statistics = opened.metadata.row_group(group).column(paths.index(name)).statistics
             if statistics is None or not statistics.has_min_max:
                 return None
             found += [float(statistics.min), float(statistics.max)]
     return (min(found), max(found)) if found else None
+
+
+def _try_column(path: Path, opened: pq.ParquetFile, group: int, name: str) -> None:
+    """Read one value: of a damaged column Arrow says so then, and asked for statistics aborts."""
+    try:
+        next(opened.iter_batches(1, row_groups=[group], columns=[name], use_threads=False), None)
+    except (pa.ArrowException, OSError) as error:
+        raise unreadable(path, error) from None
 
 
 def _all_items(config: DataConfig, columns: tuple[str, ...]) -> NDArray[np.int64]:
@@ -159,9 +170,14 @@ def open_file(path: Path) -> pq.ParquetFile:
     Pages that carry a checksum are compared with it when they are read.
     """
     try:
-        return pq.ParquetFile(path, page_checksum_verification=True)
-    except (pa.ArrowException, OSError) as error:
+        file = pq.ParquetFile(path, page_checksum_verification=True)
+        names = file.schema_arrow.names
+    except (pa.ArrowException, OSError, ValueError) as error:  # also names that are no text
         raise unreadable(path, error) from None
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise DataError(f"{path} has the column {twice!r} twice; rename one of them")
+    return file
 
 
 def unreadable(path: Path, error: Exception) -> DataError:

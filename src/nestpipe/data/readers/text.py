@@ -60,10 +60,13 @@ def with_header(path: Path, form: TextFormat) -> TextFormat:
         text = line.decode("utf-8-sig")
     except UnicodeDecodeError:
         raise DataError(f"{path}:1 is not UTF-8; save the file as UTF-8") from None
-    names = tuple(next(csv.reader([text], delimiter=form.delimiter.decode()), []))
+    try:
+        names = tuple(next(csv.reader([text], delimiter=form.delimiter.decode()), []))
+    except csv.Error as error:
+        raise DataError(f"{path}:1 is no header ({error}); write the names of columns") from None
     for name in form.types:
         if name not in names:
-            shown = ", ".join(names[:8]) or "nothing"
+            shown = " ".join(", ".join(names[:8]).split()) or "nothing"
             raise DataError(f"{path}:1 has no column {name}, it has {shown}; check the header")
     return replace(form, names=names, first_line=2)
 

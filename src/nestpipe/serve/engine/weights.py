@@ -119,7 +119,10 @@ def first_rows(manifest: Manifest, table: str) -> FirstRows | None:
     said = manifest.first_rows.get(table)
     if said is None:
         return None
-    dtype = next(str(t["dtype"]) for t in manifest.tables if t["name"] == table)
+    dtypes = [str(t["dtype"]) for t in manifest.tables if t["name"] == table]
+    if not dtypes:
+        raise ValueError(f"it says nothing of the table {table!r}")
+    dtype = dtypes[0]
     return FirstRows(int(said["seed"]), float(said["std"]), dtype)
 
 

@@ -314,6 +314,8 @@ def _read_npz(file: Path) -> tuple[list[str], Ids, Ids, Ids | None]:
         if name not in arrays:
             raise DataError(f"it has no array {name!r}; write users, lengths, items, times")
     times_T = _ids(arrays["times"], "times") if "times" in arrays else None
+    if arrays["users"].ndim != 1:
+        raise DataError(f"users have {arrays['users'].ndim} dimensions; write a list of them")
     users = [str(user) for user in arrays["users"].tolist()]
     return users, _ids(arrays["lengths"], "lengths"), _ids(arrays["items"], "items"), times_T
 
@@ -324,12 +326,15 @@ def _read_parquet(file: Path) -> tuple[list[str], Ids, Ids, Ids | None]:
 
     try:
         table: Any = pq.read_table(file)
-    except (OSError, pa.ArrowException) as error:
+    except (OSError, pa.ArrowException, ValueError) as error:  # also names that are no text
         reason = str(error).splitlines()[0]
         raise DataError(f"it cannot be read ({reason}); write it as Parquet") from None
     for name in ("user", "items"):
         if name not in table.column_names:
             raise DataError(f"it has no column {name!r}; write user, items and times")
+    for name in ("user", "items", "times"):
+        if table.column_names.count(name) > 1:
+            raise DataError(f"it has the column {name!r} twice; rename one of them")
     lengths_U, items_T = _lists(table["items"].combine_chunks(), "items")
     times_T = None
     if "times" in table.column_names:

@@ -1,0 +1,55 @@
+"""The fuzzer finds what it should; readers take some of its examples, and those once found."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from nestpipe.errors import DataError
+from support.examples import num_examples
+from support.tools import load_tool
+
+fuzz = load_tool("fuzz")
+FOUND = [
+    ("parquet", 21),  # a column's name that is no text
+    ("parquet", 29),  # two columns of one name
+    ("movielens", 6647),  # a carriage return in the header
+    ("movielens", 7299),  # a line break in the name of a column
+    ("manifest", 35),  # first rows of a table that is not there
+    ("histories", 36),  # users that are no list
+]
+
+
+@pytest.mark.parametrize("name", fuzz.READERS)
+def test_a_reader_takes_what_is_almost_right(name: str):
+    assert fuzz.fuzz(name, 600.0, 100, num_examples("fuzz")) == []
+
+
+@pytest.mark.parametrize(("name", "seed"), FOUND)
+def test_what_was_found_once_is_mended(name: str, seed: int):
+    assert fuzz.fuzz(name, 600.0, seed, 1) == []
+
+
+def test_an_exception_that_is_not_for_people_is_found(monkeypatch: pytest.MonkeyPatch):
+    def reader(rng: random.Random, folder: Path) -> None:
+        if rng.random() < 0.5:
+            raise DataError("a sentence; do something")
+        raise KeyError(rng.random())
+
+    monkeypatch.setitem(fuzz.READERS, "broken", reader)
+    (found,) = fuzz.fuzz("broken", 600.0, 0, 20)
+    assert "KeyError" in found
+
+
+def test_a_crash_is_found_and_the_others_are_still_tried(monkeypatch: pytest.MonkeyPatch):
+    def reader(rng: random.Random, folder: Path) -> None:
+        if rng.random() < 0.2:
+            import os
+
+            os.abort()
+
+    monkeypatch.setitem(fuzz.READERS, "broken", reader)
+    (found,) = fuzz.fuzz("broken", 600.0, 0, 20)
+    assert "ended with -6" in found
