@@ -21,6 +21,7 @@ from nestpipe.cli.bench import (
     bench_groups,
     bench_train,
 )
+from nestpipe.cli.bench_hstu import bench_hstu
 from nestpipe.cli.bench_pipeline import bench_pipeline
 from nestpipe.cli.bench_relay import bench_relay
 from nestpipe.cli.checkpoint import checkpoint_app
@@ -59,6 +60,7 @@ bench_app.command("relay")(bench_relay)
 bench_app.command("dlrm")(bench_dlrm)
 bench_app.command("embedding")(bench_embedding)
 bench_app.command("dispatch")(bench_dispatch)
+bench_app.command("hstu")(bench_hstu)
 app.add_typer(bench_app, name="bench")
 app.add_typer(data_app, name="data")
 app.command()(serve)

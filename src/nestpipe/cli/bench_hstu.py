@@ -1,0 +1,151 @@
+"""`nestpipe bench hstu`: attention alone, the encoder, and a whole step of a sequence model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from nestpipe.cli.options import STDOUT, JsonFile, console, figures_table, summary_lines, write_json
+from nestpipe.errors import ConfigError
+
+if TYPE_CHECKING:
+    from nestpipe.bench.hstu import AttentionReading, HstuCase
+
+PARTS = ("attention", "encoder", "step")
+
+
+def bench_hstu(
+    parts: Annotated[
+        str, typer.Option(help="attention, encoder and step, separated by commas.")
+    ] = "attention,encoder",
+    batch: Annotated[int, typer.Option(min=1, help="Sequences.")] = 4,
+    length: Annotated[str, typer.Option(help="Rows of the longest, separated by commas.")] = "4096",
+    lengths: Annotated[str, typer.Option(help="full, uniform or zipf.")] = "full",
+    heads: Annotated[int, typer.Option(min=1, help="Attention heads.")] = 4,
+    head_dim: Annotated[str, typer.Option(help="Widths of a head, separated by commas.")] = "128",
+    blocks: Annotated[int, typer.Option(min=1, help="Blocks of the encoder.")] = 8,
+    dim: Annotated[int, typer.Option(min=1, help="Width of a row.")] = 1024,
+    bias: Annotated[str, typer.Option(help="none, both, or none,both.")] = "none,both",
+    kind: Annotated[str, typer.Option(help="Blocks: hstu or fuxi.")] = "hstu",
+    attention: Annotated[str, typer.Option(help="auto, fused or plain.")] = "auto",
+    precision: Annotated[str, typer.Option(help="bf16 or fp32.")] = "bf16",
+    checkpoint: Annotated[
+        bool, typer.Option("--checkpoint", help="Compute activations again.")
+    ] = False,
+    items: Annotated[int, typer.Option(min=1, help="step: different items.")] = 1_000_000,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds.")] = 10,
+    device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
+    peak: Annotated[float, typer.Option(help="TFLOP/s of the device; 0: by its name.")] = 0.0,
+    json: JsonFile = None,
+) -> None:
+    """Time HSTU's attention beside torch's, its encoder, and a training step on one rank.
+
+    Published figures of peers stand beside where there are some for that size.
+
+    Example: nestpipe bench hstu --parts attention --length 256,1024,4096 --head-dim 128,256
+
+    Example: nestpipe bench hstu --parts encoder --batch 32 --lengths uniform --json out.json
+    """
+    from nestpipe.bench.hstu import HstuCase
+    from nestpipe.config import build
+
+    chosen = parts.split(",")
+    if unknown := [part for part in chosen if part not in PARTS]:
+        raise ConfigError(f"there is no part {unknown[0]!r}; use {', '.join(PARTS)}")
+    given: dict[str, Any] = {"batch": batch, "lengths": lengths, "heads": heads, "blocks": blocks}
+    given |= {"dim": dim, "kind": kind, "attention": attention, "precision": precision}
+    given |= {"checkpoint_activations": checkpoint, "num_items": items, "rounds": rounds}
+    given |= {"device": device, "peak_tflops": peak}
+    cases = [
+        build(HstuCase, {**given, "length": rows, "head_dim": width})
+        for rows in _numbers("length", length)
+        for width in _numbers("head_dim", head_dim)
+    ]
+    found: dict[str, Any] = {"cases": [asdict(case) for case in cases]}
+    if "attention" in chosen:
+        found["attention"] = _attention(cases, bias.split(","), json)
+    if "encoder" in chosen:
+        found["encoder"] = _encoder(cases, json)
+    if "step" in chosen:
+        found["step"] = _step(cases, json)
+    if json is not None:
+        write_json(json, found)
+
+
+def _numbers(name: str, text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"{name} is {text!r}; give numbers such as 256,4096") from None
+
+
+def _attention(cases: Sequence[HstuCase], biases: Sequence[str], json: str | None) -> list[Any]:
+    from dataclasses import fields
+
+    from nestpipe.bench.hstu import HstuCase, measure_attention
+    from nestpipe.config import build
+
+    names = [known.name for known in fields(HstuCase)]
+    columns = ("forward", "backward", "both", "torch fwd", "torch both", "peer fwd", "peer bwd")
+    table = figures_table(
+        "attention, TFLOP/s", "peer: stated by NVIDIA for its kernel, H100", "", columns
+    )
+    found: list[Any] = []
+    for case in cases:
+        for bias in biases:
+            own = build(HstuCase, {**{n: getattr(case, n) for n in names}, "bias": bias})
+            reading = measure_attention(own)
+            found.append({"length": case.length, "head_dim": case.head_dim, "bias": bias})
+            found[-1] |= asdict(reading)
+            about = f"{case.batch} x {case.length}, d {case.head_dim}, bias {bias}, {reading.form}"
+            table.add_row(about, *_cells(reading))
+    if json != STDOUT:
+        console().print(table)
+    return found
+
+
+def _cells(reading: AttentionReading) -> list[str]:
+    forward, backward = reading.published or (None, None)
+    figures = [reading.forward, reading.backward, reading.both]
+    peers = [reading.peer_forward, reading.peer_both, forward, backward]
+    return [_figure(value) for value in (*figures, *peers)]
+
+
+def _figure(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}"
+
+
+def _encoder(cases: Sequence[HstuCase], json: str | None) -> list[Any]:
+    from nestpipe.bench.hstu import measure_encoder
+
+    table = figures_table("encoder, both directions", "", "", ("ms", "TFLOP/s", "MFU", "GB"))
+    found: list[Any] = []
+    for case in cases:
+        reading = measure_encoder(case)
+        found.append({"length": case.length, "head_dim": case.head_dim, **asdict(reading)})
+        share = "" if reading.mfu is None else f"{100 * reading.mfu:.1f} %"
+        about = f"{case.batch} x {case.length} {case.lengths}, {case.blocks} x {case.dim}"
+        cells = (f"{reading.ms:.2f}", _figure(reading.tflops), share, _figure(reading.memory_gb))
+        table.add_row(about, *cells)
+    if json != STDOUT:
+        console().print(table)
+    return found
+
+
+def _step(cases: Sequence[HstuCase], json: str | None) -> list[Any]:
+    from nestpipe.bench.hstu import PUBLISHED_STEP, measure_step
+
+    found: list[Any] = []
+    for case in cases:
+        summary = measure_step(case)
+        found.append({"length": case.length, "head_dim": case.head_dim, **asdict(summary)})
+        if json != STDOUT:
+            title = f"step of {case.batch} x {case.length}: {summary.step_ms:,.2f} ms"
+            console().print(title, markup=False)
+            console().print(summary_lines(summary), markup=False)
+    if json != STDOUT:
+        console().print(PUBLISHED_STEP, markup=False)
+    return found
