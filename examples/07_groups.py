@@ -55,4 +55,4 @@ def train() -> None:
 
 if __name__ == "__main__":
     # As `torchrun --nproc-per-node 4` would start them.
-    sys.exit(launch(4, train))
+    sys.exit(launch(train, ranks=4))

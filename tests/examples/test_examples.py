@@ -37,7 +37,14 @@ def auc_in(printed: str) -> float:
 
 
 @pytest.mark.parametrize(
-    "name", ["01_one_rank.py", "02_your_model.py", "03_your_parquet.py", "04_two_ranks.py"]
+    "name",
+    [
+        "01_one_rank.py",
+        "02_your_model.py",
+        "03_your_parquet.py",
+        "04_two_ranks.py",
+        "09_your_own_run.py",
+    ],
 )
 def test_a_training_example_learns(name: str):
     assert auc_in(run(name)) > 0.65

@@ -11,7 +11,7 @@ PROGRAM = Path(__file__).with_name("rank_program.py")
 LAUNCH = """
 import sys
 from nestpipe.comm import launch
-sys.exit(launch(int(sys.argv[1]), [sys.executable, *sys.argv[2:]]))
+sys.exit(launch([sys.executable, *sys.argv[2:]], ranks=int(sys.argv[1])))
 """
 START_S = 60.0
 """Enough for processes to import torch on a busy machine."""

@@ -30,6 +30,7 @@ from nestpipe import (
     Table,
     Trainer,
     TrainSettings,
+    launch,
 )
 from nestpipe.cli.app import main
 from nestpipe.errors import NestpipeError
@@ -353,6 +354,11 @@ PYTHON: dict[str, tuple[Callable[[], object], str]] = {
         lambda: Jagged(torch.ones(2, 2, dtype=torch.int64), torch.ones(2, dtype=torch.int64)),
         "the values of a Jagged are (2, 2); give a flat tensor",
     ),
+    "a function that no rank can import": (
+        lambda: launch(lambda: None, ranks=2),
+        "is inside another function, so a new process cannot import it",
+    ),
+    "no ranks": (lambda: launch(fit, ranks=0), "ranks is 0; start at least 1"),  # type: ignore[arg-type]
     "rows of no table": (
         lambda: Trainer(Own(), [ITEM], TrainSettings(device="cpu")).rows_of("itm", KEYS.values),
         "there is no table 'itm'",
@@ -374,6 +380,12 @@ def test_weights_that_are_nan_end_the_run_before_a_row_moves():
     trainer = Trainer(with_nan(), [ITEM], TrainSettings(batch=4, device="cpu"))
     with pytest.raises(NestpipeError, match="step 1 is nan"):
         trainer.fit(Clicks())  # type: ignore[arg-type]
+
+
+def test_ranks_before_the_function_still_start_but_warn():
+    warned = pytest.warns(FutureWarning, match=r"launch\(command, ranks\)")
+    with warned, pytest.raises(NestpipeError, match="ranks is 0"):
+        launch(0, fit)  # type: ignore[arg-type]
 
 
 def test_a_model_as_it_should_be_trains():

@@ -284,7 +284,7 @@ def look_like_a_host() -> None:
 def launch_on_one_gpu(ranks: int, command: Sequence[str]) -> int:
     """Run the command once per rank, all on this machine's GPU; returns the exit status."""
     with _environment({"CUDA_DEVICE_MAX_CONNECTIONS": QUEUES}), mps_daemon():
-        return launch(ranks, command)
+        return launch(command, ranks)
 
 
 @contextmanager

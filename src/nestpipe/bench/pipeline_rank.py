@@ -94,7 +94,7 @@ def launch_ranks(case: PipelineCase, command: Sequence[str], *, hosts: bool) -> 
             return launch_on_hosts(made, command)
     if case.device == "cuda":
         return launch_on_one_gpu(case.ranks, command)
-    return launch(case.ranks, command)
+    return launch(command, case.ranks)
 
 
 def sharing_of(case: PipelineCase, *, hosts: bool) -> Sharing:

@@ -125,7 +125,7 @@ def _run(case: str, ranks: int, options: list[str]) -> dict[str, Any]:
             "--out",
             str(out),
         ]
-        status = launch(ranks, command)
+        status = launch(command, ranks)
         if status == ConfigError.exit_status:
             raise typer.Exit(status)
         if status != 0:

@@ -151,7 +151,7 @@ def launch_ranks(ranks: int) -> int:
     """Run this very command as so many ranks; returns the exit status."""
     from nestpipe.comm import launch
 
-    return launch(ranks, [sys.executable, "-m", "nestpipe", *sys.argv[1:]])
+    return launch([sys.executable, "-m", "nestpipe", *sys.argv[1:]], ranks)
 
 
 def quieten() -> None:

@@ -15,7 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nestpipe.errors import NestpipeError
+from nestpipe.deprecated import warn
+from nestpipe.errors import ConfigError, NestpipeError
 
 if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
@@ -23,15 +24,25 @@ if TYPE_CHECKING:
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
-def launch(ranks: int, command: Sequence[str] | Callable[[], object]) -> int:
-    """Run `command` once per rank and return the exit status of the run.
+Command = Sequence[str] | Callable[[], object]
 
-    The command is a program with its arguments, or a function that a new process can import. It
+
+def launch(command: Command | int, ranks: int | Command = 1) -> int:
+    """Run `command` once per rank on this machine, and return the exit status of the run.
+
+    The command is a program with its arguments, or a function that a new process can import: one
+    of a module, not of another function, and called only under `if __name__ == "__main__"`. It
     finds RANK, WORLD_SIZE, MASTER_ADDR and so on in its environment. Standard output is shown for
     rank 0, standard error for all. When a rank fails the others are told to stop, and the status is
     that of the first to fail (128 and the signal's number, where a signal ended it). A signal to
     this process goes to the ranks; where all of them have saved and ended well, the status is 0.
     """
+    if isinstance(command, int):
+        warn("launch(ranks, command)", "launch(command, ranks)")
+        command, ranks = ranks, command
+    assert isinstance(ranks, int), "ranks are counted"
+    assert not isinstance(command, int), "a command is a program or a function"
+    _check(command, ranks)
     # Late: the launcher alone takes a second to import.
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -52,6 +63,18 @@ def launch(ranks: int, command: Sequence[str] | Callable[[], object]) -> int:
             saved = list(Path(folder).glob("stopped-*"))
             return 0 if len(saved) == ranks else 128 + stopped.sigval
     return 0
+
+
+def _check(command: Command, ranks: int) -> None:
+    """Refuse what no process could be started with."""
+    if ranks < 1:
+        raise ConfigError(f"ranks is {ranks}; start at least 1")
+    named = getattr(command, "func", command)  # of a functools.partial
+    if callable(named) and "<" in getattr(named, "__qualname__", ""):
+        raise ConfigError(
+            f"{named.__qualname__} is inside another function, so a new process cannot import it; "
+            "define it at the top of a module"
+        )
 
 
 def _config(ranks: int, folder: str) -> LaunchConfig:
