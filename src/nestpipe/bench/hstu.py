@@ -32,6 +32,8 @@ from nestpipe.train.trainer import choose_device
 # head, D model width
 
 POSITIONS, TIME_BUCKETS = 64, 32
+ZIPF_EXPONENT = 1.05
+"""Of the lengths of a step's histories."""
 BACKWARD = 2.5
 """Products of the backward pass over those of the forward pass."""
 
@@ -242,17 +244,16 @@ def _encoder_config(case: HstuCase) -> HstuConfig:
 
 
 def measure_step(case: HstuCase) -> Summary:
-    """A whole step of a ranker: rows, both directions, updates; made-up histories, one rank.
-
-    Lengths are from a sixteenth of the longest on, all with the same chance.
-    """
+    """A whole step of a ranker: rows, both directions, updates; made-up histories, one rank."""
+    shortest = case.length if case.lengths == "full" else case.length // 16
     world = {
         "flavour": "sequence",
         "samples": case.batch * (case.rounds + 3),
         "test_samples": 1,
         "num_items": case.num_items,
-        "min_len": max(2, case.length // 16),
+        "min_len": max(2, shortest),
         "max_len": case.length,
+        "length_exponent": ZIPF_EXPONENT if case.lengths == "zipf" else 0.0,
     }
     encoder = {"kind": case.kind, "attention": case.attention}
     encoder["checkpoint_activations"] = case.checkpoint_activations

@@ -44,6 +44,8 @@ class SyntheticConfig:
     """sequence: fewest items of a user, the one to predict included."""
     max_len: int = 50
     """sequence: most items of a user, the one to predict included."""
+    length_exponent: float = 0.0
+    """sequence: how uneven lengths are: the r-th shortest appears about r ** -this as often."""
     coherence: float = 0.8
     """sequence: how often an item comes from the user's present community."""
     drift: float = 0.02
@@ -52,7 +54,7 @@ class SyntheticConfig:
     def __post_init__(self) -> None:
         for name in ("samples", "test_samples", "num_tables", "num_keys"):
             positive(name, getattr(self, name))
-        for name in ("seed", "num_dense", "signal", "exponent"):
+        for name in ("seed", "num_dense", "signal", "exponent", "length_exponent"):
             not_negative(name, getattr(self, name))
         positive("num_communities", self.num_communities)
         fraction("coherence", self.coherence)

@@ -192,8 +192,7 @@ def _sequences(world: SyntheticConfig, numbers_B: NDArray[np.int64], split: Spli
     Items count from 1; those of a community are that many apart, the popular ones first.
     """
     size, longest = len(numbers_B), world.max_len
-    spread = np.uint64(world.max_len - world.min_len + 1)
-    lengths_B = (draw(mix(world.seed, 1), numbers_B) % spread).astype(np.int64) + world.min_len
+    lengths_B = _lengths(world, numbers_B)
     places_BL = (numbers_B[:, None] * longest + np.arange(longest)[None, :]).reshape(-1)
     moves_BL = uniform(draw(mix(world.seed, 2), places_BL)).reshape(size, longest) < world.drift
     since_BL = np.maximum.accumulate(np.where(moves_BL, np.arange(longest), 0), axis=1)
@@ -217,6 +216,14 @@ def _sequences(world: SyntheticConfig, numbers_B: NDArray[np.int64], split: Spli
         return Batch(size, {}, sparse)
     last = (np.arange(size), lengths_B - 1)
     return Batch(size, {TARGET: tensor(items_BL[last]), TIME: tensor(times_BL[last])}, sparse)
+
+
+def _lengths(world: SyntheticConfig, numbers_B: NDArray[np.int64]) -> NDArray[np.int64]:
+    """How many items each user has."""
+    bits_B, spread = draw(mix(world.seed, 1), numbers_B), world.max_len - world.min_len + 1
+    if world.length_exponent:
+        return zipf(bits_B, spread, world.length_exponent) + world.min_len
+    return (bits_B % np.uint64(spread)).astype(np.int64) + world.min_len
 
 
 FIRST_TIME = 1_600_000_000

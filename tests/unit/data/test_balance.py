@@ -72,6 +72,22 @@ def test_clustering_keeps_within_its_slack_of_work():
     assert sorted(torch.cat(by_work).tolist()) == list(range(256))
 
 
+def test_made_up_histories_of_uneven_lengths_are_dealt_evenly():
+    """Most are short, some as long as may be; four ranks of 16 samples each."""
+    world = SyntheticConfig(
+        flavour="sequence", samples=256, min_len=8, max_len=256, length_exponent=1.05
+    )
+    source = open_source(DataConfig(synthetic=world))
+    batch = next(source.batches(global_batch=64, rank=0, ranks=1, seed=0))
+    lengths_B = batch.sparse[HISTORY].lengths
+    assert int(lengths_B.median()) < 32
+    assert int(lengths_B.max()) > 150
+    assert int(lengths_B.min()) >= 8
+    by_samples = [part.long() for part in torch.arange(64).chunk(4)]
+    assert unevenness(work_of(batch), by_samples) > 1.3
+    assert unevenness(work_of(batch), even_parts(work_of(batch), [1.0] * 4)) < 1.01
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 def test_ranks_share_the_same_global_batches(ranks: int):
     world = SyntheticConfig(flavour="sequence", samples=70, min_len=2, max_len=40)
