@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ class Jagged:
     """(T,) the lists, joined."""
     lengths: Tensor
     """(B,) int64, how many values each sample has."""
+    known_offsets: Tensor | None = field(default=None, compare=False, repr=False)
+    """`offsets`, where whoever made it had them."""
 
     def __post_init__(self) -> None:
         for name, tensor in (("values", self.values), ("lengths", self.lengths)):
@@ -48,6 +50,8 @@ class Jagged:
     @property
     def offsets(self) -> Tensor:
         """(B + 1,) where each sample's values start, and where the last one's end."""
+        if self.known_offsets is not None:
+            return self.known_offsets
         ends_B = torch.cumsum(self.lengths, 0)
         return torch.cat([ends_B.new_zeros(1), ends_B])
 

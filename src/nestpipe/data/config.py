@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -182,7 +183,7 @@ class DataConfig:
     kind: Kind = "synthetic"
     """What the files are; `synthetic` needs none."""
     path: str = ""
-    """A file or a folder."""
+    """A file or a folder; parquet: also a URI, such as s3://bucket/clicks."""
     validation_path: str = ""
     """parquet and criteo: the files of the validation split."""
     test_path: str = ""
@@ -193,7 +194,13 @@ class DataConfig:
     shuffle: bool = True
     """Shuffle the train split; others always keep the order of the files."""
     shuffle_window: int = 65_536
-    """Samples held and shuffled at a time where the data is read in passing."""
+    """Samples held and shuffled at a time where the data is read in passing, over all ranks."""
+    shards: int = 0
+    """Parts of an epoch that are read side by side and dealt to ranks, part of the order as the
+    window is; at least as many as ranks let each rank read only its share. 0: chosen for the data
+    and the window."""
+    threads: int = 0
+    """Threads of each rank that read ahead; 0: up to 4, as many as there are cores for it."""
     max_broken: int = 0
     """Broken rows to skip in one pass before the data is refused."""
     synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
@@ -202,13 +209,23 @@ class DataConfig:
     kuairand: KuaiRandConfig = field(default_factory=KuaiRandConfig)
     criteo: CriteoConfig = field(default_factory=CriteoConfig)
 
+    @property
+    def reading(self) -> dict[str, int]:
+        """How a stream of this config reads: `shards` and `threads`."""
+        cores = (os.cpu_count() or 1) // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        return {
+            "shards": self.shards if self.shuffle else 1,
+            "threads": self.threads or max(1, min(4, cores)),
+        }
+
     def __post_init__(self) -> None:
         if self.kind != "synthetic" and not self.path:
             raise ConfigError(f"path is missing; say where the {self.kind} files are")
         if self.kind == "synthetic" and self.path:
             raise ConfigError(f"path is {self.path!r} but kind is 'synthetic'; say what it holds")
         positive("shuffle_window", self.shuffle_window)
-        not_negative("max_broken", self.max_broken)
+        for name in ("max_broken", "shards", "threads"):
+            not_negative(name, getattr(self, name))
         if self.test_every and self.test_every < 3:
             raise ConfigError(f"test_every is {self.test_every}; give 3 or more rows, or 0")
         if self.test_every and (self.test_path or self.validation_path):

@@ -6,8 +6,8 @@ ranks see the same global batches, and a run that resumes at batch g sees what i
 
 An `Indexed` source has its samples by number. A `Stream` only reads them in passing: its chunks (a
 file, a row group) come in an order that the seed decides, are cut into windows, and each window is
-permuted. It holds one window, one piece of a chunk and one batch. Every rank reads and decodes
-every chunk, and keeps its part of each batch.
+permuted. Where the chunks say how many samples they have, `data/sharded.py` deals them, so that
+each rank reads its share; else every rank reads and decodes all, and keeps its part of each batch.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from nestpipe.batch import Batch
 from nestpipe.data.config import DataConfig, Split
 from nestpipe.data.order import Permutation, Share, mix
 from nestpipe.data.readers.text import Broken
+from nestpipe.data.sharded import Order, ShardedPass, choose_shards, concat
 from nestpipe.errors import ConfigError, DataError
 from nestpipe.jagged import Jagged
 
@@ -158,24 +159,6 @@ def empty_batch(columns: Sequence[Column]) -> Batch:
     )
 
 
-def concat(batches: Sequence[Batch]) -> Batch:
-    """The samples of several batches of the same columns, one after the other."""
-    if len(batches) == 1:
-        return batches[0]
-    first = batches[0]
-    return Batch(
-        sum(batch.size for batch in batches),
-        {name: torch.cat([batch.dense[name] for batch in batches]) for name in first.dense},
-        {
-            name: Jagged(
-                torch.cat([batch.sparse[name].values for batch in batches]),
-                torch.cat([batch.sparse[name].lengths for batch in batches]),
-            )
-            for name in first.sparse
-        },
-    )
-
-
 def watch_labels(batches: Iterator[Batch], columns: Sequence[Column]) -> Iterator[Batch]:
     """The same batches; says at their end where a label never changed."""
     bounds: dict[str, tuple[float, float]] = {}
@@ -198,9 +181,21 @@ def watch_labels(batches: Iterator[Batch], columns: Sequence[Column]) -> Iterato
 
 
 def tensor(array: NDArray[np.generic]) -> Tensor:
-    """An array as a tensor, copied only where it may not be written to."""
+    """An array as a tensor, without a copy.
+
+    Arrow's memory may not be written to, and torch has no such tensors: nobody writes to batches.
+    """
     array = np.ascontiguousarray(array)
-    return torch.from_numpy(array if array.flags.writeable else array.copy())
+    return torch.from_numpy(array if array.flags.writeable else np.asarray(_ReadOnly(array)))
+
+
+class _ReadOnly:
+    """Keeps an array, and shows its memory as if it might be written to."""
+
+    def __init__(self, array: NDArray[np.generic]) -> None:
+        self.array = array
+        pointer, _ = array.__array_interface__["data"]
+        self.__array_interface__ = {**array.__array_interface__, "data": (pointer, False)}
 
 
 # Samples that can be had by number, from memory or made on demand.
@@ -321,15 +316,20 @@ class Stream:
         *,
         window: int,
         shuffle: bool = True,
+        shards: int = 1,
+        threads: int = 1,
         broken: Broken | None = None,
         name: str = "the data set",
     ) -> None:
+        """`shards` 0 chooses; they are used where the counts of all chunks are known."""
         self._named = any(column.name == SAMPLE_ID for column in columns)
         passes = [Column(PASS, "id", "int64")] if self._named else []
         self._columns = (*columns, *passes)
         self._chunks = tuple(chunks)
         self._window = window
         self._shuffle = shuffle
+        self.shards = choose_shards(shards, window, len(self._chunks))
+        self._threads = threads
         self._name = name
         self._opened = broken or Broken()
         self._broken = self._opened
@@ -372,10 +372,25 @@ class Stream:
         With an `offset`, all of them begin so many samples later.
         """
         share = Share(global_batch=global_batch, rank=rank, ranks=ranks, start=start, offset=offset)
-        batches = self._deal(share, mix(seed, epoch))
+        deal = self._deal if self.num_samples is None else self._deal_shards
+        batches = deal(share, mix(seed, epoch))
         if rank == 0 and not share.first:
             batches = watch_labels(batches, self._columns)
         return (_with_pass(batch, epoch) for batch in batches) if self._named else batches
+
+    def _deal_shards(self, share: Share, key: int) -> Iterator[Batch]:
+        """This rank's batches, read from the shards that they come from."""
+        counts = [self._count(chunk) or 0 for chunk in range(len(self._chunks))]
+        if not sum(counts):
+            raise DataError(f"{self._name} has no samples; check the split and the files")
+        broken = self._broken = self._opened.copy()
+        order = Order(counts, key, self._window, self.shards, self._shuffle)
+        single = frozenset(column.name for column in self._columns if column.single)
+        empty = empty_batch([column for column in self._columns if column.name != PASS])
+        threads = self._threads
+        return ShardedPass(self._chunks, order, broken, empty, single=single, threads=threads).deal(
+            share
+        )
 
     def _deal(self, share: Share, key: int) -> Iterator[Batch]:
         """Cut the windows into global batches, and keep this rank's part of each."""

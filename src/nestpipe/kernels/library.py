@@ -342,6 +342,8 @@ _SIGNATURES = {
     "nestpipe_ssd_num_bytes": (c_int64, [c_void_p]),
     "nestpipe_ssd_counters": (None, [c_void_p, POINTER(SsdCounters)]),
     "nestpipe_cluster": (c_int, [c_void_p, c_void_p]),
+    "nestpipe_take_spans": (None, [c_void_p, c_int64, *[c_void_p] * 4]),
+    "nestpipe_take_samples": (None, [c_void_p, c_int64, *[c_void_p] * 4]),
     "nestpipe_request": (c_int, [c_void_p, c_void_p]),
     "nestpipe_window": (c_int, [c_void_p, c_void_p]),
     "nestpipe_union": (c_int, [c_void_p, c_void_p]),

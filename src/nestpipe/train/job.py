@@ -412,8 +412,8 @@ _SUMS: Mapping[str, frozenset[str]] = {
     "parallel": frozenset({"groups"}),
 }
 """Keys that change only the order of sums."""
-_HELD_OUT = frozenset({"data.validation_path", "data.test_path"})
-"""Keys of what is evaluated, not trained on."""
+_HARMLESS = frozenset({"data.validation_path", "data.test_path", "data.threads"})
+"""Keys of what is evaluated, not trained on, and of how fast data is read."""
 _FORMS: Mapping[str, Effect] = {
     "model.encoder.attention": "sums",
     "model.encoder.checkpoint_activations": "none",
@@ -424,7 +424,7 @@ _FORMS: Mapping[str, Effect] = {
 def effect_of(key: str) -> Effect:
     """What a changed setting changes."""
     section, _, name = key.partition(".")
-    if key in _HELD_OUT:
+    if key in _HARMLESS:
         return "none"
     if key in _FORMS:
         return _FORMS[key]
@@ -438,7 +438,7 @@ def saved_config(manifest: Manifest, where: Path) -> JobConfig | None:
     if not manifest.config:
         return None
     try:
-        return build(JobConfig, manifest.config)
+        return build(JobConfig, with_old_order(manifest.config))
     except ConfigError as error:
         raise CheckpointError(
             f"the config in {str(where)!r} does not fit this program ({error}); use the one that "
@@ -446,11 +446,17 @@ def saved_config(manifest: Manifest, where: Path) -> JobConfig | None:
         ) from None
 
 
+def with_old_order(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A saved config; one from before there were shards had the order of one."""
+    data = config.get("data", {})
+    return config if not config or "shards" in data else {**config, "data": {**data, "shards": 1}}
+
+
 def config_in(path: str) -> Mapping[str, Any]:
     """The config of the newest checkpoint of a path that opens; empty where there is none."""
 
     def read(found: Path) -> Mapping[str, Any]:
-        return open_checkpoint(found).manifest.config
+        return with_old_order(open_checkpoint(found).manifest.config)
 
     return first_good(candidates(Path(path)), read, tell=False) or {}
 

@@ -26,6 +26,8 @@ KINDS = [
     "synthetic sequence",
     "parquet",
     "parquet held out",
+    "parquet shards",
+    "parquet sequences",
     "movielens ratings",
     "movielens sequences",
     "kuairand csv",
@@ -79,7 +81,12 @@ def make_config(kind: str, folder: Path, **settings: Any) -> DataConfig:
         return DataConfig(synthetic=SyntheticConfig(**small | world), **settings)
     if name == "parquet":
         write_parquet(folder)
-        every: dict[str, Any] = {"test_every": 5} if more else {}
+        forms: dict[str, Any] = {"held out": {"test_every": 5}, "shards": {"shards": 4}}
+        every: dict[str, Any] = forms.get(more, {})
+        if more == "sequences":
+            columns = ParquetConfig(history="tags", max_len=2)
+            settings = {"shards": 2, "test_path": str(folder), **settings}
+            return DataConfig(kind="parquet", path=str(folder), parquet=columns, **settings)
         columns = ParquetConfig(sparse=("user", "word", "tags"), dense=("x", "n"))
         return DataConfig(kind="parquet", path=str(folder), parquet=columns, **every | settings)
     if name == "movielens":

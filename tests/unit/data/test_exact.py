@@ -3,18 +3,23 @@
 import threading
 from dataclasses import replace
 from itertools import chain
+from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from nestpipe.batch import Batch
-from nestpipe.data import Source, open_source
+from nestpipe.data import DataConfig, Source, open_source
 from nestpipe.data.order import Permutation, Share, mix
+from nestpipe.data.readers import parquet
+from nestpipe.data.sharded import Form, Piece, Span, choose_shards, pick, pick_plainly
 from nestpipe.data.source import Chunk, Stream, keys_column
-from nestpipe.errors import ConfigError
+from nestpipe.errors import ConfigError, DataError
 from nestpipe.jagged import Jagged
 
 
@@ -128,7 +133,9 @@ GOLDEN_ORDER = [1, 5, 4, 7, 6, 2, 3, 8, 0, 9]
 GOLDEN_MIX = 7702586659592502839
 
 
-def in_memory(sizes: list[int], window: int, reads: list[int], known: bool = True) -> Stream:
+def in_memory(
+    sizes: list[int], window: int, reads: list[int], known: bool = True, **options
+) -> Stream:
     """A stream of the numbers 0, 1, 2, ... in chunks of these sizes, in pieces of three."""
     chunks, begin = [], 0
     for number, size in enumerate(sizes):
@@ -141,7 +148,7 @@ def in_memory(sizes: list[int], window: int, reads: list[int], known: bool = Tru
 
         chunks.append(Chunk(chunk, lambda size=size: size if known else None))
         begin += size
-    return Stream([keys_column("key")], chunks, window=window)
+    return Stream([keys_column("key")], chunks, window=window, **options)
 
 
 def slow_stream(sizes: list[int], window: int, key: int) -> list[int]:
@@ -177,6 +184,159 @@ def test_a_stream_is_its_slow_twin(sizes, window, global_batch, ranks, start, kn
             expected.append(batch[slice(*share.part(len(batch)))])
         found = read(in_memory(sizes, window, [], known), rank, ranks, **options)
         assert [batch.sparse["key"].values.tolist() for batch in found] == expected
+
+
+def slow_shards(
+    sizes: list[int], window: int, shards: int, key: int
+) -> tuple[list[int], list[int]]:
+    """The order of a stream in shards, said plainly: the samples, and the shard of each."""
+    begins = np.cumsum([0, *sizes])
+    numbers: list[int] = []
+    for chunk in Permutation(len(sizes), key)(np.arange(len(sizes))).tolist():
+        numbers += range(begins[chunk], begins[chunk + 1])
+    bits = max(1, (shards - 1).bit_length())
+    turns = sorted(range(shards), key=lambda shard: f"{shard:0{bits}b}"[::-1])
+    rounds = [turns[position % shards] for position in range(len(numbers))]
+    queues: list[list[int]] = []
+    for shard in range(shards):
+        size = rounds.count(shard)
+        mine, numbers = numbers[:size], numbers[size:]
+        each = max(1, window // shards)
+        order: list[int] = []
+        for index, low in enumerate(range(0, size, each)):
+            part = mine[low : low + each]
+            window_key = mix(key, index) if shards == 1 else mix(key, 1 + shard, index)
+            order += [part[i] for i in Permutation(len(part), window_key)(np.arange(len(part)))]
+        queues.append(order)
+    return [queues[shard].pop(0) for shard in rounds], rounds
+
+
+@given(
+    sizes=st.lists(st.integers(0, 20), min_size=1, max_size=6).filter(any),
+    window=st.integers(1, 30),
+    shards=st.integers(1, 9),
+    global_batch=st.integers(1, 30),
+    ranks=st.integers(1, 5),
+    start=st.integers(0, 8),
+    threads=st.integers(1, 3),
+)
+def test_a_stream_in_shards_is_its_slow_twin(
+    sizes, window, shards, global_batch, ranks, start, threads
+):
+    order, shard_of = slow_shards(sizes, window, shards, mix(9, 2))
+    options = {"global_batch": global_batch, "seed": 9, "epoch": 2, "start": start}
+    stream = in_memory(sizes, window, [], shards=shards, threads=threads)
+    for rank in range(ranks):
+        share = Share(global_batch=global_batch, rank=rank, ranks=ranks)
+        expected = []
+        for low in range(start * global_batch, len(order), global_batch):
+            places = range(low, min(low + global_batch, len(order)))
+            batch = [order[place] for place in sorted(places, key=lambda place: shard_of[place])]
+            expected.append(batch[slice(*share.part(len(batch)))])
+        found = read(stream, rank, ranks, **options)
+        assert [batch.sparse["key"].values.tolist() for batch in found] == expected
+
+
+def lists_of(sizes: list[int], single: bool) -> list[Batch]:
+    """Pieces with columns of every shape, some lists longer than the native code's short ones."""
+    random = np.random.default_rng(len(sizes))
+    pieces = []
+    for size in sizes:
+        lengths = random.integers(0, 12, size)
+        keys = random.integers(-(2**62), 2**62, (size,))
+        values = random.integers(-(2**62), 2**62, int(lengths.sum()))
+        dense = {"x": torch.rand(size, 3), "y": torch.rand(size), "id": torch.from_numpy(keys)}
+        sparse = {"list": Jagged(torch.from_numpy(values), torch.from_numpy(lengths))}
+        if single:
+            sparse["one"] = Jagged.one_each(torch.from_numpy(keys))
+        pieces.append(Batch(size, dense, sparse))
+    return pieces
+
+
+@pytest.mark.parametrize("single", [False, True])
+@pytest.mark.parametrize("sizes", [[1], [40], [7, 1, 30], [5, 0, 5]])
+def test_native_picking_is_the_plain_one(sizes, single, lists):
+    pieces = lists_of(sizes, single)
+    spans = [Span(n, size // 3, size) for n, size in enumerate(sizes)]
+    total = sum(span.end - span.first for span in spans)
+    form = Form(frozenset({"one"}), native=True)
+    native = [Piece.of(piece, form) for piece in pieces]
+    for order in (None, np.random.default_rng(0).permutation(total)):
+        picked, plain = pick(native, spans, order), pick_plainly(pieces, spans, order)
+        assert lists(picked) == lists(plain)
+        for name in picked.sparse:
+            assert picked.sparse[name].offsets.tolist() == plain.sparse[name].offsets.tolist()
+
+
+def test_without_native_code_the_batches_are_the_same(make, lists, monkeypatch):
+    source = open_source(make("parquet", shards=3))
+    native = [lists(batch) for batch in read(source)]
+    monkeypatch.setenv("NESTPIPE_NATIVE", "0")
+    assert [lists(batch) for batch in read(source)] == native
+
+
+@pytest.mark.parametrize("start", [0, 16])
+def test_bytes_read_per_rank_fall_as_one_over_ranks(tmp_path, monkeypatch, start):
+    """Counted from the sizes of the row groups that a rank opens; 64 of them, of 32 samples."""
+    rows = pa.table({"item": np.arange(2048), "label": np.arange(2048) % 2})
+    pq.write_table(rows, tmp_path / "clicks.parquet", row_group_size=32)
+    opened: list[int] = []
+    plain = parquet.row_group
+
+    def counted(path, group, columns, footer=None):
+        about = parquet.open_file(path).metadata.row_group(group)
+        opened.append(sum(about.column(i).total_compressed_size for i in range(len(columns))))
+        return plain(path, group, columns, footer)
+
+    monkeypatch.setattr(parquet, "row_group", counted)
+    config = DataConfig(kind="parquet", path=str(tmp_path), shards=8, shuffle_window=256)
+
+    def num_bytes(rank, ranks):
+        opened.clear()
+        read(open_source(config), rank, ranks, global_batch=64, start=start)
+        return sum(opened)
+
+    alone = num_bytes(0, 1)
+    for ranks in (2, 4, 8):
+        for rank in range(ranks):
+            assert num_bytes(rank, ranks) == pytest.approx(alone / ranks, rel=0.03)
+    assert num_bytes(0, 1) == pytest.approx(sum_of_all(tmp_path) * (1 - start / 32), rel=0.05)
+
+
+def sum_of_all(folder) -> int:
+    about = pq.ParquetFile(folder / "clicks.parquet").metadata
+    groups = (about.row_group(group) for group in range(about.num_row_groups))
+    return sum(group.column(i).total_compressed_size for group in groups for i in range(2))
+
+
+def test_a_rank_opens_no_chunk_of_shards_that_are_not_its_own():
+    reads: list[int] = []
+    stream = in_memory([4] * 16, 16, reads, shards=4)
+    seen = []
+    for rank in range(4):
+        reads.clear()
+        read(stream, rank, 4, global_batch=8)
+        seen.append(sorted(reads))
+    assert sorted(flat(seen)) == list(range(16))
+    assert [len(of_rank) for of_rank in seen] == [4] * 4
+
+
+def test_the_number_of_shards_follows_from_window_and_row_groups():
+    assert choose_shards(0, 65_536, 100) == 8
+    assert choose_shards(0, 65_536, 11) == 4
+    assert choose_shards(0, 1_000, 100) == 1
+    assert choose_shards(0, 10**9, 10**6) == 64
+    assert choose_shards(1_536, 1_000, 1) == 1_536
+
+
+def test_a_reader_that_fails_fails_the_pass(make):
+    """Also where it reads ahead in a thread."""
+    config = make("parquet", shards=2)
+    source = open_source(config)
+    for file in Path(config.path).glob("*.parquet"):
+        file.unlink()
+    with pytest.raises(DataError, match="cannot read"):
+        read(source)
 
 
 def test_resuming_does_not_read_what_is_known_to_be_over():

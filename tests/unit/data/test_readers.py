@@ -5,6 +5,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -88,6 +89,35 @@ def test_several_labels_keep_their_names(make):
     two = ParquetConfig(sparse=("user",), labels=("label", "n"), any_labels=True)
     config = DataConfig(kind="parquet", path=config.path, parquet=two, max_broken=9)
     assert {"label", "n"} <= everything(config).dense.keys()
+
+
+@pytest.mark.parametrize("scheme", ["memory", "file"])
+def test_files_of_another_file_system_are_read_by_uri(tmp_path, lists, make, scheme):
+    config = make("parquet", shards=2)
+    if scheme == "memory":
+        memory = fsspec.filesystem("memory")
+        uri = f"memory://{tmp_path.name}"
+        for file in tmp_path.glob("*.parquet"):
+            memory.pipe(f"/{tmp_path.name}/{file.name}", file.read_bytes())
+        memory.pipe(f"/{tmp_path.name}/_temporary/0.parquet", b"half written")
+    else:
+        uri = f"file://{tmp_path}"
+    remote = replace(config, path=uri)
+    options = {"global_batch": 7, "rank": 1, "ranks": 2, "seed": 3}
+    found, expected = (open_source(one).batches(**options) for one in (remote, config))
+    assert [lists(batch) for batch in found] == [lists(batch) for batch in expected]
+
+
+@pytest.mark.parametrize(
+    ("path", "sentence"),
+    [
+        ("memory://nothing", "there are no Parquet files in 'memory://nothing'|cannot read"),
+        ("nosuch://bucket/clicks", "cannot open 'nosuch://bucket/clicks'"),
+    ],
+)
+def test_a_uri_that_leads_nowhere_is_refused(path, sentence):
+    with pytest.raises((ConfigError, DataError), match=sentence):
+        open_source(DataConfig(kind="parquet", path=path))
 
 
 def write_labels(folder, labels, statistics=True, **columns):
@@ -292,7 +322,12 @@ def write_users(folder, **columns):
 def test_a_parquet_sequence_is_in_the_order_of_its_times_and_ends_held_out(tmp_path):
     config = write_users(tmp_path)
     train, validation, test = (everything(config, split) for split in _SPLITS)
-    assert train.sparse["history"].to_lists() == [[9, 5]]  # 5 and 3 came at the same time
+    assert train.sparse["history"].to_lists() == [
+        [9, 5],
+        [],
+        [8],
+        [],
+    ]  # 5 and 3 came at the same time
     assert validation.sparse["history"].to_lists() == [[9, 5], [8]]
     assert validation.dense["target"].tolist() == [3, 4]
     assert validation.dense["time"].tolist() == [10, 2]
@@ -304,7 +339,8 @@ def test_a_parquet_sequence_is_in_the_order_of_its_times_and_ends_held_out(tmp_p
 
 def test_parquet_sequences_with_rows_of_their_own_to_test_are_trained_whole(tmp_path):
     config = replace(write_users(tmp_path), test_path=str(tmp_path))
-    assert everything(config).sparse["history"].to_lists() == [[9, 5, 3, 7], [1, 2], [8, 4, 4]]
+    train = everything(config)
+    assert train.sparse["history"].to_lists() == [[9, 5, 3, 7], [1, 2], [8, 4, 4], []]
     test = everything(config, "test")
     assert test.sparse["history"].to_lists() == [[9, 5, 3], [1], [8, 4]]
     assert test.dense["target"].tolist() == [7, 2, 4]
@@ -323,7 +359,7 @@ def test_a_column_of_targets_follows_the_history(tmp_path):
 def test_times_of_other_types_are_whole_seconds(tmp_path):
     days = pa.array([[86_400_000] * 4, [1] * 2, [999] * 3, []], pa.list_(pa.timestamp("ms")))
     config = write_users(tmp_path, timestamps=days)
-    assert everything(config).sparse["timestamps"].to_lists() == [[86_400, 86_400]]
+    assert everything(config).sparse["timestamps"].to_lists() == [[86_400] * 2, [], [0], []]
 
 
 @pytest.mark.parametrize(

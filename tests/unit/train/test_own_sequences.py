@@ -30,7 +30,7 @@ from nestpipe.train.loop import train_job
 
 ITEMS = 40
 WORLD = SyntheticConfig(
-    flavour="sequence", samples=120, num_items=ITEMS, num_communities=4, min_len=4, max_len=9
+    flavour="sequence", samples=120, num_items=ITEMS, num_communities=4, min_len=2, max_len=9
 )
 
 

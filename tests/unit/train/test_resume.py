@@ -19,7 +19,7 @@ from nestpipe.config import build
 from nestpipe.data import DataConfig, SyntheticConfig, open_source
 from nestpipe.errors import CheckpointError, ConfigError
 from nestpipe.train import JobConfig, train_job
-from nestpipe.train.job import config_in, effect_of, prepare, saved_config
+from nestpipe.train.job import changes, config_in, effect_of, prepare, saved_config, with_old_order
 from support.checkpoints import change_manifest, flip_bit
 from support.thread_ranks import run_ranks
 
@@ -239,3 +239,13 @@ def test_without_a_rule_all_checkpoints_stay(tmp_path: Path, caplog: pytest.LogC
     caplog.set_level(logging.DEBUG)
     trained(job_of(tmp_path, run={"checkpoint_every": 3, "steps": 9}))
     assert len(paths_in(tmp_path)) == 3
+
+
+def test_a_checkpoint_from_before_there_were_shards_keeps_its_order():
+    old = asdict(JobConfig())
+    del old["data"]["shards"]
+    saved = build(JobConfig, with_old_order(old))
+    assert changes(JobConfig(), saved) == {"data.shards": (1, 0)}
+    assert effect_of("data.shards") == "results"
+    assert effect_of("data.threads") == "none"
+    assert with_old_order(asdict(JobConfig())) == asdict(JobConfig())

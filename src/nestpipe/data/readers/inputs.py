@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from nestpipe.data.config import DataConfig, Split
 from nestpipe.data.order import text_keys
+from nestpipe.data.readers.remote import is_uri
 from nestpipe.data.source import MISSING, tensor
 from nestpipe.errors import ConfigError, DataError
 from nestpipe.jagged import Jagged
@@ -24,6 +25,8 @@ def find_files(path: str | Path, patterns: Sequence[str], what: str) -> list[Pat
     Names and folders that begin with `.` or `_` are not data: other programs keep markers and
     half-written files there.
     """
+    if is_uri(path):
+        raise DataError(f"{str(path)!r} is a URI, which only Parquet is read from; copy the {what}")
     top = Path(path)
     if top.is_file():
         return [top]
@@ -142,12 +145,18 @@ def keys(column: Any) -> NDArray[np.int64]:
         return np.where(known, np.where(known, numbers, 0).astype(np.int64), MISSING)
     if pa.types.is_uint64(array.type):  # the upper half of its range becomes negative
         return array.fill_null(MISSING & (1 << 64) - 1).to_numpy().view(np.int64)
-    return array.cast(pa.int64()).fill_null(MISSING).to_numpy(zero_copy_only=False)
+    whole = array if array.type == pa.int64() else array.cast(pa.int64())
+    known = whole.fill_null(MISSING) if whole.null_count else whole
+    return known.to_numpy(zero_copy_only=False)
 
 
 def lists(column: Any) -> Jagged:
     """A list of keys per row; no list is an empty one."""
     array = flat(column)
+    if not array.null_count and pa.types.is_large_list(array.type) and array.offset == 0:
+        offsets = array.offsets.to_numpy()
+        known = tensor(offsets) if len(offsets) and offsets[0] == 0 else None
+        return Jagged(tensor(keys(array.flatten())), tensor(np.diff(offsets)), known)
     lengths = list_lengths(array)
     if pa.types.is_fixed_size_list(array.type):
         array = array.filter(array.is_valid())
@@ -160,12 +169,15 @@ def numbers(column: Any) -> NDArray[np.float32]:
     if pa.types.is_boolean(array.type):
         array = array.cast(pa.int8())
     found = array.to_numpy(zero_copy_only=False)
-    return found.astype(np.float32)
+    return found.astype(np.float32, copy=False)
 
 
 def is_null(column: Any) -> NDArray[np.bool_]:
     """Which rows are empty."""
-    return flat(column).is_null().to_numpy(zero_copy_only=False)
+    array = flat(column)
+    if not array.null_count:
+        return np.zeros(len(array), dtype=bool)
+    return array.is_null().to_numpy(zero_copy_only=False)
 
 
 def holes(array: Any) -> NDArray[np.bool_]:
@@ -177,8 +189,15 @@ def holes(array: Any) -> NDArray[np.bool_]:
     return found
 
 
+def values_of(array: Any) -> Any:
+    """The entries of all lists, joined."""
+    return array.flatten()
+
+
 def list_lengths(array: Any) -> NDArray[np.int64]:
     """How many entries each list has; no list is an empty one."""
+    if not array.null_count and not pa.types.is_fixed_size_list(array.type):
+        return np.diff(array.offsets.to_numpy()).astype(np.int64, copy=False)
     lengths = compute.list_value_length(array).fill_null(0).cast(pa.int64())
     return lengths.to_numpy(zero_copy_only=False)
 

@@ -77,6 +77,7 @@ def open_kuairand(config: DataConfig, split: Split) -> Stream:
         [chunk for file in files for chunk in _chunks(file, join)],
         window=config.shuffle_window,
         shuffle=config.shuffle and split == "train",
+        **config.reading,
         broken=broken,
         name=f"the {split} split of {config.path}",
     )

@@ -9,7 +9,6 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,13 @@ from nestpipe.batch import Batch
 from nestpipe.data.config import DataConfig, ParquetConfig, Split
 from nestpipe.data.readers import inputs
 from nestpipe.data.readers.inputs import find_files, keeps, num_kept, split_path
+from nestpipe.data.readers.remote import (
+    DataFile,
+    RemoteFile,
+    find_remote_files,
+    is_uri,
+    modified_ns,
+)
 from nestpipe.data.readers.sequences import (
     SequenceLayout,
     broken_rows,
@@ -65,6 +71,7 @@ def open_parquet(config: DataConfig, split: Split) -> Stream:
         chunks,
         window=config.shuffle_window,
         shuffle=config.shuffle and split == "train",
+        **config.reading,
         broken=Broken(config.max_broken),
         name=f"the {split} split of {path}",
     )
@@ -72,9 +79,9 @@ def open_parquet(config: DataConfig, split: Split) -> Stream:
 
 def find_split(
     config: DataConfig, split: Split
-) -> tuple[str, int, ColumnLayout | SequenceLayout, list[Path]]:
+) -> tuple[str, int, ColumnLayout | SequenceLayout, Sequence[DataFile]]:
     """The path of a split, which rows of its files are wanted, what is in them, and the files."""
-    files = find_files(config.path, PATTERNS, "Parquet files")
+    files = find_data(config.path)
     schema = open_file(files[0]).schema_arrow
     read_items = partial(_all_items, config)
     layout = find_layout(schema, config, split, read_items)
@@ -82,7 +89,7 @@ def find_split(
         check(schema, layout, files[0])
         return config.path, 0, layout, files
     path, every = split_path(config, split)
-    files = find_files(path, PATTERNS, "Parquet files")
+    files = find_data(path)
     schema = open_file(files[0]).schema_arrow
     layout = find_layout(schema, config, split, read_items)
     layout = layout or choose(schema, config.parquet, files[0])
@@ -90,7 +97,7 @@ def find_split(
     return path, every, layout, files
 
 
-def refuse_labels(files: Sequence[Path], layout: ColumnLayout, *, skips: bool) -> None:
+def refuse_labels(files: Sequence[DataFile], layout: ColumnLayout, *, skips: bool) -> None:
     """Refuse labels outside 0 to 1, or all alike, as far as the files' statistics tell.
 
     Where broken rows are skipped, some labels may be outside.
@@ -112,7 +119,7 @@ def refuse_labels(files: Sequence[Path], layout: ColumnLayout, *, skips: bool) -
             )
 
 
-def _bounds(files: Sequence[Path], name: str) -> tuple[float, float] | None:
+def _bounds(files: Sequence[DataFile], name: str) -> tuple[float, float] | None:
     """The least and the greatest value of a column of numbers; None where it is not known."""
     found: list[float] = []
     for file in files:
@@ -129,7 +136,7 @@ def _bounds(files: Sequence[Path], name: str) -> tuple[float, float] | None:
     return (min(found), max(found)) if found else None
 
 
-def _try_column(path: Path, opened: pq.ParquetFile, group: int, name: str) -> None:
+def _try_column(path: DataFile, opened: pq.ParquetFile, group: int, name: str) -> None:
     """Read one value: of a damaged column Arrow says so then, and asked for statistics aborts."""
     try:
         next(opened.iter_batches(1, row_groups=[group], columns=[name], use_threads=False), None)
@@ -139,13 +146,15 @@ def _try_column(path: Path, opened: pq.ParquetFile, group: int, name: str) -> No
 
 def _all_items(config: DataConfig, columns: tuple[str, ...]) -> NDArray[np.int64]:
     paths = (config.path, config.validation_path, config.test_path)
-    files = [file for path in paths if path for file in find_files(path, PATTERNS, "Parquet files")]
-    known = tuple(dict.fromkeys((file, file.stat().st_mtime_ns) for file in files))
+    files = [file for path in paths if path for file in find_data(path)]
+    known = tuple(dict.fromkeys((file, modified_ns(file)) for file in files))
     return _distinct(known, columns)
 
 
 @lru_cache(maxsize=4)
-def _distinct(files: tuple[tuple[Path, int], ...], columns: tuple[str, ...]) -> NDArray[np.int64]:
+def _distinct(
+    files: tuple[tuple[DataFile, int], ...], columns: tuple[str, ...]
+) -> NDArray[np.int64]:
     """The different keys of some columns, sorted: one pass over those columns of all files."""
     found = np.empty(0, dtype=np.int64)
     for file, _ in files:
@@ -164,13 +173,25 @@ def _has_own_rows(config: DataConfig) -> bool:
     return bool(config.test_every or config.test_path or config.validation_path)
 
 
-def open_file(path: Path) -> pq.ParquetFile:
+def find_data(path: str) -> Sequence[DataFile]:
+    """The Parquet files of a path or URI."""
+    if is_uri(path):
+        return find_remote_files(path, PATTERNS, "Parquet files")
+    return find_files(path, PATTERNS, "Parquet files")
+
+
+def open_file(path: DataFile, footer: pq.FileMetaData | None = None) -> pq.ParquetFile:
     """A Parquet file, or a sentence that says what is wrong with it.
 
-    Pages that carry a checksum are compared with it when they are read.
+    Pages that carry a checksum are compared with it when they are read. A footer that was read
+    before is not read again.
     """
     try:
-        file = pq.ParquetFile(path, page_checksum_verification=True)
+        if isinstance(path, RemoteFile):
+            source, options = path.filesystem.open_input_file(path.path), {"pre_buffer": True}
+        else:
+            source, options = path, {}
+        file = pq.ParquetFile(source, page_checksum_verification=True, metadata=footer, **options)
         names = file.schema_arrow.names
     except (pa.ArrowException, OSError, ValueError) as error:  # also names that are no text
         raise unreadable(path, error) from None
@@ -180,7 +201,7 @@ def open_file(path: Path) -> pq.ParquetFile:
     return file
 
 
-def unreadable(path: Path, error: Exception) -> DataError:
+def unreadable(path: DataFile, error: Exception) -> DataError:
     """The sentence for a file that Arrow cannot read."""
     reason = error.strerror if isinstance(error, OSError) else None
     if reason:
@@ -188,9 +209,11 @@ def unreadable(path: Path, error: Exception) -> DataError:
     return DataError(f"{path} is truncated or no Parquet file; write it again")
 
 
-def row_group(path: Path, group: int, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+def row_group(
+    path: DataFile, group: int, columns: Sequence[str], footer: pq.FileMetaData | None = None
+) -> Iterator[pa.RecordBatch]:
     """Pieces of one row group with these columns; a damaged file is refused by name."""
-    file = open_file(path)
+    file = open_file(path, footer)
     pieces = file.iter_batches(
         batch_size=PIECE, row_groups=[group], columns=list(columns), use_threads=False
     )
@@ -240,7 +263,7 @@ class ColumnLayout:
         return LABEL if len(self.labels) == 1 else name
 
 
-def choose(schema: pa.Schema, config: ParquetConfig, where: Path) -> ColumnLayout:
+def choose(schema: pa.Schema, config: ParquetConfig, where: DataFile) -> ColumnLayout:
     """The columns that the config names; without any, what the types of the schema suggest."""
     labels = tuple(config.labels) if config.labels else (LABEL,) if LABEL in schema.names else ()
     taken = set(labels) | set(config.ignore)
@@ -263,7 +286,9 @@ def choose(schema: pa.Schema, config: ParquetConfig, where: Path) -> ColumnLayou
     return layout
 
 
-def _refuse_second_label(left: Sequence[pa.Field], labels: tuple[str, ...], where: Path) -> None:
+def _refuse_second_label(
+    left: Sequence[pa.Field], labels: tuple[str, ...], where: DataFile
+) -> None:
     """A column that is called a label would be taken for a feature, and give the answer away."""
     for field in left:
         if labels and field.name.lower().startswith(LABEL) and inputs.is_number(field.type):
@@ -273,7 +298,7 @@ def _refuse_second_label(left: Sequence[pa.Field], labels: tuple[str, ...], wher
             )
 
 
-def check(schema: pa.Schema, layout: ColumnLayout | SequenceLayout, where: Path) -> None:
+def check(schema: pa.Schema, layout: ColumnLayout | SequenceLayout, where: DataFile) -> None:
     """Refuse a file that lacks a column, or has it in a type that does not fit."""
     for name in layout.names:
         if name not in schema.names:
@@ -298,17 +323,17 @@ def _single(schema: pa.Schema, names: Sequence[str]) -> Iterator[str]:
 
 
 def _chunks(
-    path: Path, layout: ColumnLayout | SequenceLayout, split: Split, every: int, number: int
+    path: DataFile, layout: ColumnLayout | SequenceLayout, split: Split, every: int, number: int
 ) -> Iterator[Chunk]:
     file = open_file(path)
     check(file.schema_arrow, layout, path)
-    begin = 0
-    for group in range(file.metadata.num_row_groups):
-        size = file.metadata.row_group(group).num_rows
+    begin, footer = 0, file.metadata
+    for group in range(footer.num_row_groups):
+        size = footer.row_group(group).num_rows
 
         def read(broken: Broken, group: int = group, begin: int = begin) -> Iterator[Batch]:
             row = begin
-            for piece in row_group(path, group, layout.names):
+            for piece in row_group(path, group, layout.names, footer):
                 numbers = np.arange(row, row + piece.num_rows)
                 row += piece.num_rows
                 kept = keeps(numbers, split, every)
@@ -320,8 +345,9 @@ def _chunks(
                     yield to_batch(piece, layout, numbers, path, broken)
 
         kept_rows = num_kept(begin, begin + size, split, every)
-        # Sequences that are too short are no samples: only reading tells how many there are.
-        known = None if isinstance(layout, SequenceLayout) else kept_rows
+        # Sequences too short to hold an item out are no samples: only reading tells how many.
+        drops = isinstance(layout, SequenceLayout) and layout.held.least > 0
+        known = None if drops else kept_rows
         yield Chunk(read, lambda known=known: known)
         begin += size
 
@@ -331,7 +357,7 @@ def _sequences(
     layout: SequenceLayout,
     rows: np.ndarray,
     file: int,
-    path: Path,
+    path: DataFile,
     broken: Broken,
 ) -> Batch:
     """Rows as users' sequences, without those that are broken or too short."""
@@ -346,7 +372,7 @@ FILE_BITS = 40
 
 
 def to_batch(
-    piece: Any, layout: ColumnLayout, rows: np.ndarray, path: Path, broken: Broken
+    piece: Any, layout: ColumnLayout, rows: np.ndarray, path: DataFile, broken: Broken
 ) -> Batch:
     """Arrow columns as a batch, without the rows that are broken."""
     good = _good(piece, layout, rows, path, broken)
@@ -354,8 +380,11 @@ def to_batch(
         piece = piece.filter(pa.array(good))
     dense = {layout.label_name(name): tensor(layout.label(piece[name])) for name in layout.labels}
     if layout.dense:
-        stacked = np.stack([inputs.numbers(piece[name]) for name in layout.dense], axis=1)
-        dense[DENSE] = tensor(np.nan_to_num(stacked, copy=False, nan=0.0))
+        stacked = np.empty((piece.num_rows, len(layout.dense)), dtype=np.float32)
+        for column, name in enumerate(layout.dense):
+            stacked[:, column] = inputs.numbers(piece[name])
+        empty = any(inputs.flat(piece[name]).null_count for name in layout.dense)
+        dense[DENSE] = tensor(np.nan_to_num(stacked, copy=False, nan=0.0) if empty else stacked)
     sparse = {
         name: Jagged.one_each(tensor(_single_keys(piece[name], name, path)))
         if name in layout.single
@@ -365,7 +394,7 @@ def to_batch(
     return Batch(piece.num_rows, dense, sparse)
 
 
-def _single_keys(column: Any, name: str, path: Path) -> NDArray[np.int64]:
+def _single_keys(column: Any, name: str, path: DataFile) -> NDArray[np.int64]:
     """A key per row; says once where a row has the key that stands for none."""
     keys = inputs.keys(column)
     if name not in _told and (keys == MISSING).sum() > column.null_count:
@@ -385,18 +414,21 @@ _told: set[str] = set()
 
 
 def _good(
-    piece: Any, layout: ColumnLayout, rows: np.ndarray, path: Path, broken: Broken
+    piece: Any, layout: ColumnLayout, rows: np.ndarray, path: DataFile, broken: Broken
 ) -> np.ndarray:
     """Which rows can be used; the others are told with their number in the file, from 1."""
     found: list[tuple[np.ndarray, str]] = []
     for name in layout.labels:
         found += _bad_labels(layout.label(piece[name]), name, layout)
     for name in layout.dense:
-        bad = ~np.isfinite(inputs.numbers(piece[name])) & ~inputs.is_null(piece[name])
-        found.append((bad, f"{name} is not finite"))
+        good = np.isfinite(inputs.numbers(piece[name]))
+        if not good.all():
+            bad = ~good & ~inputs.is_null(piece[name])
+            found.append((bad, f"{name} is not finite"))
     for name in layout.sparse:
-        if name not in layout.single:
-            found.append((inputs.holes(inputs.flat(piece[name])), f"{name} has an empty entry"))
+        array = inputs.flat(piece[name])
+        if name not in layout.single and inputs.values_of(array).null_count:
+            found.append((inputs.holes(array), f"{name} has an empty entry"))
     return without(found, rows, path, broken)
 
 
@@ -414,7 +446,7 @@ LABEL_RANGE = (
 
 
 def without(
-    found: Sequence[tuple[np.ndarray, str]], rows: np.ndarray, path: Path, broken: Broken
+    found: Sequence[tuple[np.ndarray, str]], rows: np.ndarray, path: DataFile, broken: Broken
 ) -> np.ndarray:
     """Which rows are good, given those that are bad and why; tells each with its first reason."""
     good = np.ones(len(rows), dtype=bool)

@@ -49,8 +49,8 @@ class HoldOut:
     def of(cls, split: Split, *, own_rows: bool) -> HoldOut:
         """`own_rows`: the split has rows of its own, so that training keeps whole sequences."""
         if split == "train":
-            last = 0 if own_rows else 2
-            return cls(last=last, least=last + 2, target=False)
+            # Short ones stay, and teach nothing: so the footers of files say how many there are.
+            return cls(last=0 if own_rows else 2, least=0, target=False)
         last = 2 if split == "validation" and not own_rows else 1
         return cls(last=last, least=2 if own_rows else 3, target=True)
 
@@ -178,7 +178,8 @@ def to_batch(piece: Any, layout: SequenceLayout, ids_B: I64) -> tuple[Batch, NDA
         items_T, times_T = in_order(items_T, times_T, lengths_B)
     held = layout.held
     kept_B = lengths_B >= held.least
-    begin_B, length_B = (np.cumsum(lengths_B) - lengths_B)[kept_B], lengths_B[kept_B] - held.last
+    begin_B = (np.cumsum(lengths_B) - lengths_B)[kept_B]
+    length_B = np.maximum(lengths_B[kept_B] - held.last, 0)
     latest_B = np.minimum(length_B, layout.max_len)
     places_T = ranges(begin_B + length_B - latest_B, latest_B)
     sparse = {HISTORY: Jagged(tensor(items_T[places_T]), tensor(latest_B))}
