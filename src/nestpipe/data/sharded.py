@@ -26,7 +26,7 @@ from nestpipe.data.readers.text import Broken
 from nestpipe.errors import DataError
 from nestpipe.jagged import Jagged
 from nestpipe.kernels.library import native_wanted
-from nestpipe.kernels.take import PieceColumns, Span, rows_of, take
+from nestpipe.kernels.take import PieceColumns, RowSpan, rows_of, take
 
 # Shapes: B samples, V shards
 
@@ -198,12 +198,12 @@ class ShardReader:
     def read(self, low: int, high: int, order: I64 | None) -> list[Piece]:
         """Samples [low, high) of the shard, in an order that is applied to all of them."""
         pieces: list[Piece] = []
-        spans: list[Span] = []
+        spans: list[RowSpan] = []
         while low < high:
             piece, first, row = self._piece_with(low)
             size = min(high, first + piece.samples.size - row) - low
             begin = row + low - first
-            spans.append(Span(len(pieces), begin, begin + size))
+            spans.append(RowSpan(len(pieces), begin, begin + size))
             pieces.append(piece)
             low += size
         if order is None:
@@ -347,15 +347,15 @@ class ShardedPass:
 
     def _take(self, parts: Sequence[tuple[int, int, int]]) -> Batch:
         pieces: list[Piece] = []
-        spans: list[Span] = []
+        spans: list[RowSpan] = []
         for shard, first, end in parts:
             for piece, low, high in self._held[shard].spans(first, end):
-                spans.append(Span(len(pieces), low, high))
+                spans.append(RowSpan(len(pieces), low, high))
                 pieces.append(piece)
         return pick(pieces, spans) if pieces else self._empty
 
 
-def pick(pieces: Sequence[Piece], spans: Sequence[Span], order_B: I64 | None = None) -> Batch:
+def pick(pieces: Sequence[Piece], spans: Sequence[RowSpan], order_B: I64 | None = None) -> Batch:
     """The samples of these spans of pieces behind each other, then in this order."""
     like = pieces[0].samples
     columns = [piece.columns for piece in pieces if piece.columns is not None]
@@ -369,7 +369,7 @@ def pick(pieces: Sequence[Piece], spans: Sequence[Span], order_B: I64 | None = N
     )
 
 
-def pick_plainly(batches: Sequence[Batch], spans: Sequence[Span], order_B: I64 | None) -> Batch:
+def pick_plainly(batches: Sequence[Batch], spans: Sequence[RowSpan], order_B: I64 | None) -> Batch:
     """The same by joining all pieces first: the twin of the native form."""
     piece_B, row_B = rows_of(spans)
     begins = np.cumsum([0, *(batch.size for batch in batches[:-1])])

@@ -71,7 +71,7 @@ class PieceColumns:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class RowSpan:
     """Samples [first, end) of a piece, by its number."""
 
     piece: int
@@ -84,7 +84,7 @@ Columns = tuple[list[tuple[Tensor, Tensor, Tensor | None]], list[Tensor]]
 
 
 def take(
-    pieces: Sequence[PieceColumns], spans: Sequence[Span], order_B: I64 | None = None
+    pieces: Sequence[PieceColumns], spans: Sequence[RowSpan], order_B: I64 | None = None
 ) -> Columns:
     """The samples of these spans behind each other, then in this order."""
     size = sum(span.end - span.first for span in spans)
@@ -115,7 +115,7 @@ def take(
     return list(zip(values, lengths, known, strict=True)), rows
 
 
-def rows_of(spans: Sequence[Span]) -> tuple[I64, I64]:
+def rows_of(spans: Sequence[RowSpan]) -> tuple[I64, I64]:
     """Piece and row of each sample."""
     pieces = [np.full(span.end - span.first, span.piece, dtype=np.int64) for span in spans]
     rows = [np.arange(span.first, span.end, dtype=np.int64) for span in spans]

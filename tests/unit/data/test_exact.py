@@ -17,7 +17,7 @@ from nestpipe.batch import Batch
 from nestpipe.data import DataConfig, Source, open_source
 from nestpipe.data.order import Permutation, Share, mix
 from nestpipe.data.readers import parquet
-from nestpipe.data.sharded import Form, Piece, Span, choose_shards, pick, pick_plainly
+from nestpipe.data.sharded import Form, Piece, RowSpan, choose_shards, pick, pick_plainly
 from nestpipe.data.source import Chunk, Stream, keys_column
 from nestpipe.errors import ConfigError, DataError
 from nestpipe.jagged import Jagged
@@ -257,7 +257,7 @@ def lists_of(sizes: list[int], single: bool) -> list[Batch]:
 @pytest.mark.parametrize("sizes", [[1], [40], [7, 1, 30], [5, 0, 5]])
 def test_native_picking_is_the_plain_one(sizes, single, lists):
     pieces = lists_of(sizes, single)
-    spans = [Span(n, size // 3, size) for n, size in enumerate(sizes)]
+    spans = [RowSpan(n, size // 3, size) for n, size in enumerate(sizes)]
     total = sum(span.end - span.first for span in spans)
     form = Form(frozenset({"one"}), native=True)
     native = [Piece.of(piece, form) for piece in pieces]
