@@ -9,6 +9,7 @@ import os
 import random
 import signal
 import sys
+from pathlib import Path
 
 from nestpipe.cli.app import main
 from nestpipe.schedule.op import Op
@@ -23,8 +24,8 @@ OPS = ("prefetch", "counts", "retrieve", "dense", "update", "writeback")
 STEPS = 30
 
 
-def die_at(name: str, number: int) -> None:
-    """SIGKILL to this process at the n-th op of a kind."""
+def die_at(name: str, number: int, notes: Path) -> None:
+    """SIGKILL to this process at the n-th op of a kind, with a line that says so."""
     act = getattr(TrainingWork, name)
     seen = 0
 
@@ -32,6 +33,8 @@ def die_at(name: str, number: int) -> None:
         nonlocal seen
         seen += 1
         if seen == number:
+            with notes.open("a") as file:
+                file.write(f"{name} {number}\n")
             os.kill(os.getpid(), signal.SIGKILL)
         act(self, op)
 
@@ -44,7 +47,7 @@ def run(folder: str, seed: str, kills: int) -> None:
     victim = rng.randrange(int(os.environ["WORLD_SIZE"]))
     name, number = rng.choice(OPS), rng.randrange(1, 9)  # each attempt gets a little further
     if attempt < kills and int(os.environ["RANK"]) == victim:
-        die_at(name, number)
+        die_at(name, number, Path(f"{folder}.kills"))
     arguments = [word for s in (*SETTINGS, f"run.checkpoint={folder}") for word in ("--set", s)]
     main(["train", "--resume", "auto", *arguments])
 

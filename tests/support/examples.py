@@ -21,6 +21,7 @@ COUNTS = {
     "damage": 1000,
     "restarts": 2,
     "faults": 5,
+    "bad rows": 4,
     "crashes": 3,
     "two trainers": 3,
     "fuzz": 12,

@@ -17,6 +17,12 @@ FOUND = [
     ("parquet", 29),  # two columns of one name
     ("movielens", 6647),  # a carriage return in the header
     ("movielens", 7299),  # a line break in the name of a column
+    ("parquet", 5415),  # damaged statistics, at which Arrow aborts
+    ("manifest", 5035),  # a model's config that is no section
+    ("histories", 5563),  # lists of lists
+    ("histories", 6055),  # a zip file of another time
+    ("histories", 6447),  # an empty file
+    ("histories", 7465),  # a column's name that is no text
     ("manifest", 35),  # first rows of a table that is not there
     ("histories", 36),  # users that are no list
 ]

@@ -14,6 +14,7 @@ import typer
 from nestpipe import __version__
 from nestpipe.cli.bench import (
     bench_app,
+    bench_checkpoint,
     bench_clustering,
     bench_dispatch,
     bench_dlrm,
@@ -61,6 +62,7 @@ bench_app.command("dlrm")(bench_dlrm)
 bench_app.command("embedding")(bench_embedding)
 bench_app.command("dispatch")(bench_dispatch)
 bench_app.command("hstu")(bench_hstu)
+bench_app.command("checkpoint")(bench_checkpoint)
 app.add_typer(bench_app, name="bench")
 app.add_typer(data_app, name="data")
 app.command()(serve)

@@ -12,10 +12,25 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from nestpipe.cli.options import STDOUT, JsonFile, console, figures_table, progress_bar, write_json
+from nestpipe.cli.options import (
+    STDOUT,
+    ConfigFile,
+    JsonFile,
+    Ranks,
+    Settings,
+    console,
+    figures_table,
+    launch_ranks,
+    progress_bar,
+    quieten,
+    read_job,
+    starts_ranks,
+    write_json,
+)
 from nestpipe.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
+    from nestpipe.bench.checkpoint import CheckpointCase, CheckpointReading
     from nestpipe.bench.clustering import ClusteringReading
     from nestpipe.bench.dlrm import DispatchReading, SideBySide
     from nestpipe.bench.groups import GroupReading
@@ -471,6 +486,67 @@ def bench_dispatch(
     if json != STDOUT:
         title = f"host time of {plan} {retrieval}, {micro_batches} micro-batches, ms per batch"
         console().print(dispatch_table(title, reading))
+
+
+def bench_checkpoint(
+    config: ConfigFile = None,
+    settings: Settings = None,
+    every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 100,
+    intervals: Annotated[int, typer.Option(min=1, help="Checkpoints of a turn.")] = 3,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns with, and as many without.")] = 3,
+    full: Annotated[bool, typer.Option("--full", help="Full ones, not increments.")] = False,
+    folder: Annotated[
+        Path | None, typer.Option(help="Where to write; default: a temporary folder.")
+    ] = None,
+    ranks: Ranks = 1,
+    json: JsonFile = None,
+) -> None:
+    """Train with checkpoints in the background and without, in turns; compare throughput and bytes.
+
+    Example: nestpipe bench checkpoint --every 100 --ranks 2 --json -
+
+    Example: nestpipe bench checkpoint config.toml --set run.device=cuda --folder /data/bench
+    """
+    from nestpipe.bench.checkpoint import CheckpointCase, measure_checkpoints
+
+    case = CheckpointCase(every=every, intervals=intervals, rounds=rounds, full=full)
+    job_config = read_job(config, settings)
+    if starts_ranks(ranks):
+        raise typer.Exit(launch_ranks(ranks))
+    quieten()
+    from nestpipe.train.checkpoint import gathered_from_first
+    from nestpipe.train.job import prepare
+    from nestpipe.train.loop import communicator
+
+    comm = communicator(job_config)
+    with tempfile.TemporaryDirectory(dir=folder) as own:
+        job = prepare(job_config, comm)
+        where = Path(gathered_from_first(comm, own))
+        with progress_bar("training in turns", 2 * rounds if comm.rank == 0 else None) as advance:
+            reading = measure_checkpoints(job, where, case, progress=advance)
+        job.trainer.close()
+    if comm.rank == 0:
+        if json is not None:
+            about = {"case": asdict(case), "ranks": comm.size, "config": asdict(job_config)}
+            write_json(json, {**about, **reading.as_json()})
+        if json != STDOUT:
+            console().print(checkpoint_lines(reading, case), markup=False, soft_wrap=True)
+    comm.close()
+
+
+def checkpoint_lines(reading: CheckpointReading, case: CheckpointCase) -> str:
+    """What checkpoints cost, in words."""
+    turns = "\n".join(
+        f"  {before:>12,.0f}  {after:>12,.0f}"
+        for before, after in zip(reading.without, reading.with_them, strict=True)
+    )
+    kind = "a full checkpoint" if case.full else "an increment"
+    return (
+        f"samples/s without and with {kind} every {case.every} steps, turn by turn:\n{turns}\n"
+        f"throughput lost: {reading.cost:.1%} (median)\n"
+        f"written: {reading.bytes_written / 1e6:.2f} MB a checkpoint, {reading.bytes_ratio:.2f} x "
+        f"the {reading.bytes_touched / 1e6:.2f} MB of touched rows"
+    )
 
 
 def _device(name: str | None) -> str:

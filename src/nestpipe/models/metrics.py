@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from nestpipe.errors import RunError
+
 # Shapes: P predictions, B samples, N items, K bins
 
 BINS = 1 << 16
@@ -37,6 +39,11 @@ class Auc:
 
     def add(self, predictions_P: Tensor, labels_P: Tensor) -> Auc:
         """With probabilities and labels (above 0.5 is a positive)."""
+        if bool(predictions_P.isnan().any()):
+            raise RunError(
+                "a prediction is NaN, so weights or rows hold NaN or inf; go on from the "
+                "checkpoint before with lower learning rates"
+            )
         logits_P = torch.logit(predictions_P.double())  # 0 and 1 become infinities, which clamp
         bins_P = (logits_P / _LARGEST_LOGIT + 1) * (BINS / 2)
         bins_P = bins_P.clamp(0, BINS - 1).long()

@@ -145,9 +145,9 @@ class TrackedStore:
             if len(keys):
                 of_table.add(keys)
 
-    def track(self) -> None:
-        """Note keys from now on, and forget those so far."""
-        self._touched = [TouchedKeys() for _ in self.layout.table_seeds]
+    def track(self, *, on: bool = True) -> None:
+        """Note keys from now on, and forget those so far; or note none."""
+        self._touched = [TouchedKeys() for _ in self.layout.table_seeds] if on else None
         self._gone = [TouchedKeys() for _ in self.layout.table_seeds]
 
     def gone(self, table: int) -> Tensor:
@@ -215,6 +215,8 @@ class BackgroundWriter:
         """Time that training has waited, for copies and for writes that were not done yet."""
         self.num_bytes = 0
         """What this rank has written."""
+        self.bytes_touched = 0
+        """Keys and rows that the last checkpoint had to copy, on all ranks."""
 
     def begin(
         self,
@@ -311,7 +313,10 @@ class BackgroundWriter:
             for store, tables in zip(stores, keys, strict=True)
             for of in tables
         )
-        copied = all(self._everywhere(need <= COPIED_SHARE * _memory_left() / _local_ranks()))
+        room = COPIED_SHARE * _memory_left() / _local_ranks()
+        needs = cast("list[list[int]]", self._everywhere([need, int(need <= room)]))
+        copied = all(fits for _, fits in needs)
+        self.bytes_touched = sum(bytes_of for bytes_of, _ in needs)
         found: list[_TouchedTable] = []
         for g, (group, store, tables) in enumerate(zip(groups, stores, keys, strict=False)):
             for number, keys_K in enumerate(tables):

@@ -500,12 +500,12 @@ class Trainer:
             model=self.about_model,
         )
 
-    def track_rows(self) -> None:
-        """Note which rows are written from now on, for the next checkpoint."""
+    def track_rows(self, *, on: bool = True) -> None:
+        """Note which rows are written from now on, for the next checkpoint; or no longer."""
         for pool in self._pools:
             pool.flush()  # what they hold was written before
         for store in self._stores:
-            store.track()
+            store.track(on=on)
 
     def save_in_background(
         self,

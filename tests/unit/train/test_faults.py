@@ -88,6 +88,36 @@ def test_a_bad_number_is_never_in_a_checkpoint(
         verified(path)
 
 
+@pytest.mark.parametrize("seed", range(num_examples("bad rows")))
+def test_a_row_that_is_bad_itself_is_never_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+):
+    """Memory that was damaged, say: no policy mends it, so the run ends and says where it is."""
+    rng = random.Random(f"row {seed}")
+    policy, step = rng.choice(["stop", "skip", "clip"]), rng.randrange(1, 24)
+    run = {"non_finite": policy, "checkpoint_every": 4, "incremental": rng.random() < 0.5}
+    job = prepare(job_of(tmp_path, run=run), LocalCommunicator())
+    seen: list[int] = []
+
+    def damage(report: Any) -> None:
+        seen.append(report.step)
+        if len(seen) == step:
+            store = rng.choice(job.trainer.stores)
+            table, keys, rows = rng.choice(list(store.export()))
+            rows[0, rng.randrange(rows.shape[1])] = rng.choice(VALUES[:3])
+            counts = [0] * store.layout.num_tables
+            counts[table] = 1
+            store.scatter(keys[:1].clone(), counts, rows[:1].clone())
+
+    with pytest.raises(RunError, match=r"NaN or inf|is not finite|are not finite|nan|inf"):
+        train_job(job, damage)
+    for path in paths_in(tmp_path):
+        found = verified(path)
+        assert found.manifest.step <= step
+        for table in found.manifest.tables:
+            assert all(bool(rows.isfinite().all()) for _, rows in found.rows(str(table["name"])))
+
+
 def test_no_policy_changes_a_run_without_faults(tmp_path: Path):
     for policy in ("stop", "skip", "clip"):
         trained(job_of(tmp_path / policy, run={"non_finite": policy}))

@@ -71,7 +71,7 @@ def _read(path: Path) -> Weights:
         dense = {k.removeprefix("model."): v for k, v in tensors.items() if k.startswith("model.")}
         items_K, rows_KD = read_rows(checkpoint, TABLE, config.dim)
         first = first_rows(checkpoint.manifest, TABLE)
-    except (OSError, KeyError, TypeError, ValueError) as error:
+    except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
             f"{where!r} cannot be read ({error}); use another checkpoint"
         ) from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zipfile
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -304,11 +305,15 @@ def read_histories(file: Path, longest: int) -> HistoryStore:
         raise DataError(f"'{file}': {error}") from None
 
 
+_NOT_READ = (OSError, EOFError, ValueError, NotImplementedError, zipfile.BadZipFile, zlib.error)
+"""What numpy and zipfile raise for a file that is damaged, or none of theirs."""
+
+
 def _read_npz(file: Path) -> tuple[list[str], Ids, Ids, Ids | None]:
     try:
         with np.load(file, allow_pickle=False) as found:
             arrays = dict(found)
-    except (OSError, ValueError, zipfile.BadZipFile) as error:
+    except _NOT_READ as error:
         raise DataError(f"it cannot be read ({error}); write it with numpy.savez") from None
     for name in ("users", "lengths", "items"):
         if name not in arrays:
@@ -325,19 +330,20 @@ def _read_parquet(file: Path) -> tuple[list[str], Ids, Ids, Ids | None]:
     import pyarrow.parquet as pq
 
     try:
-        table: Any = pq.read_table(file)
+        table: Any = pq.read_table(file, page_checksum_verification=True)
+        names = table.column_names
     except (OSError, pa.ArrowException, ValueError) as error:  # also names that are no text
         reason = str(error).splitlines()[0]
         raise DataError(f"it cannot be read ({reason}); write it as Parquet") from None
     for name in ("user", "items"):
-        if name not in table.column_names:
+        if name not in names:
             raise DataError(f"it has no column {name!r}; write user, items and times")
     for name in ("user", "items", "times"):
-        if table.column_names.count(name) > 1:
+        if names.count(name) > 1:
             raise DataError(f"it has the column {name!r} twice; rename one of them")
     lengths_U, items_T = _lists(table["items"].combine_chunks(), "items")
     times_T = None
-    if "times" in table.column_names:
+    if "times" in names:
         times_U, times_T = _lists(table["times"].combine_chunks(), "times")
         if not np.array_equal(times_U, lengths_U):
             raise DataError("there is not one time for every item; give one or no times")
@@ -353,7 +359,8 @@ def _lists(column: Any, name: str) -> tuple[Ids, Ids]:
     values = column.flatten()
     if column.null_count or values.null_count:
         raise DataError(f"a value of column {name!r} is null; leave it out")
-    return column.value_lengths().to_numpy().astype(np.int64), _ids(values.to_numpy(), name)
+    lengths = column.value_lengths().to_numpy().astype(np.int64)
+    return lengths, _ids(values.to_numpy(zero_copy_only=False), name)
 
 
 def _users(column: Any) -> list[str]:

@@ -1,0 +1,158 @@
+"""`nestpipe bench checkpoint`: what checkpoints in the background cost a job, in one run.
+
+The same trainer takes turns: some steps without checkpoints, as many with one after every so many.
+Each interval with checkpoints begins with one and ends when it is written, so nothing is left out.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+
+from nestpipe.checkpoint.manifest import DENSE, read_manifest
+from nestpipe.config import positive
+from nestpipe.train.background import BackgroundWriter
+from nestpipe.train.job import Job
+
+MANY_EPOCHS = 1_000_000_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointCase:
+    """How much is measured."""
+
+    every: int = 100
+    """Steps between checkpoints."""
+    intervals: int = 3
+    """Of a turn."""
+    rounds: int = 3
+    """Turns of either kind."""
+    full: bool = False
+    """Full checkpoints instead of increments."""
+
+    def __post_init__(self) -> None:
+        for name in ("every", "intervals", "rounds"):
+            positive(name, getattr(self, name))
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointReading:
+    """What came out, on rank 0."""
+
+    without: tuple[float, ...]
+    """Samples per second of each turn without checkpoints ..."""
+    with_them: tuple[float, ...]
+    """... and with them."""
+    waited_s: float
+    """Of the turns with checkpoints: seconds that training stood still for copies and writes."""
+    bytes_written: int
+    """By all ranks, a checkpoint in the mean."""
+    bytes_of_rows: int
+    """Of those, files of rows."""
+    bytes_touched: int
+    """Keys, weights and state of the rows touched since the one before, in the mean."""
+
+    @property
+    def cost(self) -> float:
+        """The share of throughput that is lost, the median over neighbouring turns."""
+        pairs = zip(self.without, self.with_them, strict=True)
+        return median(1 - after / before for before, after in pairs)
+
+    @property
+    def bytes_ratio(self) -> float:
+        """Bytes written over bytes touched."""
+        return self.bytes_written / max(1, self.bytes_touched)
+
+    def as_json(self) -> dict[str, object]:
+        return {**asdict(self), "cost": self.cost, "bytes_ratio": self.bytes_ratio}
+
+
+def measure_checkpoints(
+    job: Job, folder: Path, case: CheckpointCase, progress: Callable[[], None] = lambda: None
+) -> CheckpointReading:
+    """Take turns; all ranks call it, with the same empty folder."""
+    turns = _Turns(job, folder, case)
+    turns.train(case.every)  # what is done once is done now
+    without: list[float] = []
+    with_them: list[float] = []
+    for _ in range(case.rounds):
+        without.append(turns.without())
+        progress()
+        with_them.append(turns.with_them())
+        progress()
+    written = max(1, turns.checkpoints)
+    return CheckpointReading(
+        tuple(without),
+        tuple(with_them),
+        turns.waited_s,
+        turns.bytes_written // written,
+        turns.bytes_of_rows // written,
+        turns.bytes_touched // written,
+    )
+
+
+class _Turns:
+    """Steps of one trainer, timed."""
+
+    def __init__(self, job: Job, folder: Path, case: CheckpointCase) -> None:
+        self._job, self._folder, self._case = job, folder, case
+        self.waited_s = 0.0
+        self.checkpoints = self.bytes_written = self.bytes_of_rows = self.bytes_touched = 0
+
+    def train(self, steps: int) -> None:
+        trainer = self._job.trainer
+        trainer.fit(self._job.train, steps=steps, epochs=MANY_EPOCHS)
+
+    def without(self) -> float:
+        """Samples per second of a turn without checkpoints."""
+        self._job.trainer.track_rows(on=False)
+        began = time.perf_counter()
+        for _ in range(self._case.intervals):
+            self.train(self._case.every)
+        return self._speed(began)
+
+    def with_them(self) -> float:
+        """The same with a checkpoint at the beginning of each interval."""
+        trainer = self._job.trainer
+        writer = BackgroundWriter(self._folder, trainer.mesh, 0 if self._case.full else 1e9)
+        parent = trainer.save(self._folder)
+        trainer.track_rows()
+        self.train(self._case.every)
+        paths: list[Path] = []
+        trainer.comm.barrier()
+        began = time.perf_counter()
+        for _ in range(self._case.intervals):
+            parent = trainer.save_in_background(writer, parent)
+            self.bytes_touched += writer.bytes_touched
+            paths.append(parent)
+            self.train(self._case.every)
+        writer.wait()
+        speed = self._speed(began)
+        self.waited_s += writer.seconds
+        self._look_at(paths)
+        return speed
+
+    def _speed(self, began: float) -> float:
+        trainer = self._job.trainer
+        trainer.comm.barrier()
+        samples = self._case.intervals * self._case.every * trainer.settings.batch
+        return samples / (time.perf_counter() - began)
+
+    def _look_at(self, paths: list[Path]) -> None:
+        """Count what was written, and make room for the next turn."""
+        comm = self._job.trainer.comm
+        for path in paths:
+            files = read_manifest(path).files
+            self.checkpoints += 1
+            self.bytes_written += sum(entry.num_bytes for entry in files.values())
+            self.bytes_of_rows += sum(e.num_bytes for n, e in files.items() if n != DENSE)
+        comm.barrier()
+        if comm.rank == 0:
+            for path in self._folder.iterdir():
+                if path.is_dir():
+                    shutil.rmtree(path)
+        comm.barrier()
