@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +28,8 @@ class Batch:
     """The memory of all columns, where they lie one after the other: a copy moves them together."""
 
     def __post_init__(self) -> None:
+        if self.packed is not None:  # views of columns that were looked at before
+            return
         for name, tensor in self.dense.items():
             if tensor.ndim == 0 or tensor.shape[0] != self.size:
                 raise DataError(
@@ -94,11 +98,36 @@ class Batch:
         )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class BatchLayout:
+    """Names and sizes of columns; equal ones of recent batches are one object, to be cached by."""
+
+    size: int
+    dense: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
+    """Name, shape and type."""
+    sparse: tuple[tuple[str, int], ...]
+    """Name, and keys of all samples together."""
+
+    @classmethod
+    def of(cls, batch: Batch) -> BatchLayout:
+        return _shared_layout(
+            batch.size,
+            tuple((name, tuple(c.shape), c.dtype) for name, c in batch.dense.items()),
+            tuple((name, keys.values.numel()) for name, keys in batch.sparse.items()),
+        )
+
+
+_shared_layout = lru_cache(maxsize=64)(BatchLayout)
+
+
 @dataclass(frozen=True, slots=True)
 class PackedColumns:
     """The columns of a batch, those of one type behind each other."""
 
     parts: Mapping[torch.dtype, Tensor]
+    layout: BatchLayout
+    agreeing: frozenset[str] = frozenset()
+    """Lists of keys whose lengths add up to their number, as they were packed."""
 
     @classmethod
     def of(cls, batch: Batch, *, pin_memory: bool) -> PackedColumns:
@@ -107,7 +136,7 @@ class PackedColumns:
             size = sum(column.numel() for column in columns)
             parts[dtype] = torch.empty(size, dtype=dtype, pin_memory=pin_memory)
             torch.cat([column.reshape(-1) for column in columns], out=parts[dtype])
-        return cls(parts)
+        return cls(parts, BatchLayout.of(batch), _agreeing(batch, parts))
 
     @property
     def is_pinned(self) -> bool:
@@ -118,32 +147,104 @@ class PackedColumns:
             {
                 dtype: part.to(device, non_blocking=non_blocking)
                 for dtype, part in self.parts.items()
-            }
+            },
+            self.layout,
+            self.agreeing,
         )
 
     def unpack(self, like: Batch) -> Batch:
-        """The batch again, as views of this memory; `like` says which columns there are."""
-        columns = _by_type(like)
+        """The batch again, as views of this memory; `like` says which columns there are.
+
+        A view is made when somebody asks for its column: a replayed step asks for none.
+        """
+        views = _Views(self.parts, like)
+        dense = _Columns[Tensor](views, 0, tuple(like.dense))
+        return Batch(like.size, dense, _Columns[Jagged](views, 1, tuple(like.sparse)), self)
+
+    def same_place(self, other: PackedColumns, tensors: Sequence[Tensor]) -> Tensor | None:
+        """What lies here where some neighbours lie in another copy; None: they are not neighbours.
+
+        `tensors` are parts of `other`, all of one type, in order.
+        """
+        some = [tensor for tensor in tensors if tensor.numel()]
+        there = other.parts.get(some[0].dtype) if some else None
+        if there is None:
+            return None
+        size, base = there.element_size(), there.data_ptr()
+        first = at = some[0].data_ptr()
+        for tensor in some:
+            if tensor.data_ptr() != at or not tensor.is_contiguous():
+                return None
+            at += tensor.numel() * size
+        if first < base or at > base + there.numel() * size:
+            return None
+        return self.parts[there.dtype][(first - base) // size : (at - base) // size]
+
+
+def _agreeing(batch: Batch, parts: Mapping[torch.dtype, Tensor]) -> frozenset[str]:
+    """By one sum over all lists, which lie behind each other at the end of their type."""
+    lists, count = batch.sparse, len(batch.sparse)
+    if not count or any(keys.lengths.dtype != torch.int64 for keys in lists.values()):
+        return frozenset()
+    lengths_FB = parts[torch.int64][-count * batch.size :] if batch.size else torch.empty(0)
+    sums = lengths_FB.view(count, batch.size).sum(1).tolist()
+    of_list = zip(lists.items(), sums, strict=True)
+    return frozenset(name for (name, keys), total in of_list if total == keys.values.numel())
+
+
+class _Views:
+    """The columns of packed memory, cut out once, for whoever asks first."""
+
+    def __init__(self, parts: Mapping[torch.dtype, Tensor], like: Batch) -> None:
+        self._parts, self._like = parts, like
+        self._made: tuple[dict[str, Tensor], dict[str, Jagged]] | None = None
+
+    def made(self) -> tuple[dict[str, Tensor], dict[str, Jagged]]:
+        if self._made is None:
+            self._made = self._cut()
+        return self._made
+
+    def _cut(self) -> tuple[dict[str, Tensor], dict[str, Jagged]]:
+        like, columns = self._like, _by_type(self._like)
         views = {
             dtype: iter(torch.split(part, [column.numel() for column in columns[dtype]]))
-            for dtype, part in self.parts.items()
+            for dtype, part in self._parts.items()
         }
         dense = {
             name: next(views[column.dtype]).view(column.shape)
             for name, column in like.dense.items()
         }
-        sparse = {
-            name: Jagged(next(views[keys.values.dtype]), next(views[keys.lengths.dtype]))
-            for name, keys in like.sparse.items()
-        }
-        return Batch(like.size, dense, sparse, self)
+        values = {name: next(views[keys.values.dtype]) for name, keys in like.sparse.items()}
+        lengths = {name: next(views[keys.lengths.dtype]) for name, keys in like.sparse.items()}
+        return dense, {name: Jagged(values[name], lengths[name]) for name in values}
+
+
+C = TypeVar("C", Tensor, Jagged)
+
+
+class _Columns(Mapping[str, C]):
+    """Names of columns, and their views on demand."""
+
+    def __init__(self, views: _Views, which: int, names: tuple[str, ...]) -> None:
+        self._views, self._which, self._names = views, which, names
+
+    def __getitem__(self, name: str) -> C:
+        return self._views.made()[self._which][name]  # type: ignore[return-value]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 def _by_type(batch: Batch) -> dict[torch.dtype, list[Tensor]]:
-    """All columns in one order, by type."""
-    columns = [*batch.dense.values()]
-    for keys in batch.sparse.values():
-        columns += [keys.values, keys.lengths]
+    """All columns in one order, by type; keys of all features are neighbours, then lengths."""
+    columns = [
+        *batch.dense.values(),
+        *(keys.values for keys in batch.sparse.values()),
+        *(keys.lengths for keys in batch.sparse.values()),
+    ]
     found: dict[torch.dtype, list[Tensor]] = {}
     for column in columns:
         found.setdefault(column.dtype, []).append(column)

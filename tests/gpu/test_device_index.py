@@ -29,6 +29,12 @@ from nestpipe.kernels.index.segments import (
     sort_segments,
     update_segments,
 )
+from nestpipe.kernels.index.steady import (
+    StepNews,
+    TermBuffers,
+    plain_pool_outputs,
+    pool_outputs,
+)
 from nestpipe.kernels.rows.native import OptimizerStruct
 from nestpipe.kernels.rows.row_copy_tma import aligned_rows
 
@@ -357,3 +363,62 @@ def test_a_step_never_waits_for_the_device():
         torch.cuda.set_sync_debug_mode(before)
     torch.cuda.synchronize()
     assert counters(index)["num_missing"] == 0
+
+
+def test_outputs_of_many_terms_are_those_of_the_twin():
+    draw = torch.Generator(CUDA).manual_seed(3)
+    for most in (2, 12, 900):
+        lengths_O = torch.randint(0, most, (300_001,), device=CUDA, generator=draw)
+        lengths_O[lengths_O % 5 == 0] = 0
+        terms = int(lengths_O.sum())
+        pooling, outputs_T = pool_outputs(lengths_O, terms)
+        wanted, wanted_T = plain_pool_outputs(lengths_O, terms)
+        assert torch.equal(pooling.ends_O1, wanted.ends_O1)
+        assert torch.equal(outputs_T, wanted_T)
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+@pytest.mark.parametrize("name", ["sgd", "adam", "rowwise_adagrad"])
+def test_one_call_for_all_terms_has_the_bits_of_many(name: str, pooled: bool):
+    """Batches of several sizes in the same buffers; slots may differ, what rows hold may not."""
+    slots, dim, optimizer = 120_000, 128, row_optimizer(name, lr=0.07)
+    width = dim + optimizer.state_dim(dim)
+    stds_C = torch.tensor([0.1, 0.2], dtype=torch.float64, device=CUDA)
+    first = FirstValues(torch.tensor([3, -4], device=CUDA), stds_C, dim, width - dim)
+    index, twin = DeviceIndex(slots, CUDA), DeviceIndex(slots, CUDA)
+    rows_SW, twin_SW = aligned_rows(slots, width, CUDA), aligned_rows(slots, width, CUDA)
+    buffers = TermBuffers(60_000, index, rows_SW, first)
+    faults = torch.full((1,), 9, dtype=torch.int32, device=CUDA)
+    for stamp, terms in enumerate((60_000, 1_000, 60_000, 33)):
+        keys_T = powers(terms, 50_000, stamp)
+        cells = KeyCells(torch.tensor([terms // 3, terms], device=CUDA))
+        lengths_O = torch.full((-(-terms // 4),), 4, device=CUDA)
+        lengths_O[-1] -= 4 * len(lengths_O) - terms
+        pooling, outputs_T = pool_outputs(lengths_O, terms) if pooled else (None, None)
+        gradients_OD = drawn_rows(len(lengths_O) if pooled else terms, dim, seed=stamp)
+        buffers.admit(keys_T, cells, stamp, outputs_T)
+        found = twin.find_or_insert(keys_T, cells, stamp)
+        twin.write_first_rows(first, twin_SW, found.new_slots_N, twin.num_new)
+        out_OD, wanted_OD = torch.empty(2, *gradients_OD.shape, device=CUDA)
+        buffers.look_up(out_OD, pooling)
+        look_up(twin_SW, found.slots_N, wanted_OD, pooling)
+        assert torch.equal(out_OD, wanted_OD), f"batch {stamp}"
+        struct = struct_of(optimizer, stamp + 1)
+        buffers.update(struct, gradients_OD, 0.25, faults.data_ptr(), clip=False)
+        segments = sort_segments(found.slots_N, slots, outputs_T)
+        times = torch.tensor([0.25], device=CUDA)
+        update_segments(segments, TermGradients(gradients_OD), twin_SW, struct, times)
+    keys_N = torch.arange(50_000, device=CUDA).repeat(2)
+    cells = KeyCells(torch.tensor([50_000, 100_000], device=CUDA))
+    mine, other = (i.find(keys_N, cells).long() for i in (index, twin))
+    assert torch.equal(mine >= 0, other >= 0)
+    assert torch.equal(rows_SW[mine[mine >= 0]], twin_SW[other[other >= 0]])
+    assert int(faults) == 0
+
+
+def test_the_host_learns_of_a_step_in_its_own_memory():
+    news = StepNews(3, CUDA)
+    news.faults_G.copy_(torch.tensor([2, 0, 5], dtype=torch.int32))
+    news.tell(torch.tensor(0.625, device=CUDA), torch.tensor(True, device=CUDA))
+    torch.cuda.synchronize()
+    assert news.read() == (0.625, 8)

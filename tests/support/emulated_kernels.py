@@ -28,7 +28,7 @@ from nestpipe.kernels.library import (
 )
 from nestpipe.kernels.rows import cuda, segments
 
-KERNELS = ("index", "dedup", "segments", "row_sums", "segment_sum", "update")
+KERNELS = ("index", "dedup", "segments", "row_sums", "segment_sum", "update", "step")
 FAKE_CUDA = Path(__file__).parent / "cuda_on_cpu"
 FLAGS = ["-std=c++17", "-O1", "-ffp-contract=off", "-DNESTPIPE_EMULATED", "-shared", "-fPIC"]
 

@@ -31,6 +31,7 @@ from nestpipe.bench.dlrm import (
     SideReading,
     StepClock,
     readings_of,
+    warm_steps,
 )
 from nestpipe.bench.machines import Job, do_jobs, run_jobs
 from nestpipe.bench.pipeline_cases import check_names
@@ -87,7 +88,8 @@ class EmbeddingCase:
     """Different batches, used in turns; 0: every step has its own; -1: 6 in device memory, else 0.
     """
     warm: int = 0
-    """Steps before the clock starts; 0: 12 in device memory, else 48, so that the cache is full."""
+    """Steps before the clock starts; 0: 72 on a GPU, which traces the first 64. On a CPU 12 with
+    rows in memory, else 48, so that the cache is full."""
     steps: int = 30
     """Steps of a round."""
     rounds: int = 3
@@ -109,7 +111,7 @@ class EmbeddingCase:
         defaults = {
             "rows": (self.rows > 0, 1_677_721 if in_memory else 8_000_000),
             "distinct": (self.distinct >= 0, 6 if in_memory else 0),
-            "warm": (self.warm > 0, 12 if in_memory else 48),
+            "warm": (self.warm > 0, max(warm_steps(self.device), 12 if in_memory else 48)),
         }
         for name, (given, default) in defaults.items():
             if not given:

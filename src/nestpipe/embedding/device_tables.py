@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,6 +41,12 @@ from nestpipe.kernels.index.segments import (
     plain_segment_sums,
     sort_segments,
     update_segments,
+)
+from nestpipe.kernels.index.steady import (
+    StepNews,
+    TermBuffers,
+    plain_pool_outputs,
+    pool_outputs,
 )
 from nestpipe.kernels.rows.segments import empty_rows, lists_on, round_in_place
 from nestpipe.schedule import Kind, Op, Retrieval, Shape
@@ -92,7 +99,9 @@ class TermSums:
         if self.sorted is not None:
             faults = torch.zeros(1, dtype=torch.int32, device=rows_SW.device)
             gradients = TermGradients(gradients_OD)
-            times = torch.as_tensor(times, dtype=torch.float32).reshape(1)
+            if not isinstance(times, Tensor):  # as an argument of a kernel: no copy from the host
+                times = torch.full((1,), times, device=rows_SW.device)
+            times = times.reshape(1)
             update_segments(
                 *(self.sorted, gradients, rows_SW, optimizer.struct(step), times),
                 faults=faults,
@@ -100,7 +109,7 @@ class TermSums:
             )
             return faults
         ids_K, sums_KD = plain_segment_sums(self.ids_T, TermGradients(gradients_OD, self.outputs_T))
-        faults = plain_drop_faults(sums_KD, clip=clip)
+        faults = plain_drop_faults(sums_KD, clip=clip).reshape(1)
         optimizer.update_times(rows_SW, sums_KD, times, step, slots_K=ids_K)
         return faults
 
@@ -140,6 +149,8 @@ class GroupBatch:
     owner_sums: TermSums | None = None
     """Gradients of rows, summed by slot."""
     slots: Tensor | None = None
+    terms: TermBuffers | None = None
+    """Slots and sums where one rank has nothing to move: in place of the two above."""
     came_AD: Tensor | None = None
     """The rows that this rank asked for, with several ranks."""
     seen_OD: Tensor | None = None
@@ -197,6 +208,7 @@ class DeviceTables:
         self.in_flight: dict[int, list[GroupBatch]] = {}
         self._cells_known: dict[tuple[int, ...], KeyCells] = {}
         self._owners = [_owners(group, comm, device) for group in groups]
+        self._news: list[StepNews] = []
 
     @property
     def table_of(self) -> dict[str, str]:
@@ -215,16 +227,24 @@ class DeviceTables:
     @property
     def host_acts(self) -> frozenset[Kind]:
         """Kinds whose acts touch nothing on the device: one rank sends itself nothing."""
-        alone = frozenset({Kind.COUNTS, Kind.KEYS, Kind.GRADS})
+        alone = frozenset({Kind.COUNTS, Kind.KEYS, Kind.GRADS, Kind.REDUCE})
         return alone if self.comm.size == 1 else frozenset()
 
     # Routing
 
-    def dedup(self, batch: int, micro_keys: Sequence[Mapping[str, Jagged]]) -> None:
-        """Lay the keys of each group side by side, table by table; find unique ones by owner."""
+    def dedup(
+        self,
+        batch: int,
+        micro_keys: Sequence[Mapping[str, Jagged]],
+        joined: Callable[[list[Tensor]], Tensor] = torch.cat,
+    ) -> None:
+        """Lay the keys of each group side by side, table by table; find unique ones by owner.
+
+        `joined` brings lists behind each other, from wherever they are to the device.
+        """
         (keys,) = micro_keys
         check_features(self.groups, keys)
-        found = [self._laid_out(keys, group) for group in self.groups]
+        found = [self._laid_out(keys, group, joined) for group in self.groups]
         for of, owners in zip(found, self._owners, strict=True):
             if self.comm.size > 1:
                 find = dedup if library.has_kernels(self.device) else plain_dedup
@@ -233,30 +253,35 @@ class DeviceTables:
                 of.seen_sums = TermSums.of(request.inverse_T, len(of.keys_T), of.outputs_T)
         self.in_flight[batch] = found
 
-    def _laid_out(self, keys: Mapping[str, Jagged], group: TableGroup) -> GroupBatch:
+    def _laid_out(
+        self,
+        keys: Mapping[str, Jagged],
+        group: TableGroup,
+        joined: Callable[[list[Tensor]], Tensor],
+    ) -> GroupBatch:
         lists = [keys[f.name] for f in group.features]
         counts = [0] * len(group.tables)
+        sizes: dict[str, int] = {}
         for feature, of in zip(group.features, lists, strict=True):
-            counts[feature.table] += len(of.values)
+            terms = len(of.values)
+            counts[feature.table] += terms
+            sizes[feature.name] = of.num_samples if feature.pooled else terms
         cells = self._cells_of(tuple(counts))
-        keys_T = torch.cat([of.values for of in lists])
-        sizes = {
-            f.name: of.num_samples if f.pooled else len(of.values)
-            for f, of in zip(group.features, lists, strict=True)
-        }
-        if not any(f.pooled for f in group.features):
+        keys_T = joined([of.values for of in lists])
+        pooled = [feature.pooled for feature in group.features]
+        if not any(pooled):
             return GroupBatch(keys_T, cells, sizes, None, None)
-        lengths_O = torch.cat(
-            [
-                of.lengths if f.pooled else torch.ones_like(of.values)
-                for f, of in zip(group.features, lists, strict=True)
-            ]
-        )
-        ends_O1 = torch.zeros(len(lengths_O) + 1, dtype=torch.int32, device=self.device)
-        torch.cumsum(lengths_O, 0, dtype=torch.int32, out=ends_O1[1:])
-        numbers_O = torch.arange(len(lengths_O), dtype=torch.int32, device=self.device)
-        outputs_T = numbers_O.repeat_interleave(lengths_O, output_size=len(keys_T))
-        return GroupBatch(keys_T, cells, sizes, Pooling(ends_O1), outputs_T)
+        if all(pooled):
+            lengths_O = joined([of.lengths for of in lists])
+        else:
+            ones = partial(torch.ones, dtype=torch.int64, device=self.device)
+            parts = zip(lists, pooled, strict=True)
+            lengths_O = torch.cat(
+                [joined([of.lengths]) if several else ones(len(of.values)) for of, several in parts]
+            )
+        pool = pool_outputs if library.has_kernels(self.device) else plain_pool_outputs
+        pooling, outputs_T = pool(lengths_O, len(keys_T))
+        return GroupBatch(keys_T, cells, sizes, pooling, outputs_T)
 
     def _cells_of(self, counts: tuple[int, ...]) -> KeyCells:
         """Where the keys of each table end; batches that look alike share the list."""
@@ -314,7 +339,11 @@ class DeviceTables:
         """Slots of all keys that this rank was asked for, and the segments of their gradients."""
         for of, pool in zip(self.in_flight[batch], self._pools, strict=True):
             if of.asked is None:
-                of.slots = pool.admit(batch, of.keys_T, of.cells)
+                found = pool.admit_terms(batch, of.keys_T, of.cells, of.outputs_T)
+                if isinstance(found, TermBuffers):
+                    of.terms = found
+                    continue
+                of.slots = found
                 of.owner_sums = TermSums.of(of.slots, pool.num_slots, of.outputs_T)
                 continue
             assert of.asked.keys_P is not None
@@ -352,7 +381,9 @@ class DeviceTables:
             self._exchange_rows(found)
         for of, pool, group in zip(found, self._pools, self.groups, strict=True):
             of.seen_OD = empty_rows(sum(of.sizes.values()), group.dim, self.device)
-            if of.asked is None:
+            if of.terms is not None:
+                of.terms.look_up(of.seen_OD, of.pooling)
+            elif of.asked is None:
                 assert of.slots is not None
                 _look_up(pool.rows_SW, of.slots, of.seen_OD, of.pooling)
             else:
@@ -426,22 +457,57 @@ class DeviceTables:
         not; returns how many rows of each group those are, on the device. Frozen tables stay as
         they are.
         """
-        faults: list[Tensor] = []
         every = zip(self.in_flight[batch], self._pools, self.groups, self.optimizers, strict=True)
-        for of, pool, group, optimizer in every:
+        return [
+            self._updated(of, pool, group, optimizer, times, step, clip=clip)
+            for of, pool, group, optimizer in every
+            if group.trainable
+        ]
+
+    def _updated(
+        self,
+        of: GroupBatch,
+        pool: RowPool,
+        group: TableGroup,
+        optimizer: RowOptimizer,
+        times: float | Tensor,
+        step: int,
+        *,
+        clip: bool,
+    ) -> Tensor:
+        assert of.owner_sums is not None
+        assert of.slots is not None
+        gradients = of.gradients() if of.asked is None else of.asked.gradients_PD
+        assert gradients is not None
+        sums, rows_SW = of.owner_sums, pool.rows_SW
+        faults = sums.apply(optimizer, gradients, rows_SW, times, step, clip=clip)
+        if group.tables[0].dtype == "bfloat16":
+            SlotRows(rows_SW, of.slots).round_weights(group.dim)
+        return faults
+
+    def update_alone(self, batch: int, times: float, step: int, *, clip: bool) -> StepNews:
+        """The same where one rank has all of the batch: what divides gradients is known here.
+
+        Its news know how many rows had faults; the caller tells them the rest.
+        """
+        news = self._news.pop() if self._news else StepNews(len(self.groups), self.device)
+        every = zip(self.in_flight[batch], self._pools, self.groups, self.optimizers, strict=True)
+        for g, (of, pool, group, optimizer) in enumerate(every):
             if not group.trainable:
                 continue
-            assert of.owner_sums is not None
-            assert of.slots is not None
-            gradients = of.gradients() if of.asked is None else of.asked.gradients_PD
-            assert gradients is not None
-            applied = of.owner_sums.apply(
-                optimizer, gradients, pool.rows_SW, times, step, clip=clip
-            )
-            faults.append(applied)
-            if group.tables[0].dtype == "bfloat16":
-                SlotRows(pool.rows_SW, of.slots).round_weights(group.dim)
-        return faults
+            if of.terms is not None:
+                faults = news.faults_G.data_ptr() + 4 * g
+                of.terms.update(optimizer.struct(step), of.gradients(), times, faults, clip=clip)
+            else:
+                found = self._updated(of, pool, group, optimizer, times, step, clip=clip)
+                news.faults_G[g] = found[0]
+        return news
+
+    def read_news(self, news: StepNews) -> tuple[float, int]:
+        """A step's loss and faults, when the device is past it; the news are used again."""
+        told = news.read()
+        self._news.append(news)
+        return told
 
     def writeback(self, batch: int) -> int:
         """Rows that leave the pool into the host store; returns how many."""

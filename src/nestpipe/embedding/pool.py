@@ -34,6 +34,8 @@ from nestpipe.kernels.index.device_index import (
     KeyCells,
     PlainIndex,
 )
+from nestpipe.kernels.index.library import ask
+from nestpipe.kernels.index.steady import TermBuffers
 from nestpipe.kernels.library import native_wanted
 from nestpipe.kernels.rows.row_copy_tma import aligned_rows
 from nestpipe.kernels.rows.segments import Segments, lists_on
@@ -127,9 +129,11 @@ class SlotList:
 class Admission:
     """What one batch does to a pool."""
 
-    slots_N: Tensor
+    slots_N: Tensor | None
     new: list[SlotList] = field(default_factory=list[SlotList])
     leaving: list[SlotList] = field(default_factory=list[SlotList])
+    terms: TermBuffers | None = None
+    """Slots and segments of a batch for which nothing moves, in memory that is used again."""
 
 
 class RowPool:
@@ -162,6 +166,10 @@ class RowPool:
         )
         """Where the host store has the row of each slot; 0: not known."""
         self._all_located = True
+        self._sorts = by_kernels and ask(device, "nestpipe_sort_bytes", 1, 1) >= 0
+        """Whether the library has a sort of its own."""
+        self._free_terms: list[TermBuffers] = []
+        self._most_terms = 0
         self._admitted: dict[int, Admission] = {}
         self._first_batch = 0
         """The stamp of the run's batch 0."""
@@ -193,11 +201,45 @@ class RowPool:
 
     def admit(self, batch: int, keys_N: Tensor, cells: KeyCells) -> Tensor:
         """(N,) the slot of every key; keys, repeats allowed, are on the device."""
+        return self._admit(batch, keys_N, cells, sure=self._surely_free(len(keys_N)))
+
+    def admit_terms(
+        self, batch: int, keys_T: Tensor, cells: KeyCells, outputs_T: Tensor | None
+    ) -> Tensor | TermBuffers:
+        """(T,) the slot of every key; or, where nothing moves, slots and segments by one call.
+
+        `outputs_T`: the output of each key; None: each is its own.
+        """
+        sure = self._surely_free(len(keys_T))
+        if not (sure and self._sorts and self._nothing_moves):
+            return self._admit(batch, keys_T, cells, sure=sure)
+        terms = self._room_for(len(keys_T))
+        self._last_stamp = self._first_batch + batch
+        terms.admit(keys_T, cells, self._last_stamp, outputs_T)
+        self._all_located = False
+        self._admitted[batch] = Admission(None, terms=terms)
+        return terms
+
+    @property
+    def _nothing_moves(self) -> bool:
+        """Every slot that is given away was never used, so nothing need be saved or read before."""
+        return not self._outside and not self._made_room
+
+    def _room_for(self, terms: int) -> TermBuffers:
+        """Buffers of a batch that is over, else new ones, for somewhat more than is asked for."""
+        while self._free_terms:
+            found = self._free_terms.pop()
+            if found.most_terms >= terms:
+                return found
+        assert isinstance(self.index, DeviceIndex)
+        assert self._first is not None
+        self._most_terms = max(self._most_terms, terms + terms // 8)
+        return TermBuffers(self._most_terms, self.index, self.rows_SW, self._first)
+
+    def _admit(self, batch: int, keys_N: Tensor, cells: KeyCells, *, sure: bool) -> Tensor:
         stamp = self._first_batch + batch
         self._last_stamp = stamp
-        sure = self._surely_free(len(keys_N))
-        if sure and not self._outside and not self._made_room:
-            # Every slot that is given away was never used, so nothing need be saved before.
+        if sure and self._nothing_moves:
             found = self.index.find_or_insert(keys_N, cells, stamp)
             self._make(found.new_slots_N)
             self._admitted[batch] = Admission(found.slots_N)
@@ -235,7 +277,10 @@ class RowPool:
         return self._write_all(taking.leaving) if taking is not None else 0
 
     def forget(self, batch: int) -> None:
-        self._admitted.pop(batch, None)
+        """Drop what a batch left; the device is done with it."""
+        admitted = self._admitted.pop(batch, None)
+        if admitted is not None and admitted.terms is not None:
+            self._free_terms.append(admitted.terms)
 
     # Between runs
 

@@ -118,7 +118,7 @@ def mean_features(groups: Sequence[TableGroup]) -> list[str]:
 def check_features(groups: Sequence[TableGroup], keys: Mapping[str, object]) -> None:
     """Refuse keys that do not fit the tables, feature by feature."""
     known = {feature.name for group in groups for feature in group.features}
-    if known != set(keys):
+    if known != keys.keys():
         odd = sorted(known ^ set(keys))[0]
         where = "no table has it" if odd in keys else "the model gives no keys for it"
         raise ConfigError(f"feature {odd!r} does not match: {where}; mend the table's features")

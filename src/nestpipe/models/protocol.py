@@ -73,6 +73,7 @@ def keys_of(model: Any, batch: Batch) -> Mapping[str, Jagged]:
         raise ModelError(
             f"`sparse_keys` of {name} returned {kind_of(keys)}; return a dict of Jagged by feature"
         )
+    agreeing = frozenset() if batch.packed is None else batch.packed.agreeing
     for feature, of in keys.items():
         if not isinstance(of, Jagged):
             raise ModelError(
@@ -84,7 +85,9 @@ def keys_of(model: Any, batch: Batch) -> Mapping[str, Jagged]:
                 f"the keys of {feature!r} are {_short(of.values.dtype)}; keys are int64, so "
                 "convert them"
             )
-        if int(of.lengths.sum()) != len(of.values):
+        # Columns of a packed batch were looked at when it was packed, off the issuing thread.
+        own = feature in agreeing and of is batch.sparse[feature]
+        if not own and int(of.lengths.sum()) != len(of.values):
             raise ModelError(
                 f"the lengths of {feature!r} add up to {int(of.lengths.sum())} and there are "
                 f"{len(of.values)} keys; make them agree"

@@ -178,7 +178,7 @@ class _Prepared:
 def _prepared(
     tick: SteadyTick, ends: RecentEnds, acts: Work, lanes: Lanes, host_acts: frozenset[Kind]
 ) -> list[_Prepared]:
-    marked = _waited_for_elsewhere(tick, ends.shape)
+    marked = _waited_for_elsewhere(tick, ends.shape, host_acts)
 
     def found(before: Earlier) -> tuple[list[Event], int]:
         return ends.of(before.kind, before.micro), before.back
@@ -200,14 +200,16 @@ def _prepared(
     ]
 
 
-def _waited_for_elsewhere(tick: SteadyTick, shape: Shape) -> set[tuple[Kind, int | None]]:
-    """Ops that one of another lane waits for, or the issuing loop."""
+def _waited_for_elsewhere(
+    tick: SteadyTick, shape: Shape, host_acts: frozenset[Kind]
+) -> set[tuple[Kind, int | None]]:
+    """Ops that one of another lane waits for, or the issuing loop, or an act that hands them on."""
     retired = shape.retire(0)
     return {(retired.kind, retired.micro)} | {
         (before.kind, before.micro)
         for step in tick.steps
         for before in step.after
-        if shape.lane(before.kind) is not shape.lane(step.slot.kind)
+        if step.slot.kind in host_acts or shape.lane(before.kind) is not shape.lane(step.slot.kind)
     }
 
 

@@ -72,7 +72,7 @@ class DenseGraphs:
         """
         if batch.packed is None:
             return None
-        key = _key(seen, sizes, batch)
+        key = _key(seen, sizes, batch.packed)
         met = self._met[key] = self._met.get(key, 0) + 1
         if met <= EAGER_FIRST:
             return None
@@ -97,7 +97,7 @@ class DenseGraphs:
         assert isinstance(self._model, RecModel)
         inputs = [part.clone().requires_grad_() for part in seen]
         columns = {dtype: part.clone() for dtype, part in batch.packed.parts.items()}
-        there = PackedColumns(columns).unpack(batch)
+        there = PackedColumns(columns, batch.packed.layout).unpack(batch)
         for parameter in self._parameters:
             parameter.grad = None
         graph = torch.cuda.CUDAGraph()
@@ -118,15 +118,12 @@ class DenseGraphs:
         return _Captured(graph, inputs, columns, gradients, result)
 
 
-def _key(seen: Sequence[Tensor], sizes: Sequence[Mapping[str, int]], batch: Batch) -> Key:
+def _key(seen: Sequence[Tensor], sizes: Sequence[Mapping[str, int]], packed: PackedColumns) -> Key:
     """Everything that decides which kernels run, and on how much."""
-    columns = [*batch.dense.items()]
-    lists = [(name, len(keys.values)) for name, keys in batch.sparse.items()]
+    layout = packed.layout
     return (
-        batch.size,
+        *(layout.size, layout.dense, layout.sparse),
         torch.is_grad_enabled(),
         tuple(tuple(part.shape) for part in seen),
         tuple(tuple(of.items()) for of in sizes),
-        tuple((name, tuple(column.shape), column.dtype) for name, column in columns),
-        tuple(lists),
     )

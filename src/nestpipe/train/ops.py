@@ -9,8 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -25,8 +27,8 @@ from nestpipe.embedding.optimizers import constant
 from nestpipe.embedding.sharded import ShardedTables
 from nestpipe.embedding.table_groups import mean_features
 from nestpipe.errors import LossError, RunError
-from nestpipe.jagged import Jagged
 from nestpipe.kernels.index.segments import LARGEST
+from nestpipe.kernels.index.steady import StepNews
 from nestpipe.kernels.rows.native import Gradients
 from nestpipe.kernels.rows.segments import Segments, empty_rows, sum_segments
 from nestpipe.models.protocol import (
@@ -68,6 +70,10 @@ class StepReport:
     """Of the model on this rank's samples, where the model knows its work."""
 
 
+NO_TOTALS = torch.zeros(2)
+"""Before the loss of a batch is known; never written to."""
+
+
 @dataclass(slots=True)
 class TrainingBatch:
     """One batch between its prefetch and its write-back.
@@ -86,7 +92,7 @@ class TrainingBatch:
     losses: list[Tensor] = field(default_factory=list[Tensor])
     """The summed loss of each micro-batch, on the device."""
     weight: float = 0.0
-    totals: Tensor = field(default_factory=lambda: torch.zeros(2))
+    totals: Tensor = NO_TOTALS
     """Loss and weight of the global batch, and the weight of each group, on the device."""
     asked: int = 0
     read: int = 0
@@ -94,6 +100,8 @@ class TrainingBatch:
     kept: list[object] = field(default_factory=list[object])
     faults: list[Tensor] = field(default_factory=list[Tensor])
     """How many gradients were not finite, on the device."""
+    news: StepNews | None = None
+    """The loss and such counts on their way to the host, where one rank has all of the batch."""
     dense_checked: bool = False
     """Whether that is known of the dense ones."""
 
@@ -199,9 +207,10 @@ class TrainingWork:
         means = mean_features(self.tables.groups)
         state.lengths = [{name: of[name].lengths for name in means if name in of} for of in keys]
         if isinstance(self.tables, DeviceTables):
-            micros = zip(keys, state.on_host, state.micros, strict=True)
-            keys = [keys_on(self.device, *micro) for micro in micros]
-        self.tables.dedup(op.batch, keys)
+            joined = partial(join_on, self.device, state.on_host[0], state.micros[0])
+            self.tables.dedup(op.batch, keys, joined)
+        else:
+            self.tables.dedup(op.batch, keys)
 
     def counts(self, op: Op) -> None:
         state = self.in_flight[op.batch]
@@ -249,10 +258,11 @@ class TrainingWork:
             return False
         for of, gradients_OD in zip(found, done.seen_gradients, strict=True):
             of.gradients_OD = gradients_OD
-        state.losses.append(done.total.clone())
+        # The graph writes it again in the next batch; by then it has been summed or told.
+        state.losses.append(done.total)
         state.weight += done.weight
         if done.faults is not None:
-            state.faults.append(done.faults.clone())
+            state.faults.append(done.faults)
             state.dense_checked = True
         buckets = self.grad_buckets
         if buckets is not None:
@@ -299,11 +309,11 @@ class TrainingWork:
                 self.mesh.world.all_reduce_dense(flat)
             return
         state, parameters = self.in_flight[op.batch], self._parameters
+        if self._updates_alone:
+            return
         if self.mesh.world.size == 1:
             state.totals = state.totals_here(self.mesh)
-            for parameter in parameters:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
+            _fill_gradients(parameters)
             return
         gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
         totals = state.totals_here(self.mesh)
@@ -318,9 +328,30 @@ class TrainingWork:
         assert self.grad_buckets is not None
         self.grad_buckets.set_gradients()
         self._drop_faults(op, {}, dense=True)
-        self._step_dense(op, grad_scales(self.totals_to_apply.pop(op.batch)))
+        self._step_dense(op, grad_scales(self.totals_to_apply.pop(op.batch))[1])
+
+    @property
+    def _updates_alone(self) -> bool:
+        """Whether the host knows what gradients are divided by, so that no sum need tell it."""
+        return isinstance(self.tables, DeviceTables) and self.mesh.world.size == 1
+
+    def _update_alone(self, op: Op, tables: DeviceTables) -> None:
+        """`update` where one rank has all of the batch; the loss goes to the host by a kernel."""
+        state, clip = self.in_flight[op.batch], self.non_finite == "clip"
+        _fill_gradients(self._parameters)
+        if not state.dense_checked:
+            self._drop_faults(op, {}, dense=True)
+        times = grad_scale(state.weight)
+        self._step_dense(op, times)
+        step = self.first_step + op.batch + 1
+        state.news = tables.update_alone(op.batch, times, step, clip=clip)
+        (loss,) = state.losses
+        state.news.tell(loss.float(), state.faults[0] if state.faults else None)
 
     def update(self, op: Op) -> None:
+        if isinstance(self.tables, DeviceTables) and self.mesh.world.size == 1:
+            self._update_alone(op, self.tables)
+            return
         step = self.first_step + op.batch + 1
         totals = self.in_flight[op.batch].totals
         if self.device.type == "cpu":
@@ -330,7 +361,7 @@ class TrainingWork:
         self._drop_faults(op, self._row_sums(op), dense=dense)
         scales = grad_scales(totals)
         if self.grad_buckets is None:
-            self._step_dense(op, scales)
+            self._step_dense(op, scales[1])
         times = scales[self._weight_of_rows]
         if isinstance(self.tables, DeviceTables):
             clip = self.non_finite == "clip"
@@ -346,12 +377,14 @@ class TrainingWork:
         apart = shape.merge_every > 0 and shape.merge is Merge.AVERAGED
         return 2 + self.mesh.group if apart else 1
 
-    def _step_dense(self, op: Op, scales: Tensor) -> None:
+    def _step_dense(self, op: Op, times: Tensor | float) -> None:
+        if not self._parameters:
+            return
         # A number of the host, which kernels get as an argument: no graph has it, nobody waits.
         set_rates(self.dense_optimizer, self.dense_schedule(self.first_step + op.batch + 1))
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         if gradients:  # a model may have no weights at all
-            torch._foreach_mul_(gradients, scales[1])  # pyright: ignore[reportPrivateImportUsage]
+            torch._foreach_mul_(gradients, times)  # pyright: ignore[reportPrivateImportUsage]
         self.dense_optimizer.step()
         self.dense_optimizer.zero_grad(set_to_none=True)
 
@@ -359,8 +392,13 @@ class TrainingWork:
         """Save rows, and tell of the batch: here the host knows that it is done."""
         state = self.in_flight[op.batch]
         step = self.first_step + op.batch + 1
-        loss = self._check_loss(op, state.totals)
-        faults = sum(int(count) for count in state.faults)
+        if state.news is not None:
+            assert isinstance(self.tables, DeviceTables)
+            total, faults = self.tables.read_news(state.news)
+            loss = self._checked(op, total, state.weight)
+        else:
+            loss = self._check_loss(op, state.totals)
+            faults = sum(int(count) for count in state.faults)
         if faults and self.non_finite == "stop":
             raise self._fault(op)
         written = self.tables.writeback(op.batch)
@@ -395,7 +433,9 @@ class TrainingWork:
 
     def _check_loss(self, op: Op, totals: Tensor) -> float:
         """The mean loss of a batch from its sum and weight; one that is no number ends the run."""
-        total, weight = totals[:2].tolist()
+        return self._checked(op, *totals[:2].tolist())
+
+    def _checked(self, op: Op, total: float, weight: float) -> float:
         loss = total / (weight or 1.0)
         if not math.isfinite(loss) and self.non_finite == "stop":
             step = self.first_step + op.batch + 1
@@ -433,15 +473,28 @@ def set_rates(optimizer: torch.optim.Optimizer, factor: float) -> None:
         group["lr"] = group["initial_lr"] * factor
 
 
-def keys_on(
-    device: torch.device, keys: Mapping[str, Jagged], on_host: Batch, there: Batch
-) -> dict[str, Jagged]:
-    """The keys of a micro-batch on the device; those that are a column of it are there already."""
-    columns = {id(column): there.sparse[name] for name, column in on_host.sparse.items()}
-    return {
-        feature: columns.get(id(of)) or of.pin_memory().to(device, non_blocking=True)
-        for feature, of in keys.items()
-    }
+def grad_scale(weight: float) -> float:
+    """The same for a weight that the host knows, with the same rounding."""
+    return float(np.float32(1.0) / np.float32(weight or 1.0))
+
+
+def join_on(device: torch.device, on_host: Batch, there: Batch, lists: list[Tensor]) -> Tensor:
+    """Lists of keys, or of lengths, behind each other on the device.
+
+    Columns that lie so in the batch are there already. What a model makes of them is copied.
+    """
+    if on_host.packed is not None and there.packed is not None:
+        found = there.packed.same_place(on_host.packed, lists)
+        if found is not None:
+            return found
+    joined = torch.cat(lists)
+    return joined if device.type == "cpu" else joined.pin_memory().to(device, non_blocking=True)
+
+
+def _fill_gradients(parameters: Sequence[nn.Parameter]) -> None:
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
 
 
 def _set_gradients(parameters: list[nn.Parameter], flat: Tensor) -> None:

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nestpipe.batch import Batch
 from nestpipe.comm import Communicator
@@ -215,3 +216,76 @@ def test_schedules_rates_and_frozen_tables_have_the_bits_of_the_host(ranks, kern
         made = run_ranks(ranks, lambda comm: train(comm, pooled, ROWS, "45KB", rows=TUNED))
     for twin, other in zip(twins, made, strict=True):
         check_same(twin, other)
+
+
+@pytest.mark.parametrize("plan", ["serial", "nested"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "rowwise_adagrad"])
+@pytest.mark.usefixtures("on_device")
+def test_a_batch_for_which_nothing_moves_takes_few_calls_and_has_the_bits_of_the_host(
+    optimizer, plan
+):
+    """In the second run too: its keys are in the pool."""
+    twin = train(None, PipelineSettings(), optimizer=optimizer)
+    pooled = PipelineSettings(plan=plan, retrieval=Retrieval.POOLED)
+    with pools_on_emulated_gpu() as called:
+        check_same(twin, train(None, pooled, optimizer=optimizer))
+    assert called == {
+        *("nestpipe_outputs_sums", "nestpipe_outputs", "nestpipe_sort_bytes", "nestpipe_admit"),
+        *("nestpipe_look_up", "nestpipe_update_terms", "nestpipe_tell"),
+    }
+
+
+class Operations(TorchDispatchMode):
+    """Notes the operations of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "aten":
+            self.names.append(str(func.overloadpacket))
+        return func(*args, **(kwargs or {}))
+
+
+FEW = {
+    **dict.fromkeys(("counts", "keys", "union", "retrieve", "grads", "reduce", "writeback"), 0),
+    "prefetch": 0,
+    "copy": 0,
+    "dedup": 4,
+    "rows": 1,
+}
+"""Operations of torch in a steady batch; on a GPU a copy more for each type of column."""
+
+
+@pytest.mark.usefixtures("on_device")
+def test_a_steady_step_has_few_operations():
+    """Each costs the host more than a small kernel takes; `dense` and its update are torch's."""
+    noted: dict[str, list[str]] = {}
+
+    def around(work):
+        def counted(act):
+            def call(op):
+                with Operations() as operations:
+                    act(op)
+                if op.batch == BATCHES:
+                    noted[op.kind.value] = operations.names
+
+            return call
+
+        return {kind: counted(act) for kind, act in work.items()}
+
+    packed = [make_batch(number).pack() for number in (0, 1)]
+
+    class Packed(Batches):
+        def batches(self, **_: object) -> Iterator[Batch]:
+            return iter(packed * BATCHES)
+
+    model = copy.deepcopy(MODEL)
+    pipeline = PipelineSettings(plan="nested", retrieval=Retrieval.POOLED)
+    settings = TrainSettings(batch=SAMPLES, device="cpu", pipeline=pipeline)
+    with pools_on_emulated_gpu():
+        trainer = Trainer(model, model.tables(), settings, around=around)
+        trainer.fit(Packed())  # type: ignore[arg-type]
+        trainer.close()
+    assert {kind: len(noted[kind]) for kind in FEW} == FEW

@@ -41,6 +41,12 @@ from nestpipe.kernels.index.segments import (
     sort_segments,
     update_segments,
 )
+from nestpipe.kernels.index.steady import (
+    StepNews,
+    TermBuffers,
+    plain_pool_outputs,
+    pool_outputs,
+)
 from support.emulated_kernels import emulated_kernels
 
 CPU = torch.device("cpu")
@@ -448,3 +454,69 @@ def test_sums_that_are_not_finite_are_dropped_and_counted(dim, clip):
     assert int(faults) == int(wanted) == 3
     assert torch.isfinite(rows_NW).all()
     assert torch.equal(rows_NW, twin_NW)
+
+
+@given(st.lists(st.integers(0, 40), max_size=30), st.integers(0, 3))
+@hypothesis_settings(max_examples=25, deadline=None)
+def test_outputs_of_terms_are_those_of_the_twin(lengths: list[int], times: int):
+    """Several thousand outputs are more than one block has."""
+    lengths_O = torch.tensor(lengths * (1 + 100 * times), dtype=torch.int64)
+    terms = int(lengths_O.sum())
+    pooling, outputs_T = pool_outputs(lengths_O, terms)
+    wanted, wanted_T = plain_pool_outputs(lengths_O, terms)
+    assert torch.equal(pooling.ends_O1, wanted.ends_O1)
+    assert torch.equal(outputs_T, wanted_T)
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_one_call_for_all_terms_has_the_bits_of_many(name: str, pooled: bool):
+    """The same buffers again and again: for fewer terms, for as many, for none."""
+    dim, optimizer = 20, row_optimizer(name, lr=0.07, eps=1e-6, scale=4.0)
+    width = dim + optimizer.state_dim(dim)
+    first = FirstValues(
+        torch.tensor([3, -4]), torch.tensor([0.1, 0.2], dtype=torch.float64), dim, width - dim, 0.5
+    )
+    draw = torch.Generator().manual_seed(5)
+    index, twin = DeviceIndex(400, CPU), DeviceIndex(400, CPU)
+    rows_SW, twin_SW = torch.zeros(400, width), torch.zeros(400, width)
+    buffers = TermBuffers(300, index, rows_SW, first)
+    for stamp, terms in enumerate((300, 120, 0, 300, 7)):
+        keys_T = torch.randint(0, 30, (terms,), generator=draw)
+        cells = KeyCells(torch.tensor([terms // 3, terms]))
+        lengths_O = torch.full((-(-terms // 4),), 4).clamp_(max=max(terms, 1))
+        lengths_O[-1:] -= int(lengths_O.sum()) - terms
+        pooling, outputs_T = pool_outputs(lengths_O, terms) if pooled else (None, None)
+        gradients_OD = drawn_rows(len(lengths_O) if pooled else terms, dim, seed=stamp)
+        buffers.admit(keys_T, cells, stamp, outputs_T)
+        found = twin.find_or_insert(keys_T, cells, stamp)
+        twin.write_first_rows(first, twin_SW, found.new_slots_N, twin.num_new)
+        out_OD, wanted_OD = torch.empty(2, *gradients_OD.shape)
+        buffers.look_up(out_OD, pooling)
+        look_up(twin_SW, found.slots_N, wanted_OD, pooling)
+        assert torch.equal(out_OD, wanted_OD), f"batch {stamp}"
+        struct, faults = optimizer.struct(stamp + 1), torch.full((1,), 9, dtype=torch.int32)
+        buffers.update(struct, gradients_OD, 0.25, faults.data_ptr(), clip=False)
+        segments = sort_segments(found.slots_N, twin.num_slots, outputs_T)
+        update_segments(
+            *(segments, TermGradients(gradients_OD), twin_SW, struct, torch.tensor([0.25]))
+        )
+        assert int(faults) == 0
+    keys_N = torch.arange(30).repeat(2)
+    cells = KeyCells(torch.tensor([30, 60]))
+    mine, other = index.find(keys_N, cells).long(), twin.find(keys_N, cells).long()
+    assert torch.equal(mine >= 0, other >= 0)
+    assert int((mine >= 0).sum()) > 50
+    assert torch.equal(rows_SW[mine[mine >= 0]], twin_SW[other[other >= 0]])
+
+
+@pytest.mark.parametrize("by_kernels", [False, True])
+def test_the_host_learns_the_loss_and_the_faults_of_a_step(monkeypatch, by_kernels: bool):
+    monkeypatch.setattr(library, "has_kernels", lambda device: by_kernels)
+    news = StepNews(3, CPU)
+    news.faults_G[:] = torch.tensor([2, 0, 5])
+    news.tell(torch.tensor(0.625), torch.tensor(True))
+    assert news.read() == (0.625, 8)
+    news.faults_G.zero_()
+    news.tell(torch.tensor([1.5]).squeeze(), None)
+    assert news.read() == (1.5, 0)

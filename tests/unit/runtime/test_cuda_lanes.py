@@ -143,22 +143,22 @@ HOST_ACTS = frozenset({Kind.COUNTS, Kind.KEYS, Kind.GRADS, Kind.REDUCE})
 
 
 @pytest.mark.parametrize("inline", [frozenset(), ON_STREAMS], ids=["threads", "inline"])
-def test_acts_without_a_device_hand_on_what_they_wait_for(inline: frozenset[Lane]):
+@pytest.mark.parametrize("acts", [HOST_ACTS, {Kind.UNION}, {Kind.ROWS, Kind.GRADS, Kind.DEDUP}])
+def test_acts_without_a_device_hand_on_what_they_wait_for(
+    acts: frozenset[Kind], inline: frozenset[Lane]
+):
+    host_acts = frozenset(acts)
     fake = FakeLanes(inline)
     called: list[Op] = []
-    acts = {kind.value: called.append for kind in HOST_ACTS}
-    run(
-        *(POOLED, fake.work(**acts), fake.lanes),
-        batches=StopSignal(BATCHES),
-        host_acts=HOST_ACTS,
-    )
+    work = fake.work(**{kind.value: called.append for kind in host_acts})
+    run(POOLED, work, fake.lanes, batches=StopSignal(BATCHES), host_acts=host_acts)
     fake.device.work()
     schedule = POOLED.schedule(BATCHES)
     waits = {step.op: step.after for step in schedule}
 
     def on_device(befores: tuple[Op, ...]) -> set[Op]:
-        found = {before for before in befores if before.kind not in HOST_ACTS}
-        return found.union(*(on_device(waits[b]) for b in befores if b.kind in HOST_ACTS))
+        found = {before for before in befores if before.kind not in host_acts}
+        return found.union(*(on_device(waits[b]) for b in befores if b.kind in host_acts))
 
     place = {op: n for n, op in enumerate(fake.device.done)}
     assert set(place) | set(called) == set(schedule.ops)

@@ -233,7 +233,7 @@ struct Update {
   const int32_t* outputs;   // of each term; null: a term is the number of its output
   const float* weights;     // of each term; null: 1
   const float* divisors;    // of each output; null: 1
-  const float* times;       // every sum is multiplied by it; null: 1
+  const float* times;       // every sum is multiplied by it; null: by `factor`
   const Piece* pieces;
   const LongSegment* longs;
   const int32_t* counts;    // pieces, long segments
@@ -245,6 +245,7 @@ struct Update {
   int32_t add;              // without an optimizer: sums are added to the weights
   int32_t clip;             // of a sum with faults only those numbers are dropped
   int32_t* faults;          // counts sums with faults; null: nobody looks
+  float factor;
 };
 
 // Larger numbers count as inf: their squares, which optimizers keep, would be.
@@ -352,8 +353,7 @@ __device__ void sum_piece(const Update& task, const Piece& piece, const Lane& la
 
 template <typename F>
 __device__ void scale(const Update& task, Numbers<F>& sum) {
-  if (!task.times) return;
-  const float times = *task.times;
+  const float times = task.times ? *task.times : task.factor;
   sum.each([&](float& x, int, int) { x *= times; });
 }
 

@@ -82,6 +82,18 @@ class FirstValues:
     state_dim: int
     state_init: float = 0.0
 
+    def struct(
+        self, rows_SW: Tensor, keys_V: Tensor | None = None, tables_V: Tensor | None = None
+    ) -> FirstRowsStruct:
+        """As kernels take it, for rows by slot."""
+        assert rows_SW.stride(1) == 1, "a row has gaps"
+        assert rows_SW.dtype == torch.float32, f"rows are {rows_SW.dtype}"
+        return FirstRowsStruct(
+            *(rows_SW.data_ptr(), rows_SW.stride(0), self.dim, self.state_dim),
+            *(self.state_init, self.seeds_C.data_ptr(), self.stds_C.data_ptr()),
+            *(pointer(keys_V), pointer(tables_V)),
+        )
+
 
 class DeviceIndex:
     """Slots for keys. Every call goes to the current stream, and none waits for the device.
@@ -103,7 +115,7 @@ class DeviceIndex:
         self.counters = torch.zeros(_ALL_COUNTERS, dtype=torch.int32, device=device)
         self.counters[0] = num_slots
         self._ages = torch.zeros(AGES, dtype=torch.int32, device=device)
-        self._struct = IndexStruct(
+        self.struct = IndexStruct(
             *(self._places.data_ptr(), self.num_places),
             *(self.slot_keys_S.data_ptr(), self.slot_tables_S.data_ptr()),
             *(self.stamps_S.data_ptr(), self._free_S.data_ptr()),
@@ -181,14 +193,8 @@ class DeviceIndex:
         keys_V, tables_V = of or (None, None)
         check_list(keys_V, torch.int64, len(slots_V), "keys of slots")
         check_list(tables_V, torch.int32, len(slots_V), "tables of slots")
-        assert rows_SW.stride(1) == 1, "a row has gaps"
-        assert rows_SW.dtype == torch.float32, f"rows are {rows_SW.dtype}"
         check_list(slots_V, torch.int32, len(slots_V), "slots")
-        given = FirstRowsStruct(
-            *(rows_SW.data_ptr(), rows_SW.stride(0), first.dim, first.state_dim),
-            *(first.state_init, first.seeds_C.data_ptr(), first.stds_C.data_ptr()),
-            *(pointer(keys_V), pointer(tables_V)),
-        )
+        given = first.struct(rows_SW, keys_V, tables_V)
         self._call("first_rows", ctypes.byref(given), slots_V, count, len(slots_V))
 
     def _keys(self, keys_N: Tensor, cells: KeyCells) -> object:
@@ -197,7 +203,7 @@ class DeviceIndex:
 
     def _call(self, verb: str, *arguments: object) -> None:
         given = [a.data_ptr() if isinstance(a, Tensor) else a for a in arguments]
-        call(self.device, f"nestpipe_index_{verb}", ctypes.byref(self._struct), *given)
+        call(self.device, f"nestpipe_index_{verb}", ctypes.byref(self.struct), *given)
 
 
 class PlainIndex:

@@ -102,7 +102,36 @@ class UpdateStruct(ctypes.Structure):
         *((name, c_void_p) for name in ("pieces", "longs", "counts")),
         *((name, c_void_p) for name in ("partials", "group_partials")),
         *(("rows", RowsStruct), ("num_terms", c_int64), ("dim", c_int32), ("add", c_int32)),
-        *(("clip", c_int32), ("faults", c_void_p)),
+        *(("clip", c_int32), ("faults", c_void_p), ("factor", c_float)),
+    )
+
+
+class AdmissionStruct(ctypes.Structure):
+    """Terms of a batch on their way to slots and segments; `cuda/step.cu` says more."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("index", "keys", "first", "cut")),
+        *((name, c_void_p) for name in ("slots", "new_slots", "num_new", "values")),
+        *((name, c_void_p) for name in ("sorted_slots", "sorted_values", "memory")),
+        *(("bytes", c_int64), ("count", c_int64), ("bits", c_int32)),
+    )
+
+
+class OutputsStruct(ctypes.Structure):
+    """How many terms each output has, and what is made of it."""
+
+    _fields_ = (
+        *(("lengths", c_void_p), ("outputs", c_int64), ("terms", c_int64)),
+        *((name, c_void_p) for name in ("ends", "numbers", "sums")),
+    )
+
+
+class ToldStruct(ctypes.Structure):
+    """What the host learns of a step."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("loss", "dense_fault", "row_faults")),
+        *(("groups", c_int64), ("out", c_void_p)),
     )
 
 
@@ -121,6 +150,11 @@ _SIGNATURES: dict[str, tuple[type[c_int] | type[c_int64], list[type]]] = {
     "nestpipe_cut_segments": (c_int, [_P, _P]),
     "nestpipe_look_up": (c_int, [_P, _P]),
     "nestpipe_update_segments": (c_int, [_P, _P, _P]),
+    "nestpipe_admit": (c_int, [_P, _I, _P]),
+    "nestpipe_outputs_sums": (c_int64, [_L]),
+    "nestpipe_outputs": (c_int, [_P, _P]),
+    "nestpipe_update_terms": (c_int, [_P, _P, _P, _P]),
+    "nestpipe_tell": (c_int, [_P, _P]),
 }
 
 

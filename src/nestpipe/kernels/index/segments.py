@@ -173,7 +173,7 @@ def update_segments(
         *(pointer(gradients.weights_T), pointer(gradients.divisors_O), pointer(times)),
         *(segments.pieces_T4.data_ptr(), segments.longs_L4.data_ptr()),
         *(segments.counts.data_ptr(), partials.data_ptr(), group_partials.data_ptr()),
-        *(rows_struct(rows_NW), terms, dim, add, clip, pointer(faults)),
+        *(rows_struct(rows_NW), terms, dim, add, clip, pointer(faults), 1.0),
     )
     given = None if optimizer is None else ctypes.byref(optimizer)
     call(device, "nestpipe_update_segments", given, ctypes.byref(task))
