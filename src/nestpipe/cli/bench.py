@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from nestpipe.bench.clustering import ClusteringReading
     from nestpipe.bench.dlrm import DispatchReading, SideBySide
     from nestpipe.bench.groups import GroupReading
+    from nestpipe.bench.store import SsdCase, StoreCase
 
 bench_app = typer.Typer(
     help="Measure the parts of nestpipe beside their alternatives.",
@@ -50,34 +51,72 @@ def _bench(context: typer.Context) -> None:  # pyright: ignore[reportUnusedFunct
 
 @bench_app.command()
 def store(
+    where: Annotated[
+        str, typer.Option(help="Where rows live: in memory (host), or beyond it (ssd).")
+    ] = "host",
     gb: Annotated[float, typer.Option(help="Rows in the store, in GB.")] = 4.0,
     dim: Annotated[int, typer.Option(help="Width of a row in float32 numbers.")] = 128,
     threads: Annotated[
         int | None, typer.Option(help="Threads of both; default: every core.")
     ] = None,
-    keys: Annotated[int, typer.Option(help="Keys of a batch.")] = 200_000,
-    seconds: Annotated[float, typer.Option(help="Time for the timed rounds.")] = 10.0,
+    keys: Annotated[
+        int | None, typer.Option(help="Keys of a batch; default: 200,000, on an SSD 50,000.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(help="host: time for the timed rounds.")] = 10.0,
+    path: Annotated[Path | None, typer.Option(help="ssd: a folder on the disk.")] = None,
+    cache: Annotated[float, typer.Option(help="ssd: share of the rows in memory.")] = 0.1,
+    depth: Annotated[
+        int, typer.Option(help="ssd: reads and writes at once, of store and disk.")
+    ] = 32,
+    rounds: Annotated[int, typer.Option(help="ssd: timed rounds.")] = 10,
     json: JsonFile = None,
 ) -> None:
-    """Read and write random rows of the host store, in turns with torch.index_select.
+    """Read and write random rows of a store, in turns with what else could do it.
 
-    Twice the memory of --gb is needed: the tensor beside the store is as large.
+    host: beside torch.index_select. Twice the memory of --gb is needed: the tensor beside the
+    store is as large. ssd: beside the disk itself, with blocks, threads and a file of the same
+    size, right after each batch. The ratio is the disk's time for the same reads and writes.
 
     Example: nestpipe bench store --gb 4 --json -
+
+    Example: nestpipe bench store --where ssd --path /nvme --gb 4 --cache 0.1 --json -
     """
-    from nestpipe.bench.store import StoreCase, measure_store
+    from nestpipe.bench.store import SsdCase, StoreCase
     from nestpipe.embedding.store.protocol import default_threads
 
     threads = default_threads() if threads is None else threads
-    case = StoreCase(gb=gb, dim=dim, threads=threads, keys=keys, seconds=seconds)
+    if where == "ssd":
+        if path is None:
+            raise ConfigError("where is 'ssd' but there is no --path; name a folder on the disk")
+        case = SsdCase(
+            path=path,
+            gb=gb,
+            dim=dim,
+            cache=cache,
+            depth=depth,
+            threads=threads,
+            keys=keys or 50_000,
+            rounds=rounds,
+        )
+        _bench_ssd(case, json)
+    elif where == "host":
+        of = StoreCase(gb=gb, dim=dim, threads=threads, keys=keys or 200_000, seconds=seconds)
+        _bench_host(of, json)
+    else:
+        raise ConfigError(f"where is {where!r}; use host or ssd")
+
+
+def _bench_host(case: StoreCase, json: str | None) -> None:
+    from nestpipe.bench.store import measure_store
+
     with progress_bar("filling the store", case.fills) as advance:
         reading = measure_store(case, progress=advance)
     if json is not None:
         write_json(json, asdict(reading))
     if json != STDOUT:
-        title = f"{case.rows:,} rows of {dim} numbers, {case.threads} threads"
+        title = f"{case.rows:,} rows of {case.dim} numbers, {case.threads} threads"
         table = figures_table(title, "", "", ("GB/s", "rows/s"))
-        row_gb = dim * 4 / 1e9
+        row_gb = case.dim * 4 / 1e9
         for name, rate in (
             ("gather by key", reading.gather_gb_per_s),
             ("torch.index_select", reading.index_select_gb_per_s),
@@ -90,6 +129,48 @@ def store(
         console().print(
             f"gather / index_select: {reading.ratio:.2f}; memory {reading.bytes / 1e9:.2f} GB"
         )
+
+
+def _bench_ssd(case: SsdCase, json: str | None) -> None:
+    from nestpipe.bench.store import measure_ssd
+
+    with progress_bar("rows on an SSD", case.steps) as advance:
+        reading = measure_ssd(case, progress=advance)
+    if json is not None:
+        write_json(json, asdict(reading))
+    if json == STDOUT:
+        return
+    title = (
+        f"{case.rows:,} rows of {case.dim} numbers, {100 * case.cache:g} % in memory, "
+        f"depth {case.depth}"
+    )
+    table = figures_table(title, "", "", ("MB/s", "rows/s", "of the disk's speed"))
+    row_mb = case.dim * 4 / 1e6
+    for name, rate, ratio in (
+        ("gather by key", reading.gather_rows_per_s, f"{reading.gather_ratio:.2f}"),
+        ("scatter the same keys", reading.writeback_rows_per_s, ""),
+        ("scatter other keys", reading.scatter_rows_per_s, f"{reading.scatter_ratio:.2f}"),
+        ("insert new rows", reading.insert_rows_per_s, ""),
+    ):
+        table.add_row(name, f"{rate * row_mb:,.0f}", f"{rate:,.0f}", ratio)
+    block = reading.read_block
+    for name, rate in (
+        (f"disk: reads of {block} B", reading.disk_reads_per_s),
+        (f"disk: writes of {block} B", reading.disk_row_writes_per_s),
+    ):
+        table.add_row(name, f"{rate * block / 1e6:,.0f}", f"{rate:,.0f}", "")
+    table.add_row(
+        f"disk: writes of {reading.write_block} B", f"{reading.disk_writes_mb_per_s:,.0f}", "", ""
+    )
+    console().print(table)
+    console().print(
+        f"in memory: {100 * reading.hit_share:.0f} % of rows asked for; memory "
+        f"{reading.bytes / 1e9:.2f} GB, file {reading.file_bytes / 1e9:.2f} GB"
+    )
+    console().print(
+        f"written per round (three calls): {reading.written_mb_per_round:.1f} MB, "
+        f"{100 * reading.moved_share:.0f} % of it rows that moved"
+    )
 
 
 # `nestpipe bench train`: samples per second beside TorchRec, in the same processes.

@@ -340,6 +340,10 @@ _SIGNATURES = {
         [*[c_void_p] * 3, POINTER(c_int64), POINTER(StoreReport)],
     ),
     "nestpipe_ssd_num_bytes": (c_int64, [c_void_p]),
+    "nestpipe_ssd_probe": (
+        c_int,
+        [c_int64, c_int64, c_void_p, *[c_int64] * 3, POINTER(c_double), POINTER(StoreReport)],
+    ),
     "nestpipe_ssd_counters": (None, [c_void_p, POINTER(SsdCounters)]),
     "nestpipe_cluster": (c_int, [c_void_p, c_void_p]),
     "nestpipe_take_spans": (None, [c_void_p, c_int64, *[c_void_p] * 4]),

@@ -76,6 +76,43 @@ class SsdOptions:
     """What is written at once."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SsdTraffic:
+    """What a store has read and written so far, and how large it is."""
+
+    rows_hit: int
+    """Asked for and in memory."""
+    rows_read: int
+    """Asked for and only in the file."""
+    bytes_read: int
+    rows_written: int
+    bytes_written: int
+    """What the disk was given to write: its endurance is counted in these."""
+    rows_moved: int
+    """Of those written: only to make room in the file."""
+    file_bytes: int
+    cached_rows: int
+    cache_rows: int
+    """Rows that memory may hold."""
+
+
+class FileRows(Protocol):
+    """Ability: rows beyond memory live in a file, and what that costs is counted."""
+
+    @property
+    def direct(self) -> bool:
+        """Whether reads and writes go past the system's own cache of files."""
+        ...
+
+    def traffic(self) -> SsdTraffic:
+        """What was read and written so far."""
+        ...
+
+    def disk_seconds(self, block: int, count: int, *, write: bool) -> float:
+        """How long the disk itself takes for random blocks of a file as large."""
+        ...
+
+
 class RowLocator(Protocol):
     """Ability: rows are float32 numbers at fixed addresses in host memory."""
 
@@ -141,6 +178,7 @@ class StoreAbilities:
     """Only together with `locate`."""
     device: DeviceRows | None = None
     notes: WriteNotes | None = None
+    file: FileRows | None = None
 
 
 class RowStore(Protocol):

@@ -12,9 +12,11 @@ import mmap
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from nestpipe.config.values import memory_size, show_memory
@@ -22,6 +24,7 @@ from nestpipe.embedding.store.host import exported, int64s, native_shape
 from nestpipe.embedding.store.protocol import (
     MOST_THREADS,
     SsdOptions,
+    SsdTraffic,
     StoreAbilities,
     StoreLayout,
     check_keys,
@@ -41,28 +44,10 @@ HEADER_BYTES = 16
 """Of a row in the file: its key, its table, a sum of its bytes."""
 FRAME_BYTES = 24
 """Of a row in memory, beside its numbers."""
+FILL_BYTES = 1 << 20
+"""What is written at once to fill a file that the disk is timed with."""
 AUTO_SHARE = 0.5
 """Of free host memory, for the caches of all ranks of a machine."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SsdTraffic:
-    """What a store has read and written so far, and how large it is."""
-
-    rows_hit: int
-    """Asked for and in memory."""
-    rows_read: int
-    """Asked for and only in the file."""
-    bytes_read: int
-    rows_written: int
-    bytes_written: int
-    """What the disk was given to write: its endurance is counted in these."""
-    rows_moved: int
-    """Of those written: only to make room in the file."""
-    file_bytes: int
-    cached_rows: int
-    cache_rows: int
-    """Rows that memory may hold."""
 
 
 class SsdStore:
@@ -89,9 +74,10 @@ class SsdStore:
         self._file, align = open_scratch(options.folder)
         self.direct = align > 0
         """Whether reads and writes go past the system's own cache of files."""
+        self._align = align or PAGE
         ssd = SsdShape(
             self._file,
-            align or PAGE,
+            self._align,
             options.cache_bytes,
             max(PAGE, options.segment_bytes),
             options.depth,
@@ -108,8 +94,8 @@ class SsdStore:
 
     @property
     def abilities(self) -> StoreAbilities:
-        """None: rows move between memory and file, so they are read and written by key alone."""
-        return StoreAbilities()
+        """Rows move between memory and file, so they are read and written by key alone."""
+        return StoreAbilities(file=self)
 
     def gather(self, keys_K: Tensor, counts: Sequence[int], out_KW: Tensor) -> int:
         return self._gather(keys_K, counts, out_KW, admit=True)
@@ -154,6 +140,30 @@ class SsdStore:
         counters = SsdCounters()
         self._library.nestpipe_ssd_counters(self._open, counters)
         return SsdTraffic(**{f.name: getattr(counters, f.name) for f in fields(SsdTraffic)})
+
+    def disk_seconds(self, block: int, count: int, *, write: bool) -> float:
+        """How long the disk itself takes for random blocks of a file as large as this store's."""
+        align = self._align
+        block = -(-block // align) * align
+        blocks = max(count, self.traffic().file_bytes // block)
+        file, _ = open_scratch(self.options.folder)
+        try:
+            size = -(-blocks * block // FILL_BYTES) * FILL_BYTES
+            self._probe(file, FILL_BYTES, np.arange(0, size, FILL_BYTES), write=True)
+            chosen = np.random.default_rng(block).choice(blocks, count, replace=False)
+            return self._probe(file, block, np.sort(chosen) * block, write=write)
+        finally:
+            os.close(file)
+
+    def _probe(self, file: int, block: int, offsets: np.ndarray, *, write: bool) -> float:
+        seconds, report = ctypes.c_double(), StoreReport()
+        offsets = np.ascontiguousarray(offsets, np.int64)
+        status = self._library.nestpipe_ssd_probe(
+            *(file, block, offsets.ctypes.data, len(offsets), self.options.depth, write),
+            *(seconds, report),
+        )
+        self._raise(status, report, torch.empty(0))
+        return seconds.value
 
     def export(self, chunk: int = 65536) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Every row in order of table and key; what is in memory stays there."""
