@@ -144,3 +144,23 @@ def test_ranks_of_one_machine_share_a_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     assert pools_on_one_device(torch.device("cuda"), 12) == 2
+
+
+def test_rows_that_were_erased_from_the_store_are_forgotten_and_others_stay():
+    store = open_store(LAYOUT, native=False)
+    pool, model = pool_of(16, store), dict[tuple[int, int], float]()
+    first = [(0, 1), (0, 2), (1, 1), (1, 2)]
+    train(pool, [first], model)
+    pool.flush()
+    store.erase(torch.tensor([1]), [0, 1])
+    pool.forget_rows(1, torch.tensor([1]))
+    new = torch.empty(1, LAYOUT.width)
+    store.gather(torch.tensor([1]), [0, 1], new)
+    pool.begin_run()
+    slots = pool.admit(0, *laid_out(first))
+    pool.retrieve(0)
+    found = SlotRows(pool.rows_SW, slots).read()
+    assert torch.equal(found[2], new[0])  # begins again
+    stored = torch.empty(3, LAYOUT.width)
+    store.gather(torch.tensor([1, 2, 2]), [2, 1], stored)
+    assert torch.equal(found[[0, 1, 3]], stored)

@@ -223,6 +223,12 @@ def test_capacity_in_bytes_is_rows_of_weights_state_and_index():
     assert in_bytes == trained(POLICIES["lru"])
 
 
+@pytest.mark.parametrize("name", ["lru", "count and norm"])
+def test_rows_on_an_ssd_live_as_those_in_memory(name, tmp_path):
+    ssd = {"store": "ssd", "store_path": str(tmp_path), "host_memory": "16KB"}
+    assert trained(POLICIES[name], 2, **ssd) == trained(POLICIES[name], 2)
+
+
 def test_a_cut_run_comes_to_the_same_rows():
     for name, policy in POLICIES.items():
         held = Held()

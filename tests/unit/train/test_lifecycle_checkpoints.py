@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from nestpipe.checkpoint.disk import read_tensors
+from nestpipe.checkpoint.export import export
 from nestpipe.checkpoint.folder import kind_of, newest, open_checkpoint, paths_in, verified
 from nestpipe.checkpoint.merging import compact, difference, merged_rows
 from nestpipe.comm import LocalCommunicator
@@ -258,3 +260,37 @@ def test_verify_notices_a_plan_that_notes_other_uses(monkeypatch: pytest.MonkeyP
     config = job_of("", run={"lifecycle_every": 3}, lifecycle=LIFE, pipeline={"plan": "nested"})
     verdict = verify_job(config, LocalCommunicator())
     assert not verdict.identical
+
+
+def test_an_export_has_no_erased_row(tmp_path: Path):
+    trained(job_of(tmp_path / "run", run=EVERY, lifecycle=LIFE))
+    last = newest(tmp_path / "run")
+    assert last is not None
+    assert any(change.rows is None for t in ("c0", "c1") for change in last.changes(t))
+    export(last, tmp_path / "weights", state=True)
+    for table in ("c0", "c1"):
+        keys, rows = merged_rows(last, table)
+        found = read_tensors(tmp_path / "weights" / f"{table}.safetensors", None)
+        assert torch.equal(found["keys"], keys)
+        assert torch.equal(found["weights"], rows[:, :4])
+        assert torch.equal(found["state"], rows[:, 4:])
+
+
+def test_rows_that_are_put_in_are_used_once_and_leave_in_their_time():
+    held = Held()
+    trainer = trainer_of({"ttl": 5}, LocalCommunicator(), held)
+    trainer.fit(STREAM, steps=2)  # pyright: ignore[reportArgumentType]
+    keys = torch.tensor([-77, -78])
+    trainer.put_rows("two", keys, torch.ones(2, 4))
+    assert {key: held_by(trainer).uses["two"][key] for key in (-77, -78)} == {
+        -77: (2, 1),
+        -78: (2, 1),
+    }
+    trainer.fit(STREAM)  # pyright: ignore[reportArgumentType]
+    left = [step for step, name, of in held.evicted if name == "two" and -77 in of]
+    assert left == [8]  # the first boundary five steps after step 2
+
+
+def test_a_frozen_table_with_a_policy_is_refused():
+    with pytest.raises(ConfigError, match="is frozen and has a row policy"):
+        tables(ttl=5, trainable=False)
