@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         RecModel,
         SampledSoftmaxConfig,
         ScoringModel,
+        TaskLoss,
     )
     from nestpipe.schedule import Exchange, Merge, Retrieval
     from nestpipe.train import (
@@ -54,6 +55,7 @@ _MODULE_OF = {
     "Jagged": "jagged",
     "LocalCommunicator": "comm",
     "Loss": "models",
+    "TaskLoss": "models",
     "ParallelSettings": "train",
     "ParquetConfig": "data",
     "PipelineSettings": "train",
@@ -100,6 +102,7 @@ __all__ = [
     "Source",
     "SyntheticConfig",
     "Table",
+    "TaskLoss",
     "TrainSettings",
     "Trainer",
     "__version__",

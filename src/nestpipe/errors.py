@@ -11,6 +11,10 @@ class ConfigError(NestpipeError):
     """A config or hardware file, or an option, holds a value that cannot be used."""
 
 
+class MissingSplitError(ConfigError):
+    """The data has no samples set apart for what was asked."""
+
+
 class PlanError(ConfigError):
     """A plan was asked for by a name or with a setting that does not exist."""
 

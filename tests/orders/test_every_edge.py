@@ -32,6 +32,7 @@ from nestpipe.schedule import (
     to_text,
     violations,
     with_early_rows,
+    with_gradient_norm,
     with_separate_dense_group,
     with_separate_key_group,
 )
@@ -61,6 +62,8 @@ class Case:
     early: bool = False
     separate: bool = False
     """Keys and dense gradients have networks of their own, as on a GPU."""
+    clips: bool = False
+    """Gradients are clipped by their norm."""
 
     def __str__(self) -> str:
         o = self.options
@@ -70,12 +73,14 @@ class Case:
         facts += ["three buffers"] if o.buffers == 3 else []
         facts += ["exact groups"] if o.merge is Merge.EXACT else []
         facts += ["separate networks"] if self.separate else []
+        facts += ["clipped"] if self.clips else []
         return ", ".join([*facts, f"mirror every {o.merge_every}"] if o.merge_every else facts)
 
     @cached_property
     def schedule(self) -> Schedule:
         made = plan(self.name, self.options)
         made = with_early_rows(made) if self.early else made
+        made = with_gradient_norm(made) if self.clips else made
         if self.separate:
             made = with_separate_dense_group(with_separate_key_group(made))
         return made.schedule(BATCHES)
@@ -220,7 +225,32 @@ POOL_CASES = [
     if every or name in ("sparse_dist", "dual_buffer")  # the others are above
 ]
 """Rows stay in a pool, and micro-batches share those that came."""
+NORM_CASES = [
+    Case(
+        name,
+        PlanOptions(
+            micro_batches=micro_batches, retrieval=retrieval, merge_every=every, merge=Merge.EXACT
+        ),
+        early,
+        separate,
+        clips=True,
+    )
+    for name, micro_batches, retrieval, every, early, separate in (
+        ("serial", 2, Retrieval.WHOLE, 0, False, False),
+        ("sparse_dist", 2, Retrieval.NEW, 0, False, False),
+        ("dual_buffer", 2, Retrieval.NEW, 0, False, True),
+        ("dual_buffer", 2, Retrieval.POOLED, 1, False, False),
+        ("frozen_window", 2, Retrieval.WHOLE, 0, False, True),
+        ("nested", 1, Retrieval.POOLED, 0, False, False),
+        ("nested", 2, Retrieval.WHOLE, 0, True, True),
+        ("nested", 2, Retrieval.NEW, 1, False, False),
+        ("nested", 2, Retrieval.POOLED, 1, False, True),
+        ("nested", 4, Retrieval.POOLED, 0, False, True),
+    )
+]
+"""The norm of all gradients is known before any of them is applied."""
 MORE_CASES = [
+    *NORM_CASES,
     *WINDOW_CASES,
     *EARLY_CASES,
     *THIRD_CASES,

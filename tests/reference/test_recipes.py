@@ -153,6 +153,36 @@ def test_weight_decay_of_dense_weights_is_that_of_torch(optimizer):
     train(dlrm(), [as_batch(one) for one in clicks()], how, CLICK_KEYS).assert_near(expected)
 
 
+@pytest.mark.parametrize("rows_too", [True, False])
+@pytest.mark.parametrize("pipeline", PIPELINES, ids=lambda one: "-".join(map(str, one.values())))
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_clipping_is_that_of_torch(pipeline, ranks, rows_too):
+    most = 0.35
+    ours, model, tables = plain_model("rowwise_adagrad")
+    weights = [table.weight for table in tables.values()]
+    others = [p for p in ours.parameters() if p.requires_grad]
+    norms: list[float] = []
+
+    def clip() -> None:
+        every = [*others, *weights] if rows_too else others
+        norms.append(float(torch.nn.utils.clip_grad_norm_(every, most)))
+
+    rows, dense = RowwiseAdagrad(weights, 0.05, 1e-6, 1.0), torch.optim.Adam(others, lr=0.01)
+    expected = trained(PlainLoop(model, rows, dense, clip=clip), ours, tables)
+    assert 5 < sum(norm > most for norm in norms) < STEPS - 5, norms
+    how = settings(
+        pipeline,
+        rows={"lr": 0.05, "eps": 1e-6},
+        dense={"lr": 0.01},
+        clip_norm=most,
+        clip_rows=rows_too,
+    )
+    found: list[float] = []
+    ours = train(dlrm(), [as_batch(one) for one in clicks()], how, CLICK_KEYS, ranks, found)
+    ours.assert_near(expected)
+    assert found == pytest.approx(norms, rel=1e-4, abs=1e-7)
+
+
 def bits(trainer: Trainer) -> dict[str, Tensor]:
     """Rows with their state, dense weights and the state of their optimizer."""
     found = {f"dense.{name}": p.detach().clone() for name, p in trainer.model.named_parameters()}

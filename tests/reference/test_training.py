@@ -24,6 +24,7 @@ from nestpipe.jagged import Jagged
 from nestpipe.models import Dlrm, DlrmConfig, HstuConfig, HstuRetriever, Loss
 from nestpipe.models.hstu_models import SampledSoftmaxConfig
 from nestpipe.train.config import TrainSettings
+from nestpipe.train.ops import StepReport
 from nestpipe.train.trainer import Trainer
 from reference.plain import DECAY, PlainClicks, PlainDlrm, PlainLoop, embedding, row_optimizer
 from reference.plain_hstu import (
@@ -120,16 +121,28 @@ class Trained:
 
 
 def train(
-    model: nn.Module, batches: list[Batch], how: TrainSettings, keys: Tensor, ranks: int = 1
+    model: nn.Module,
+    batches: list[Batch],
+    how: TrainSettings,
+    keys: Tensor,
+    ranks: int = 1,
+    norms: list[float] | None = None,
 ) -> Trained:
-    """Our run: the losses of every step, and the rows of all keys afterwards."""
+    """Our run: the losses of every step, and the rows of all keys afterwards.
+
+    Into `norms` go those of the gradients, where they are clipped.
+    """
 
     def one_rank(comm) -> Trained:
         own = deepcopy(model)
         trainer = Trainer(own, tables_of(own), how, comm)
         losses: list[float] = []
         source: Any = Batches(batches)
-        trainer.fit(source, on_step=lambda report: losses.append(report.loss))
+        reports: list[StepReport] = []
+        trainer.fit(source, on_step=reports.append)
+        losses += [report.loss for report in reports]
+        if norms is not None and comm.rank == 0:
+            norms.extend(report.grad_norm for report in reports)
         rows = {name: trainer.rows_of(name, keys) for name in trainer.table_names}
         dense = {name: p.detach().clone() for name, p in own.named_parameters()}
         trainer.close()

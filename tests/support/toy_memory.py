@@ -72,6 +72,8 @@ class Rank:
     row_sum: dict[int, int] = field(default_factory=dict[int, int])
     losses: list[int] = field(default_factory=list[int])
     totals: list[int] = field(default_factory=list[int])
+    norms: list[int] = field(default_factory=list[int])
+    """Of all gradients, where they are clipped by it."""
     dense_sum: int = 0
     dense_total: int = GARBAGE
     weights: int = 5
@@ -146,6 +148,7 @@ def new_world(
             active=shape.buffers - 1,  # not that of the first batch
             losses=[GARBAGE] * shape.slots,
             totals=[GARBAGE] * shape.slots,
+            norms=[GARBAGE] * shape.slots,
         )
         for r in range(len(data))
     ]
@@ -344,7 +347,7 @@ def _update(world: World, rank: Rank, t: int) -> None:
     averaged = world.shape.merge is Merge.AVERAGED
     for key in (rank.own if averaged else rank.owned)[slot]:
         weight, state = _row(world, rank, t, key)
-        gradient = rank.row_sum.get(key, GARBAGE) * (rank.totals[slot] + 1) % PRIME
+        gradient = rank.row_sum.get(key, GARBAGE) * _scale(world, rank, t) % PRIME
         state = (state + gradient * gradient + 1) % PRIME
         _put(world, rank, t, key, ((weight * 3 - gradient * state) % PRIME, state))
     rank.row_sum = {}
@@ -354,9 +357,14 @@ def _update(world: World, rank: Rank, t: int) -> None:
 
 
 def _apply(world: World, rank: Rank, t: int) -> None:
-    scale = rank.totals[t % world.shape.slots] + 1
-    rank.weights = (rank.weights * 5 - rank.dense_total * scale) % PRIME
+    rank.weights = (rank.weights * 5 - rank.dense_total * _scale(world, rank, t)) % PRIME
     rank.dense_sum = 0
+
+
+def _scale(world: World, rank: Rank, t: int) -> int:
+    """What gradients are multiplied by before they are applied."""
+    slot = t % world.shape.slots
+    return rank.totals[slot] + 1 + (rank.norms[slot] if world.shape.gradient_norm else 0)
 
 
 def _writeback(world: World, rank: Rank, t: int) -> None:
@@ -472,6 +480,16 @@ def _totals(world: World, members: list[Rank], t: int) -> None:
         rank.totals[slot] = total
 
 
+def _norm(world: World, members: list[Rank], t: int) -> None:
+    """The order of rows does not matter, as that of numbers does not in an exact sum."""
+    total = 0
+    for rank in members:
+        total = (total * 41 + rank.dense_total) % PRIME
+        total += sum(value * value % PRIME * (key + 1) for key, value in rank.row_sum.items())
+    for rank in members:
+        rank.norms[t % world.shape.slots] = total % PRIME
+
+
 def _is_merged(key: int) -> bool:
     """Not every row is averaged here: else none could leave the device before a merge."""
     return key % 4 != 1
@@ -532,6 +550,7 @@ COLLECTIVE_WORK: dict[Kind, Callable[[World, list[Rank], int], None]] = {
     K.PATCH: _patch,
     K.TOTALS: _totals,
     K.REDUCE: _reduce,
+    K.NORM: _norm,
     K.REPLICA_SYNC: _replica_sync,
 }
 MICRO_COLLECTIVE_WORK: dict[Kind, Callable[[World, list[Rank], int, int], None]] = {

@@ -169,6 +169,8 @@ RECIPES: Mapping[str, Mapping[str, dict[str, object]]] = {
         "dense": {"rates": ["top.2.*=0.1"], "schedule": "cosine", "decay_steps": 5},
     },
     "frozen": {"rows": {"frozen": ["users", "tags"]}},
+    "clipped": {"": {"clip_norm": 0.05}, "rows": {"frozen": ["users"]}},
+    "clipped dense": {"": {"clip_norm": 0.02, "clip_rows": False}},
 }
 """What training can do besides its optimizers."""
 
@@ -217,7 +219,10 @@ class World:
             "dense": {"optimizer": self.dense, "lr": self.dense_lr, **decay(self.dense)},
         }
         for section, keys in RECIPES[self.recipe].items():
-            given[section] = given.get(section, {}) | keys
+            if section:
+                given[section] = given.get(section, {}) | keys
+            else:
+                given |= keys
         settings = replace(build(TrainSettings, given), pipeline=pipeline)
         return Trainer(deepcopy(self.model), tables(self.dtype), settings, comm, around=around)
 

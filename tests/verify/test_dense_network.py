@@ -22,9 +22,10 @@ def placed(trainer: Trainer, plan: Plan) -> Plan:
 
 @pytest.mark.parametrize("plan", ["sparse_dist", "nested"])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_dense_sums_beside_rows_change_no_bit(make_world, monkeypatch, plan, ranks):
+@pytest.mark.parametrize("recipe", ["plain", "clipped", "clipped dense", "scheduled"])
+def test_dense_sums_beside_rows_change_no_bit(make_world, monkeypatch, plan, ranks, recipe):
     monkeypatch.setattr(Trainer, "placed", placed)
-    world = make_world(optimizer="adam")
+    world = make_world(optimizer="adam", recipe=recipe)
     networks = thread_communicators(ranks)
     settings = build(PipelineSettings, {"plan": plan, "micro_batches": 2})
     sums: list[tuple[int, str]] = []

@@ -308,6 +308,11 @@ def readable(folder: Path) -> list[Checkpoint]:
 LOWER_IS_BETTER = ("loss", "log_loss", "normalised_entropy")
 
 
+def sign_of(metric: str) -> float:
+    """1 where more of a metric is better, else -1; `task/metric` is as its metric."""
+    return -1.0 if metric.rpartition("/")[2] in LOWER_IS_BETTER else 1.0
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Retention:
     """Which checkpoints to keep besides the newest; with nothing said, all of them."""
@@ -339,7 +344,7 @@ class Retention:
 def best_of(checkpoints: Sequence[Checkpoint], metric: str) -> Checkpoint | None:
     """The checkpoint with the best value of a metric, the newest of equals."""
     measured = [one for one in checkpoints if metric in one.manifest.metrics]
-    sign = -1.0 if metric in LOWER_IS_BETTER else 1.0
+    sign = sign_of(metric)
     by_value = sorted(measured, key=lambda one: sign * one.manifest.metrics[metric])
     return by_value[-1] if by_value else None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -36,8 +36,9 @@ from nestpipe.trace import write_chrome
 
 if TYPE_CHECKING:
     from nestpipe.train.job import Job
-    from nestpipe.train.loop import TrainResult
+    from nestpipe.train.loop import EarlyStopping, Tell, TellMetrics, TrainResult
     from nestpipe.train.ops import StepReport
+    from nestpipe.train.trainer import Trainer
 
 
 def train(
@@ -82,12 +83,13 @@ def train(
     quieten()
     from nestpipe.comm.peer_failure import mark_stopped
     from nestpipe.train.job import prepare
-    from nestpipe.train.loop import claimed, communicator
+    from nestpipe.train.loop import claimed, communicator, use_threads
 
+    threads = use_threads(job_config.run)
     comm = communicator(job_config)
     with claimed(job_config.run.checkpoint, comm):
         job = prepare(job_config, comm, resume, override=override)
-        outcome = _trained(job, json)
+        outcome = _trained(job, json, threads)
     if comm.rank == 0:
         if trace is not None:
             write_chrome(outcome.trace, trace)
@@ -97,15 +99,27 @@ def train(
         mark_stopped(comm.rank)
 
 
-def _trained(job: Job, json: str | None) -> TrainResult:
+def _trained(job: Job, json: str | None, threads: str) -> TrainResult:
     from nestpipe.train.loop import total_steps, train_job
 
     trainer = job.trainer
     said = [trainer.plan_reason, *([trainer.mesh.reason] if trainer.mesh.groups > 1 else [])]
+    said += [threads, _split_sentence(job)]
     if trainer.comm.rank == 0 and json != STDOUT:
         console().print("\n".join(said), markup=False, soft_wrap=True)
-    with _progress(total_steps(job), trainer.progress.step, trainer.comm.rank) as tell:
-        return train_job(job, tell)
+    with _progress(total_steps(job), trainer) as (tell, tell_metrics):
+        return train_job(job, tell, tell_metrics)
+
+
+def _split_sentence(job: Job) -> str:
+    split = job.eval_split
+    if split is None:
+        return "no evaluation: the data has no validation or test split"
+    every = job.config.run.eval_every
+    when = f"every {every} batches and at the end" if every else "after each epoch"
+    chosen = job.config.run.eval_split
+    why = "; the data has no validation split" if (chosen, split) == ("auto", "test") else ""
+    return f"evaluation on the {split} split, {when}{why}"
 
 
 def evaluate(
@@ -130,8 +144,9 @@ def evaluate(
     quieten()
     from nestpipe.train.evaluate import evaluate as measure
     from nestpipe.train.job import prepare
-    from nestpipe.train.loop import communicator
+    from nestpipe.train.loop import communicator, use_threads
 
+    use_threads(job_config.run)
     comm = communicator(job_config)
     job = prepare(job_config, comm, str(checkpoint), exact=False)
     metrics = measure(job.trainer, job.held_out())
@@ -139,42 +154,53 @@ def evaluate(
         if json is not None:
             write_json(json, metrics)
         if json != STDOUT:
-            console().print(_metrics_table("evaluation", metrics))
+            console().print(_metrics_table(f"evaluation on the {job.eval_split} split", metrics))
     job.trainer.close()
     comm.close()
 
 
 @contextmanager
-def _progress(total: int | None, done: int, rank: int) -> Generator[Callable[[StepReport], None]]:
-    """A bar with loss, speed and time left on a terminal; now and then a line in a log."""
-    if rank != 0:
-        yield lambda report: None
+def _progress(total: int | None, trainer: Trainer) -> Generator[tuple[Tell, TellMetrics]]:
+    """A bar with loss, speed and time left on a terminal; now and then a line in a log.
+
+    Evaluations are lines of their own in both.
+    """
+    if trainer.comm.rank != 0:
+        yield lambda report: None, lambda step, split, metrics: None
         return
     if not sys.stderr.isatty():
-        yield _plain_lines(total)
+        yield _plain_lines(total, trainer), _metric_line(sys.stderr.write)
         return
     columns = (
         TextColumn("training"),
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn("loss {task.fields[loss]:.4f}"),
+        TextColumn("{task.fields[running]}"),
         TextColumn("{task.fields[speed]:,.0f} samples/s"),
         TimeRemainingColumn(),
     )
-    start, samples = time.monotonic(), 0
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=total, completed=done, loss=float("nan"), speed=0.0)
+    start, samples, spoke = time.monotonic(), 0, 0.0
+    shown = Console(stderr=True)
+    with Progress(*columns, console=shown, transient=True) as bar:
+        done = trainer.progress.step
+        task = bar.add_task(
+            "", total=total, completed=done, loss=float("nan"), speed=0.0, running=""
+        )
 
         def tell(report: StepReport) -> None:
-            nonlocal samples
+            nonlocal samples, spoke
             samples += report.samples
-            speed = samples / (time.monotonic() - start)
-            bar.update(task, completed=report.step, loss=report.loss, speed=speed)
+            now = time.monotonic()
+            if now - spoke >= LOG_EVERY_S:
+                spoke = now
+                bar.update(task, running=_running(trainer).removeprefix(", "))
+            bar.update(task, completed=report.step, loss=report.loss, speed=samples / (now - start))
 
-        yield tell
+        yield tell, _metric_line(lambda line: shown.print(line.rstrip(), markup=False))
 
 
-def _plain_lines(total: int | None) -> Callable[[StepReport], None]:
+def _plain_lines(total: int | None, trainer: Trainer) -> Tell:
     spoke = start = time.monotonic()
     samples = 0
 
@@ -187,10 +213,44 @@ def _plain_lines(total: int | None) -> Callable[[StepReport], None]:
             of = f" of {total}" if total else ""
             speed = samples / (now - start)
             sys.stderr.write(
-                f"step {report.step}{of}: loss {report.loss:.4f}, {speed:,.0f} samples/s\n"
+                f"step {report.step}{of}: loss {report.loss:.4f}{_running(trainer)}, "
+                f"{speed:,.0f} samples/s\n"
             )
 
     return tell
+
+
+def _running(trainer: Trainer) -> str:
+    """How this rank's training batches were predicted since the last evaluation."""
+    found = trainer.running_metrics().items()
+    words = {"auc": "AUC", "normalised_entropy": "NE"}
+    named = ((name.replace("train_", ""), value) for name, value in found)
+    parts = [
+        f"{task + ' ' if task else ''}{words.get(metric, metric)} {value:.4f}"
+        for (task, _, metric), value in ((name.rpartition("/"), value) for name, value in named)
+    ]
+    return "".join(f", {part}" for part in parts)
+
+
+def _metric_line(write: Callable[[str], object]) -> TellMetrics:
+    """A line for each evaluation, with the split that it was on."""
+
+    def tell(step: int, split: str, metrics: Mapping[str, float]) -> None:
+        left_out = ("baseline", "samples")
+        shown = [
+            (n, v) for n, v in metrics.items() if not n.rpartition("/")[2].startswith(left_out)
+        ]
+        told = ", ".join(f"{name} {value:.4f}" for name, value in shown)
+        write(f"step {step}, {split} split: {told}\n")
+
+    return tell
+
+
+def _early_sentence(early: EarlyStopping) -> str:
+    best = f"best {early.metric} {early.best:.4f} at step {early.best_step}"
+    if not early.ended:
+        return best
+    return f"{best}; stopped after {early.since} evaluations without a better one"
 
 
 def _check_folder_of(trace: Path) -> None:
@@ -208,6 +268,8 @@ def _show(outcome: TrainResult, ranks: int, plan: str, json: str | None) -> None
             "samples_per_s": outcome.samples_per_s,
             "metrics": outcome.metrics,
             "checkpoint": outcome.checkpoint,
+            "split": outcome.split,
+            "best_checkpoint": outcome.best_checkpoint,
             "stopped": outcome.stopped,
             "waited_for_checkpoints_s": outcome.saving.waited_s,
             "checkpoints": asdict(outcome.saving),
@@ -219,7 +281,12 @@ def _show(outcome: TrainResult, ranks: int, plan: str, json: str | None) -> None
         return
     ranked = "1 rank" if ranks == 1 else f"{ranks} ranks"
     figures = {"train loss": outcome.loss, "samples/s": outcome.samples_per_s, **outcome.metrics}
-    console().print(_metrics_table(f"{outcome.steps} steps on {ranked}", figures))
+    on = f", evaluated on the {outcome.split} split" if outcome.split else ""
+    console().print(_metrics_table(f"{outcome.steps} steps on {ranked}{on}", figures))
+    if outcome.early is not None:
+        console().print(_early_sentence(outcome.early), markup=False, soft_wrap=True)
+    if outcome.best_checkpoint:
+        console().print(f"best checkpoint: {outcome.best_checkpoint}", markup=False, soft_wrap=True)
     if outcome.summary:
         console().print(summary_table(outcome.summary, plan))
         console().print(summary_lines(outcome.summary), markup=False)

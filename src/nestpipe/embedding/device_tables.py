@@ -571,6 +571,8 @@ def can_route_on_device(
         and mesh.groups == 1
         and shape.retrieval is Retrieval.POOLED
         and shape.micro_batches == 1
+        # Its gradients are summed while they are applied, and a norm must be known before.
+        and not shape.gradient_norm
         and not rounds_alone
         and all(group.dim <= MOST_DIM for group in groups)
     )

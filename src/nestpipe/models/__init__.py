@@ -4,7 +4,7 @@ from nestpipe.models.dlrm import Dlrm, DlrmConfig, LogisticRegression
 from nestpipe.models.hstu import Hstu
 from nestpipe.models.hstu_models import HstuRanker, HstuRetriever, SampledSoftmaxConfig
 from nestpipe.models.metrics import Auc, LogLoss, TargetRank, ranks_of_targets
-from nestpipe.models.protocol import Loss, RecModel, ScoringModel
+from nestpipe.models.protocol import Loss, RecModel, ScoringModel, TaskLoss
 from nestpipe.models.sequence import EncoderOptions, HstuConfig, Prefix, PrefixParts, Tokens
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "SampledSoftmaxConfig",
     "ScoringModel",
     "TargetRank",
+    "TaskLoss",
     "Tokens",
     "ranks_of_targets",
 ]

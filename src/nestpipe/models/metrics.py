@@ -129,6 +129,40 @@ class LogLoss:
         return cls(total, positives, int(count))
 
 
+# AUC and entropy of training itself: sums in one tensor, added up where the predictions are.
+
+
+CLICK_BINS = 1 << 14
+"""Bins of scores, even in log-odds: 0.002 apart."""
+
+
+def click_sums(predictions_P: Tensor, labels_P: Tensor) -> Tensor:
+    """(2 K + 3,) float64: negatives and positives by bin; log loss, positives, samples.
+
+    Sums of several batches and ranks are those of all their samples. Waits for no device.
+    """
+    chances_P, labels_P = predictions_P.detach().double().view(-1), labels_P.double().view(-1)
+    bins_P = (torch.logit(chances_P) / _LARGEST_LOGIT + 1) * (CLICK_BINS / 2)
+    bins_P = torch.nan_to_num(bins_P).clamp(0, CLICK_BINS - 1).long()
+    bins_P = bins_P + CLICK_BINS * (labels_P > 0.5)
+    counts_2K = chances_P.new_zeros(2 * CLICK_BINS).index_add_(
+        0, bins_P, torch.ones_like(chances_P)
+    )
+    chances_P = chances_P.clamp(_SMALLEST_CHANCE, 1 - _SMALLEST_CHANCE)
+    losses_P = -labels_P * torch.log(chances_P) - (1 - labels_P) * torch.log1p(-chances_P)
+    sums = torch.stack([losses_P.sum(), labels_P.sum(), torch.ones_like(labels_P).sum()])
+    return torch.cat([counts_2K, sums])
+
+
+def read_click_sums(sums: Tensor) -> dict[str, float]:
+    """AUC and normalised entropy of what was summed; nan where all labels are alike."""
+    on_host = sums.cpu()
+    auc = Auc(on_host[: 2 * CLICK_BINS].view(2, CLICK_BINS).long())
+    total, positives, count = on_host[-3:].tolist()
+    entropy = LogLoss(total, positives, int(count)).normalised_entropy
+    return {"auc": auc.value, "normalised_entropy": entropy}
+
+
 @dataclass(frozen=True, slots=True)
 class TargetRank:
     """Where the one right item of each sample came: HR@K, NDCG@K and MRR."""

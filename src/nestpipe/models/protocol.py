@@ -8,7 +8,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Collection, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -30,6 +30,41 @@ class Loss:
     """By how much the sum counts: the number of samples, or of predicted positions."""
     predictions: Tensor | None = None
     """(P,) probabilities, for metrics; detached."""
+    labels: Tensor | None = None
+    """(P,) what the predictions should have been."""
+    tasks: Mapping[str, TaskLoss] = field(default_factory=dict[str, "TaskLoss"])
+    """The parts of a loss for several tasks, by name, each with metrics of its own."""
+
+    @classmethod
+    def of_tasks(
+        cls, tasks: Mapping[str, TaskLoss], weight: float, shares: Mapping[str, float] | None = None
+    ) -> Loss:
+        """The sum of the losses of several tasks, each times its share, 1 unless given."""
+        parts = [of.total * (shares or {}).get(name, 1.0) for name, of in tasks.items()]
+        total = torch.stack([part.reshape(()) for part in parts]).sum()
+        return cls(total, weight, tasks=tasks)
+
+    def measured(self) -> Mapping[str, tuple[Tensor, Tensor]]:
+        """Predictions and labels by task, as far as there are any; the name of the whole is ""."""
+        every = {"": (self.predictions, self.labels)}
+        every |= {name: (of.predictions, of.labels) for name, of in self.tasks.items()}
+        return {
+            name: (predictions, labels)
+            for name, (predictions, labels) in every.items()
+            if predictions is not None and labels is not None
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class TaskLoss:
+    """What a model says of one of its tasks."""
+
+    total: Tensor
+    """Sum of the samples' losses in this task."""
+    weight: float
+    """By how much the sum counts when its mean is reported."""
+    predictions: Tensor | None = None
+    """(P,) probabilities, for metrics."""
     labels: Tensor | None = None
     """(P,) what the predictions should have been."""
 

@@ -144,7 +144,17 @@ def _reduce(op: Op, shape: Shape) -> Iterator[Op]:
         yield shape.last_dense(op.batch)
 
 
+def _norm(op: Op, shape: Shape) -> Iterator[Op]:
+    for micro in range(shape.micro_batches):
+        yield Op(K.GRADS, op.batch, micro)
+    yield Op(K.REDUCE, op.batch)
+    if shape.sums_replica_gradients(op.batch):
+        yield Op(K.REPLICA_SYNC, op.batch)
+
+
 def _apply(op: Op, shape: Shape) -> Iterator[Op]:
+    if shape.gradient_norm:
+        yield Op(K.NORM, op.batch)
     yield Op(K.TOTALS, op.batch)
     yield Op(K.REDUCE, op.batch)
     yield shape.last_dense(op.batch)
@@ -158,6 +168,8 @@ def _update(op: Op, shape: Shape) -> Iterator[Op]:
     yield Op(K.TOTALS if shape.separate_dense_group else K.REDUCE, op.batch)
     if shape.sums_replica_gradients(op.batch):
         yield Op(K.REPLICA_SYNC, op.batch)
+    if shape.gradient_norm:
+        yield Op(K.NORM, op.batch)
 
 
 def _replica_sync(op: Op, shape: Shape) -> Iterator[Op]:
@@ -203,6 +215,7 @@ _WAITS_OF: dict[Kind, Callable[[Op, Shape], Iterator[Op]]] = {
     K.GRADS: _grads,
     K.TOTALS: _reduce,
     K.REDUCE: _reduce,
+    K.NORM: _norm,
     K.APPLY: _apply,
     K.UPDATE: _update,
     K.REPLICA_SYNC: _replica_sync,

@@ -54,6 +54,7 @@ CONTENT_OF = {
     "dense_total": "dense gradients summed over ranks",
     "weights": "dense weights",
     "reports": "reports of the batches before",
+    "norm": "norm of all gradients",
 }
 """How a cell is called in a sentence."""
 
@@ -128,7 +129,7 @@ def effects(op: Op, shape: Shape) -> Effects:
             return Effects(reads=reads, writes=(sent, losses, dense_sum))
         case K.GRADS:
             return Effects(reads=(sent, asked, row_sum), writes=(row_sum,))
-        case K.TOTALS | K.REDUCE | K.APPLY | K.UPDATE:
+        case K.TOTALS | K.REDUCE | K.NORM | K.APPLY | K.UPDATE:
             return _end_effects(op, shape)
         case K.REPLICA_SYNC if shape.merge is Merge.EXACT:
             return Effects(reads=(owned, row_sum), writes=(row_sum,))
@@ -147,12 +148,15 @@ def _end_effects(op: Op, shape: Shape) -> Effects:
     buffer, owned = ("buffer", op.batch % shape.buffers), ("owned", slot)
     active: tuple[Cell, ...] = (("active", 0),) if shape.handover is not K.RETRIEVE else ()
     of_batch = (buffer, POOL) if shape.pooled else (buffer,)
-    rows = Effects((owned, *of_batch, row_sum, totals, *active), (*of_batch, row_sum))
-    dense = Effects(reads=(dense_total, totals, weights), writes=(weights, dense_sum))
+    norm: tuple[Cell, ...] = (("norm", slot),) if shape.gradient_norm else ()
+    rows = Effects((owned, *of_batch, row_sum, totals, *norm, *active), (*of_batch, row_sum))
+    dense = Effects(reads=(dense_total, totals, *norm, weights), writes=(weights, dense_sum))
     summed = Effects(reads=(dense_sum,), writes=(dense_total,))
     match op.kind:
         case K.TOTALS:
             return Effects(reads=(losses,), writes=(totals,))
+        case K.NORM:
+            return Effects(reads=(row_sum, dense_total), writes=norm)
         case K.APPLY:
             return dense
         case K.REDUCE if shape.separate_dense_group:
@@ -256,5 +260,5 @@ def reference_position(op: Op, shape: Shape) -> tuple[float, ...]:
         return (op.batch, _STAGE[K.RETRIEVE] + 0.5)
     stage = _STAGE[op.kind]
     if op.kind is K.REPLICA_SYNC and shape.merge is Merge.EXACT:
-        stage = _STAGE[K.UPDATE] - 0.5
+        stage = _STAGE[K.TOTALS] - 0.5
     return (op.batch, stage, op.micro or 0, _PLACE[op.kind])

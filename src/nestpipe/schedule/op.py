@@ -70,6 +70,9 @@ class Kind(StrEnum):
     of their own, else `reduce` sums them too."""
     REDUCE = "reduce"
     """Dense gradients summed over all ranks, bucket by bucket where they have their own network."""
+    NORM = "norm"
+    """The norm of all gradients of the batch, summed over all ranks; only where gradients of rows
+    are clipped by it."""
     APPLY = "apply"
     """One optimizer application per dense parameter; only where dense gradients have a network of
     their own, else `update` does it."""
@@ -85,7 +88,7 @@ class Kind(StrEnum):
 ROUTING_COLLECTIVES = frozenset({Kind.COUNTS, Kind.KEYS, Kind.REPLICA_KEYS, Kind.STALE_MASK})
 """Collectives that only hosts need to take part in: their data is in host memory."""
 COLLECTIVES = ROUTING_COLLECTIVES | {
-    *(Kind.PATCH, Kind.ROWS, Kind.GRADS, Kind.TOTALS, Kind.REDUCE, Kind.REPLICA_SYNC)
+    *(Kind.PATCH, Kind.ROWS, Kind.GRADS, Kind.TOTALS, Kind.REDUCE, Kind.NORM, Kind.REPLICA_SYNC)
 }
 """Kinds that every rank of a group takes part in, on whatever lane a plan puts them."""
 SPECULATIVE_KINDS = frozenset({Kind.STALE_MASK, Kind.PATCH})

@@ -197,6 +197,16 @@ def with_separate_dense_group(plan: Plan) -> Plan:
     return Plan(shape, tuple(tick))
 
 
+def with_gradient_norm(plan: Plan) -> Plan:
+    """The same plan with the norm of all gradients before they are applied.
+
+    Comes before `with_separate_dense_group`, which moves what it waits for.
+    """
+    tick = list(plan.tick)
+    tick.insert(tick.index(Slot(K.UPDATE, 0)), Slot(K.NORM, 0))
+    return Plan(replace(plan.shape, gradient_norm=True), tuple(tick))
+
+
 def with_early_rows(plan: Plan) -> Plan:
     """The same plan with the rows of the next batch's first micro-batch under this batch's last.
 

@@ -37,6 +37,7 @@ _USUAL_LANE = {
     Kind.GRADS: Lane.NET,
     Kind.TOTALS: Lane.DENSE_NET,
     Kind.REDUCE: Lane.NET,
+    Kind.NORM: Lane.NET,
     Kind.APPLY: Lane.COMPUTE,
     Kind.UPDATE: Lane.COMPUTE,
     Kind.REPLICA_SYNC: Lane.NET,
@@ -84,6 +85,9 @@ class Shape(PlanOptions):
     separate_dense_group: bool = False
     """Whether dense gradients are summed in a network and on a lane of their own, while the last
     `dense` of the batch still makes them. `apply` applies them; `update` is left with the rows."""
+    gradient_norm: bool = False
+    """Whether gradients are clipped by their norm, rows and dense weights together. `norm` sums it
+    over all ranks before any of them is applied."""
 
     def __post_init__(self) -> None:
         """A plan or a file says what is so; the checker judges it."""
@@ -117,6 +121,8 @@ class Shape(PlanOptions):
             return self.merges_replicas(op.batch)
         if op.kind in SPECULATIVE_KINDS:
             return self.speculative_rows
+        if op.kind is Kind.NORM:
+            return self.gradient_norm
         return self.separate_dense_group or op.kind not in DENSE_GROUP_KINDS
 
     def alongside(self, op: Op) -> Op | None:

@@ -319,6 +319,7 @@ def _network_costs(cluster: Cluster, shape: Shape, scale: Scale) -> dict[Kind, f
         K.GRADS: rows,
         K.REPLICA_KEYS: _replica_keys_ms(network, work, shape, scale),
         K.TOTALS: _all_reduce_ms(network, 0, scale.workers, node),
+        K.NORM: _all_reduce_ms(network, 0, scale.shards, node),
         K.REDUCE: _all_reduce_ms(network, work.dense_mb * 1e6, scale.workers, node),
         K.REPLICA_SYNC: _all_reduce_ms(network, merged, scale.groups, scale.replicas_in_node(node))
         + copies,

@@ -14,7 +14,7 @@ from nestpipe.sim.trace_costs import FittedCosts
 from nestpipe.trace import IDLE, Span, Trace, exposure, lane_busy, steady_interval
 
 K = Kind
-EXCHANGE_KINDS = (K.PATCH, K.ROWS, K.GRADS, K.TOTALS, K.REDUCE, K.REPLICA_SYNC)
+EXCHANGE_KINDS = (K.PATCH, K.ROWS, K.GRADS, K.TOTALS, K.REDUCE, K.NORM, K.REPLICA_SYNC)
 LOOKUP_KINDS = (
     K.PREFETCH,
     K.COPY,

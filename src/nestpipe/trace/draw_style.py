@@ -27,6 +27,7 @@ CODES: Mapping[str, str] = {
     "grads": "g",
     "totals": "t",
     "reduce": "rd",
+    "norm": "nm",
     "apply": "a",
     "update": "u",
     "replica_sync": "rs",
@@ -145,7 +146,7 @@ MARK = "#d0021b"
 
 FAMILIES = {
     "compute": ("dense", "apply", "update"),
-    "exchange": ("rows", "patch", "grads", "totals", "reduce", "replica_sync"),
+    "exchange": ("rows", "patch", "grads", "totals", "reduce", "norm", "replica_sync"),
     "memory": ("prefetch", "copy", "retrieve", "writeback"),
     "routing": (
         *("dedup", "counts", "keys", "union", "replica_keys", "replica_union"),

@@ -307,6 +307,11 @@ class ExecutionSettings:
     non_finite: Literal["stop", "skip", "clip"] = "stop"
     """When a gradient is NaN or inf. `stop`: end the run and keep the batch; `skip`: that row, or
     all dense weights, get no gradient in this batch; `clip`: such numbers count as 0."""
+    clip_norm: float = 0.0
+    """Scale the gradients of a batch down where their global norm is above this, those of rows and
+    of dense weights together; 0: never."""
+    clip_rows: bool = True
+    """clip_norm: off: only dense gradients count and are scaled."""
 
     lifecycle_every: int = 100
     """Rows of tables with a policy come and go after every so many batches, and earlier where a
@@ -325,6 +330,7 @@ class ExecutionSettings:
             )
         if self.store == "ssd" and not self.native:
             raise ConfigError("store is 'ssd', which needs native code; set native = true")
+        not_negative("clip_norm", self.clip_norm)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -335,3 +341,17 @@ class TrainSettings(ExecutionSettings):
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
     rows: RowSettings = field(default_factory=RowSettings)
     dense: DenseSettings = field(default_factory=DenseSettings)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        averaged = self.parallel.groups > 1 and self.parallel.merge is Merge.AVERAGED
+        if self.clips_rows and averaged:
+            raise ConfigError(
+                f"clip_norm is {self.clip_norm} and parallel.merge 'averaged', where groups have "
+                "gradients of their own; set merge = 'exact', or clip_rows = false"
+            )
+
+    @property
+    def clips_rows(self) -> bool:
+        """Whether row gradients are clipped, by a norm that all ranks must know."""
+        return self.clip_norm > 0 and self.clip_rows

@@ -34,6 +34,8 @@ class Replayed:
     seen_gradients: list[Tensor]
     faults: Tensor | None
     """Whether a gradient of a parameter was not finite; None: nobody looked."""
+    measured: Mapping[str, tuple[Tensor, Tensor]]
+    """Predictions and labels by task."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +116,7 @@ class DenseGraphs:
             found = self._drop_faults(made) if self._drop_faults is not None else []
         of_rows = [torch.zeros_like(p) if p.grad is None else p.grad for p in inputs]
         faults = found[0] if found else None
-        result = Replayed(loss.total.detach(), loss.weight, of_rows, faults)
+        result = Replayed(loss.total.detach(), loss.weight, of_rows, faults, loss.measured())
         return _Captured(graph, inputs, columns, gradients, result)
 
 

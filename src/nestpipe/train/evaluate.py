@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -48,25 +48,42 @@ def evaluate(
 def _evaluate_clicks(
     trainer: Trainer, source: Source, on_batch: Callable[[], None]
 ) -> dict[str, float]:
-    """AUC, log loss and normalised entropy of a model that predicts probabilities.
-
-    The baseline is what always predicting the mean label would give.
-    """
-    auc, log_loss = Auc(), LogLoss()
-    total = weight = 0.0
+    """The mean loss, and what `_measure` tells, of the whole and of each task of the model."""
+    sums: dict[str, list[float]] = {"": [0.0, 0.0]}
+    metrics: dict[str, tuple[Auc, LogLoss]] = {"": (Auc(), LogLoss())}
     model = trainer.model
     assert isinstance(model, RecModel)
     for batch, rows in forward(trainer, source, model.sparse_keys):
         loss = loss_of(model, rows, batch)
-        total, weight = total + float(loss.total), weight + loss.weight
-        if loss.predictions is not None and loss.labels is not None:
-            auc = auc.add(loss.predictions, loss.labels)
-            log_loss = log_loss.add(loss.predictions, loss.labels)
+        for name, part in {"": loss, **loss.tasks}.items():
+            total, weight = sums.get(name, [0.0, 0.0])
+            sums[name] = [total + float(part.total), weight + part.weight]
+        for name, measured in loss.measured().items():
+            auc, log_loss = metrics.get(name, (Auc(), LogLoss()))
+            metrics[name] = auc.add(*measured), log_loss.add(*measured)
         on_batch()
+    # A rank without samples knows of no task; all of them must ask the same.
+    known = trainer.comm.all_gather_values(sorted({*sums, *metrics}))
+    names = sorted({name for of_rank in cast("list[list[str]]", known) for name in of_rank})
+    result: dict[str, float] = {}
+    for name in names:
+        of_task = metrics.get(name, (Auc(), LogLoss()))
+        found = _measure(trainer, sums.get(name, [0.0, 0.0]), *of_task)
+        result |= {f"{name}/{metric}" if name else metric: v for metric, v in found.items()}
+    return result
+
+
+def _measure(
+    trainer: Trainer, sums: Sequence[float], auc: Auc, log_loss: LogLoss
+) -> dict[str, float]:
+    """Loss, AUC, log loss and normalised entropy over all ranks.
+
+    The baseline is what always predicting the mean label would give.
+    """
     auc, log_loss = _merged(auc, trainer.comm), _merged(log_loss, trainer.comm)
-    sums = torch.tensor([total, weight], dtype=torch.float64, device=trainer.device)
-    trainer.comm.all_reduce(sums)
-    result = {"loss": float(sums[0] / sums[1]) if float(sums[1]) else float("nan")}
+    totals = torch.tensor(sums, dtype=torch.float64, device=trainer.device)
+    trainer.comm.all_reduce(totals)
+    result = {"loss": float(totals[0] / totals[1]) if float(totals[1]) else float("nan")}
     if log_loss.count:
         result |= {
             "auc": auc.value,

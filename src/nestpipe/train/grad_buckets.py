@@ -115,12 +115,18 @@ class GradBuckets:
         while (made := self._queue.get()) is not None:
             yield made.here()
 
-    def set_gradients(self) -> None:
-        """Give every parameter its summed gradient, once `reduce` has ended for this stream."""
+    def summed(self) -> dict[nn.Parameter, Tensor]:
+        """The summed gradient of each parameter, once `reduce` has ended for this stream."""
+        found: dict[nn.Parameter, Tensor] = {}
         for bucket, flat in zip(self._buckets, self._sent, strict=True):
             parts = torch.split(flat, [p.numel() for p in bucket])
-            for parameter, part in zip(bucket, parts, strict=True):
-                parameter.grad = part.view_as(parameter)
+            found |= {p: part.view_as(p) for p, part in zip(bucket, parts, strict=True)}
+        return found
+
+    def set_gradients(self) -> None:
+        """Give every parameter its summed gradient."""
+        for parameter, gradient in self.summed().items():
+            parameter.grad = gradient
         self._sent = []
 
     def _ready(self, parameter: Tensor) -> None:

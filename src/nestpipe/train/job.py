@@ -9,6 +9,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import Enum
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,7 +39,7 @@ from nestpipe.data import (
     Split,
     open_source,
 )
-from nestpipe.errors import CheckpointError, ConfigError, NestpipeError
+from nestpipe.errors import CheckpointError, ConfigError, MissingSplitError, NestpipeError
 from nestpipe.models import (
     Dlrm,
     DlrmConfig,
@@ -59,6 +60,7 @@ from nestpipe.train.config import (
     RowSettings,
     TrainSettings,
 )
+from nestpipe.train.loggers import LoggerName
 from nestpipe.train.trainer import Trainer
 
 log = logging.getLogger("nestpipe.train")
@@ -161,8 +163,16 @@ class RunConfig(ExecutionSettings):
     """Seconds that a rank waits for its peers in one collective before it gives up."""
     eval_every: int = 0
     """Evaluate every N batches, and at the end; 0: after each epoch."""
-    eval_split: Literal["validation", "test"] = "test"
-    """What to evaluate on."""
+    eval_split: Literal["auto", "validation", "test"] = "auto"
+    """What to evaluate on; `auto`: validation, or test where the data has no such split. The run
+    says which."""
+    early_stop: str = ""
+    """End where this metric of the evaluation, e.g. `auc`, has not become better for `patience`
+    evaluations; empty: never. The checkpoint of the best one is kept."""
+    patience: int = 3
+    """early_stop: evaluations in a row without a better one."""
+    min_delta: float = 0.0
+    """early_stop: by how much a better one is better."""
     checkpoint: str = ""
     """Folder for checkpoints; empty: none."""
     checkpoint_every: int = 0
@@ -183,7 +193,14 @@ class RunConfig(ExecutionSettings):
     """Folder for the keys whose rows leave: a file of JSON lines for each boundary at which some
     did; empty: none."""
     log: str = ""
-    """Folder for TensorBoard; empty: none."""
+    """Folder for logs; empty: none."""
+    loggers: tuple[LoggerName, ...] = ("tensorboard",)
+    """What is written there: `tensorboard`, `jsonl`, and with extras `wandb` and `mlflow`."""
+    log_every: int = 50
+    """Write AUC and normalised entropy of training after every so many batches; 0: never."""
+    threads: int = 0
+    """Threads of each rank for torch's operations; 0: the cores over the ranks of the machine, or
+    OMP_NUM_THREADS where that is set."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -193,13 +210,18 @@ class RunConfig(ExecutionSettings):
             raise ConfigError(f"timeout_s is {self.timeout_s}; give at most {MOST_TIMEOUT_S:,.0f}")
         for name in ("steps", "eval_every", "checkpoint_every", "keep_last", "full_every"):
             not_negative(name, getattr(self, name))
+        for name in ("min_delta", "log_every", "threads"):
+            not_negative(name, getattr(self, name))
+        positive("patience", self.patience)
         not_negative("keep_hours", self.keep_hours)
         positive("grace_s", self.grace_s)
 
     @property
     def retention(self) -> Retention:
         """Which checkpoints stay when a new one is written."""
-        return Retention(last=self.keep_last, hours=self.keep_hours, best=self.keep_best)
+        return Retention(
+            last=self.keep_last, hours=self.keep_hours, best=self.keep_best or self.early_stop
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -226,7 +248,7 @@ class JobConfig:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Job:
     """A config brought to life on one rank."""
 
@@ -234,10 +256,29 @@ class Job:
     train: Source
     trainer: Trainer
 
+    @cached_property
+    def eval_split(self) -> Split | None:
+        """The split to evaluate on; None: the data has none, and nobody asked for one."""
+        wanted = self.config.run.eval_split
+        if wanted != "auto":
+            open_split(self.config, wanted)
+            return wanted
+        for split in _HELD_OUT_SPLITS:
+            try:
+                open_split(self.config, split)
+            except MissingSplitError:
+                continue
+            return split
+        if self.config.run.early_stop or self.config.run.keep_best:
+            open_split(self.config, "validation")
+        return None
+
     def held_out(self) -> Source:
         """What to evaluate on."""
-        split: Split = self.config.run.eval_split
-        return open_split(self.config, split)
+        return open_split(self.config, self.eval_split or "validation")
+
+
+_HELD_OUT_SPLITS: tuple[Split, ...] = ("validation", "test")
 
 
 def open_split(config: JobConfig, split: Split) -> Source:
@@ -399,7 +440,7 @@ AUTO = "auto"
 Effect = Literal["none", "sums", "results"]
 
 _RESULTS: Mapping[str, frozenset[str]] = {
-    "run": frozenset({"batch", "seed", "precision", "lifecycle_every"}),
+    "run": frozenset({"batch", "seed", "precision", "lifecycle_every", "clip_norm", "clip_rows"}),
     "pipeline": frozenset({"comm_dtype"}),
     "parallel": frozenset({"merge", "merge_every"}),
 }

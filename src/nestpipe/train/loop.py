@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,18 +17,29 @@ import torch
 from torch import Tensor
 
 from nestpipe.checkpoint import disk
-from nestpipe.checkpoint.folder import Retention, candidates, first_good, name_of, prune, verified
+from nestpipe.checkpoint.folder import (
+    Retention,
+    candidates,
+    first_good,
+    flat,
+    name_of,
+    prune,
+    sign_of,
+    verified,
+)
 from nestpipe.checkpoint.manifest import read_manifest
 from nestpipe.comm import Communicator, LocalCommunicator, connect
 from nestpipe.comm.peer_failure import StopRequest
 from nestpipe.data import Ranking
+from nestpipe.embedding.store.protocol import default_threads
 from nestpipe.errors import CheckpointError, ConfigError
 from nestpipe.models import HstuRetriever
 from nestpipe.trace import ShortTraceError, Span, Trace
 from nestpipe.train.background import BackgroundWriter
 from nestpipe.train.checkpoint import LostParentError, gathered_from_first, raise_everywhere
 from nestpipe.train.evaluate import evaluate, popularity, popularity_auc
-from nestpipe.train.job import Job, JobConfig
+from nestpipe.train.job import Job, JobConfig, RunConfig
+from nestpipe.train.loggers import MetricLoggers
 from nestpipe.train.ops import StepReport
 from nestpipe.train.summary import Summary, Traffic, peak_tflops, summarise
 from nestpipe.train.trainer import Trainer, choose_device
@@ -38,6 +49,12 @@ log = logging.getLogger("nestpipe.train")
 MOST_TRACED = 16
 """Ranks whose traces are gathered at the end; of a larger run rank 0's is enough to look at."""
 Tell = Callable[[StepReport], None]
+TellMetrics = Callable[[int, str, Mapping[str, float]], None]
+"""Hears the step, the split, and what the evaluation found there."""
+
+
+def _tell_nobody(step: int, split: str, metrics: Mapping[str, float]) -> None:
+    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +84,85 @@ class TrainResult:
     """The last batches, of every rank where ranks are few."""
     stopped: bool = False
     """Whether a signal ended it before its time."""
+    split: str | None = None
+    """What it was evaluated on."""
+    early: EarlyStopping | None = None
+    """How evaluations went, where a run ends with the best."""
+    best_checkpoint: str | None = None
     saving: SavingCost = SavingCost()
     """What its checkpoints cost."""
+
+
+@dataclass(slots=True)
+class EarlyStopping:
+    """The best evaluation so far, and how many have come since; a checkpoint keeps all of it."""
+
+    metric: str
+    patience: int
+    min_delta: float
+    best: float = math.nan
+    best_step: int = 0
+    since: int = 0
+    """Evaluations after the best one."""
+
+    @classmethod
+    def of(cls, run: RunConfig, loaded: Mapping[str, float]) -> EarlyStopping | None:
+        """As the config says, on from what a checkpoint has kept."""
+        if not run.early_stop:
+            return None
+        made = cls(run.early_stop, run.patience, run.min_delta)
+        if (best := loaded.get(f"best_{run.early_stop}")) is not None:
+            made.best, made.best_step = best, int(loaded["best_step"])
+            made.since = int(loaded["evaluations_since_best"])
+        return made
+
+    def hear(self, metrics: Mapping[str, float], step: int) -> bool:
+        """Whether this evaluation is the best so far; one that is no number is not."""
+        if self.metric not in metrics:
+            known = ", ".join(metrics)
+            raise ConfigError(
+                f"run.early_stop is {self.metric!r}, which the evaluation does not have; it has "
+                f"{known}"
+            )
+        value, sign = metrics[self.metric], sign_of(self.metric)
+        better = not self.best_step or sign * (value - self.best) > self.min_delta
+        if better and not math.isnan(value):
+            self.best, self.best_step, self.since = value, step, 0
+            return True
+        self.since += 1
+        return False
+
+    @property
+    def ended(self) -> bool:
+        return self.since >= self.patience
+
+    @property
+    def kept(self) -> dict[str, float]:
+        """What a checkpoint says of it among its metrics."""
+        if not self.best_step:
+            return {}
+        return {
+            f"best_{self.metric}": self.best,
+            "best_step": float(self.best_step),
+            "evaluations_since_best": float(self.since),
+        }
+
+
+def use_threads(run: RunConfig) -> str:
+    """Let torch have this rank's share of the cores; says how many that is, and why."""
+    share = default_threads()
+    if run.threads:
+        torch.set_num_threads(run.threads)
+        return f"{run.threads} threads a rank: as set"
+    if "OMP_NUM_THREADS" in os.environ:
+        return f"{torch.get_num_threads()} threads a rank: as OMP_NUM_THREADS says"
+    if torch.get_num_threads() > share:
+        torch.set_num_threads(share)
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    return (
+        f"{torch.get_num_threads()} threads a rank: the cores of this machine over {ranks} "
+        f"{'rank' if ranks == '1' else 'ranks'}; set run.threads for another number"
+    )
 
 
 def communicator(config: JobConfig) -> Communicator:
@@ -98,8 +192,11 @@ def claimed(folder: str, comm: Communicator) -> Generator[None]:
         yield
 
 
-def train_job(job: Job, tell: Tell) -> TrainResult:
-    """Train, evaluate and save as the config says; `tell` hears of every step on rank 0."""
+def train_job(job: Job, tell: Tell, tell_metrics: TellMetrics = _tell_nobody) -> TrainResult:
+    """Train, evaluate and save as the config says.
+
+    On rank 0 `tell` hears of every step, `tell_metrics` of every evaluation.
+    """
     run, comm = job.config.run, job.trainer.comm
     stop = StopRequest(run.grace_s)
     stop.describe = getattr(comm, "where", stop.describe)
@@ -113,7 +210,7 @@ def train_job(job: Job, tell: Tell) -> TrainResult:
         with stop.on_signals() if run.checkpoint else nullcontext():
             job.trainer.stop_wanted = lambda: stop.wanted
             job.trainer.fault_folder = Path(run.checkpoint) / "faults" if run.checkpoint else None
-            return train_steps(job, tell)
+            return train_steps(job, tell, tell_metrics)
 
 
 KEYS_OF_A_LINE = 10_000
@@ -188,54 +285,96 @@ def _refuse_newer(job: Job) -> None:
         )
 
 
-def train_steps(job: Job, tell: Tell) -> TrainResult:
+def train_steps(job: Job, tell: Tell, tell_metrics: TellMetrics = _tell_nobody) -> TrainResult:
     """The run itself, in a folder that nobody else writes to; ends early where a rank wants to."""
-    config, comm = job.config, job.trainer.comm
-    losses: list[float] = []
-    samples, seconds = 0, 0.0
-
-    def on_step(report: StepReport) -> None:
-        nonlocal samples
-        losses.append(report.loss)
-        samples += report.samples
-        if comm.rank == 0:
-            tell(report)
-
+    config, trainer = job.config, job.trainer
+    run, comm = config.run, trainer.comm
+    split, seen = job.eval_split, _Figures()
     metrics: dict[str, float] = {}
-    checkpoints = RunCheckpoints(job)
-    writer = _writer(config.run.log, comm.rank)
-    with writer or nullcontext():
-        while not _finished(job) and not job.trainer.stopped:
-            start, epoch = time.perf_counter(), job.trainer.progress.epoch
-            job.trainer.fit(
+    evaluated_at = -1
+    early = EarlyStopping.of(run, trainer.loaded_metrics)
+    checkpoints = RunCheckpoints(job, early)
+    folder = run.log if comm.rank == 0 else ""
+    with MetricLoggers(run.loggers, folder, flat(asdict(config))) as loggers:
+        on_step = _logged(_told(job, tell, seen), loggers, job)
+        while not (_finished(job) or trainer.stopped or (early is not None and early.ended)):
+            start, epoch = time.perf_counter(), trainer.progress.epoch
+            trainer.fit(
                 job.train,
                 steps=_until_next_stop(job),
-                epochs=config.run.epochs if config.run.eval_every else epoch + 1,
-                on_step=_logged(on_step, writer),
+                epochs=run.epochs if run.eval_every else epoch + 1,
+                on_step=on_step,
             )
-            seconds += time.perf_counter() - start
-            if (_eval_due(job, epoch) or _finished(job)) and not job.trainer.stopped:
-                metrics = evaluate(job.trainer, job.held_out())
-                _log_metrics(writer, metrics, job.trainer.progress.step)
-            if _due(job, config.run.checkpoint_every) and not _finished(job):
-                checkpoints.save(metrics)
-    checkpoints.save(metrics, last=True)
-    if not job.trainer.stopped:
-        metrics |= _baseline(job)
-    trace = _gathered_trace(job.trainer)
-    tail = losses[-max(1, len(losses) // 10) :]
+            seen.seconds += time.perf_counter() - start
+            step, now, best = trainer.progress.step, dict[str, float](), False
+            due = (_eval_due(job, epoch) or _finished(job)) and not trainer.stopped
+            if due and split is not None:
+                now = evaluate(trainer, job.held_out())
+            if now:  # else a rank wanted to stop meanwhile
+                now |= trainer.take_train_metrics()
+                metrics, evaluated_at = now, step
+                loggers.log({_named(split, name): value for name, value in now.items()}, step)
+                if comm.rank == 0:
+                    tell_metrics(step, str(split), now)
+                best = early is not None and early.hear(now, step)
+            if (best or _due(job, run.checkpoint_every)) and not _finished(job):
+                checkpoints.save(now)
+    current = metrics if evaluated_at == trainer.progress.step else {}
+    checkpoints.save(current, last=True)
+    return _result(job, seen, metrics, checkpoints, early)
+
+
+@dataclass(slots=True)
+class _Figures:
+    """What the steps of a run have told."""
+
+    losses: list[float] = field(default_factory=list[float])
+    samples: int = 0
+    seconds: float = 0.0
+
+    @property
+    def loss(self) -> float:
+        """Mean of the last tenth of the steps."""
+        tail = self.losses[-max(1, len(self.losses) // 10) :]
+        return sum(tail) / len(tail) if tail else math.nan
+
+
+def _told(job: Job, tell: Tell, seen: _Figures) -> Tell:
+    def on_step(report: StepReport) -> None:
+        seen.losses.append(report.loss)
+        seen.samples += report.samples
+        if job.trainer.comm.rank == 0:
+            tell(report)
+
+    return on_step
+
+
+def _result(
+    job: Job,
+    seen: _Figures,
+    metrics: dict[str, float],
+    checkpoints: RunCheckpoints,
+    early: EarlyStopping | None,
+) -> TrainResult:
+    trainer = job.trainer
+    if not trainer.stopped and job.eval_split is not None:
+        metrics = metrics | _baseline(job)
+    trace = _gathered_trace(trainer)
     outcome = TrainResult(
-        job.trainer.progress.step,
-        sum(tail) / len(tail) if tail else float("nan"),
-        samples / seconds if seconds else 0.0,
+        trainer.progress.step,
+        seen.loss,
+        seen.samples / seen.seconds if seen.seconds else 0.0,
         metrics,
         str(checkpoints.last) if checkpoints.last else None,
-        _summary(job.trainer, trace),
+        _summary(trainer, trace),
         trace,
-        job.trainer.stopped,
+        trainer.stopped,
+        job.eval_split,
+        early,
+        checkpoints.best,
         checkpoints.cost(),
     )
-    job.trainer.close()
+    trainer.close()
     return outcome
 
 
@@ -274,9 +413,9 @@ def total_steps(job: Job) -> int | None:
 class RunCheckpoints:
     """The checkpoints of one run, written in the background where training goes on after them."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, early: EarlyStopping | None = None) -> None:
         run, trainer = job.config.run, job.trainer
-        self._job, self._folder = job, Path(run.checkpoint)
+        self._job, self._folder, self._early = job, Path(run.checkpoint), early
         self.last = self._begun_from()
         """The newest checkpoint of this run, written or about to be."""
         increments = (run.full_every or math.inf) if run.incremental else 0
@@ -323,7 +462,8 @@ class RunCheckpoints:
 
     def _save(self, metrics: dict[str, float], *, last: bool) -> None:
         run, trainer = self._job.config.run, self._job.trainer
-        about = {"config": asdict(self._job.config), "metrics": metrics}
+        kept = self._early.kept if self._early is not None else {}
+        about = {"config": asdict(self._job.config), "metrics": {**metrics, **kept}}
         # Nothing goes on beside the last one; of the others only rows touched since are copied.
         if self._writer is not None and self._tracked and (run.incremental or not last):
             try:
@@ -353,7 +493,8 @@ class RunCheckpoints:
     def _prune(self) -> None:
         run = self._job.config.run
         if self._job.trainer.comm.rank == 0 and run.retention != Retention():
-            prune(self._folder, run.retention, time.time())
+            protect = [name_of(self._early.best_step)] if self._early is not None else []
+            prune(self._folder, run.retention, time.time(), protect=protect)
 
     def wait(self) -> None:
         """Until all that was begun is written; then old ones may go."""
@@ -364,6 +505,14 @@ class RunCheckpoints:
         except LostParentError as error:
             self._lose_parent(error)
         raise_everywhere(self._job.trainer.comm, self._prune)
+
+    @property
+    def best(self) -> str | None:
+        """The checkpoint of the best evaluation, where a run ends with it."""
+        early, run = self._early, self._job.config.run
+        if early is None or not early.best_step or not run.checkpoint:
+            return None
+        return str(self._folder / name_of(early.best_step))
 
     def cost(self) -> SavingCost:
         """What the checkpoints have cost so far; all ranks ask."""
@@ -411,28 +560,33 @@ def _due(job: Job, every: int) -> bool:
     return every > 0 and job.trainer.progress.step % every == 0
 
 
-def _writer(folder: str, rank: int) -> Any:
-    """A TensorBoard writer on rank 0."""
-    if not folder or rank != 0:
-        return None
-    from torch.utils.tensorboard import SummaryWriter
+def _named(split: str | None, name: str) -> str:
+    """How a log names a metric of the evaluation, or of the training before it."""
+    task, _, metric = name.rpartition("/")
+    if not metric.startswith("train_"):
+        return f"{split}/{name}"
+    return "/".join(filter(None, ("train", task, metric.removeprefix("train_"))))
 
-    return SummaryWriter(folder)
 
-
-def _logged(on_step: Tell, writer: Any) -> Tell:
-    if writer is None:
+def _logged(on_step: Tell, loggers: MetricLoggers, job: Job) -> Tell:
+    """Tell the loggers too, of every step; now and then of AUC and entropy, which cost a wait."""
+    if not loggers:
         return on_step
+    config, trainer = job.config, job.trainer
 
     def both(report: StepReport) -> None:
-        writer.add_scalar("train/loss", report.loss, report.step)
-        writer.add_scalar("train/rows_read", report.rows_read, report.step)
+        figures = {
+            "train/loss": report.loss,
+            "train/rows_read": float(report.rows_read),
+            "train/lr_rows": config.rows.lr * config.rows.factor(report.step),
+            "train/lr_dense": config.dense.lr * config.dense.factor(report.step),
+        }
+        if config.run.clip_norm:
+            figures["train/grad_norm"] = report.grad_norm
+        if config.run.log_every and report.step % config.run.log_every == 0:
+            running = trainer.running_metrics()
+            figures |= {_named(None, name): value for name, value in running.items()}
+        loggers.log(figures, report.step)
         on_step(report)
 
     return both
-
-
-def _log_metrics(writer: Any, metrics: dict[str, float], step: int) -> None:
-    if writer is not None:
-        for name, value in metrics.items():
-            writer.add_scalar(f"eval/{name}", value, step)

@@ -31,6 +31,7 @@ from nestpipe.kernels.index.segments import LARGEST
 from nestpipe.kernels.index.steady import StepNews
 from nestpipe.kernels.rows.native import Gradients
 from nestpipe.kernels.rows.segments import Segments, empty_rows, sum_segments
+from nestpipe.models.metrics import click_sums
 from nestpipe.models.protocol import (
     KnowsWork,
     RecModel,
@@ -42,6 +43,7 @@ from nestpipe.models.protocol import (
 from nestpipe.runtime import StopSignal
 from nestpipe.schedule import Merge
 from nestpipe.schedule.op import Kind, Op
+from nestpipe.train.clipping import clip_factor, global_norm
 from nestpipe.train.dense_graphs import DenseGraphs
 from nestpipe.train.grad_buckets import GradBuckets
 
@@ -68,6 +70,8 @@ class StepReport:
     """Rows of this rank, and sets of dense weights, whose gradient was NaN or inf."""
     flops: float = 0.0
     """Of the model on this rank's samples, where the model knows its work."""
+    grad_norm: float = math.nan
+    """Global norm of the gradients, before they are clipped by it; nan: they are not."""
 
 
 NO_TOTALS = torch.zeros(2)
@@ -104,6 +108,12 @@ class TrainingBatch:
     """The loss and such counts on their way to the host, where one rank has all of the batch."""
     dense_checked: bool = False
     """Whether that is known of the dense ones."""
+    seen: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    """Sums of predictions and labels by task, on the device: see `click_sums`."""
+    norm: Tensor | None = None
+    """The norm of the summed gradients, on the device, where rows are clipped by it ..."""
+    mean_norm: Tensor | None = None
+    """... and of their mean over the batch, which is reported."""
 
     def totals_here(self, mesh: Mesh) -> Tensor:
         """Summed loss and weight of this rank; with several groups also the weight of each."""
@@ -157,6 +167,12 @@ class TrainingWork:
     """Hands dense gradients over where they have a network of their own."""
     totals_to_apply: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
     """The totals of batches whose dense gradients are still to be applied by `apply`."""
+    norms_to_apply: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+    """And the norms of all their gradients."""
+    on_seen: Callable[[Mapping[str, Tensor]], None] = lambda seen: None
+    """Hears what `click_sums` made of each batch, in order, by task."""
+    clip_norm: float = 0.0
+    """The most that the norm of gradients may be; 0: anything."""
 
     _parameters: list[nn.Parameter] = field(init=False)
 
@@ -176,6 +192,7 @@ class TrainingWork:
             K.DENSE: self.dense,
             K.TOTALS: self.totals,
             K.REDUCE: self.reduce,
+            K.NORM: self.norm,
             K.APPLY: self.apply,
             K.UPDATE: self.update,
             K.WRITEBACK: self.writeback,
@@ -261,6 +278,7 @@ class TrainingWork:
         # The graph writes it again in the next batch; by then it has been summed or told.
         state.losses.append(done.total)
         state.weight += done.weight
+        self._see(state, done.measured)
         if done.faults is not None:
             state.faults.append(done.faults)
             state.dense_checked = True
@@ -289,7 +307,14 @@ class TrainingWork:
             loss = loss_of(self._model, rows, state.micros[micro])
         state.losses.append(loss.total.detach())
         state.weight += loss.weight
+        self._see(state, loss.measured())
         return loss.total
+
+    def _see(self, state: TrainingBatch, measured: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+        """Count predictions for the metrics of training; nobody waits for them here."""
+        for task, (predictions, labels) in measured.items():
+            sums = click_sums(predictions, labels)
+            state.seen[task] = sums if task not in state.seen else state.seen[task] + sums
 
     def totals(self, op: Op) -> None:
         """The batch's loss and weight, summed over all ranks as soon as the loss is known."""
@@ -323,12 +348,36 @@ class TrainingWork:
         state.totals = flat[-len(totals) :]
         state.kept += [gradients, flat]
 
+    def norm(self, op: Op) -> None:
+        """The norm of all gradients: of rows that this rank owns, of its peers, of dense weights.
+
+        What is not finite is taken out before, as it would be before an update.
+        """
+        assert isinstance(self.tables, ShardedTables)
+        buckets, sums = self.grad_buckets, self.tables.in_flight[op.batch].sums
+        dense = list(buckets.summed().values()) if buckets is not None else self._dense_gradients()
+        self._drop_faults(op, sums, dense=dense)
+        for number, gradients in sums.items():
+            sums[number] = Gradients([_summed(gradients)], None, None)
+        squares = [of_group.rows[0] for of_group in sums.values()]
+        norm = global_norm(dense, squares, self.mesh.shards, self.device).reshape(())
+        self.in_flight[op.batch].norm = norm
+        self.norms_to_apply[op.batch] = norm
+
     def apply(self, op: Op) -> None:
         """One optimizer application per dense parameter."""
         assert self.grad_buckets is not None
         self.grad_buckets.set_gradients()
-        self._drop_faults(op, {}, dense=True)
-        self._step_dense(op, grad_scales(self.totals_to_apply.pop(op.batch))[1])
+        norm = self.norms_to_apply.pop(op.batch, None)
+        if norm is None:
+            self._drop_faults(op, {}, dense=self._dense_gradients())
+        times = grad_scales(self.totals_to_apply.pop(op.batch))[1]
+        if norm is None:
+            self._step_dense(op, self._clip_dense(op, times))
+            return
+        if norm.is_cuda:  # the stream that made it may take its memory once it is let go
+            norm.record_stream(torch.cuda.current_stream())
+        self._step_dense(op, times * clip_factor(norm * times, self.clip_norm))
 
     @property
     def _updates_alone(self) -> bool:
@@ -340,9 +389,9 @@ class TrainingWork:
         state, clip = self.in_flight[op.batch], self.non_finite == "clip"
         _fill_gradients(self._parameters)
         if not state.dense_checked:
-            self._drop_faults(op, {}, dense=True)
+            self._drop_faults(op, {}, dense=self._dense_gradients())
         times = grad_scale(state.weight)
-        self._step_dense(op, times)
+        self._step_dense(op, self._clip_dense(op, times))
         step = self.first_step + op.batch + 1
         state.news = tables.update_alone(op.batch, times, step, clip=clip)
         (loss,) = state.losses
@@ -356,12 +405,18 @@ class TrainingWork:
         totals = self.in_flight[op.batch].totals
         if self.device.type == "cpu":
             self._check_loss(op, totals)
-        checked = self.in_flight[op.batch].dense_checked
-        dense = self.grad_buckets is None and not checked
-        self._drop_faults(op, self._row_sums(op), dense=dense)
+        checked, norm = self.in_flight[op.batch].dense_checked, self.in_flight[op.batch].norm
+        if norm is None:
+            dense = [] if self.grad_buckets or checked else self._dense_gradients()
+            self._drop_faults(op, self._row_sums(op), dense=dense)
         scales = grad_scales(totals)
+        if norm is not None:
+            mean_norm = self.in_flight[op.batch].mean_norm = norm * scales[1]
+            scales = scales * clip_factor(mean_norm, self.clip_norm)
         if self.grad_buckets is None:
-            self._step_dense(op, scales[1])
+            self.norms_to_apply.pop(op.batch, None)
+            times = scales[1]
+            self._step_dense(op, times if norm is not None else self._clip_dense(op, times))
         times = scales[self._weight_of_rows]
         if isinstance(self.tables, DeviceTables):
             clip = self.non_finite == "clip"
@@ -376,6 +431,18 @@ class TrainingWork:
         shape = self.tables.shape
         apart = shape.merge_every > 0 and shape.merge is Merge.AVERAGED
         return 2 + self.mesh.group if apart else 1
+
+    def _clip_dense(self, op: Op, times: Tensor | float) -> Tensor | float:
+        """The factor of dense gradients, where those alone are clipped."""
+        if not self.clip_norm:
+            return times
+        norm = (global_norm(self._dense_gradients(), [], None, self.device) * times).reshape(())
+        if op.batch in self.in_flight:
+            self.in_flight[op.batch].mean_norm = norm
+        return times * clip_factor(norm, self.clip_norm)
+
+    def _dense_gradients(self) -> list[Tensor]:
+        return [p.grad for p in self._parameters if p.grad is not None]
 
     def _step_dense(self, op: Op, times: Tensor | float) -> None:
         if not self._parameters:
@@ -402,12 +469,16 @@ class TrainingWork:
         if faults and self.non_finite == "stop":
             raise self._fault(op)
         written = self.tables.writeback(op.batch)
+        self.on_seen(state.seen)
         # Another stream may still hold what the batch before used; this one's update is over.
         self.in_flight.pop(op.batch)
         moved = state.read, state.refreshed, written, state.asked
-        self.on_step(StepReport(step, loss, state.samples, *moved, faults, state.flops))
+        norm = math.nan if state.mean_norm is None else float(state.mean_norm)
+        self.on_step(
+            StepReport(step, loss, state.samples, *moved, faults, state.flops, grad_norm=norm)
+        )
 
-    def _drop_faults(self, op: Op, sums: dict[int, Gradients], *, dense: bool) -> None:
+    def _drop_faults(self, op: Op, sums: dict[int, Gradients], *, dense: Sequence[Tensor]) -> None:
         """Before gradients are applied: take out what is NaN or inf, and count it.
 
         Dense gradients are the same on all ranks, and a row's gradient is its owner's alone, so
@@ -417,9 +488,7 @@ class TrainingWork:
         state = self.in_flight.get(op.batch)
         faults = state.faults if state is not None else []
         clip = self.non_finite == "clip"
-        if dense:
-            gradients = [p.grad for p in self._parameters if p.grad is not None]
-            faults += drop_dense_faults(gradients, clip=clip)
+        faults += drop_dense_faults(dense, clip=clip)
         for number in sums:
             faults += drop_row_faults(sums, number, clip=clip)
         if self.device.type == "cpu" and faults and self.non_finite == "stop":

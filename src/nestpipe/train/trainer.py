@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ from nestpipe.embedding.store.protocol import ReadOnlyRows
 from nestpipe.embedding.table_groups import TableGroup, group_tables, mean_features
 from nestpipe.errors import ConfigError
 from nestpipe.kernels.rows.segments import COMM_DTYPES
+from nestpipe.models.metrics import CLICK_BINS, read_click_sums
 from nestpipe.models.protocol import KnowsWork, RecModel
 from nestpipe.runtime import Lanes, StopSignal, Work, lanes_for, name_collectives, run, spans_for
 from nestpipe.schedule import (
@@ -39,6 +40,7 @@ from nestpipe.schedule import (
     Plan,
     Retrieval,
     check,
+    with_gradient_norm,
     with_separate_dense_group,
     with_separate_key_group,
 )
@@ -92,7 +94,8 @@ class Trainer:
         self.mesh = make_mesh(self.comm, parallel.groups, parallel.layout)
         tables = self.settings.rows.tuned(tables)
         self.groups = group_tables(tables, owner_sums=self.settings.pipeline.owners_add_up)
-        self.plan = self.placed(self.settings.pipeline.make_plan(parallel))
+        made = self.settings.pipeline.make_plan(parallel)
+        self.plan = self.placed(with_gradient_norm(made) if settings.clips_rows else made)
         check(self.plan.schedule(2 * self.plan.shape.lookahead + 3), stale=self.plan.name)
         inline = self.routes_on_device(self.plan)
         self.lanes = lanes or lanes_for(self.plan.shape, self.device, inline=inline)
@@ -147,6 +150,8 @@ class Trainer:
         self.about_model: Mapping[str, Any] = {}
         """What its checkpoints say of the model, so that others can make it again: a kind and its
         config. Empty: what a shipped model says of itself."""
+        self.loaded_metrics: dict[str, float] = {}
+        """The metrics of the checkpoint that it goes on from."""
         self.loaded_from: Path | None = None
         """The checkpoint that it goes on from."""
         self.fault_folder: Path | None = None
@@ -155,6 +160,8 @@ class Trainer:
         """Asked before each batch: whether to end after those that have begun."""
         self.stopped = False
         """Whether some rank wanted that, so that all have ended."""
+        self._seen: dict[str, Tensor] = {}
+        """What `click_sums` made of this rank's batches, by task, since it was last taken."""
 
     def _open_stores(self) -> list[RowStore]:
         settings, shards = self.settings, self.mesh.shards.size
@@ -381,6 +388,8 @@ class Trainer:
             non_finite=self.settings.non_finite,
             keep_batch=self._keep_batch,
             dense_schedule=self.settings.dense.factor,
+            clip_norm=self.settings.clip_norm,
+            on_seen=self._count_seen,
             grad_buckets=self._grad_buckets,
             graphs=self._graphs if isinstance(tables, DeviceTables) else None,
         )
@@ -464,6 +473,31 @@ class Trainer:
             on_step(report)
 
         return counted
+
+    def _count_seen(self, seen: Mapping[str, Tensor]) -> None:
+        """Add up, on the stream that tells of a batch; only who reads the sums waits for them."""
+        for task, sums in seen.items():
+            if sums.is_cuda:  # another stream made them
+                sums.record_stream(torch.cuda.current_stream())
+            self._seen[task] = self._seen[task] + sums if task in self._seen else sums.clone()
+
+    def running_metrics(self) -> dict[str, float]:
+        """AUC and normalised entropy of what this rank trained on since they were last taken.
+
+        From the predictions of the steps themselves, each before its update. Waits for the device.
+        """
+        return _read_seen(self._seen)
+
+    def take_train_metrics(self) -> dict[str, float]:
+        """The same over all ranks, which all call it; the next ones begin anew."""
+        told = cast("list[list[str]]", self.comm.all_gather_values(sorted(self._seen)))
+        every: dict[str, Tensor] = {}
+        for task in sorted({task for of_rank in told for task in of_rank}):
+            none = torch.zeros(2 * CLICK_BINS + 3, dtype=torch.float64, device=self.device)
+            every[task] = self._seen.get(task, none)
+            self.comm.all_reduce(every[task])
+        self._seen = {}
+        return _read_seen(every)
 
     def save(
         self,
@@ -550,6 +584,7 @@ class Trainer:
             self.lifecycle,
         )
         self.loaded_from = Path(checkpoint)
+        self.loaded_metrics = dict(state.metrics)
         for pool in self._pools:
             pool.clear()
         if self.lifecycle is not None:
@@ -614,6 +649,14 @@ class Trainer:
 
 def _is_shipped(model: nn.Module) -> bool:
     return type(model).__module__.startswith("nestpipe.")
+
+
+def _read_seen(seen: Mapping[str, Tensor]) -> dict[str, float]:
+    return {
+        f"{task}/train_{name}" if task else f"train_{name}": value
+        for task, sums in seen.items()
+        for name, value in read_click_sums(sums).items()
+    }
 
 
 def choose_device(name: str) -> torch.device:

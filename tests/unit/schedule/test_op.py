@@ -58,6 +58,7 @@ def test_collectives_are_exactly_the_ops_on_the_network() -> None:
         Kind.GRADS,
         Kind.TOTALS,
         Kind.REDUCE,
+        Kind.NORM,
         Kind.REPLICA_SYNC,
     }
 

@@ -23,6 +23,7 @@ from nestpipe.schedule import (
     to_text,
     violations,
     with_early_rows,
+    with_gradient_norm,
     with_separate_dense_group,
     with_separate_key_group,
     with_third_buffer,
@@ -85,6 +86,12 @@ def test_early_rows_match_the_golden_file(golden) -> None:
 def test_a_third_buffer_matches_the_golden_file(golden) -> None:
     options = PlanOptions(micro_batches=2, retrieval=Retrieval.NEW, buffers=3)
     golden("nested_new_three_buffers.txt", to_text(plan("nested", options).schedule(4)))
+
+
+def test_a_clipped_plan_matches_the_golden_file(golden) -> None:
+    options = PlanOptions(micro_batches=2, retrieval=Retrieval.NEW)
+    clipped = with_gradient_norm(plan("nested", options))
+    golden("nested_new_clipped.txt", to_text(clipped.schedule(3)))
 
 
 def test_with_a_third_buffer_rows_are_written_on_a_lane_of_their_own() -> None:

@@ -33,6 +33,7 @@ def test_a_fit_to_serial_predicts_nested(tmp_path):
         *DENSE_GROUP_KINDS,
         Kind.SYNC,
         Kind.SWAP,
+        Kind.NORM,
     }
     # A serial run of the whole working set has no refresh, so its cost cannot be known.
     assert predicted.step_ms == pytest.approx(true.step_ms - true.exposed_ms["sync"], rel=1e-3)

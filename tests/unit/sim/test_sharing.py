@@ -28,7 +28,7 @@ OFF_NETWORK = frozenset(Lane) - {Lane.NET}
 NOTHING = Sharing((0, 1, 2, 3), frozenset())
 ALONE = Sharing((0, 1, 2, 3), OFF_NETWORK)
 PAIRS = Sharing((0, 1, 0, 1), OFF_NETWORK)
-USUAL = [kind for kind in Kind if kind not in SPECULATIVE_KINDS]
+USUAL = [kind for kind in Kind if kind not in {*SPECULATIVE_KINDS, Kind.NORM}]
 MS = (3.0, 1, 2, 0.5, 1.5, 2, 1.2, 0.7, 6, 1, 0.1, 4, 9, 5, 0.3, 3, 0.4, 2, 1, 7)
 COSTS = dict(zip(USUAL, MS, strict=True))
 

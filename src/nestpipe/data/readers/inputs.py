@@ -15,7 +15,7 @@ from nestpipe.data.config import DataConfig, Split
 from nestpipe.data.order import text_keys
 from nestpipe.data.readers.remote import is_uri
 from nestpipe.data.source import MISSING, tensor
-from nestpipe.errors import ConfigError, DataError
+from nestpipe.errors import DataError, MissingSplitError
 from nestpipe.jagged import Jagged
 
 
@@ -59,7 +59,9 @@ def split_path(config: DataConfig, split: Split) -> tuple[str, int]:
     if split == "train":
         return config.path, 0
     if not paths[split]:
-        raise ConfigError(f"there is no {split} split; set data.{split}_path or data.test_every")
+        raise MissingSplitError(
+            f"there is no {split} split; set data.{split}_path or data.test_every"
+        )
     return paths[split], 0
 
 

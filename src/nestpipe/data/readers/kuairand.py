@@ -39,7 +39,7 @@ from nestpipe.data.source import (
     time_column,
     times_column,
 )
-from nestpipe.errors import ConfigError, DataError
+from nestpipe.errors import DataError, MissingSplitError
 from nestpipe.jagged import Jagged
 
 LOGS = ("log_standard_*.csv", "log_standard_*.csv.gz", "log_standard_*.parquet")
@@ -61,7 +61,7 @@ def open_kuairand(config: DataConfig, split: Split) -> Stream:
         "test": chosen.test_days,
     }[split]
     if not days:
-        raise ConfigError(f"there is no {split} split; set data.kuairand.{split}_days")
+        raise MissingSplitError(f"there is no {split} split; set data.kuairand.{split}_days")
     files = find_files(config.path, LOGS, "KuaiRand logs (log_standard_*)")
     folder = Path(config.path) if Path(config.path).is_dir() else Path(config.path).parent
     broken = Broken(config.max_broken)
