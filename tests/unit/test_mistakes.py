@@ -93,6 +93,14 @@ COMMANDS: dict[str, tuple[list[str], str]] = {
         ["train", *PARQUET, *assign("data.path=words.parquet")],
         "column label of words.parquet is string",
     ),
+    "ratings as labels": (
+        ["train", *PARQUET, *assign("data.path=ratings.parquet", "data.test_path=ratings.parquet")],
+        "label is 10, not from 0 to 1",
+    ),
+    "all labels one": (
+        ["train", *PARQUET, *assign("data.path=ones.parquet", "data.test_path=ones.parquet")],
+        "is 1, so there is nothing to learn",
+    ),
     "a label that is not there": (
         ["train", *PARQUET, *assign("data.path=clicks.parquet", "data.parquet.labels=['likes']")],
         "likes",
@@ -147,6 +155,8 @@ def run(
     monkeypatch.chdir(tmp_path)
     pq.write_table(pa.table(CLICKS), "clicks.parquet")
     pq.write_table(pa.table({**CLICKS, "label": ["a", "b", "c"] * 20}), "words.parquet")
+    pq.write_table(pa.table({**CLICKS, "label": [1.0, 7.0, 10.0] * 20}), "ratings.parquet")
+    pq.write_table(pa.table({**CLICKS, "label": [1.0] * 60}), "ones.parquet")
     Path("broken.parquet").write_text("hello")
     Path("broken.toml").write_text("[run\nbatch = 3")
 
