@@ -373,9 +373,14 @@ class BackgroundWriter:
                 with suppress(OSError):
                     (self._folder / f".partial-{target.name}" / FAILED).touch()
 
-        # A run that fails does not wait for it: what is half written has no name.
+        # A process that ends does not wait for it: what is half written has no name.
         self._thread = threading.Thread(target=run, name="nestpipe-checkpoint", daemon=True)
         self._thread.start()
+
+    def finish(self, seconds: float) -> None:
+        """Give a write that has begun some time, on this rank alone; for runs that fail."""
+        if self._thread is not None:
+            self._thread.join(seconds)
 
     def wait(self) -> None:
         """Until the checkpoint is published, on all ranks; raises where one could not write."""

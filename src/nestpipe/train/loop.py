@@ -46,6 +46,8 @@ from nestpipe.train.trainer import Trainer, choose_device
 
 log = logging.getLogger("nestpipe.train")
 
+LEAVE_S = 5.0
+"""How long one of several ranks that fails waits for a checkpoint that has begun."""
 MOST_TRACED = 16
 """Ranks whose traces are gathered at the end; of a larger run rank 0's is enough to look at."""
 Tell = Callable[[StepReport], None]
@@ -295,7 +297,8 @@ def train_steps(job: Job, tell: Tell, tell_metrics: TellMetrics = _tell_nobody) 
     early = EarlyStopping.of(run, trainer.loaded_metrics)
     checkpoints = RunCheckpoints(job, early)
     folder = run.log if comm.rank == 0 else ""
-    with MetricLoggers(run.loggers, folder, flat(asdict(config))) as loggers:
+    loggers_opened = MetricLoggers(run.loggers, folder, flat(asdict(config)))
+    with loggers_opened as loggers, checkpoints.finished_on_failure():
         on_step = _logged(_told(job, tell, seen), loggers, job)
         while not (_finished(job) or trainer.stopped or (early is not None and early.ended)):
             start, epoch = time.perf_counter(), trainer.progress.epoch
