@@ -517,6 +517,20 @@ class RunCheckpoints:
             return None
         return str(self._folder / name_of(early.best_step))
 
+    @contextmanager
+    def finished_on_failure(self) -> Generator[None]:
+        """Where training fails inside, let the checkpoint that has begun be written first.
+
+        Other ranks may be lost, and rank 0 would wait for their files: it does so briefly.
+        """
+        try:
+            yield
+        except BaseException:
+            if self._writer is not None:
+                alone = self._job.trainer.comm.size == 1
+                self._writer.finish(self._job.config.run.grace_s if alone else LEAVE_S)
+            raise
+
     def cost(self) -> SavingCost:
         """What the checkpoints have cost so far; all ranks ask."""
         written, waited = self._num_bytes, self._seconds
