@@ -26,7 +26,7 @@ from nestpipe.cli.bench_hstu import bench_hstu
 from nestpipe.cli.bench_pipeline import bench_pipeline
 from nestpipe.cli.bench_relay import bench_relay
 from nestpipe.cli.checkpoint import checkpoint_app
-from nestpipe.cli.data import data_app
+from nestpipe.cli.data import bench_data, data_app
 from nestpipe.cli.draw import check, draw
 from nestpipe.cli.export import export, import_weights
 from nestpipe.cli.load import load
@@ -59,6 +59,7 @@ bench_app.command("groups")(bench_groups)
 bench_app.command("clustering")(bench_clustering)
 bench_app.command("relay")(bench_relay)
 bench_app.command("dlrm")(bench_dlrm)
+bench_app.command("data")(bench_data)
 bench_app.command("embedding")(bench_embedding)
 bench_app.command("dispatch")(bench_dispatch)
 bench_app.command("hstu")(bench_hstu)

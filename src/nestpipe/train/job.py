@@ -312,7 +312,8 @@ def make_job(config: JobConfig, comm: Communicator) -> Job:
 
 def about_model(config: JobConfig, model: nn.Module, source: Source) -> dict[str, Any]:
     """What a checkpoint says of a model, so that it can be made again without the data."""
-    columns = [asdict(column) for column in source.columns]
+    # How to read all items is no part of what a column is.
+    columns = [asdict(replace(column, items=None)) for column in source.columns]
     if is_own(config.model.kind):
         own = {"kind": config.model.kind, "config": dict(config.model.config)}
         return {**own, "columns": columns}

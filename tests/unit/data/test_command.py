@@ -131,3 +131,15 @@ def test_without_its_extra_the_command_names_it(run, tmp_path, monkeypatch, miss
     assert status == 2
     assert f"needs {missing}" in err
     assert "pip install 'nestpipe[train]'" in err
+
+
+@pytest.mark.parametrize(("form", "ranks"), [("clicks", 1), ("sequences", 2)])
+def test_bench_data_reads_beside_a_scan(capsys, form, ranks):
+    options = ["--samples", "300", "--rounds", "1", "--batch", "32", "--json", "-"]
+    with pytest.raises(SystemExit) as stop:
+        main(["bench", "data", "--form", form, "--ranks", str(ranks), *options])
+    assert stop.value.code == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert found["form"] == form
+    assert found["ratio"] == pytest.approx(found["batches"] / found["scan"])
+    assert found["batches"] > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -66,6 +67,8 @@ def test_the_names_of_items_change_no_metric_that_is_counted(tmp_path, kind):
     found = []
     for far in (False, True):
         config = job_of(write_users(tmp_path / str(far), far), kind)
+        run = replace(config.run, checkpoint=str(tmp_path / f"run-{far}"))
+        config = replace(config, run=run)
         outcome = train_job(make_job(config, LocalCommunicator()), lambda report: None)
         found.append(outcome.metrics)
         assert outcome.steps == 8
