@@ -14,11 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src/nestpipe"
-<<<<<<< HEAD
 MOST_FILES, MOST_IN_FOLDER, LEAST_LINES, MOST_COLUMNS = 221, 16, 40, 120
-=======
-MOST_FILES, MOST_IN_FOLDER, LEAST_LINES, MOST_COLUMNS = 220, 16, 40, 120
->>>>>>> a5a8364 (Room for the module of bench data)
 SHORT_MODULES = {
     "__main__.py": "the door for `python -m nestpipe`",
 }
