@@ -16,8 +16,8 @@ from nestpipe.cli.options import STDOUT, JsonFile, console, progress_bar, write_
 from nestpipe.errors import ConfigError
 
 if TYPE_CHECKING:
-    from nestpipe.bench.data import DataReading
     from nestpipe.data.describe import DescribedTable, Description, Facts
+    from nestpipe.data.scan_bench import DataReading
 
 MB = 1 << 20
 
@@ -118,7 +118,7 @@ def bench_data(
 
     Example: nestpipe bench data --samples 300000 --json -
     """
-    from nestpipe.bench.data import DataCase, measure_data
+    from nestpipe.data.scan_bench import DataCase, measure_data
 
     forms: tuple[Literal["clicks", "sequences"], ...] = ("clicks", "sequences")
     cases = [
