@@ -30,6 +30,7 @@ from nestpipe.embedding.store import RowStore, SsdOptions, open_store, ssd_optio
 from nestpipe.embedding.store.protocol import ReadOnlyRows
 from nestpipe.embedding.table_groups import TableGroup, group_tables, mean_features
 from nestpipe.errors import ConfigError
+from nestpipe.kernels.library import native_wanted
 from nestpipe.kernels.rows.segments import COMM_DTYPES
 from nestpipe.models.metrics import CLICK_BINS, read_click_sums
 from nestpipe.models.protocol import KnowsWork, RecModel
@@ -174,8 +175,9 @@ class Trainer:
             sharing = int(os.environ.get("LOCAL_WORLD_SIZE", str(self.comm.size)))
             ssd = ssd_options(settings.store_path, settings.host_memory, layouts, sharing)
         threads = settings.store_threads or None
+        native = settings.native and native_wanted()
         return [
-            open_store(layout, native=settings.native, threads=threads, ssd=options)
+            open_store(layout, native=native, threads=threads, ssd=options)
             for layout, options in zip(layouts, ssd, strict=True)
         ]
 
@@ -219,7 +221,7 @@ class Trainer:
                 store,
                 group.max_rows(self.row_optimizer),
                 self.mesh.shards,
-                native=self.settings.native,
+                native=self.settings.native and native_wanted(),
                 threads=threads,
             )
             if any(table.has_lifecycle for table in group.tables)
