@@ -402,6 +402,19 @@ def library() -> ctypes.CDLL:
     return loaded
 
 
+def free_memory() -> float:
+    """Bytes that the machine has left, and the control groups of this process."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+        free = next(1024.0 * int(line.split()[1]) for line in lines if "MemAvailable" in line)
+    except (OSError, StopIteration):
+        free = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES"))
+    if not native_wanted():
+        return free
+    left = library().nestpipe_memory_left(b"/proc/self/cgroup", b"/sys/fs/cgroup")
+    return free if left < 0 else min(free, float(left))
+
+
 def native_wanted() -> bool:
     """Whether the native code is to be used: unless NESTPIPE_NATIVE is 0."""
     value = os.environ.get("NESTPIPE_NATIVE", "1")

@@ -39,6 +39,7 @@ from nestpipe.embedding.routing.lists import owner_of
 from nestpipe.embedding.store.protocol import RowStore
 from nestpipe.embedding.table_groups import TableGroup
 from nestpipe.errors import CheckpointError
+from nestpipe.kernels.library import free_memory
 from nestpipe.kernels.rows.native import RowPointers
 from nestpipe.train.checkpoint import (
     LostParentError,
@@ -313,7 +314,7 @@ class BackgroundWriter:
             for store, tables in zip(stores, keys, strict=True)
             for of in tables
         )
-        room = COPIED_SHARE * _memory_left() / _local_ranks()
+        room = COPIED_SHARE * free_memory() / _local_ranks()
         needs = cast("list[list[int]]", self._everywhere([need, int(need <= room)]))
         copied = all(fits for _, fits in needs)
         self.bytes_touched = sum(bytes_of for bytes_of, _ in needs)
@@ -426,20 +427,6 @@ def _refuse_lost_rows(
                 f"files have {files['rows']} rows of {files['name']}, and memory has "
                 f"{memory['rows']}"
             )
-
-
-def _memory_left() -> float:
-    """Bytes that this machine, or this container, can still give."""
-    with suppress(OSError, ValueError, IndexError):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        kilobytes = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-        container = Path("/sys/fs/cgroup")
-        with suppress(OSError, ValueError):  # "max": no limit
-            limit = int((container / "memory.max").read_text())
-            used = int((container / "memory.current").read_text())
-            return min(1024.0 * kilobytes, float(limit - used))
-        return 1024.0 * kilobytes
-    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES"))
 
 
 def _local_ranks() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -650,7 +651,9 @@ class Trainer:
 
 
 def _is_shipped(model: nn.Module) -> bool:
-    return type(model).__module__.startswith("nestpipe.")
+    # A program of ours that runs as `python -m` is called __main__; its spec has its name.
+    spec = getattr(sys.modules.get(type(model).__module__), "__spec__", None)
+    return (spec.name if spec else type(model).__module__).startswith("nestpipe.")
 
 
 def _read_seen(seen: Mapping[str, Tensor]) -> dict[str, float]:

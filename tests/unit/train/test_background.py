@@ -255,7 +255,7 @@ def test_where_rows_do_not_fit_twice_training_waits_for_their_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     trained(job_of(tmp_path / "copied", run=EVERY))
-    monkeypatch.setattr(background, "_memory_left", lambda: 0.0)
+    monkeypatch.setattr(background, "free_memory", lambda: 0.0)
     for incremental in (True, False):
         folder = tmp_path / f"waited-{incremental}"
         trained(job_of(folder, run={**EVERY, "incremental": incremental}))

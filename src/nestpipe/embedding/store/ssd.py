@@ -35,7 +35,14 @@ from nestpipe.embedding.store.protocol import (
     too_many_rows,
 )
 from nestpipe.errors import CapacityError, ConfigError, RunError
-from nestpipe.kernels.library import SsdCounters, SsdShape, Status, StoreReport, library
+from nestpipe.kernels.library import (
+    SsdCounters,
+    SsdShape,
+    Status,
+    StoreReport,
+    free_memory,
+    library,
+)
 
 # Shapes: K keys, W width of a row as it travels
 
@@ -331,21 +338,10 @@ def share_memory(
 ) -> list[SsdOptions]:
     """Options for each store of a rank: every table has as many rows in memory."""
     memory = memory_size(
-        "host_memory", host_memory, auto=AUTO_SHARE, free=lambda: _free_memory() / sharing
+        "host_memory", host_memory, auto=AUTO_SHARE, free=lambda: free_memory() / sharing
     )
     parts = [layout.num_tables * (row_bytes(layout) + FRAME_BYTES) for layout in layouts]
     return [
         SsdOptions(folder=Path(folder), cache_bytes=int(memory * part / sum(parts)))
         for part in parts
     ]
-
-
-def _free_memory() -> float:
-    """What the machine has left, and the control groups of this process."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-        free = next(1024.0 * int(line.split()[1]) for line in lines if "MemAvailable" in line)
-    except (OSError, StopIteration):
-        free = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES"))
-    left = library().nestpipe_memory_left(b"/proc/self/cgroup", b"/sys/fs/cgroup")
-    return free if left < 0 else min(free, left)
