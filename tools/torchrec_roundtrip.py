@@ -76,7 +76,11 @@ class Samples:
 
 def main(rows: int, tables: int, dim: int) -> int:
     """Print the largest differences; 1 where one is beyond rounding."""
-    from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, PoolingType
+    from torchrec import (  # pyright: ignore[reportMissingImports]
+        EmbeddingBagCollection,
+        EmbeddingBagConfig,
+        PoolingType,
+    )
 
     torch.manual_seed(0)
     names = [f"t{number}" for number in range(tables)]

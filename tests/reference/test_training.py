@@ -285,7 +285,9 @@ def test_a_run_that_starts_in_the_middle_corrects_the_bias_of_its_own_step(tmp_p
 
 
 ITEM_KEYS = torch.arange(1, VOCABULARY + 1)
-SHAPE = {"blocks": 2, "heads": 2, "dim": 6, "attention_dim": 4, "value_dim": 3, "max_len": 8}
+SHAPE: dict[str, Any] = {
+    "blocks": 2, "heads": 2, "dim": 6, "attention_dim": 4, "value_dim": 3, "max_len": 8,
+}  # fmt: skip
 NEGATIVES, TEMPERATURE = 5, 0.2
 SEQUENCE_STEPS = 12
 

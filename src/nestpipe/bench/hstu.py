@@ -146,13 +146,14 @@ def measure_attention(case: HstuCase) -> AttentionReading:
     bias = NO_BIAS
     if case.bias == "both":
         tables = [_drawn((case.heads, n), device) for n in (POSITIONS, TIME_BUCKETS)]
-        bias = RelativeBias(*tables, torch.arange(total, device=device) * 600)
+        times_T = torch.arange(total, device=device) * 600
+        bias = RelativeBias(tables[0], tables[1], times_T)
         leaves += tables
     rule: dict[str, Any] = {"norm": case.length, "scale": case.head_dim**-0.5, "bias": bias}
     rule |= {"longest": case.length, "form": case.attention}
 
     def attend() -> Tensor:
-        return train_attention(*leaves[:3], offsets_B, **rule)
+        return train_attention(leaves[0], leaves[1], leaves[2], offsets_B, **rule)
 
     pairs = float((lengths_B.double() * (lengths_B + 1) / 2).sum())
     flops = 4.0 * pairs * case.heads * case.head_dim
@@ -184,7 +185,8 @@ def _torch_attention(case: HstuCase, device: torch.device) -> tuple[float, float
     leaves = [_drawn(shape, device, case.dtype, seed) for seed in range(3)]
 
     def attend() -> Tensor:
-        return functional.scaled_dot_product_attention(*leaves, is_causal=True)
+        query, key, value = leaves
+        return functional.scaled_dot_product_attention(query, key, value, is_causal=True)
 
     return _both_directions(attend, leaves, device, case.rounds)
 
@@ -255,8 +257,11 @@ def measure_step(case: HstuCase) -> Summary:
         "max_len": case.length,
         "length_exponent": ZIPF_EXPONENT if case.lengths == "zipf" else 0.0,
     }
-    encoder = {"kind": case.kind, "attention": case.attention}
-    encoder["checkpoint_activations"] = case.checkpoint_activations
+    encoder = {
+        "kind": case.kind,
+        "attention": case.attention,
+        "checkpoint_activations": case.checkpoint_activations,
+    }
     model = {"kind": "ranker", "dim": case.dim, "blocks": case.blocks, "heads": case.heads}
     model |= {"attention_dim": case.head_dim, "max_len": case.length, "encoder": encoder}
     run = {"batch": case.batch, "precision": case.precision, "device": case.device}

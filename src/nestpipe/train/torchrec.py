@@ -207,7 +207,7 @@ def jagged_from_kjt(kjt: Any) -> dict[str, Jagged]:
 def kjt_from_jagged(sparse: Mapping[str, Jagged], features: Sequence[str] = ()) -> Any:
     """A `KeyedJaggedTensor` of some features, or of all, in that order."""
     try:
-        from torchrec import KeyedJaggedTensor
+        from torchrec import KeyedJaggedTensor  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise ConfigError(
             "this needs torchrec, which is not installed; pip install torchrec fbgemm-gpu"

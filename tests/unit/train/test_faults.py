@@ -147,9 +147,9 @@ def random_place(seed: int) -> str:
 
 @pytest.mark.parametrize("value", VALUES)
 def test_a_row_with_a_bad_gradient_is_left_alone_and_the_others_are_not(value: float):
-    def sums() -> list[Gradients]:
+    def sums() -> dict[int, Gradients]:
         rows = torch.tensor([[1.0, 2.0], [3.0, value], [5.0, 6.0]])
-        return [Gradients([rows], None, None)]
+        return {0: Gradients([rows], None, None)}
 
     skipped, clipped = sums(), sums()
     assert [int(count) for count in drop_row_faults(skipped, 0, clip=False)] == [1]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -91,7 +92,7 @@ def trained(policy, ranks: int = 1, stream: Stream = STREAM, **more) -> Held:
 
 def model_of(policy, stream: Stream = STREAM, squares=None) -> PlainLives:
     made = Trainer(Model(), tables(**policy), settings())
-    seeds = dict(zip(NAMES, made.stores[0].layout.table_seeds, strict=True))
+    seeds: dict[str, int] = dict(zip(NAMES, made.stores[0].layout.table_seeds, strict=True))
     made.close()
     limit = int(policy.get("max_rows", 0))
     return PlainLives(tables(**policy), seeds, limit, EVERY).run(stream, squares or {})
@@ -225,7 +226,7 @@ def test_capacity_in_bytes_is_rows_of_weights_state_and_index():
 
 @pytest.mark.parametrize("name", ["lru", "count and norm"])
 def test_rows_on_an_ssd_live_as_those_in_memory(name, tmp_path):
-    ssd = {"store": "ssd", "store_path": str(tmp_path), "host_memory": "16KB"}
+    ssd: dict[str, Any] = {"store": "ssd", "store_path": str(tmp_path), "host_memory": "16KB"}
     assert trained(POLICIES[name], 2, **ssd) == trained(POLICIES[name], 2)
 
 
@@ -242,7 +243,7 @@ def test_a_cut_run_comes_to_the_same_rows():
 def test_the_lowest_of_all_ranks_are_those_of_one_sorted_list():
     generator = torch.Generator().manual_seed(2)
     scores = torch.randint(0, 6, (60,), generator=generator).numpy().astype("uint64")
-    ties = torch.randperm(60, generator=generator).numpy().astype("uint64") << 40
+    ties = (torch.randperm(60, generator=generator) << 40).numpy().astype("uint64")
     free = torch.rand(60, generator=generator).numpy() < 0.8
     for count, ranks in itertools.product((1, 7, 30, 59), (1, 3)):
         order = sorted(range(60), key=lambda i: (scores[i], ties[i]))

@@ -111,12 +111,12 @@ def test_a_large_collection_goes_in_and_out(torchrec: Any, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("kind", ["rowwise_adagrad", "adagrad"])
 def test_the_next_step_with_imported_state_is_torchrecs(torchrec: Any, kind: str):
-    from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
-    from torchrec.optim import RowWiseAdagrad
+    fused = import_module("torchrec.modules.fused_embedding_modules")
+    optim = import_module("torchrec.optim")
 
     torch.manual_seed(0)
-    kinds = {"rowwise_adagrad": RowWiseAdagrad, "adagrad": torch.optim.Adagrad}
-    theirs = FusedEmbeddingBagCollection(
+    kinds = {"rowwise_adagrad": optim.RowWiseAdagrad, "adagrad": torch.optim.Adagrad}
+    theirs = fused.FusedEmbeddingBagCollection(
         configs(torchrec),
         optimizer_type=kinds[kind],
         optimizer_kwargs={"lr": 0.05, "eps": 1e-8},

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from nestpipe.train.job import JobConfig, make_job
 from support.examples import examples
 
 ITEMS = 200
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "blocks": 3, "heads": 2, "dim": 16, "attention_dim": 8, "value_dim": 4, "max_len": 48,
     "position_buckets": 16,
 }  # fmt: skip

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,7 +40,9 @@ from nestpipe.serve.types import (
 PATIENCE_S = 20.0
 LAYERS = 3
 CPU = torch.device("cpu")
-SHAPE = {"blocks": LAYERS, "heads": 2, "dim": 16, "attention_dim": 8, "value_dim": 4, "max_len": 48}
+SHAPE: dict[str, Any] = {
+    "blocks": LAYERS, "heads": 2, "dim": 16, "attention_dim": 8, "value_dim": 4, "max_len": 48,
+}  # fmt: skip
 SETTINGS = ServeSettings(chunk=16, target_ms=1e6, life_s=1e3)
 
 
