@@ -104,6 +104,7 @@ def _trained(job: Job, json: str | None, threads: str) -> TrainResult:
 
     trainer = job.trainer
     said = [trainer.plan_reason, *([trainer.mesh.reason] if trainer.mesh.groups > 1 else [])]
+    said += [trainer.dense_half.reason] if trainer.dense_half is not None else []
     said += [threads, _split_sentence(job)]
     if trainer.comm.rank == 0 and json != STDOUT:
         console().print("\n".join(said), markup=False, soft_wrap=True)

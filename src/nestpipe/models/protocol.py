@@ -6,7 +6,7 @@ A third method, `score`, is for serving. What a model returns is checked at ever
 from __future__ import annotations
 
 import traceback
-from collections.abc import Collection, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +18,11 @@ from torch import Tensor
 from nestpipe.batch import Batch
 from nestpipe.errors import ModelError, NestpipeError
 from nestpipe.jagged import Jagged
+
+
+def _no_tasks() -> dict[str, TaskLoss]:
+    # Not `dict[str, TaskLoss]` itself: torch.compile cannot trace a call of it.
+    return {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +37,7 @@ class Loss:
     """(P,) probabilities, for metrics; detached."""
     labels: Tensor | None = None
     """(P,) what the predictions should have been."""
-    tasks: Mapping[str, TaskLoss] = field(default_factory=dict[str, "TaskLoss"])
+    tasks: Mapping[str, TaskLoss] = field(default_factory=_no_tasks)
     """The parts of a loss for several tasks, by name, each with metrics of its own."""
 
     @classmethod
@@ -135,11 +140,17 @@ def keys_of(model: Any, batch: Batch) -> Mapping[str, Jagged]:
     return keys
 
 
-def loss_of(model: Any, rows: Mapping[str, Tensor], batch: Batch) -> Loss:
-    """What `dense` returns, if it is a loss that can be trained on."""
+DenseHalf = Callable[[Mapping[str, Tensor], Batch], Loss]
+"""What `dense` of a model is called as."""
+
+
+def loss_of(
+    model: Any, rows: Mapping[str, Tensor], batch: Batch, dense: DenseHalf | None = None
+) -> Loss:
+    """What `dense` returns, or another form of it, if it is a loss that can be trained on."""
     name = type(model).__name__
     with explained(f"`dense` of {name}", batch):
-        loss = model.dense(rows, batch)
+        loss = (dense or model.dense)(rows, batch)
     if not isinstance(loss, Loss):
         raise ModelError(
             f"`dense` of {name} returned {kind_of(loss)}; return Loss(total, weight) with the sum "

@@ -341,6 +341,8 @@ class TrainSettings(ExecutionSettings):
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
     rows: RowSettings = field(default_factory=RowSettings)
     dense: DenseSettings = field(default_factory=DenseSettings)
+    compile: bool = False
+    """Compile the dense half by `torch.compile`; a GPU then replays no CUDA graphs."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

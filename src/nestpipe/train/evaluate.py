@@ -54,7 +54,7 @@ def _evaluate_clicks(
     model = trainer.model
     assert isinstance(model, RecModel)
     for batch, rows in forward(trainer, source, model.sparse_keys):
-        loss = loss_of(model, rows, batch)
+        loss = loss_of(model, rows, batch, trainer.dense_half)
         for name, part in {"": loss, **loss.tasks}.items():
             total, weight = sums.get(name, [0.0, 0.0])
             sums[name] = [total + float(part.total), weight + part.weight]

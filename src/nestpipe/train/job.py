@@ -111,6 +111,9 @@ class ModelConfig:
     temperature: float = 0.05
     """hstu: what scores are divided by."""
     encoder: EncoderOptions = field(default_factory=EncoderOptions)
+    compile: bool = False
+    """Compile the dense half by `torch.compile`, for training and evaluation. It changes the order
+    of sums; a GPU then replays no CUDA graphs."""
 
     def __post_init__(self) -> None:
         if not is_own(self.kind):
@@ -245,6 +248,7 @@ class JobConfig:
             parallel=self.parallel,
             rows=self.rows,
             dense=self.dense,
+            compile=self.model.compile,
         )
 
 
@@ -459,6 +463,7 @@ _HARMLESS = frozenset({"data.validation_path", "data.test_path", "data.threads"}
 _FORMS: Mapping[str, Effect] = {
     "model.encoder.attention": "sums",
     "model.encoder.checkpoint_activations": "none",
+    "model.compile": "sums",
 }
 """Keys of a model that change how it is computed, not what."""
 

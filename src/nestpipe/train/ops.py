@@ -33,6 +33,7 @@ from nestpipe.kernels.rows.native import Gradients
 from nestpipe.kernels.rows.segments import Segments, empty_rows, sum_segments
 from nestpipe.models.metrics import click_sums
 from nestpipe.models.protocol import (
+    DenseHalf,
     KnowsWork,
     RecModel,
     in_precision,
@@ -153,6 +154,8 @@ class TrainingWork:
     in_flight: dict[int, TrainingBatch] = field(default_factory=dict[int, TrainingBatch])
     precision: str = "fp32"
     """Of the dense half's products."""
+    dense_half: DenseHalf | None = None
+    """Another form of the model's `dense`; None: itself."""
     graphs: DenseGraphs | None = None
     """Replays the dense half, where the model can be captured."""
     check_sums: bool = False
@@ -304,7 +307,7 @@ class TrainingWork:
             pooled = {f.name for g in self.tables.groups for f in g.features if f.pooled}
             refuse_means(self._model, rows, state.micros[micro], pooled)
         with in_precision(self.device, self.precision):
-            loss = loss_of(self._model, rows, state.micros[micro])
+            loss = loss_of(self._model, rows, state.micros[micro], self.dense_half)
         state.losses.append(loss.total.detach())
         state.weight += loss.weight
         self._see(state, loss.measured())

@@ -33,6 +33,7 @@ from nestpipe.embedding.table_groups import TableGroup, group_tables, mean_featu
 from nestpipe.errors import ConfigError
 from nestpipe.kernels.library import native_wanted
 from nestpipe.kernels.rows.segments import COMM_DTYPES
+from nestpipe.models.compiled import CompiledDense
 from nestpipe.models.metrics import CLICK_BINS, read_click_sums
 from nestpipe.models.protocol import KnowsWork, RecModel
 from nestpipe.runtime import Lanes, StopSignal, Work, lanes_for, name_collectives, run, spans_for
@@ -132,9 +133,13 @@ class Trainer:
             if self.plan.shape.separate_dense_group
             else None
         )
+        self.dense_half = CompiledDense(self.model, self.device) if settings.compile else None
+        """The model's `dense` in another form, which training and evaluation call; None: itself."""
         # A graph reads sums where the exchange has put them; means are made after that.
         on_gpu = self.device.type == "cuda" and not mean_features(self.groups)
         capturable = on_gpu and getattr(self.model, "capturable", False)
+        # Compiled code has few launches left to save, and it is not ours to know what it captures.
+        replays = capturable and self.settings.cuda_graphs and self.dense_half is None
         # Gradients of several ranks are looked at when they have been summed.
         clip = self.settings.non_finite == "clip"
         alone = self.comm.size == 1
@@ -144,7 +149,7 @@ class Trainer:
                 partial(drop_dense_faults, clip=clip) if alone else None,
                 self.settings.precision,
             )
-            if capturable and self.settings.cuda_graphs
+            if replays
             else None
         )
         self._work_of = _work_of(self.model, self.settings.pipeline.balance)
@@ -394,6 +399,7 @@ class Trainer:
             clip_norm=self.settings.clip_norm,
             on_seen=self._count_seen,
             grad_buckets=self._grad_buckets,
+            dense_half=self.dense_half,
             graphs=self._graphs if isinstance(tables, DeviceTables) else None,
         )
         self._run(work)

@@ -13,7 +13,7 @@ SYSTEM = (".", "/usr/local/sbin", "/usr/sbin", "/sbin")
 TOOLCHAIN = (
     r"(python|pypy)[\d.]*|(ba)?sh|true"
     r"|([\w.]+-)*(c\+\+|g\+\+|gcc|cc|clang(\+\+)?|ld|nvcc|ptxas)(-[\d.]+)?"
-    r"|ldconfig|uname|git|file"  # the standard library and torch ask these, and do without
+    r"|ldconfig|uname|git|file|openssl"  # the standard library and torch ask these, and do without
 )
 
 

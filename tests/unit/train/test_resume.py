@@ -249,3 +249,25 @@ def test_a_checkpoint_from_before_there_were_shards_keeps_its_order():
     assert effect_of("data.shards") == "results"
     assert effect_of("data.threads") == "none"
     assert with_old_order(asdict(JobConfig())) == asdict(JobConfig())
+
+
+@pytest.mark.parametrize("clip_rows", [True, False])
+@pytest.mark.parametrize("plan", ["serial", "nested"])
+def test_a_clipped_run_goes_on_bit_for_bit(tmp_path: Path, plan: str, clip_rows: bool):
+    """From the middle of an epoch; the norms are told again as they were."""
+    chosen = {"clip_norm": 0.02, "clip_rows": clip_rows}
+
+    def norms(folder: str, steps: int = 0) -> list[float]:
+        found: list[float] = []
+        config = job_of(tmp_path / folder, run={**chosen, "steps": steps}, pipeline={"plan": plan})
+        train_job(
+            prepare(config, LocalCommunicator(), "auto"),
+            lambda report: found.append(report.grad_norm),
+        )
+        return found
+
+    straight = norms("straight")
+    assert len(straight) == 26
+    assert min(straight) > 0.02, "every step is clipped"
+    assert norms("run", steps=5) + norms("run") == straight
+    assert_same(tmp_path / "run", tmp_path / "straight")
