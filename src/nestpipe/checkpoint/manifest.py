@@ -77,6 +77,8 @@ class Manifest:
     """Batches of the epoch trained ..."""
     samples: int = 0
     """... and its samples: here the data goes on, whatever the batch size."""
+    cursor: dict[str, int] = field(default_factory=dict[str, int])
+    """Of a stream: the offset of each partition after the last trained sample."""
     optimizer: str = ""
     """The row optimizer, whose state the rows carry."""
     dense_optimizer: str = ""

@@ -233,6 +233,7 @@ def _facts(checkpoint: Checkpoint) -> dict[str, Any]:
         "step": manifest.step,
         "epoch": manifest.epoch,
         "samples": manifest.samples,
+        "cursor": manifest.cursor,
         "rows": manifest.num_rows,
         "erased": _keys_of(checkpoint, "gone"),
         "waiting": _keys_of(checkpoint, "waiting"),

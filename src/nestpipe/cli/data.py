@@ -28,9 +28,11 @@ data_app = typer.Typer(
 
 @data_app.command()
 def describe(
-    path: Annotated[Path, typer.Argument(help="A file or a folder.")],
+    path: Annotated[
+        str, typer.Argument(help="A file or a folder, or a topic: kafka://host:9092/topic.")
+    ],
     kind: Annotated[
-        Literal["auto", "parquet", "movielens", "kuairand", "criteo"],
+        Literal["auto", "parquet", "movielens", "kuairand", "criteo", "stream"],
         typer.Option(help="The format; auto goes by the files' names."),
     ] = "auto",
     max_broken: Annotated[
@@ -48,8 +50,13 @@ def describe(
         from nestpipe.data.describe import describe as read
         from nestpipe.data.describe import detect, find_tables
         from nestpipe.data.readers.text import total_bytes
-    chosen = detect(path) if kind == "auto" else kind
-    tables = find_tables(path, chosen)
+    if path.startswith("kafka://"):
+        _describe_topic(path, json)
+        return
+    where = Path(path)
+    # What a stream's folder holds now is Parquet.
+    chosen = detect(where) if kind == "auto" else "parquet" if kind == "stream" else kind
+    tables = find_tables(where, chosen)
     size = total_bytes([file for table in tables for file in table.files])
     with progress_bar("reading (MB)", size // MB + 1) as advance:
         done = 0
@@ -60,11 +67,31 @@ def describe(
                 advance()
             done += count
 
-        found = read(path, chosen, tables, max_broken, more)
+        found = read(where, chosen, tables, max_broken, more)
     if json is not None:
         write_json(json, found.as_json())
     if json != STDOUT:
         _print(found)
+
+
+def _describe_topic(path: str, json: str | None) -> None:
+    """What Kafka tells without reading messages."""
+    from nestpipe.data.config import StreamConfig
+    from nestpipe.data.readers.kafka import KafkaTopic
+
+    topic = KafkaTopic(path, StreamConfig())
+    bounds = topic.bounds()
+    if json is not None:
+        facts = [{"partition": p, "first": low, "end": high} for p, (low, high) in bounds.items()]
+        write_json(json, {"path": path, "kind": "stream", "partitions": facts})
+    if json != STDOUT:
+        total = sum(high - low for low, high in bounds.values())
+        rich = RichTable(title=f"stream: {topic.name}, {total:,} messages", title_justify="left")
+        for name in ("partition", "first", "end", "messages"):
+            rich.add_column(name, justify="right")
+        for partition, (low, high) in bounds.items():
+            rich.add_row(str(partition), f"{low:,}", f"{high:,}", f"{high - low:,}")
+        console().print(rich)
 
 
 @data_app.command()

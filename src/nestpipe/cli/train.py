@@ -105,11 +105,22 @@ def _trained(job: Job, json: str | None, threads: str) -> TrainResult:
     trainer = job.trainer
     said = [trainer.plan_reason, *([trainer.mesh.reason] if trainer.mesh.groups > 1 else [])]
     said += [trainer.dense_half.reason] if trainer.dense_half is not None else []
-    said += [threads, _split_sentence(job)]
+    said += [threads, _split_sentence(job), *_stream_sentence(job)]
     if trainer.comm.rank == 0 and json != STDOUT:
         console().print("\n".join(said), markup=False, soft_wrap=True)
     with _progress(total_steps(job), trainer) as (tell, tell_metrics):
         return train_job(job, tell, tell_metrics)
+
+
+def _stream_sentence(job: Job) -> list[str]:
+    """How long a run waits that has no end of its own."""
+    data = job.config.data
+    if data.kind != "stream":
+        return []
+    then = "the run ends" if data.stream.on_idle == "end" else "it saves and waits on"
+    return [
+        f"following {data.path}: after {data.stream.idle_s:g} s without enough for a batch {then}"
+    ]
 
 
 def _split_sentence(job: Job) -> str:

@@ -7,6 +7,7 @@ from nestpipe.data.config import (
     MovieLensConfig,
     ParquetConfig,
     Split,
+    StreamConfig,
     SyntheticConfig,
 )
 from nestpipe.data.ranking import Catalogue, Ranking, RankingOptions
@@ -24,6 +25,7 @@ from nestpipe.data.source import (
     concat,
     open_source,
 )
+from nestpipe.data.streaming import LogRange, PartitionedLog, Polled, StreamingSource
 
 __all__ = [
     "DENSE",
@@ -39,12 +41,17 @@ __all__ = [
     "CriteoConfig",
     "DataConfig",
     "KuaiRandConfig",
+    "LogRange",
     "MovieLensConfig",
     "ParquetConfig",
+    "PartitionedLog",
+    "Polled",
     "Ranking",
     "RankingOptions",
     "Source",
     "Split",
+    "StreamConfig",
+    "StreamingSource",
     "SyntheticConfig",
     "concat",
     "open_source",

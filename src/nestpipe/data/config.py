@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from nestpipe.config import fraction, not_negative, positive
 from nestpipe.errors import ConfigError
 
-Kind = Literal["synthetic", "parquet", "movielens", "kuairand", "criteo"]
+Kind = Literal["synthetic", "parquet", "movielens", "kuairand", "criteo", "stream"]
 Split = Literal["train", "validation", "test"]
 
 
@@ -177,22 +178,68 @@ class CriteoConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class StreamConfig:
+    """`[data.stream]`: a log that grows, a folder of Parquet files or a Kafka topic."""
+
+    schema: str = ""
+    """A Parquet file with the columns of the log, which `[data.parquet]` says the use of; a folder
+    does without where it has a file."""
+    idle_s: float = 60.0
+    """Seconds without enough for a batch after which `on_idle` is done; 0: at once."""
+    on_idle: Literal["end", "save"] = "end"
+    """`end`: the run ends, with a checkpoint as always; `save`: it saves one and waits on."""
+    poll_s: float = 0.5
+    """Seconds between two looks for more, where there was not enough."""
+    block: int = 64
+    """Batches that are decided at a time, at most; between blocks the pipeline runs empty."""
+    format: Literal["json", "arrow"] = "json"
+    """kafka: what a message is: a JSON object, or an Arrow IPC stream of `rows_per_message`."""
+    rows_per_message: int = 1
+    """kafka: samples of each message, the same for all."""
+    start: str = "earliest"
+    """kafka: where a new run begins: `earliest`, `latest`, or a time in ISO 8601 (UTC unless it
+    says otherwise)."""
+    timeout_s: float = 30.0
+    """kafka: seconds without an answer after which the run ends."""
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """kafka: more settings of the client, such as `security.protocol`; `env:NAME` takes the value
+    of a variable, which passwords must."""
+
+    def __post_init__(self) -> None:
+        for name in ("block", "rows_per_message", "timeout_s", "poll_s"):
+            positive(name, getattr(self, name))
+        not_negative("idle_s", self.idle_s)
+        if self.format == "json" and self.rows_per_message != 1:
+            raise ConfigError(
+                f"rows_per_message is {self.rows_per_message} and format 'json', which has one "
+                "sample a message; set format = 'arrow'"
+            )
+        for name, value in self.options.items():
+            if "password" in name and not str(value).startswith("env:"):
+                raise ConfigError(
+                    f"options has {name} itself, which checkpoints would keep; name a variable "
+                    "that holds it, such as 'env:KAFKA_PASSWORD'"
+                )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
     """`[data]`: where samples come from; only the section of the chosen kind is used."""
 
     kind: Kind = "synthetic"
     """What the files are; `synthetic` needs none."""
     path: str = ""
-    """A file or a folder; parquet: also a URI, such as s3://bucket/clicks."""
+    """A file or a folder; parquet: also a URI, such as s3://bucket/clicks; stream: a folder to
+    which files are added, or kafka://host:9092/topic."""
     validation_path: str = ""
-    """parquet and criteo: the files of the validation split."""
+    """parquet, criteo and stream: the files of the validation split."""
     test_path: str = ""
-    """parquet and criteo: the files of the test split."""
+    """parquet, criteo and stream: the files of the test split."""
     test_every: int = 0
     """parquet and criteo, instead of those paths: of so many neighbouring rows of a file the last
     is for test, the one before for validation, the rest for training."""
     shuffle: bool = True
-    """Shuffle the train split; others always keep the order of the files."""
+    """Shuffle the train split; others, and a stream, always keep the order of what they read."""
     shuffle_window: int = 65_536
     """Samples held and shuffled at a time where the data is read in passing, over all ranks."""
     shards: int = 0
@@ -208,6 +255,7 @@ class DataConfig:
     movielens: MovieLensConfig = field(default_factory=MovieLensConfig)
     kuairand: KuaiRandConfig = field(default_factory=KuaiRandConfig)
     criteo: CriteoConfig = field(default_factory=CriteoConfig)
+    stream: StreamConfig = field(default_factory=StreamConfig)
 
     @property
     def reading(self) -> dict[str, int]:
@@ -230,3 +278,5 @@ class DataConfig:
             raise ConfigError(f"test_every is {self.test_every}; give 3 or more rows, or 0")
         if self.test_every and (self.test_path or self.validation_path):
             raise ConfigError("test_every and test_path both say what to test on; give one")
+        if self.test_every and self.kind == "stream":
+            raise ConfigError("test_every is not for a stream; set test_path to Parquet files")

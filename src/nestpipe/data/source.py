@@ -482,6 +482,10 @@ def open_source(config: DataConfig, split: Split = "train") -> Source:
         raise ConfigError(
             f"reading {config.kind} files needs pyarrow; run pip install 'nestpipe[train]'"
         ) from None
+    if config.kind == "stream":
+        from nestpipe.data.streaming import open_stream
+
+        return open_stream(config, split)
     return _open_files(config, split)
 
 

@@ -66,6 +66,8 @@ class RunState:
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     lifecycle: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """What row policies go on with."""
+    cursor: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Of a stream: the offset of each partition after the last trained sample."""
     model: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """How to make the model again; empty: what the model itself says, if it is a shipped one."""
 
@@ -194,6 +196,7 @@ def manifest_of(
         epoch=state.epoch,
         position=state.position,
         samples=state.samples,
+        cursor=dict(state.cursor),
         optimizer=state.optimizer,
         dense_optimizer=state.dense_optimizer,
         ranks=mesh.world.size,
@@ -372,6 +375,7 @@ def _state_of(manifest: Manifest) -> RunState:
         epoch=manifest.epoch,
         position=manifest.position,
         samples=manifest.samples,
+        cursor=manifest.cursor,
         optimizer=manifest.optimizer,
         dense_optimizer=manifest.dense_optimizer,
         config=manifest.config,

@@ -458,7 +458,10 @@ _SUMS: Mapping[str, frozenset[str]] = {
     "parallel": frozenset({"groups"}),
 }
 """Keys that change only the order of sums."""
-_HARMLESS = frozenset({"data.validation_path", "data.test_path", "data.threads"})
+_HARMLESS = frozenset(
+    {"data.validation_path", "data.test_path", "data.threads"}
+    | {f"data.stream.{name}" for name in ("idle_s", "on_idle", "poll_s", "timeout_s")}
+)
 """Keys of what is evaluated, not trained on, and of how fast data is read."""
 _FORMS: Mapping[str, Effect] = {
     "model.encoder.attention": "sums",

@@ -300,7 +300,7 @@ def train_steps(job: Job, tell: Tell, tell_metrics: TellMetrics = _tell_nobody) 
     loggers_opened = MetricLoggers(run.loggers, folder, flat(asdict(config)))
     with loggers_opened as loggers, checkpoints.finished_on_failure():
         on_step = _logged(_told(job, tell, seen), loggers, job)
-        while not (_finished(job) or trainer.stopped or (early is not None and early.ended)):
+        while not (_finished(job) or _over(job) or (early is not None and early.ended)):
             start, epoch = time.perf_counter(), trainer.progress.epoch
             trainer.fit(
                 job.train,
@@ -310,7 +310,7 @@ def train_steps(job: Job, tell: Tell, tell_metrics: TellMetrics = _tell_nobody) 
             )
             seen.seconds += time.perf_counter() - start
             step, now, best = trainer.progress.step, dict[str, float](), False
-            due = (_eval_due(job, epoch) or _finished(job)) and not trainer.stopped
+            due = (_eval_due(job, epoch) or _finished(job) or _over(job)) and not trainer.stopped
             if due and split is not None:
                 now = evaluate(trainer, job.held_out())
             if now:  # else a rank wanted to stop meanwhile
@@ -320,7 +320,8 @@ def train_steps(job: Job, tell: Tell, tell_metrics: TellMetrics = _tell_nobody) 
                 if comm.rank == 0:
                     tell_metrics(step, str(split), now)
                 best = early is not None and early.hear(now, step)
-            if (best or _due(job, run.checkpoint_every)) and not _finished(job):
+            now_saved = best or _due(job, run.checkpoint_every) or trainer.idle
+            if now_saved and not (_finished(job) or _over(job)):
                 checkpoints.save(now)
     current = metrics if evaluated_at == trainer.progress.step else {}
     checkpoints.save(current, last=True)
@@ -543,6 +544,12 @@ class RunCheckpoints:
 def _finished(job: Job) -> bool:
     run, progress = job.config.run, job.trainer.progress
     return progress.epoch >= run.epochs or 0 < run.steps <= progress.step
+
+
+def _over(job: Job) -> bool:
+    """Whether the run was told to end, or follows a stream that has nothing more."""
+    trainer = job.trainer
+    return trainer.stopped or (trainer.idle and job.config.data.stream.on_idle == "end")
 
 
 def _baseline(job: Job) -> dict[str, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -19,7 +19,7 @@ from nestpipe.comm import Communicator, LocalCommunicator
 from nestpipe.comm.mesh import make_mesh
 from nestpipe.config import Table
 from nestpipe.config.rates import first_match, rates_of, refuse_idle
-from nestpipe.data import Source
+from nestpipe.data import Source, StreamingSource
 from nestpipe.data.balance import WorkOf, deal_evenly
 from nestpipe.embedding.device_tables import DeviceTables, can_route_on_device
 from nestpipe.embedding.lifecycle import AdmittedRows, Lifecycle, RowLifecycle
@@ -68,6 +68,8 @@ class Progress:
     """Global batches of the epoch that were trained ..."""
     samples: int = 0
     """... and where in the epoch's samples the next one begins."""
+    cursor: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Of a stream: the offset of each partition after the last trained sample."""
 
 
 class Trainer:
@@ -167,6 +169,8 @@ class Trainer:
         """Asked before each batch: whether to end after those that have begun."""
         self.stopped = False
         """Whether some rank wanted that, so that all have ended."""
+        self.idle = False
+        """Whether the last `fit` ended because a stream had nothing more for a while."""
         self._seen: dict[str, Tensor] = {}
         """What `click_sums` made of this rank's batches, by task, since it was last taken."""
 
@@ -315,13 +319,20 @@ class Trainer:
     ) -> Progress:
         """Train until so many epochs are done, or so many more steps; returns how far it came.
 
-        Goes on where the trainer stands, also in the middle of an epoch after a checkpoint.
+        Goes on where the trainer stands, also in the middle of an epoch after a checkpoint. The
+        epoch of a stream has no end; it ends where the stream has nothing more for a while.
         """
         self.model.train()
-        left = steps
+        left, self.idle = steps, False
         while self.progress.epoch < epochs and left != 0 and not self.stopped:
             before = self.progress.step
-            epoch_ended = self._fit_epoch(source, self._until_boundary(left), on_step)
+            most = self._until_boundary(left)
+            if isinstance(source, StreamingSource):
+                epoch_ended = False
+                if not self._fit_decided(source, most, on_step):
+                    break
+            else:
+                epoch_ended = self._fit_epoch(source, most, on_step)
             trained = self.progress.step - before
             if trained and self._until_boundary(None) == 0:
                 self._sweep()
@@ -332,6 +343,28 @@ class Trainer:
                 epoch = self.progress.epoch + 1
                 self.progress = replace(self.progress, epoch=epoch, position=0, samples=0)
         return self.progress
+
+    def _fit_decided(
+        self, source: StreamingSource, most: int | None, on_step: Callable[[StepReport], None]
+    ) -> bool:
+        """Wait for the next batches of a stream, and train on them; whether there were any."""
+        outcome = source.decide(
+            self.progress.cursor,
+            rank=self.comm.rank,
+            global_batch=self.settings.batch,
+            gather=self.comm.all_gather_values,
+            most=most,
+            stop_wanted=self.stop_wanted,
+        )
+        self.idle, self.stopped = outcome == "idle", outcome == "stopped"
+        if outcome != "decided":
+            return False
+        before = self.progress.step
+        # A batch whose samples are all broken ends the block, and is not read again.
+        nothing = self._fit_epoch(source, source.num_decided, on_step)
+        trained = self.progress.step - before
+        self.progress = replace(self.progress, cursor=source.cursor_after(trained + nothing))
+        return True
 
     def _until_boundary(self, most: int | None) -> int | None:
         """Steps to train before rows come and go, at most `most`."""
@@ -600,7 +633,8 @@ class Trainer:
             self.lifecycle.restore(state.lifecycle, state.step)
         # A checkpoint of format 1 counts batches alone.
         samples = state.position * self.settings.batch if state.samples < 0 else state.samples
-        self.progress = Progress(state.step, state.epoch, state.position, samples)
+        place = (state.step, state.epoch, state.position, samples)
+        self.progress = Progress(*place, dict(state.cursor))
 
     def rows_of(self, table: str, keys: Tensor) -> Tensor:
         """Weights of some rows, the same on every rank; for looking, not for training."""

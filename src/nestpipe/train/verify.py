@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from nestpipe.comm import Communicator
-from nestpipe.data import Source
+from nestpipe.data import Source, StreamingSource
 from nestpipe.embedding.store.protocol import RowStore
 from nestpipe.errors import ConfigError, LossError, RunError
 from nestpipe.runtime import Work, inject_delays
@@ -376,11 +376,15 @@ def verify(
     """
     if pipeline.plan == AUTO:
         raise ConfigError("plan is 'auto', which is chosen by a run; verify a plan by its name")
+    ends: Mapping[str, int] | None = None
     with ExitStack() as closing:
 
         def train(settings: PipelineSettings, name: str, seed: int | None = None) -> Trained:
+            nonlocal ends
             trainer, source = start(settings)
             closing.callback(trainer.close)
+            if isinstance(source, StreamingSource):  # what comes meanwhile would differ
+                ends = source.freeze(trainer.comm.all_gather_values, ends)
             if seed is not None:
                 trainer.around = delay_ops(seed, trainer.comm)
                 trainer.poison_buffers = True

@@ -7,7 +7,7 @@ what can be asked is that no number is further off than float32 sums in another 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from nestpipe.comm import Communicator
 from nestpipe.comm.mesh import Mesh
+from nestpipe.data import StreamingSource
 from nestpipe.embedding.routing.lists import owner_of
 from nestpipe.errors import ConfigError
 from nestpipe.train.config import ParallelSettings
@@ -85,11 +86,15 @@ def verify_one_dimension(
             "further than the order of sums explains; set pipeline.comm_dtype=float32"
         )
     plain = replace(config, parallel=ParallelSettings(), pipeline=serial_twin(config.pipeline))
+    ends: Mapping[str, int] | None = None
     with ExitStack() as closing:
 
         def train(of: JobConfig, name: str) -> Trained:
+            nonlocal ends
             job = make_job(of, comm)
             closing.callback(job.trainer.close)
+            if isinstance(job.train, StreamingSource):
+                ends = job.train.freeze(comm.all_gather_values, ends)
             steps, epochs = of.run.steps or None, of.run.epochs
             with watch(name, expected_steps(job.trainer, job.train, steps, epochs)) as tell:
                 return train_to_compare(job.trainer, job.train, name, steps, epochs, tell)

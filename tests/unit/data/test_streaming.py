@@ -1,0 +1,393 @@
+"""A log that grows: every sample is trained once, in order, wherever a run is cut."""
+
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nestpipe.batch import Batch
+from nestpipe.comm import LocalCommunicator
+from nestpipe.config import build
+from nestpipe.data import DataConfig, LogRange, Polled, StreamConfig, StreamingSource, open_source
+from nestpipe.data.readers.parquet import ColumnLayout
+from nestpipe.data.readers.text import Broken
+from nestpipe.data.streaming import choose_ranges, cut, share_in_turn, share_out
+from nestpipe.errors import ConfigError, DataError
+from nestpipe.jagged import Jagged
+from nestpipe.train import JobConfig, loop, make_job, train_job
+from nestpipe.train.job import prepare
+from nestpipe.train.verify import verify_job
+from support.thread_ranks import run_ranks
+
+AT_ONCE = StreamConfig(idle_s=0.0, block=3)
+
+
+class MemoryLog:
+    """Partitions in memory; each look at them finds so many samples more."""
+
+    layout = ColumnLayout(("item",), frozenset({"item"}), (), ())
+
+    def __init__(self, sizes: list[int], *, in_turn: bool, grows: int = 0) -> None:
+        self.sizes, self.in_turn, self.grows = sizes, in_turn, grows
+        self.ends = [0] * len(sizes) if grows else sizes
+
+    def poll(self, offsets):
+        more = zip(self.ends, self.sizes, strict=True)
+        self.ends = [min(end + self.grows, size) for end, size in more]
+        ready = [
+            LogRange(str(p), offsets.get(str(p), 0), end)
+            for p, end in enumerate(self.ends)
+            if end > offsets.get(str(p), 0)
+        ]
+        return Polled(tuple(ready))
+
+    def read(self, part: LogRange, broken: Broken) -> Batch:
+        first = int(part.partition) * 1000
+        keys = torch.arange(first + part.begin, first + part.end)
+        return Batch(part.size, {}, {"item": Jagged.one_each(keys)})
+
+
+def pieces(source: StreamingSource, cursor, batch: int, ranks: int) -> list[list[int]]:
+    """Decide on so many thread ranks; each batch as its samples, in the order of ranks."""
+
+    def be(comm):
+        mine = source if comm.rank == 0 else StreamingSource(source.log, AT_ONCE)
+        mine.decide(cursor, rank=comm.rank, global_batch=batch, gather=comm.all_gather_values)
+        dealt = mine.batches(global_batch=batch, rank=comm.rank, ranks=ranks)
+        return [b.sparse["item"].values.tolist() for b in dealt], mine.cursor_after(99)
+
+    of_ranks = run_ranks(ranks, be) if ranks > 1 else [be(LocalCommunicator())]
+    assert all(cursor == of_ranks[0][1] for _, cursor in of_ranks)
+    return [list(chain(*parts)) for parts in zip(*(of for of, _ in of_ranks), strict=True)]
+
+
+def follow(log: MemoryLog, batch: int, cuts: list[int], ranks: list[int]) -> list[list[int]]:
+    """Train with restarts: after so many batches of a block, on another number of ranks."""
+    seen: list[list[int]] = []
+    cursor: dict[str, int] = {}
+    for turn in range(1000):
+        source = StreamingSource(log, AT_ONCE)
+        decided = pieces(source, cursor, batch, ranks[turn % len(ranks)])
+        if not decided and log.ends == log.sizes:
+            return seen
+        trained = min(cuts[turn % len(cuts)], len(decided))
+        seen += decided[:trained]
+        cursor = source.cursor_after(trained)
+    raise AssertionError("it does not end")
+
+
+LOGS = st.lists(st.integers(0, 30), min_size=1, max_size=4)
+
+
+@settings(deadline=None, max_examples=40)
+@given(LOGS, st.integers(1, 9), st.lists(st.integers(1, 4), min_size=1, max_size=4), st.booleans())
+def test_a_log_that_is_there_gives_the_same_batches_wherever_it_is_cut(sizes, batch, cuts, in_turn):
+    whole = follow(MemoryLog(sizes, in_turn=in_turn), batch, [3], [1])
+    assert len(whole) == sum(sizes) // batch
+    for ranks in ([1], [2], [4, 1, 2]):
+        assert follow(MemoryLog(sizes, in_turn=in_turn), batch, cuts, ranks) == whole
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    LOGS, st.integers(1, 9), st.integers(1, 5), st.lists(st.integers(0, 3), min_size=2, max_size=4)
+)
+def test_a_log_that_grows_loses_nothing_and_gives_nothing_twice(sizes, batch, grows, cuts):
+    cuts = [*cuts, 1]  # else nothing would ever be trained
+    seen = follow(MemoryLog(sizes, in_turn=False, grows=grows), batch, cuts, [1, 2, 4])
+    assert all(len(of_batch) == batch for of_batch in seen)
+    for partition in range(len(sizes)):
+        mine = [item for item in chain(*seen) if item // 1000 == partition]
+        assert mine == list(range(partition * 1000, partition * 1000 + len(mine)))
+    assert sum(sizes) - sum(map(len, seen)) < batch  # what is left waits for more
+
+
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=6), st.integers(0, 60))
+def test_partitions_share_as_evenly_as_they_can(sizes, wanted):
+    wanted = min(wanted, sum(sizes))
+    shares = share_out(sizes, wanted)
+    assert sum(shares) == wanted == sum(share_in_turn(sizes, wanted))
+    for share, size in zip(shares, sizes, strict=True):
+        assert share <= size
+        assert share == size or share >= max(shares) - 1
+
+
+def test_ranges_are_cut_where_ranks_meet():
+    ranges = [LogRange("a", 5, 8), LogRange("b", 0, 4)]
+    assert list(cut(ranges, 2, 5)) == [LogRange("a", 7, 8), LogRange("b", 0, 2)]
+    assert list(cut(ranges, 7, 7)) == []
+    assert choose_ranges(ranges, 8, 9, in_turn=True) == []
+
+
+def test_whoever_wants_to_stop_ends_the_waiting_of_all():
+    def be(comm):
+        source = StreamingSource(MemoryLog([3], in_turn=True), StreamConfig(poll_s=0.001))
+        return source.decide(
+            {},
+            rank=comm.rank,
+            global_batch=4,
+            gather=comm.all_gather_values,
+            stop_wanted=lambda: comm.rank == 1,
+        )
+
+    assert run_ranks(2, be) == ["stopped", "stopped"]
+
+
+def test_what_rank_0_is_refused_all_ranks_say():
+    class LostLog(MemoryLog):
+        def poll(self, offsets):
+            raise DataError("the log is lost; find it")
+
+    def be(comm):
+        source = StreamingSource(LostLog([3], in_turn=True), AT_ONCE)
+        with pytest.raises(DataError, match="the log is lost; find it"):
+            source.decide({}, rank=comm.rank, global_batch=4, gather=comm.all_gather_values)
+        return True
+
+    assert run_ranks(2, be) == [True, True]
+
+
+# A folder of files.
+
+
+def add_file(folder: Path, name: str, first: int, rows: int = 40, group: int = 16) -> Path:
+    """A file appears as a whole, under its name."""
+    folder.mkdir(exist_ok=True)
+    numbers = np.arange(first, first + rows)
+    columns = {
+        "label": (numbers % 3 == 0).astype(np.float32),
+        "user": numbers % 7,
+        "items": [[int(n) % 5, int(n) % 11] for n in numbers],
+        "age": (numbers / 100).astype(np.float32),
+    }
+    hidden = folder / f".{name}"
+    pq.write_table(pa.table(columns), hidden, row_group_size=group)
+    return hidden.rename(folder / name)
+
+
+def job_config(folder: Path, **sections) -> JobConfig:
+    stream = {"idle_s": 0.0, "poll_s": 0.001, "block": 2, **sections.pop("stream", {})}
+    run = {"batch": 12, "device": "cpu", "threads": 1, **sections.pop("run", {})}
+    data = {"kind": "stream", "path": str(folder), "stream": stream, **sections.pop("data", {})}
+    return build(
+        JobConfig,
+        {"data": data, "run": run, "model": {"dim": 4, "bottom": [4], "top": [4]}, **sections},
+    )
+
+
+def trained(config: JobConfig, *, ranks: int = 1, resume: str | None = None, on_step=None):
+    """Losses of each step, and the job's dense weights and progress at the end."""
+
+    def be(comm):
+        job = prepare(config, comm, resume)
+        seen: list[float] = []
+
+        def tell(report):
+            seen.append(report.loss)
+            if on_step is not None:
+                on_step(report)
+
+        train_job(job, tell)
+        weights = [p.detach().clone() for p in job.trainer.model.parameters()]
+        return seen, weights, job.trainer.progress
+
+    return run_ranks(ranks, be)[0] if ranks > 1 else be(LocalCommunicator())
+
+
+def same(one, two) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("cut_at", [1, 4, 7])
+def test_a_run_goes_on_after_its_last_sample_bit_for_bit(tmp_path, ranks, cut_at):
+    for n in range(3):
+        add_file(tmp_path / "in", f"{n}.parquet", 40 * n)
+    whole, weights, progress = trained(job_config(tmp_path / "in"), ranks=ranks)
+    assert (progress.step, progress.epoch) == (10, 0)
+    assert sum(progress.cursor.values()) == 120
+    folder = str(tmp_path / "run")
+    first, *_ = trained(
+        job_config(tmp_path / "in", run={"checkpoint": folder, "steps": cut_at}), ranks=ranks
+    )
+    config = job_config(tmp_path / "in", run={"checkpoint": folder, "checkpoint_every": 2})
+    rest, again, end = trained(config, ranks=ranks, resume="auto")
+    assert first + rest == whole
+    assert same(weights, again)
+    assert end.cursor == progress.cursor
+
+
+def test_other_ranks_go_on_from_the_same_sample(tmp_path):
+    for n in range(3):
+        add_file(tmp_path / "in", f"{n}.parquet", 40 * n)
+    folder = str(tmp_path / "run")
+    trained(job_config(tmp_path / "in", run={"checkpoint": folder, "steps": 3}), ranks=2)
+    config = job_config(tmp_path / "in", run={"checkpoint": folder})
+    _, _, progress = trained(config, ranks=4, resume="auto")
+    assert progress.step == 10
+    assert list(progress.cursor.values()) == [40, 40, 40]
+
+
+def test_files_that_come_while_it_runs_are_trained_as_if_they_had_been_there(tmp_path):
+    for n in range(3):
+        add_file(tmp_path / "all", f"{n}.parquet", 40 * n)
+    whole, weights, _ = trained(job_config(tmp_path / "all"))
+    add_file(tmp_path / "in", "0.parquet", 0)
+
+    def come(report):
+        if report.step in (2, 5):
+            n = report.step // 2
+            add_file(tmp_path / "in", f"{n}.parquet", 40 * n)
+
+    seen, again, _ = trained(job_config(tmp_path / "in"), on_step=come)
+    assert seen == whole
+    assert same(weights, again)
+
+
+def test_files_that_were_read_may_be_deleted(tmp_path):
+    for n in range(3):
+        add_file(tmp_path / "in", f"{n}.parquet", 40 * n)
+    folder = str(tmp_path / "run")
+    trained(job_config(tmp_path / "in", run={"checkpoint": folder}))
+    for n in range(3):
+        (tmp_path / "in" / f"{n}.parquet").unlink()
+    add_file(tmp_path / "in", "3.parquet", 120)
+    config = job_config(tmp_path / "in", run={"checkpoint": folder})
+    seen, _, progress = trained(config, resume="auto")
+    assert len(seen) == 3
+    assert [name.split("@")[0] for name in progress.cursor] == ["3.parquet"]
+    # The latest one stays, gone or not, so that a late file is noticed.
+    (tmp_path / "in" / "3.parquet").unlink()
+    add_file(tmp_path / "in", "25.parquet", 0)
+    refused(config, r"25.parquet came after 3.parquet was read")
+
+
+def refused(config: JobConfig, sentence: str) -> None:
+    with pytest.raises(DataError, match=sentence):
+        trained(config, resume="auto")
+
+
+def test_a_log_that_has_changed_is_refused_in_a_sentence(tmp_path):
+    folder = tmp_path / "in"
+    for n in (1, 2):
+        add_file(folder, f"{n}.parquet", 40 * n)
+    run = str(tmp_path / "run")
+    trained(job_config(folder, run={"checkpoint": run, "steps": 5}))
+    config = job_config(folder, run={"checkpoint": run})
+    add_file(folder, "2.parquet", 500)
+    refused(config, r"2.parquet is not the file that was read before; put it back")
+    (folder / "2.parquet").unlink()
+    refused(config, r"2.parquet is gone, and 20 of its 40 rows were not trained; put it back")
+    add_file(folder, "2.parquet", 80)
+    late = add_file(folder, "15.parquet", 0)
+    refused(config, r"15.parquet came after 2.parquet was read, which its name is before")
+    late.unlink()
+    assert len(trained(config, resume="auto")[0]) == 1
+
+
+def test_mistakes_of_a_folder_are_said_before_training(tmp_path):
+    (tmp_path / "in").mkdir()
+    with pytest.raises(DataError, match=r"there is no folder .* to follow"):
+        make_job(job_config(tmp_path / "nothing"), LocalCommunicator())
+    with pytest.raises(DataError, match=r"there are no Parquet files in .* yet; add one, or name"):
+        make_job(job_config(tmp_path / "in"), LocalCommunicator())
+    pq.write_table(pa.table({"history": [[1, 2]]}), tmp_path / "in/0.parquet")
+    with pytest.raises(DataError, match="has users' sequences, which are not read from a stream"):
+        make_job(job_config(tmp_path / "in"), LocalCommunicator())
+    with pytest.raises(ConfigError, match="cannot be followed; give a folder, or kafka://"):
+        make_job(job_config(tmp_path / "in", data={"path": "s3://a/b"}), LocalCommunicator())
+    with pytest.raises(ConfigError, match="test_every is not for a stream"):
+        job_config(tmp_path / "in", data={"test_every": 5})
+    with pytest.raises(ConfigError, match=r"options has sasl.password itself"):
+        StreamConfig(options={"sasl.password": "secret"})
+    with pytest.raises(ConfigError, match="rows_per_message is 4 and format 'json'"):
+        StreamConfig(rows_per_message=4)
+
+
+def test_another_schema_that_comes_later_is_refused(tmp_path):
+    add_file(tmp_path / "in", "0.parquet", 0)
+    pq.write_table(pa.table({"label": [1.0]}), tmp_path / "in/1.parquet")
+    with pytest.raises(DataError, match=r"1.parquet has no column user, it has label"):
+        trained(job_config(tmp_path / "in"))
+
+
+def test_a_batch_of_broken_rows_alone_is_passed_over(tmp_path):
+    add_file(tmp_path / "in", "0.parquet", 0, rows=12)
+    bad = pq.read_table(add_file(tmp_path / "bad", "1.parquet", 12, rows=12))
+    labels = pa.array([float("nan")] * 12, pa.float32())
+    pq.write_table(bad.set_column(0, "label", labels), tmp_path / "in/1.parquet")
+    add_file(tmp_path / "in", "2.parquet", 24, rows=12)
+    seen, _, progress = trained(job_config(tmp_path / "in", data={"max_broken": 12}))
+    assert len(seen) == 2
+    assert list(progress.cursor.values()) == [12, 12, 12]
+    with pytest.raises(DataError, match=r"row 1 of .*1.parquet is broken: label is no number"):
+        trained(job_config(tmp_path / "in"))
+
+
+def test_it_saves_and_waits_on_where_that_is_wanted(tmp_path):
+    add_file(tmp_path / "in", "0.parquet", 0)
+    run = tmp_path / "run"
+    config = job_config(tmp_path / "in", run={"checkpoint": str(run)}, stream={"on_idle": "save"})
+    job = make_job(config, LocalCommunicator())
+    asked = 0
+
+    def stop_wanted() -> bool:
+        nonlocal asked
+        asked += 1
+        saved = sorted(path.name for path in run.glob("step-*"))
+        if saved == ["step-00000003"] and not (tmp_path / "in/1.parquet").exists():
+            add_file(tmp_path / "in", "1.parquet", 40)
+        return saved == ["step-00000003", "step-00000006"]
+
+    job.trainer.stop_wanted = stop_wanted
+    found = loop.train_steps(job, lambda report: None)
+    assert (found.steps, found.stopped) == (6, True)
+
+
+def test_held_out_files_are_evaluated_when_the_stream_has_no_more(tmp_path):
+    add_file(tmp_path / "in", "0.parquet", 0)
+    held = add_file(tmp_path / "held", "0.parquet", 100)
+    job = make_job(job_config(tmp_path / "in", data={"test_path": str(held)}), LocalCommunicator())
+    found = train_job(job, lambda report: None)
+    assert found.split == "test"
+    assert found.metrics["samples"] == 40
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("plan", ["nested", "dual_buffer"])
+def test_every_plan_has_the_same_bits_on_what_the_log_has_now(tmp_path, plan, ranks):
+    for n in range(2):
+        add_file(tmp_path / "in", f"{n}.parquet", 40 * n)
+    config = job_config(tmp_path / "in", pipeline={"plan": plan, "micro_batches": 2})
+
+    def be(comm):
+        return verify_job(config, comm)
+
+    (verdict, *_) = run_ranks(ranks, be)
+    assert verdict.identical
+    assert verdict.steps == 6
+
+
+def test_verify_stops_where_the_log_ended_when_it_began(tmp_path):
+    add_file(tmp_path / "in", "0.parquet", 0)
+    config = DataConfig(kind="stream", path=str(tmp_path / "in"), stream=AT_ONCE)
+    gather = LocalCommunicator().all_gather_values
+    source = open_source(config)
+    assert isinstance(source, StreamingSource)
+    source.freeze(gather)
+    add_file(tmp_path / "in", "1.parquet", 40)
+    options = {"rank": 0, "global_batch": 40, "gather": gather}
+    assert source.decide({}, **options) == "decided"
+    assert source.num_decided == 1
+    assert source.decide(source.cursor_after(1), **options) == "idle"
+    free = open_source(replace(config))
+    assert isinstance(free, StreamingSource)
+    free.decide({}, **options)
+    assert free.num_decided == 2
