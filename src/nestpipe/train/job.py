@@ -474,7 +474,7 @@ _FORMS: Mapping[str, Effect] = {
 def effect_of(key: str) -> Effect:
     """What a changed setting changes."""
     section, _, name = key.partition(".")
-    if key in _HARMLESS:
+    if key in _HARMLESS or key.startswith("data.stream.options"):
         return "none"
     if key in _FORMS:
         return _FORMS[key]

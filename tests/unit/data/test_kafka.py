@@ -1,6 +1,7 @@
 """A Kafka topic as a log, read from a cluster inside the client that speaks the real protocol."""
 
 import json
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -43,27 +44,21 @@ class Cluster:
         (broker,) = self.producer.list_topics(timeout=30).brokers.values()
         self.address = f"{broker.host}:{broker.port}"
 
-    def send(self, values, *, topic: str = "clicks", partition: int = 0) -> None:
+    def send(self, values, *, topic: str, partition: int = 0) -> None:
         for value in values:
             self.producer.produce(topic, value=value, partition=partition)
         assert self.producer.flush(30) == 0
 
 
 @pytest.fixture(scope="module")
-def one_cluster() -> Cluster:
+def cluster() -> Cluster:
     return Cluster()
 
 
 @pytest.fixture
 def topic(request) -> str:
+    """A topic of the test's own."""
     return request.node.name.translate(str.maketrans("[]", "--"))
-
-
-@pytest.fixture
-def cluster(one_cluster, topic):
-    """The cluster with a topic of the test's own."""
-    one_cluster.topic = topic
-    return one_cluster
 
 
 @pytest.fixture
@@ -93,8 +88,8 @@ def as_arrow(numbers) -> bytes:
     return sink.getvalue().to_pybytes()
 
 
-def data(cluster: Cluster, topic: str, schema: Path, *, max_broken: int = 0, **stream):
-    stream = {"schema": str(schema), "idle_s": 0.0, "timeout_s": 20.0, **stream}
+def data(cluster: Cluster, topic: str, schema: Path | None, *, max_broken: int = 0, **stream):
+    stream = {"schema": str(schema or ""), "idle_s": 0.0, "timeout_s": 20.0, **stream}
     path = f"kafka://{cluster.address}/{topic}"
     return DataConfig(
         kind="stream", path=path, stream=StreamConfig(**stream), max_broken=max_broken
@@ -120,13 +115,13 @@ def users(config: DataConfig, batch: int, cursor=None, ranks: int = 1, most: int
 
     found = run_ranks(ranks, be) if ranks > 1 else [be(LocalCommunicator())]
     batches = zip(*(seen for seen, _ in found), strict=True)
-    return [sum(parts, []) for parts in batches], found[0][1]
+    return [list(chain(*parts)) for parts in batches], found[0][1]
 
 
 def test_partitions_are_read_together_and_on_from_the_cursor(cluster, topic, schema):
     for partition in range(2):
-        cluster.send(as_json(range(100 * partition, 100 * partition + 20)), partition=partition,
-                     topic=topic)  # fmt: skip
+        numbers = range(100 * partition, 100 * partition + 20)
+        cluster.send(as_json(numbers), partition=partition, topic=topic)
     config = data(cluster, topic, schema)
     first, cursor = users(config, 8, most=2)
     assert first[0] == [0, 1, 2, 3, 100, 101, 102, 103]
@@ -139,7 +134,7 @@ def test_partitions_are_read_together_and_on_from_the_cursor(cluster, topic, sch
         assert (first + rest, at) == (whole, end)
     cluster.send(as_json(range(20, 40)), topic=topic)
     more, _ = users(config, 8, end)
-    assert sum(more, []) == [*range(20, 36)]
+    assert list(chain(*more)) == [*range(20, 36)]
 
 
 def test_json_and_arrow_messages_give_the_batch_that_parquet_gives(
@@ -170,7 +165,7 @@ def test_batches_may_end_inside_a_message(cluster, topic, schema):
     first, cursor = users(config, 7, most=1, ranks=2)
     assert (first, cursor[f"{topic}/0"]) == ([[*range(7)]], 7)
     rest, _ = users(config, 7, cursor, ranks=4)
-    assert sum(first + rest, []) == [*range(28)]
+    assert list(chain(*first, *rest)) == [*range(28)]
 
 
 def test_broken_messages_are_refused_or_skipped_by_name(cluster, topic, schema):
@@ -181,12 +176,12 @@ def test_broken_messages_are_refused_or_skipped_by_name(cluster, topic, schema):
         users(data(cluster, topic, schema), 8)
     found, cursor = users(data(cluster, topic, schema, max_broken=2), 8)
     assert (found, cursor[f"{topic}/0"]) == ([[0, 1, 3, 4, 6, 7]], 8)
-    with pytest.raises(DataError, match="there are more broken rows than data.max_broken = 1"):
+    with pytest.raises(DataError, match=r"there are more broken rows than data.max_broken = 1"):
         users(data(cluster, topic, schema, max_broken=1), 8)
 
 
 def test_a_sample_that_breaks_a_rule_is_named_by_its_offset(cluster, topic, schema):
-    cluster.send(as_json(range(3)) + [json.dumps({**row(3), "label": 7}).encode()], topic=topic)
+    cluster.send([*as_json(range(3)), json.dumps({**row(3), "label": 7}).encode()], topic=topic)
     with pytest.raises(DataError, match=f"row 3 of {topic}/0 is broken: label is 7"):
         users(data(cluster, topic, schema), 4)
 
@@ -194,7 +189,7 @@ def test_a_sample_that_breaks_a_rule_is_named_by_its_offset(cluster, topic, sche
 def test_a_message_of_other_size_is_broken(cluster, topic, schema):
     cluster.send([as_arrow(range(3)), as_arrow(range(4))], topic=topic)
     config = data(cluster, topic, schema, format="arrow", rows_per_message=3)
-    with pytest.raises(DataError, match="message 1 of .* has 4 rows, and data.stream.rows_per"):
+    with pytest.raises(DataError, match=r"message 1 of .* has 4 rows, and data.stream.rows_per"):
         users(config, 6)
 
 
@@ -234,7 +229,7 @@ def test_a_new_run_may_begin_at_a_time(cluster, topic, schema, monkeypatch):
     assert set(asked) == {1794981600000}
 
 
-def test_a_time_after_all_messages_is_the_end(cluster, topic, schema):
+def test_a_time_after_all_messages_is_the_end(cluster, topic):
     cluster.send(as_json(range(4)), topic=topic)
     assert (
         KafkaTopic(f"kafka://{cluster.address}/{topic}", StreamConfig()).since(0, 1 << 45) is None
@@ -248,9 +243,7 @@ def test_a_time_after_all_messages_is_the_end(cluster, topic, schema):
         ((0, 2), "ends at message 2, and the run stands at 4, so the topic is another one"),
     ],
 )
-def test_a_topic_that_lost_messages_is_refused(
-    cluster, topic, schema, monkeypatch, bounds, sentence
-):
+def test_a_topic_that_lost_messages_is_refused(cluster, schema, monkeypatch, bounds, sentence):
     cluster.send(as_json(range(8)), topic="lost")
     config = data(cluster, "lost", schema)
     _, cursor = users(config, 4, most=1)
@@ -267,14 +260,14 @@ def test_a_message_that_is_deleted_while_it_is_read_is_refused(cluster, topic, s
 
 
 def test_mistakes_are_said_in_a_sentence(cluster, schema, monkeypatch):
-    with pytest.raises(DataError, match="cannot read the topic 'nothing' of .*Unknown topic"):
+    with pytest.raises(DataError, match=r"cannot read the topic 'nothing' of .*Unknown topic"):
         opened(data(cluster, "nothing", schema))
     cluster.send(as_json([0]), topic="some")
-    with pytest.raises(DataError, match="there is no file .*; check data.stream.schema"):
+    with pytest.raises(DataError, match=r"there is no file .*; check data.stream.schema"):
         opened(data(cluster, "some", Path("nowhere.parquet")))
-    with pytest.raises(ConfigError, match="data.stream.schema is missing; name a Parquet file"):
-        opened(data(cluster, "some", schema, schema=""))
-    with pytest.raises(ConfigError, match="data.stream.start is 'soon'; give earliest, latest"):
+    with pytest.raises(ConfigError, match=r"data.stream.schema is missing; name a Parquet file"):
+        opened(data(cluster, "some", None))
+    with pytest.raises(ConfigError, match=r"data.stream.start is 'soon'; give earliest, latest"):
         opened(data(cluster, "some", schema, start="soon"))
     with pytest.raises(ConfigError, match=r"Kafka refuses data.stream.options \(No such config"):
         opened(data(cluster, "some", schema, options={"banana": "yes"}))
@@ -294,8 +287,8 @@ def test_mistakes_are_said_in_a_sentence(cluster, schema, monkeypatch):
 
 def test_a_training_run_goes_on_from_its_checkpoint_bit_for_bit(cluster, topic, schema, tmp_path):
     for partition in range(3):
-        cluster.send(as_json(range(40 * partition, 40 * partition + 40)), partition=partition,
-                     topic=topic)  # fmt: skip
+        numbers = range(40 * partition, 40 * partition + 40)
+        cluster.send(as_json(numbers), partition=partition, topic=topic)
 
     def train(folder: str, resume: str | None = None, **run):
         stream = {"schema": str(schema), "idle_s": 0.0, "block": 2}
