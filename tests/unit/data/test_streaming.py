@@ -16,12 +16,13 @@ from nestpipe.batch import Batch
 from nestpipe.comm import LocalCommunicator
 from nestpipe.config import build
 from nestpipe.data import DataConfig, LogRange, Polled, StreamConfig, StreamingSource, open_source
+from nestpipe.data.readers import tail
 from nestpipe.data.readers.parquet import ColumnLayout
 from nestpipe.data.readers.text import Broken
 from nestpipe.data.streaming import choose_ranges, cut, share_in_turn, share_out
 from nestpipe.errors import ConfigError, DataError
 from nestpipe.jagged import Jagged
-from nestpipe.train import JobConfig, loop, make_job, train_job
+from nestpipe.train import JobConfig, job, loop, make_job, train_job
 from nestpipe.train.job import prepare
 from nestpipe.train.verify import verify_job
 from support.thread_ranks import run_ranks
@@ -205,6 +206,23 @@ def same(one, two) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
 
 
+@pytest.fixture
+def first_weights(monkeypatch):
+    """The same weights in every run: ranks that are threads draw from one generator in turns."""
+    make = job.make_model
+
+    def made(config, source):
+        model, tables = make(config, source)
+        rng = torch.Generator().manual_seed(5)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=rng) / 10)
+        return model, tables
+
+    monkeypatch.setattr(job, "make_model", made)
+
+
+@pytest.mark.usefixtures("first_weights")
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("cut_at", [1, 4, 7])
 def test_a_run_goes_on_after_its_last_sample_bit_for_bit(tmp_path, ranks, cut_at):
@@ -311,6 +329,23 @@ def test_mistakes_of_a_folder_are_said_before_training(tmp_path):
         StreamConfig(rows_per_message=4)
 
 
+def test_a_file_that_a_rank_sees_late_is_waited_for(tmp_path, monkeypatch):
+    file = add_file(tmp_path / "in", "0.parquet", 0)
+    config = DataConfig(kind="stream", path=str(tmp_path / "in"), stream=AT_ONCE)
+    source = open_source(config)
+    assert isinstance(source, StreamingSource)
+    gather = LocalCommunicator().all_gather_values
+    source.decide({}, rank=0, global_batch=40, gather=gather)
+    hidden = file.rename(tmp_path / "in/.0.parquet")
+    monkeypatch.setattr(tail.time, "sleep", lambda seconds: hidden.rename(file))
+    (batch,) = source.batches(global_batch=40, rank=0, ranks=1)
+    assert batch.size == 40
+    file.unlink()
+    monkeypatch.setattr(tail, "LATE_S", 0.0)
+    with pytest.raises(DataError, match=r"0.parquet is gone, and 40 of its 40 rows were not"):
+        list(source.batches(global_batch=40, rank=0, ranks=1))
+
+
 def test_another_schema_that_comes_later_is_refused(tmp_path):
     add_file(tmp_path / "in", "0.parquet", 0)
     pq.write_table(pa.table({"label": [1.0]}), tmp_path / "in/1.parquet")
@@ -360,6 +395,7 @@ def test_held_out_files_are_evaluated_when_the_stream_has_no_more(tmp_path):
     assert found.metrics["samples"] == 40
 
 
+@pytest.mark.usefixtures("first_weights")
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("plan", ["nested", "dual_buffer"])
 def test_every_plan_has_the_same_bits_on_what_the_log_has_now(tmp_path, plan, ranks):

@@ -7,6 +7,7 @@ that a cursor notices another file of the same name.
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -37,6 +38,9 @@ from nestpipe.errors import DataError
 
 TAIL = 1 << 16
 """Bytes at the end of a file that are hashed: a Parquet file says there what it holds."""
+
+LATE_S = 15.0
+"""How long a rank waits for a file that another one has seen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +167,7 @@ class FolderLog:
     def read(self, part: LogRange, broken: Broken) -> Batch:
         """Rows of one file, group by group."""
         segment = Segment.of(part.partition)
-        found, path = self._segment(segment.name), self._folder / segment.name
+        found, path = self._wait_for(segment.name), self._folder / segment.name
         if found is None:
             self._refuse_unread(segment, part.begin)
         if found != segment:
@@ -180,6 +184,13 @@ class FolderLog:
             batches.append(to_batch(piece, self._layout, np.arange(begin, end), path, broken))
             begin = end
         return concat(batches)
+
+    def _wait_for(self, name: str) -> Segment | None:
+        """A file that rank 0 has seen: on a network file system others see it later."""
+        patience = time.monotonic() + LATE_S
+        while (found := self._segment(name)) is None and time.monotonic() < patience:
+            time.sleep(0.1)
+        return found
 
     def _group_sizes(self, partition: str, path: Path) -> list[int]:
         """Rows of each group; the footer of the file that is read is not read again."""
