@@ -73,7 +73,8 @@ class Jagged:
         """The lists of neighbouring samples, without a copy."""
         offsets = self.offsets
         first, last = int(offsets[start]), int(offsets[stop])
-        return Jagged(self.values[first:last], self.lengths[start:stop])
+        known = offsets[: stop + 1] if start == 0 and self.known_offsets is not None else None
+        return Jagged(self.values[first:last], self.lengths[start:stop], known)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Jagged:
         return Jagged(

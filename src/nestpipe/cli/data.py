@@ -162,6 +162,12 @@ def bench_data(
         write_json(json, [{**asdict(one), "ratio": one.ratio} for one in found])
     if json != STDOUT:
         console().print(_readings_table(found))
+        for one in found:
+            if one.ranks > one.shards:
+                console().print(
+                    f"{one.ranks} ranks share {one.shards} shards of the {one.form}, so each reads "
+                    "more than its part; more --samples make more shards, 8 at most."
+                )
 
 
 def _readings_table(found: list[DataReading]) -> RichTable:

@@ -26,7 +26,13 @@ from nestpipe.data.readers.text import Broken
 from nestpipe.errors import DataError
 from nestpipe.jagged import Jagged
 from nestpipe.kernels.library import native_wanted
-from nestpipe.kernels.take import PieceColumns, RowSpan, rows_of, take
+from nestpipe.kernels.take import (
+    PieceColumns,
+    RowSpan,
+    rows_of,
+    take,
+    take_permuted,
+)
 
 # Shapes: B samples, V shards
 
@@ -35,6 +41,8 @@ SHARD_WINDOW = 8_192
 """Samples that a shard's window has at least, where the number of shards is chosen."""
 MOST_SHARDS = 64
 """Shards at most, where their number is chosen."""
+EDGE = 65_536
+"""Samples at most that one shard keeps for the one before it, instead of reading them twice."""
 
 
 def choose_shards(wanted: int, window: int, num_chunks: int) -> int:
@@ -158,20 +166,32 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Samples as they were read."""
+    """Samples as they were read, or a window of them."""
 
-    samples: Batch
-    columns: PieceColumns | None
+    size: int
+    dense: tuple[str, ...]
+    sparse: tuple[str, ...]
+    samples: Batch | PieceColumns
+    """The latter where native code picks from it."""
 
     @classmethod
     def of(cls, samples: Batch, form: Form) -> Piece:
+        names = (tuple(samples.dense), tuple(samples.sparse))
         if not form.native:
-            return cls(samples, None)
+            return cls(samples.size, *names, samples)
         lists = [
             (keys.values, None if name in form.single else keys.offsets)
             for name, keys in samples.sparse.items()
         ]
-        return cls(samples, PieceColumns.of(lists, list(samples.dense.values())))
+        columns = PieceColumns.of(lists, list(samples.dense.values()))
+        return cls(samples.size, *names, columns)
+
+
+Held = tuple[Piece, int, int]
+"""Samples [first, end) of a piece."""
+
+Edges = dict[tuple[int, int], list[Batch]]
+"""By chunk and `end`: its samples [0, end), which the shard after them had to read to get there."""
 
 
 class ShardReader:
@@ -183,7 +203,11 @@ class ShardReader:
         ranges: Sequence[tuple[int, int, int]],
         broken: Broken,
         form: Form,
+        edges: Edges,
     ) -> None:
+        self.keeps_edge = False
+        """Whether the shard before is read here too."""
+        self._edges = edges
         self._chunks = chunks
         self._ranges = list(ranges)
         self._broken = broken
@@ -195,29 +219,29 @@ class ShardReader:
         self._row = 0
         """The row of the next piece that is the shard's sample `at`."""
 
-    def read(self, low: int, high: int, order: I64 | None) -> list[Piece]:
+    def read(self, low: int, high: int, order: I64 | None) -> list[Held]:
         """Samples [low, high) of the shard, in an order that is applied to all of them."""
         pieces: list[Piece] = []
         spans: list[RowSpan] = []
         while low < high:
             piece, first, row = self._piece_with(low)
-            size = min(high, first + piece.samples.size - row) - low
+            size = min(high, first + piece.size - row) - low
             begin = row + low - first
             spans.append(RowSpan(len(pieces), begin, begin + size))
             pieces.append(piece)
             low += size
         if order is None:
-            cut = [pieces[span.piece].samples.slice(span.first, span.end) for span in spans]
-            return [Piece.of(samples, self._form) for samples in cut]
-        return [Piece.of(pick(pieces, spans, order), self._form)]
+            return [(pieces[span.piece], span.first, span.end) for span in spans]
+        window = permute(pieces, spans, order)
+        return [(window, 0, window.size)]
 
     def _piece_with(self, sample: int) -> tuple[Piece, int, int]:
         """The piece with a sample, its first sample in the shard, and that one's row."""
         while True:
             if self._piece is not None:
-                if sample < self._at + self._piece.samples.size - self._row:
+                if sample < self._at + self._piece.size - self._row:
                     return self._piece, self._at, self._row
-                self._at += self._piece.samples.size - self._row
+                self._at += self._piece.size - self._row
                 self._row, self._piece = 0, None
             self._next_piece(sample)
 
@@ -239,8 +263,24 @@ class ShardReader:
         while sample >= self._at + end - first:
             self._at += end - first
             chunk, first, end = self._ranges.pop(0)
-        self._row = first
-        self._pieces = _until(self._chunks[chunk].read(self._broken), end)
+        kept = self._edges.pop((chunk, end), None)
+        pieces = _until(iter(kept) if kept else self._chunks[chunk].read(self._broken), end)
+        if self.keeps_edge and 0 < first <= EDGE:
+            pieces = _keeping(pieces, first, self._edges, chunk)
+        self._row, self._pieces = first, pieces
+
+
+def _keeping(pieces: Iterator[Batch], end: int, edges: Edges, chunk: int) -> Iterator[Batch]:
+    """The same pieces; the first `end` samples are kept for the shard before this one."""
+    kept: list[Batch] = []
+    left = end
+    for piece in pieces:
+        if left > 0:
+            kept.append(piece.slice(0, min(left, piece.size)))
+            left -= piece.size
+            if left <= 0:
+                edges[chunk, end] = kept
+        yield piece
 
 
 def _until(pieces: Iterator[Batch], end: int) -> Iterator[Batch]:
@@ -258,26 +298,26 @@ class _Held:
 
     def __init__(self) -> None:
         self.end = 0
-        self._pieces: list[tuple[int, Piece]] = []
+        self._pieces: list[tuple[int, Held]] = []
         """Each with the shard's sample that it begins with."""
 
-    def add(self, pieces: Sequence[Piece]) -> None:
-        for piece in pieces:
-            self._pieces.append((self.end, piece))
-            self.end += piece.samples.size
+    def add(self, pieces: Sequence[Held]) -> None:
+        for piece, first, end in pieces:
+            self._pieces.append((self.end, (piece, first, end)))
+            self.end += end - first
 
     def forget(self, begin: int) -> None:
         """Drop pieces that end before `begin`; where all do, go on there."""
-        self._pieces = [(at, p) for at, p in self._pieces if at + p.samples.size > begin]
+        self._pieces = [(at, held) for at, held in self._pieces if at + held[2] - held[1] > begin]
         if not self._pieces:
             self.end = max(self.end, begin)
 
-    def spans(self, first: int, end: int) -> Iterator[tuple[Piece, int, int]]:
-        """Where samples [first, end) are: (piece, first row, end)."""
-        for at, piece in self._pieces:
-            low, high = max(first, at), min(end, at + piece.samples.size)
+    def spans(self, first: int, end: int) -> Iterator[Held]:
+        """Where samples [first, end) are."""
+        for at, (piece, row, stop) in self._pieces:
+            low, high = max(first, at), min(end, at + stop - row)
             if low < high:
-                yield piece, low - at, high - at
+                yield piece, row + low - at, row + high - at
 
 
 class ShardedPass:
@@ -292,20 +332,23 @@ class ShardedPass:
         *,
         single: frozenset[str] = frozenset(),
         threads: int = 1,
-        native: bool | None = None,
     ) -> None:
-        form = Form(single, native_wanted() if native is None else native)
+        form = Form(single, native_wanted())
         self._order, self._turns = order, order.turns
         self._size_V = self._turns.counts(self._turns.samples)
-        self._readers = [ShardReader(chunks, ranges, broken, form) for ranges in order.ranges()]
+        edges: Edges = {}
+        self._readers = [
+            ShardReader(chunks, ranges, broken, form, edges) for ranges in order.ranges()
+        ]
         self._held = [_Held() for _ in self._readers]
-        self._ahead: dict[int, tuple[int, Future[list[Piece]]]] = {}
+        self._ahead: dict[int, tuple[int, Future[list[Held]]]] = {}
         self._threads = threads
         self._empty = empty
 
     def deal(self, share: Share) -> Iterator[Batch]:
         """This rank's part of each global batch from the first that is wanted on."""
         pool = ThreadPoolExecutor(self._threads, thread_name_prefix="reader")
+        self._keep_edges(share)
         try:
             for begin in range(share.first, self._turns.samples, share.global_batch):
                 parts = list(self._turns.parts(share, begin))
@@ -314,6 +357,12 @@ class ShardedPass:
                 yield self._take(parts)
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
+
+    def _keep_edges(self, share: Share) -> None:
+        """Two neighbouring shards of this rank read the chunk at their edge once."""
+        mine = {shard for shard, _, _ in self._turns.parts(share, share.first)}
+        for shard in mine:
+            self._readers[shard].keeps_edge = shard - 1 in mine
 
     def _load(self, pool: ThreadPoolExecutor, shard: int, first: int, end: int) -> None:
         """Have samples [first, end) of a shard; the window after them is asked for."""
@@ -328,7 +377,7 @@ class ShardedPass:
             if held.end < self._size_V[shard]:
                 self._ask(pool, shard, window + 1)
 
-    def _ask(self, pool: ThreadPoolExecutor, shard: int, window: int) -> Future[list[Piece]]:
+    def _ask(self, pool: ThreadPoolExecutor, shard: int, window: int) -> Future[list[Held]]:
         """A window of a shard, asked for now where it was not before."""
         waiting = self._ahead.get(shard)
         if waiting is not None and waiting[0] == window:
@@ -339,7 +388,7 @@ class ShardedPass:
         self._ahead[shard] = (window, future)
         return future
 
-    def _read(self, shard: int, window: int) -> list[Piece]:
+    def _read(self, shard: int, window: int) -> list[Held]:
         low = window * self._order.shard_window
         high = min(low + self._order.shard_window, int(self._size_V[shard]))
         order = self._order.window_order(shard, window, high - low)
@@ -355,21 +404,41 @@ class ShardedPass:
         return pick(pieces, spans) if pieces else self._empty
 
 
-def pick(pieces: Sequence[Piece], spans: Sequence[RowSpan], order_B: I64 | None = None) -> Batch:
-    """The samples of these spans of pieces behind each other, then in this order."""
-    like = pieces[0].samples
-    columns = [piece.columns for piece in pieces if piece.columns is not None]
-    if not columns:
-        return pick_plainly([piece.samples for piece in pieces], spans, order_B)
-    lists, rows = take(columns, spans, order_B)
+def pick(pieces: Sequence[Piece], spans: Sequence[RowSpan]) -> Batch:
+    """The samples of these spans of pieces behind each other."""
+    columns, batches = _native_or_plain(pieces)
+    if batches:
+        return pick_plainly(batches, spans)
+    lists, rows = take(columns, spans)
     return Batch(
-        len(lists[0][1]) if lists else len(rows[0]),
-        dict(zip(like.dense, rows, strict=True)),
-        {name: Jagged(*found) for name, found in zip(like.sparse, lists, strict=True)},
+        sum(span.end - span.first for span in spans),
+        dict(zip(pieces[0].dense, rows, strict=True)),
+        {name: Jagged(*found) for name, found in zip(pieces[0].sparse, lists, strict=True)},
     )
 
 
-def pick_plainly(batches: Sequence[Batch], spans: Sequence[RowSpan], order_B: I64 | None) -> Batch:
+def permute(
+    pieces: Sequence[Piece],
+    spans: Sequence[RowSpan],
+    order_B: I64,
+) -> Piece:
+    """The same samples in this order, to be picked from."""
+    columns, batches = _native_or_plain(pieces)
+    found = (
+        pick_plainly(batches, spans, order_B) if batches else take_permuted(columns, spans, order_B)
+    )
+    return Piece(len(order_B), pieces[0].dense, pieces[0].sparse, found)
+
+
+def _native_or_plain(pieces: Sequence[Piece]) -> tuple[list[PieceColumns], list[Batch]]:
+    """Pieces of a pass are all of one form: the other list is empty."""
+    columns = [one.samples for one in pieces if isinstance(one.samples, PieceColumns)]
+    return columns, [one.samples for one in pieces if isinstance(one.samples, Batch)]
+
+
+def pick_plainly(
+    batches: Sequence[Batch], spans: Sequence[RowSpan], order_B: I64 | None = None
+) -> Batch:
     """The same by joining all pieces first: the twin of the native form."""
     piece_B, row_B = rows_of(spans)
     begins = np.cumsum([0, *(batch.size for batch in batches[:-1])])

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from nestpipe.batch import Batch
 from nestpipe.data import DataConfig, Source, open_source
 from nestpipe.data.order import Permutation, Share, mix
-from nestpipe.data.readers import parquet
-from nestpipe.data.sharded import Form, Piece, RowSpan, choose_shards, pick, pick_plainly
+from nestpipe.data.readers import parquet, sequences
+from nestpipe.data.sharded import Form, Piece, RowSpan, choose_shards, permute, pick, pick_plainly
 from nestpipe.data.source import Chunk, Stream, keys_column
 from nestpipe.errors import ConfigError, DataError
 from nestpipe.jagged import Jagged
@@ -261,11 +261,12 @@ def test_native_picking_is_the_plain_one(sizes, single, lists):
     total = sum(span.end - span.first for span in spans)
     form = Form(frozenset({"one"}), native=True)
     native = [Piece.of(piece, form) for piece in pieces]
-    for order in (None, np.random.default_rng(0).permutation(total)):
-        picked, plain = pick(native, spans, order), pick_plainly(pieces, spans, order)
-        assert lists(picked) == lists(plain)
-        for name in picked.sparse:
-            assert picked.sparse[name].offsets.tolist() == plain.sparse[name].offsets.tolist()
+    assert lists(pick(native, spans)) == lists(pick_plainly(pieces, spans))
+    order = np.random.default_rng(0).permutation(total)
+    window, plain = permute(native, spans, order), pick_plainly(pieces, spans, order)
+    for first, end in ((0, total), (total // 3, total // 2)):
+        found = pick([window], [RowSpan(0, first, end)])
+        assert lists(found) == lists(plain.slice(first, end))
 
 
 def test_without_native_code_the_batches_are_the_same(make, lists, monkeypatch):
@@ -273,6 +274,25 @@ def test_without_native_code_the_batches_are_the_same(make, lists, monkeypatch):
     native = [lists(batch) for batch in read(source)]
     monkeypatch.setenv("NESTPIPE_NATIVE", "0")
     assert [lists(batch) for batch in read(source)] == native
+
+
+@pytest.mark.parametrize("kind", [pa.list_, pa.large_list])
+def test_sequences_that_stay_whole_are_what_cutting_them_would_give(tmp_path, monkeypatch, kind):
+    """Rows without items, and out of the order of their times, among them."""
+    items = [[5, 6, 7], [], [9, 8], [3], [], [1, 2, 4]]
+    times = [[3, 1, 2], [], [1, 1], [9], [], [4, 5, 6]]
+    columns = {"history": items, "timestamps": times}
+    arrays = {name: pa.array(rows, kind(pa.int64())) for name, rows in columns.items()}
+    pq.write_table(pa.table(arrays), tmp_path / "users.parquet")
+    path = str(tmp_path)
+    source = open_source(DataConfig(kind="parquet", path=path, test_path=path, shuffle=False))
+    (whole,) = read(source)
+    monkeypatch.setattr(sequences, "_is_whole", lambda *_: False)
+    (cut,) = read(source)
+    assert whole.sparse["history"].to_lists() == [[6, 7, 5], [], [9, 8], [3], [], [1, 2, 4]]
+    for name in columns:
+        assert whole.sparse[name].to_lists() == cut.sparse[name].to_lists()
+    assert torch.equal(whole.dense["sample_id"], cut.dense["sample_id"])
 
 
 @pytest.mark.parametrize("start", [0, 16])
@@ -319,6 +339,17 @@ def test_a_rank_opens_no_chunk_of_shards_that_are_not_its_own():
         seen.append(sorted(reads))
     assert sorted(flat(seen)) == list(range(16))
     assert [len(of_rank) for of_rank in seen] == [4] * 4
+
+
+def test_neighbouring_shards_of_a_rank_read_the_chunk_at_their_edge_once():
+    """Six chunks of ten samples in four shards: three edges are inside of chunks."""
+    reads: list[int] = []
+    stream = in_memory([10] * 6, 16, reads, shards=4)
+    read(stream, global_batch=8)
+    assert sorted(reads) == list(range(6))
+    reads.clear()
+    read(stream, rank=1, ranks=4, global_batch=8)
+    assert len(reads) == len(set(reads)) == 2
 
 
 def test_the_number_of_shards_follows_from_window_and_row_groups():

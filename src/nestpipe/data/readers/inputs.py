@@ -155,10 +155,10 @@ def keys(column: Any) -> NDArray[np.int64]:
 def lists(column: Any) -> Jagged:
     """A list of keys per row; no list is an empty one."""
     array = flat(column)
-    if not array.null_count and pa.types.is_large_list(array.type) and array.offset == 0:
-        offsets = array.offsets.to_numpy()
-        known = tensor(offsets) if len(offsets) and offsets[0] == 0 else None
-        return Jagged(tensor(keys(array.flatten())), tensor(np.diff(offsets)), known)
+    if not array.null_count and not pa.types.is_fixed_size_list(array.type):
+        offsets = array.offsets.to_numpy().astype(np.int64, copy=False)
+        known = offsets if offsets[0] == 0 else offsets - offsets[0]
+        return Jagged(tensor(keys(array.flatten())), tensor(np.diff(known)), tensor(known))
     lengths = list_lengths(array)
     if pa.types.is_fixed_size_list(array.type):
         array = array.filter(array.is_valid())

@@ -168,7 +168,8 @@ def broken_rows(piece: Any, layout: SequenceLayout) -> list[tuple[NDArray[np.boo
 
 def to_batch(piece: Any, layout: SequenceLayout, ids_B: I64) -> tuple[Batch, NDArray[np.bool_]]:
     """The rows with enough items as samples, and which rows those are."""
-    items_T, lengths_B = _list(inputs.lists(piece[layout.history]))
+    history = inputs.lists(piece[layout.history])
+    items_T, lengths_B = _list(history)
     if layout.target:
         items_T = np.insert(items_T, np.cumsum(lengths_B), inputs.keys(piece[layout.target]))
     times_T = _times(piece, layout, lengths_B) if layout.timestamps else None
@@ -177,6 +178,11 @@ def to_batch(piece: Any, layout: SequenceLayout, ids_B: I64) -> tuple[Batch, NDA
     if times_T is not None:
         items_T, times_T = in_order(items_T, times_T, lengths_B)
     held = layout.held
+    if _is_whole(layout, lengths_B):
+        lists = {HISTORY: items_T, **({} if times_T is None else {TIMESTAMPS: times_T})}
+        at = history.known_offsets
+        sparse = {name: Jagged(tensor(one), history.lengths, at) for name, one in lists.items()}
+        return Batch(len(ids_B), {SAMPLE_ID: tensor(ids_B)}, sparse), np.ones(len(ids_B), bool)
     kept_B = lengths_B >= held.least
     begin_B = (np.cumsum(lengths_B) - lengths_B)[kept_B]
     length_B = np.maximum(lengths_B[kept_B] - held.last, 0)
@@ -190,6 +196,14 @@ def to_batch(piece: Any, layout: SequenceLayout, ids_B: I64) -> tuple[Batch, NDA
             dense[TIME] = tensor(times_T[begin_B + length_B])
     dense[SAMPLE_ID] = tensor(ids_B[kept_B])
     return Batch(int(kept_B.sum()), dense, sparse), kept_B
+
+
+def _is_whole(layout: SequenceLayout, lengths_B: I64) -> bool:
+    """Whether all rows are samples as they are, so that nothing needs to be copied."""
+    held = layout.held
+    if layout.target or held.target or held.last or held.least:
+        return False
+    return bool((lengths_B <= layout.max_len).all())
 
 
 def _list(lists: Jagged) -> tuple[I64, I64]:
@@ -214,14 +228,19 @@ def seconds(array: Any) -> I64:
     """Times as whole seconds; numbers are seconds already."""
     if pa.types.is_timestamp(array.type):
         array = array.cast(pa.timestamp("s"), safe=False).cast(pa.int64())
-    return np.floor(array.to_numpy(zero_copy_only=False)).astype(np.int64)
+    numbers = array.to_numpy(zero_copy_only=False)
+    whole = numbers if np.issubdtype(numbers.dtype, np.integer) else np.floor(numbers)
+    return whole.astype(np.int64, copy=False)
 
 
 def in_order(items_T: I64, times_T: I64, lengths_B: I64) -> tuple[I64, I64]:
     """Each row's items by time; at equal times they keep the order of the file."""
-    row_T = np.repeat(np.arange(len(lengths_B)), lengths_B)
-    if not ((np.diff(times_T) < 0) & (np.diff(row_T) == 0)).any():
+    earlier_T = times_T[1:] < times_T[:-1]
+    ends_B = np.cumsum(lengths_B)
+    earlier_T[ends_B[(ends_B > 0) & (ends_B < len(times_T))] - 1] = False  # another row begins
+    if not earlier_T.any():
         return items_T, times_T
+    row_T = np.repeat(np.arange(len(lengths_B)), lengths_B)
     order_T = np.lexsort((times_T, row_T))
     return items_T[order_T], times_T[order_T]
 

@@ -18,21 +18,32 @@ struct Pieces {
   const int64_t* row_bytes;       // of each column of rows
 };
 
+struct Spans {
+  int64_t num_spans;
+  const int64_t* piece;
+  const int64_t* first;  // samples [first, end) of the piece
+  const int64_t* end;
+};
+
 struct Taken {
   int64_t* const* values;  // of each column of lists, with room for 4 more behind the last
-  int64_t* const* lengths;
-  int64_t* const* offsets;  // as those of pieces; written by nestpipe_take_samples alone
+  int64_t* const* ends;    // lengths for neighbours, offsets (one more) for single samples
   char* const* rows;
 };
 
 }  // namespace nestpipe
 
-// Neighbours: samples [first, end) of pieces, span by span.
-NESTPIPE_API void nestpipe_take_spans(const nestpipe::Pieces* pieces, int64_t num_spans,
-                                      const int64_t* piece, const int64_t* first,
-                                      const int64_t* end, const nestpipe::Taken* taken);
+// How many values each column of lists has in all spans together.
+NESTPIPE_API void nestpipe_take_sizes(const nestpipe::Pieces* pieces, const nestpipe::Spans* spans,
+                                      int64_t* sizes);
 
-// Single samples in any order. `limits`: how many values a column of a piece has.
-NESTPIPE_API void nestpipe_take_samples(const nestpipe::Pieces* pieces, int64_t num_samples,
+// Neighbours: the samples of the spans behind each other.
+NESTPIPE_API void nestpipe_take_spans(const nestpipe::Pieces* pieces, const nestpipe::Spans* spans,
+                                      const nestpipe::Taken* taken);
+
+// The same samples in any order. `limits`: how many values a column of a piece has. Columns of one
+// value each get no offsets.
+NESTPIPE_API void nestpipe_take_samples(const nestpipe::Pieces* pieces,
+                                        const nestpipe::Spans* spans, int64_t num_samples,
                                         const int64_t* piece, const int64_t* row,
                                         const int64_t* limits, const nestpipe::Taken* taken);
