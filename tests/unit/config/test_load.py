@@ -450,7 +450,7 @@ def test_a_check_passes_or_says_what_to_give(check: Any, good: Any, bad: Any, ad
 @pytest.mark.parametrize(
     ("field", "value", "sentence"),
     [
-        ("pooling", "mean", "pooling of table 'items' is 'mean'; give one of 'none', 'sum'"),
+        ("pooling", "max", "pooling of table 'items' is 'max'; give one of 'none', 'sum', 'mean'"),
         ("placement", "row", "placement of table 'items' is 'row'; did you mean 'rows'?"),
         ("dtype", "float16", "dtype of table 'items' is 'float16'; did you mean 'bfloat16'?"),
     ],
