@@ -187,6 +187,7 @@ def refuse_means(
     if half == 0:
         return
     was_training = model.training
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     parts = [batch.slice(0, 2 * half), batch.slice(0, half), batch.slice(half, 2 * half)]
     counts = [{f: len(k.values) for f, k in keys_of(model, part).items()} for part in parts]
     ends = [(2 * half, counts[0]), (half, counts[1]), (2 * half, counts[0])]
@@ -201,6 +202,8 @@ def refuse_means(
                 losses.append(loss_of(model, cut, part))
         finally:
             model.train(was_training)
+            for buffer, before in buffers:
+                buffer.copy_(before)
     _compare_halves(type(model).__name__, *losses)
 
 

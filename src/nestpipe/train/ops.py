@@ -77,6 +77,8 @@ class StepReport:
 
 NO_TOTALS = torch.zeros(2)
 """Before the loss of a batch is known; never written to."""
+GPU_SEEN_EVERY = 16
+"""On a GPU one batch in so many counts for the metrics of training."""
 
 
 @dataclass(slots=True)
@@ -281,7 +283,7 @@ class TrainingWork:
         # The graph writes it again in the next batch; by then it has been summed or told.
         state.losses.append(done.total)
         state.weight += done.weight
-        self._see(state, done.measured)
+        self._see(op, state, done.measured)
         if done.faults is not None:
             state.faults.append(done.faults)
             state.dense_checked = True
@@ -310,11 +312,15 @@ class TrainingWork:
             loss = loss_of(self._model, rows, state.micros[micro], self.dense_half)
         state.losses.append(loss.total.detach())
         state.weight += loss.weight
-        self._see(state, loss.measured())
+        self._see(op, state, loss.measured())
         return loss.total
 
-    def _see(self, state: TrainingBatch, measured: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+    def _see(
+        self, op: Op, state: TrainingBatch, measured: Mapping[str, tuple[Tensor, Tensor]]
+    ) -> None:
         """Count predictions for the metrics of training; nobody waits for them here."""
+        if self.device.type == "cuda" and op.batch % GPU_SEEN_EVERY:
+            return  # launching it costs the host more than the device
         for task, (predictions, labels) in measured.items():
             sums = click_sums(predictions, labels)
             state.seen[task] = sums if task not in state.seen else state.seen[task] + sums

@@ -267,7 +267,7 @@ class World {
     std::vector<float> gradients(static_cast<size_t>(owner.num_served * dim_));
     hand_over(self, gradients, false);
     const std::vector<float> before = owner.rows;
-    const nestpipe::Optimizer descent{nestpipe::kSgd, 1.0F, 0, 0, 0, 0, 0, 0};
+    const nestpipe::Optimizer descent{nestpipe::kSgd, 1.0F, 0, 0, 0, 0, 0, 0, 1.0F, 1.0F};
     const nestpipe::Part part{rows_of(gradients, dim_),
                               {owner.back_served.data(), owner.back_ends.data()}};
     const nestpipe::Part parts[] = {part, part};
@@ -291,7 +291,8 @@ class World {
                                            numbers<float>(width, 1.0F));
       std::vector<std::byte*> pointers;
       for (auto& row : rows) pointers.push_back(reinterpret_cast<std::byte*>(row.data()));
-      const nestpipe::Optimizer optimizer{kind, 0.1F, 1e-8F, 0.9F, 0.1F, 0.999F, 0.001F, 0.1F};
+      const nestpipe::Optimizer optimizer{kind,   0.1F,   1e-8F, 0.9F, 0.1F,
+                                          0.999F, 0.001F, 0.1F,  1.0F, 1.0F};
       const Rows there{nullptr, 0, pointers.data()};
       require(nestpipe_update(&optimizer, &there, owner.num_unique, dim_, &part, 1, 1.0F,
                               kThreads) == nestpipe::kOk,
