@@ -10,6 +10,8 @@ from support.examples import load_profile
 
 # Tests run side by side; threads of one torch op that wait for a core cost far more than they save.
 torch.set_num_threads(1)
+# A child that a signal ends shows where its threads were.
+os.environ.setdefault("PYTHONFAULTHANDLER", "1")
 
 load_profile()
 
