@@ -155,14 +155,14 @@ def use_threads(run: RunConfig) -> str:
     share = default_threads()
     if run.threads:
         torch.set_num_threads(run.threads)
-        return f"{run.threads} threads a rank: as set"
+        return f"threads of each rank: {run.threads}, as set"
     if "OMP_NUM_THREADS" in os.environ:
-        return f"{torch.get_num_threads()} threads a rank: as OMP_NUM_THREADS says"
+        return f"threads of each rank: {torch.get_num_threads()}, as OMP_NUM_THREADS says"
     if torch.get_num_threads() > share:
         torch.set_num_threads(share)
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
     return (
-        f"{torch.get_num_threads()} threads a rank: the cores of this machine over {ranks} "
+        f"threads of each rank: {torch.get_num_threads()}, the cores of this machine over {ranks} "
         f"{'rank' if ranks == '1' else 'ranks'}; set run.threads for another number"
     )
 
