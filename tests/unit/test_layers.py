@@ -17,11 +17,11 @@ LAYER = {
     "loadtest": 5,
     **dict.fromkeys(["train", "serve"], 4),
     **dict.fromkeys(["sim", "runtime", "data", "embedding", "models"], 3),
-    **dict.fromkeys(["schedule", "batch", "checkpoint", "comm", "kernels"], 2),
+    **dict.fromkeys(["schedule", "batch", "checkpoint", "comm", "kernels", "dashboard"], 2),
     **dict.fromkeys(["config", "trace", "jagged"], 1),
     **dict.fromkeys(["deprecated", "errors"], 0),
 }
-WITHOUT_TORCH = {"schedule", "sim", "config", "trace", "deprecated", "errors"}
+WITHOUT_TORCH = {"schedule", "sim", "config", "trace", "dashboard", "deprecated", "errors"}
 LATE_TORCH = {"cli"}
 """May import torch, but only inside a function: `nestpipe --help` must not wait for it."""
 

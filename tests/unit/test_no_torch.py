@@ -11,7 +11,7 @@ import pytest
 import nestpipe
 
 ROOT = Path(nestpipe.__file__).parent
-WITHOUT_TORCH = ["errors", "deprecated", "config", "trace", "schedule", "sim", "cli"]
+WITHOUT_TORCH = ["errors", "deprecated", "config", "trace", "dashboard", "schedule", "sim", "cli"]
 
 REFUSE_TORCH = """
 import sys

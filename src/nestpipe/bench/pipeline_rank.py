@@ -210,6 +210,9 @@ class SharedClock:
     def trace(self, facts: Mapping[str, Fact]) -> Trace:
         return self._spans.trace(facts)
 
+    def recent(self, batches: int) -> list[Span]:
+        return self._spans.recent(batches)
+
 
 class Rounds:
     """A trainer that runs its rounds with any plan."""

@@ -224,8 +224,8 @@ def _measures(where: Where, settings: LoadSettings, longest: int) -> Generator[d
     clock = RealClock()
     if where.url is not None:
         require("httpx")
+        from nestpipe.config.access import read_token
         from nestpipe.serve.http.client import Client
-        from nestpipe.serve.http.limits import read_token
 
         token = read_token(where.token_file, os.environ)
         with Client(where.url, token, threads=CLIENT_THREADS) as client:

@@ -68,8 +68,8 @@ def serve(
     """
     _check(checkpoint, instances, port, histories)
     _require("torch", "safetensors", "fastapi", "httpx", "prometheus_client", "uvicorn")
+    from nestpipe.config.access import read_token, require_token
     from nestpipe.serve.http import launch
-    from nestpipe.serve.http.limits import read_token, require_token
 
     token = read_token(token_file, os.environ)
     require_token(host, token)

@@ -320,6 +320,11 @@ class RowPool:
         self._know_free(Told(index.counters))
         self._flushed = min(self._flushed, sum(self._store.num_rows()))
 
+    @property
+    def free_known(self) -> int:
+        """Slots that were free when the host last heard of it; waits for nobody."""
+        return self._free_known
+
     def num_bytes(self) -> int:
         """Device memory of rows and index."""
         return self.num_slots * (self.rows_SW.stride(0) * 4 + INDEX_BYTES)

@@ -232,6 +232,16 @@ class CudaSpans:
         ]
         return trace_of([*device, *at_rate(rate, self._host.all())], facts)
 
+    def recent(self, batches: int) -> list[Span]:
+        """Only what the GPU has done; the host's clock is taken as it is."""
+        since = self._start.elapsed_time
+        device = [
+            span_of(op, lane, self._rank, since(start), since(end))
+            for op, lane, start, end in self._timed.newest(batches)
+            if end.query()
+        ]
+        return [*device, *self._host.newest(batches)]
+
     def _host_now(self) -> float:
         return (time.perf_counter() - self._host_start) * 1e3
 

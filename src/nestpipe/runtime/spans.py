@@ -31,6 +31,10 @@ class Spans(Protocol):
         """What was recorded so far."""
         ...
 
+    def recent(self, batches: int) -> list[Span]:
+        """Ops of the newest batches that have ended; any thread may ask, and waits for nothing."""
+        ...
+
 
 class HostSpans:
     """Times by the host's clock: right where an op has ended when its act returns."""
@@ -54,6 +58,9 @@ class HostSpans:
 
     def trace(self, facts: Mapping[str, Fact]) -> Trace:
         return trace_of(self._kept.all(), facts)
+
+    def recent(self, batches: int) -> list[Span]:
+        return self._kept.newest(batches)
 
     def _now(self) -> float:
         return (time.perf_counter() - self._start) * 1e3
@@ -96,6 +103,12 @@ class LastBatches(Generic[T]):
     def all(self) -> list[T]:
         with self._lock:
             return [item for items in self._of_batch.values() for item in items]
+
+    def newest(self, batches: int) -> list[T]:
+        """Of so many batches alone."""
+        with self._lock:
+            oldest = self._newest - batches
+            return [item for b, items in self._of_batch.items() if b > oldest for item in items]
 
     def clear(self) -> None:
         with self._lock:
@@ -168,6 +181,9 @@ class HostTimes:
 
     def trace(self, facts: Mapping[str, Fact]) -> Trace:
         return self._spans.trace(facts)
+
+    def recent(self, batches: int) -> list[Span]:
+        return self._spans.recent(batches)
 
     def reading(self) -> HostTime:
         """After a run that came past both batches."""

@@ -28,6 +28,7 @@ from nestpipe.checkpoint.manifest import Manifest
 from nestpipe.comm import DEFAULT_TIMEOUT_S, Communicator
 from nestpipe.config import RowPolicy, Table, build, not_negative, positive
 from nestpipe.config.values import fit_leaf
+from nestpipe.dashboard.record import FOLDER as RECORD_FOLDER
 from nestpipe.data import (
     HISTORY,
     TIMESTAMPS,
@@ -195,6 +196,9 @@ class RunConfig(ExecutionSettings):
     evicted: str = ""
     """Folder for the keys whose rows leave: a file of JSON lines for each boundary at which some
     did; empty: none."""
+    record: str = "auto"
+    """Folder for the record that `nestpipe show` and the dashboard read, `off`, or `auto`: the
+    folder of checkpoints, or that of logs, where there is one."""
     log: str = ""
     """Folder for logs; empty: none."""
     loggers: tuple[LoggerName, ...] = ("tensorboard",)
@@ -218,6 +222,12 @@ class RunConfig(ExecutionSettings):
         positive("patience", self.patience)
         not_negative("keep_hours", self.keep_hours)
         positive("grace_s", self.grace_s)
+
+    @property
+    def record_folder(self) -> Path | None:
+        """Where the record of the run goes; None: nowhere."""
+        chosen = (self.checkpoint or self.log) if self.record == "auto" else self.record
+        return Path(chosen) / RECORD_FOLDER if chosen not in ("", "off") else None
 
     @property
     def retention(self) -> Retention:

@@ -1,6 +1,7 @@
 """Where the figures of a run go: one protocol, and a class for each place.
 
 TensorBoard and JSON lines are built in; Weights & Biases and MLflow are extras. Rank 0 alone logs.
+The record that the dashboard shows is written by every rank, each its own.
 """
 
 from __future__ import annotations
@@ -8,13 +9,23 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+import socket
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from nestpipe.checkpoint import disk
-from nestpipe.errors import ConfigError
+from nestpipe.dashboard.recorder import FAILED, FINISHED, STOPPED, RunRecorder
+from nestpipe.errors import ConfigError, NestpipeError
+from nestpipe.schedule import Kind
+from nestpipe.trace import Span
+from nestpipe.train.checkpoint import raise_everywhere
+from nestpipe.train.summary import SharedKeys
+
+if TYPE_CHECKING:
+    from nestpipe.train.trainer import Trainer
 
 LoggerName = Literal["tensorboard", "jsonl", "wandb", "mlflow"]
 LINES = "metrics.jsonl"
@@ -141,3 +152,96 @@ class MetricLoggers:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+# The record of a run, for the dashboard: what the trainer knows without waiting.
+
+
+MOST_RECORDED = 64
+"""Ranks that write a record; those of a larger run are like the first."""
+
+
+class TrainerProbe:
+    """What a trainer knows of itself at any moment."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        shape = trainer.plan.shape
+        self._compares = shape.handover is Kind.SYNC
+        self._shared = SharedKeys(
+            {of.name: g.tables[of.table].name for g in trainer.groups for of in g.features}
+        )
+        if not self._compares:
+            trainer.on_keys = self._shared.hear
+
+    def spans(self, batches: int) -> Sequence[Span]:
+        return self._trainer.spans.recent(batches)
+
+    def counters(self) -> Mapping[str, float]:
+        traffic = self._trainer.traffic
+        counted = traffic.rows_refreshed, traffic.rows_compared
+        shared, compared = counted if self._compares else self._shared.read()
+        return {
+            "bytes_sent": self._trainer.comm.bytes_sent,
+            "keys_shared": shared,
+            "keys_compared": compared,
+        }
+
+    def gauges(self) -> Mapping[str, Any]:
+        used, slots = self._trainer.pool_slots()
+        pool = {"pool": {"used": used, "slots": slots}} if slots else {}
+        return {"tables": self._trainer.row_counts(), **pool}
+
+
+@contextmanager
+def recorded(
+    trainer: Trainer, folder: Path | None, about: Mapping[str, Any]
+) -> Generator[RunRecorder | None]:
+    """Inside, the run is recorded; how it ends is the last that is written.
+
+    All ranks call it; what one of them cannot write, all refuse.
+    """
+    opened: list[RunRecorder] = []
+
+    def open_record() -> None:
+        if folder is not None and trainer.comm.rank < MOST_RECORDED:
+            opened.append(_open_record(trainer, folder, about))
+
+    raise_everywhere(trainer.comm, open_record)
+    if not opened:
+        yield None
+        return
+    (recorder,) = opened
+    recorder.start()
+    try:
+        yield recorder
+    except BaseException as error:
+        known = isinstance(error, NestpipeError)
+        recorder.close(FAILED, str(error) if known else f"{type(error).__name__}: {error}")
+        raise
+    recorder.close(STOPPED if trainer.stopped else FINISHED)
+
+
+def _open_record(trainer: Trainer, folder: Path, about: Mapping[str, Any]) -> RunRecorder:
+    shape, comm = trainer.plan.shape, trainer.comm
+    facts = {
+        "plan": trainer.plan.name,
+        "micro_batches": shape.micro_batches,
+        "retrieval": shape.retrieval.value,
+        "compares": shape.handover is Kind.SYNC,
+        "ranks": comm.size,
+        "groups": trainer.mesh.groups,
+        "device": trainer.device.type,
+        "batch": trainer.settings.batch,
+        "model": type(trainer.model).__name__,
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+    }
+    with disk.explained(f"the record {str(folder)!r}"):
+        return RunRecorder(
+            folder,
+            comm.rank,
+            TrainerProbe(trainer),
+            {**facts, **about},
+            first_step=trainer.progress.step,
+        )

@@ -30,6 +30,7 @@ from nestpipe.checkpoint.folder import (
 from nestpipe.checkpoint.manifest import read_manifest
 from nestpipe.comm import Communicator, LocalCommunicator, connect
 from nestpipe.comm.peer_failure import StopRequest
+from nestpipe.dashboard.recorder import RunRecorder
 from nestpipe.data import Ranking
 from nestpipe.embedding.store.protocol import default_threads
 from nestpipe.errors import CheckpointError, ConfigError
@@ -39,7 +40,7 @@ from nestpipe.train.background import BackgroundWriter
 from nestpipe.train.checkpoint import LostParentError, gathered_from_first, raise_everywhere
 from nestpipe.train.evaluate import evaluate, popularity, popularity_auc
 from nestpipe.train.job import Job, JobConfig, RunConfig
-from nestpipe.train.loggers import MetricLoggers
+from nestpipe.train.loggers import MetricLoggers, recorded
 from nestpipe.train.ops import StepReport
 from nestpipe.train.summary import Summary, Traffic, peak_tflops, summarise
 from nestpipe.train.trainer import Trainer, choose_device
@@ -298,8 +299,12 @@ def train_steps(job: Job, tell: Tell, tell_metrics: TellMetrics = _tell_nobody) 
     checkpoints = RunCheckpoints(job, early)
     folder = run.log if comm.rank == 0 else ""
     loggers_opened = MetricLoggers(run.loggers, folder, flat(asdict(config)))
-    with loggers_opened as loggers, checkpoints.finished_on_failure():
-        on_step = _logged(_told(job, tell, seen), loggers, job)
+    with (
+        loggers_opened as loggers,
+        recorded(trainer, run.record_folder, {"steps": total_steps(job)}) as recorder,
+        checkpoints.finished_on_failure(),
+    ):
+        on_step = _logged(_told(job, tell, seen, recorder), loggers, job)
         while not (_finished(job) or _over(job) or (early is not None and early.ended)):
             start, epoch = time.perf_counter(), trainer.progress.epoch
             trainer.fit(
@@ -319,12 +324,14 @@ def train_steps(job: Job, tell: Tell, tell_metrics: TellMetrics = _tell_nobody) 
                 loggers.log({_named(split, name): value for name, value in now.items()}, step)
                 if comm.rank == 0:
                     tell_metrics(step, str(split), now)
+                    if recorder is not None:
+                        recorder.on_evaluation(step, str(split), now)
                 best = early is not None and early.hear(now, step)
             now_saved = best or _due(job, run.checkpoint_every) or trainer.idle
             if now_saved and not (_finished(job) or _over(job)):
                 checkpoints.save(now)
-    current = metrics if evaluated_at == trainer.progress.step else {}
-    checkpoints.save(current, last=True)
+        current = metrics if evaluated_at == trainer.progress.step else {}
+        checkpoints.save(current, last=True)
     return _result(job, seen, metrics, checkpoints, early)
 
 
@@ -343,10 +350,12 @@ class _Figures:
         return sum(tail) / len(tail) if tail else math.nan
 
 
-def _told(job: Job, tell: Tell, seen: _Figures) -> Tell:
+def _told(job: Job, tell: Tell, seen: _Figures, recorder: RunRecorder | None) -> Tell:
     def on_step(report: StepReport) -> None:
         seen.losses.append(report.loss)
         seen.samples += report.samples
+        if recorder is not None:
+            recorder.on_step(report)
         if job.trainer.comm.rank == 0:
             tell(report)
 

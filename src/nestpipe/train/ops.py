@@ -27,6 +27,7 @@ from nestpipe.embedding.optimizers import constant
 from nestpipe.embedding.sharded import ShardedTables
 from nestpipe.embedding.table_groups import mean_features
 from nestpipe.errors import LossError, RunError
+from nestpipe.jagged import Jagged
 from nestpipe.kernels.index.segments import LARGEST
 from nestpipe.kernels.index.steady import StepNews
 from nestpipe.kernels.rows.native import Gradients
@@ -75,6 +76,7 @@ class StepReport:
     """Global norm of the gradients, before they are clipped by it; nan: they are not."""
 
 
+OnKeys = Callable[[int, Sequence[Mapping[str, Jagged]]], None]
 NO_TOTALS = torch.zeros(2)
 """Before the loss of a batch is known; never written to."""
 GPU_SEEN_EVERY = 16
@@ -176,6 +178,8 @@ class TrainingWork:
     """And the norms of all their gradients."""
     on_seen: Callable[[Mapping[str, Tensor]], None] = lambda seen: None
     """Hears what `click_sums` made of each batch, in order, by task."""
+    on_keys: OnKeys = lambda batch, keys: None
+    """Hears which keys the micro-batches of a batch ask for."""
     clip_norm: float = 0.0
     """The most that the norm of gradients may be; 0: anything."""
 
@@ -226,6 +230,7 @@ class TrainingWork:
     def dedup(self, op: Op) -> None:
         state = self.in_flight[op.batch]
         keys = [keys_of(self._model, micro) for micro in state.on_host]
+        self.on_keys(op.batch, keys)
         means = mean_features(self.tables.groups)
         state.lengths = [{name: of[name].lengths for name in means if name in of} for of in keys]
         if isinstance(self.tables, DeviceTables):

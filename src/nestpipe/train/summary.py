@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from statistics import fmean
 
+import numpy as np
+
+from nestpipe.jagged import Jagged
 from nestpipe.schedule import Kind, Lane
 from nestpipe.trace import (
     IDLE,
@@ -50,6 +53,60 @@ class Traffic:
         """All ranks together."""
         names = [field.name for field in fields(cls)]
         return cls(**{name: sum(getattr(rank, name) for rank in ranks) for name in names})
+
+
+MOST_COMPARED = 1 << 16
+"""Keys that are compared with those of the batch before; of more, one in so many is taken."""
+
+
+class SharedKeys:
+    """How many keys of a batch the batch before had too, by samples, for plans that do not compare.
+
+    `hear` is told of every batch and keeps two in a row; whoever reads does the comparing.
+    """
+
+    def __init__(self, table_of: Mapping[str, str]) -> None:
+        self._table_of = table_of
+        self._pair: list[tuple[int, Sequence[Mapping[str, Jagged]]]] = []
+        self.shared = self.compared = 0
+
+    def hear(self, batch: int, keys: Sequence[Mapping[str, Jagged]]) -> None:
+        """Keep the batch, unless there are two already."""
+        pair = self._pair
+        if len(pair) < 2:
+            follows = bool(pair) and pair[0][0] == batch - 1
+            self._pair = [*pair, (batch, keys)] if follows else [(batch, keys)]
+
+    def read(self) -> tuple[int, int]:
+        """Keys that were shared and keys that were compared, ever."""
+        if len(pair := self._pair) == 2:
+            before, after = (self._of_tables(keys) for _, keys in pair)
+            self._pair = []
+            for table, keys in after.items():
+                self.compared += len(keys)
+                self.shared += int(np.isin(keys, before.get(table, keys[:0])).sum())
+        return self.shared, self.compared
+
+    def _of_tables(self, micros: Sequence[Mapping[str, Jagged]]) -> dict[str, np.ndarray]:
+        found: dict[str, list[np.ndarray]] = {}
+        for micro in micros:
+            for feature, of in micro.items():
+                table = self._table_of.get(feature, feature)
+                found.setdefault(table, []).append(of.values.numpy())
+        total = sum(len(part) for parts in found.values() for part in parts)
+        return {
+            table: np.unique(np.concatenate([_sample(part, total) for part in parts]))
+            for table, parts in found.items()
+        }
+
+
+def _sample(keys: np.ndarray, total: int) -> np.ndarray:
+    """One key in so many, always the same ones; keys that follow each other are spread."""
+    if total <= MOST_COMPARED:
+        return keys
+    bits = (total // MOST_COMPARED).bit_length()
+    mixed = keys.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    return keys[mixed >> np.uint64(64 - bits) == 0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,13 @@ from nestpipe.train.checkpoint import RunState, load_checkpoint, put_rows, save_
 from nestpipe.train.config import DenseSettings, TrainSettings, choose_pipeline
 from nestpipe.train.dense_graphs import DenseGraphs
 from nestpipe.train.grad_buckets import GradBuckets
-from nestpipe.train.ops import MicroBatchSplitter, StepReport, TrainingWork, drop_dense_faults
+from nestpipe.train.ops import (
+    MicroBatchSplitter,
+    OnKeys,
+    StepReport,
+    TrainingWork,
+    drop_dense_faults,
+)
 from nestpipe.train.summary import Traffic
 
 
@@ -171,6 +177,8 @@ class Trainer:
         """Whether some rank wanted that, so that all have ended."""
         self.idle = False
         """Whether the last `fit` ended because a stream had nothing more for a while."""
+        self.on_keys: OnKeys = lambda batch, keys: None
+        """Told of each batch which keys this rank's micro-batches ask for, before they are sent."""
         self._seen: dict[str, Tensor] = {}
         """What `click_sums` made of this rank's batches, by task, since it was last taken."""
 
@@ -217,6 +225,19 @@ class Trainer:
         for pool in self._pools:
             pool.flush()
         return list(self._stores)
+
+    def row_counts(self) -> dict[str, int]:
+        """Rows of each table in this rank's host store; those in a pool alone do not count."""
+        return {
+            table.name: count
+            for group, store in zip(self.groups, self._stores, strict=True)
+            for table, count in zip(group.tables, store.num_rows(), strict=True)
+        }
+
+    def pool_slots(self) -> tuple[int, int]:
+        """Slots of this rank's pools that are taken, as the host last heard, and all of them."""
+        slots = sum(pool.num_slots for pool in self._pools)
+        return slots - sum(pool.free_known for pool in self._pools), slots
 
     def make_tables(self, plan: Plan) -> ShardedTables:
         """The tables as ops of that plan see them that only read; they never insert rows."""
@@ -431,6 +452,7 @@ class Trainer:
             dense_schedule=self.settings.dense.factor,
             clip_norm=self.settings.clip_norm,
             on_seen=self._count_seen,
+            on_keys=self.on_keys,
             grad_buckets=self._grad_buckets,
             dense_half=self.dense_half,
             graphs=self._graphs if isinstance(tables, DeviceTables) else None,

@@ -1,7 +1,8 @@
-"""Loggers: one protocol, and what each makes of it."""
+"""Loggers: one protocol, and what each makes of it; and the record of a run."""
 
 import json
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,8 +10,10 @@ import pytest
 
 from nestpipe.comm import LocalCommunicator
 from nestpipe.config import build
-from nestpipe.errors import ConfigError
+from nestpipe.dashboard.record import RankRecord, file_of, read_record
+from nestpipe.errors import CheckpointError, ConfigError, LossError
 from nestpipe.train import JobConfig, make_job, train_job
+from nestpipe.train.job import RunConfig
 from nestpipe.train.loggers import LINES, JsonLinesLogger, MetricLoggers
 
 FIGURES = {"train/loss": 0.5, "validation/hr@10": 0.25}
@@ -107,3 +110,76 @@ def test_a_run_logs_steps_rates_and_evaluations_with_their_split(tmp_path):
     assert all(
         {"validation/loss", "train/normalised_entropy"} <= line.keys() for line in evaluations
     )
+
+
+# The record that the dashboard reads.
+
+
+def recorded_run(folder: Path, **pipeline: Any) -> RankRecord:
+    """The record of ten steps."""
+    given = {
+        "data": {"synthetic": {"samples": 320, "test_samples": 64, "num_tables": 2}},
+        "pipeline": pipeline,
+        "run": {"batch": 32, "device": "cpu", "eval_every": 4, "record": str(folder)},
+    }
+    train_job(make_job(build(JobConfig, given), LocalCommunicator()), lambda report: None)
+    return read_record(file_of(folder / "record", 0))
+
+
+@pytest.mark.parametrize("plan", ["serial", "nested"])
+def test_the_record_of_a_run_has_its_steps_tables_and_evaluations(tmp_path, plan):
+    record = recorded_run(tmp_path, plan=plan)
+    assert (record.about["plan"], record.about["steps"], record.about["ranks"]) == (plan, 10, 1)
+    last = record.points[-1]
+    assert (last["step"], last["steps"], last["samples"]) == (10, 10, 320)
+    assert last["rows_read"] > 0
+    assert set(last["tables"]) == {"c0", "c1"}
+    assert last["compute_ms"] <= last["step_ms"]
+    assert [line["step"] for line in record.evaluations] == [4, 8, 10]
+    assert record.end is not None
+    assert record.end["status"] == "finished"
+
+
+def test_plans_that_compare_keys_and_those_that_do_not_tell_about_the_same_overlap(tmp_path):
+    shares: dict[str, float] = {}
+    for plan in ("serial", "nested"):
+        last = recorded_run(tmp_path / plan, plan=plan).points[-1]
+        counters = last["counters"]
+        assert counters["keys_compared"] > 0
+        shares[plan] = counters["keys_shared"] / counters["keys_compared"]
+    assert shares["serial"] == pytest.approx(shares["nested"], abs=0.1)
+
+
+def test_a_run_that_fails_says_so_in_its_record(tmp_path, monkeypatch):
+    def broken(*_: object, **given: object) -> None:
+        raise LossError(3, float("nan"))
+
+    monkeypatch.setattr("nestpipe.train.trainer.Trainer.fit", broken)
+    with pytest.raises(LossError):
+        recorded_run(tmp_path)
+    end = read_record(file_of(tmp_path / "record", 0)).end
+    assert end is not None
+    assert (end["status"], end["sentence"]) == (
+        "failed",
+        "the loss of step 3 is nan; lower the learning rates",
+    )
+
+
+def test_a_record_that_cannot_be_written_is_refused_before_training(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"cannot write the record .*; check the disk"):
+        recorded_run(tmp_path / "file")
+
+
+@pytest.mark.parametrize(
+    ("given", "folder"),
+    [
+        ({}, None),
+        ({"log": "a"}, Path("a/record")),
+        ({"checkpoint": "b", "log": "a"}, Path("b/record")),
+        ({"checkpoint": "b", "record": "off"}, None),
+        ({"checkpoint": "b", "record": "c"}, Path("c/record")),
+    ],
+)
+def test_the_record_is_beside_checkpoints_or_logs_unless_told(given, folder):
+    assert RunConfig(**given).record_folder == folder

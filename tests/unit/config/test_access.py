@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
+from nestpipe.config.access import is_authorised, is_loopback, read_token, require_token
 from nestpipe.errors import ConfigError
-from nestpipe.serve.http.limits import is_authorised, is_loopback, read_token, require_token
 
 TOKEN = "0123456789abcdef"
 
