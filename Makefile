@@ -44,7 +44,7 @@ demo: $(READY)
 test: lint
 	$(TYPES_BESIDE)
 
-# Property tests draw twenty times as many examples; for a nightly run.
+# More examples, and an interpreter of its own for every process of a test; for a nightly run.
 test-long: lint
 	NESTPIPE_EXAMPLES=long; export NESTPIPE_EXAMPLES; $(TYPES_BESIDE)
 

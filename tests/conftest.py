@@ -1,12 +1,13 @@
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from support import programs
-from support.examples import load_profile
+from support.examples import is_long, load_profile
+from support.warm_python import in_place_of_python
 
 # Tests run side by side; threads of one torch op that wait for a core cost far more than they save.
 torch.set_num_threads(1)
@@ -32,6 +33,16 @@ def pytest_runtest_protocol(item: pytest.Item):
         item.add_marker(pytest.mark.skip(reason=reason))
     with programs.allowed(needed):
         return (yield)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm_python() -> Iterator[None]:
+    """Processes of tests begin with torch imported; in the long profile, with nothing."""
+    if is_long():
+        yield
+        return
+    with in_place_of_python():
+        yield
 
 
 @pytest.fixture

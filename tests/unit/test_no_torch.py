@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import nestpipe
+from support.warm_python import REAL
 
 ROOT = Path(nestpipe.__file__).parent
 WITHOUT_TORCH = ["errors", "deprecated", "config", "trace", "dashboard", "schedule", "sim", "cli"]
@@ -37,7 +37,7 @@ def modules_of(package: str) -> list[str]:
 def import_without_torch(modules: list[str]) -> subprocess.CompletedProcess[str]:
     lines = [REFUSE_TORCH, *(f"import {module}" for module in modules)]
     return subprocess.run(
-        [sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=False
+        [REAL, "-c", "\n".join(lines)], capture_output=True, text=True, check=False
     )
 
 
