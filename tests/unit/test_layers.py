@@ -14,7 +14,7 @@ import nestpipe
 LAYER = {
     "cli": 7,
     "bench": 6,
-    "loadtest": 5,
+    **dict.fromkeys(["loadtest", "planner"], 5),
     **dict.fromkeys(["train", "serve"], 4),
     **dict.fromkeys(["sim", "runtime", "data", "embedding", "models"], 3),
     **dict.fromkeys(["schedule", "batch", "checkpoint", "comm", "kernels", "dashboard"], 2),

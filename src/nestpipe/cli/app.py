@@ -30,8 +30,9 @@ from nestpipe.cli.data import bench_data, data_app
 from nestpipe.cli.draw import check, draw
 from nestpipe.cli.export import export, import_weights
 from nestpipe.cli.load import load
+from nestpipe.cli.planning.plan import bench_plan, plan_job
+from nestpipe.cli.planning.simulate import simulate_app
 from nestpipe.cli.serve import serve
-from nestpipe.cli.simulate import simulate_app
 from nestpipe.cli.train import evaluate, train
 from nestpipe.cli.verify import verify
 from nestpipe.deprecated import RenamedWarning, current_flags
@@ -52,9 +53,11 @@ app.command()(verify)
 app.command()(load)
 app.command()(draw)
 app.command()(check)
+app.command("plan")(plan_job)
 app.add_typer(simulate_app, name="simulate")
 bench_app.command("train")(bench_train)
 bench_app.command("pipeline")(bench_pipeline)
+bench_app.command("plan")(bench_plan)
 bench_app.command("groups")(bench_groups)
 bench_app.command("clustering")(bench_clustering)
 bench_app.command("relay")(bench_relay)

@@ -94,7 +94,7 @@ class SerialCosts:
     def __init__(self, traces: Sequence[Trace], sharing: Sharing) -> None:
         self._batches: list[dict[tuple[Kind, int | None, int], float]] = []
         for trace in traces:
-            costs = _costs_of(trace, sharing)
+            costs = op_costs(trace, sharing)
             batches = sorted({batch for _, batch, _, _ in costs})
             # The last batches end unlike the others: no keys tell which rows leave.
             pooled = trace.facts.get("retrieval") == Retrieval.POOLED
@@ -116,7 +116,7 @@ class SerialCosts:
 _Key = tuple[Kind, int, int | None, int]
 
 
-def _costs_of(trace: Trace, sharing: Sharing) -> dict[_Key, float]:
+def op_costs(trace: Trace, sharing: Sharing) -> dict[_Key, float]:
     """What each op of each rank took: (kind, batch, micro, rank) to milliseconds."""
     turns = [turn for rank in trace.ranks for turn in _turns(trace.of_rank(rank))]
     turns = _without_waiting(turns)

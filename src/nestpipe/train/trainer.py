@@ -50,7 +50,12 @@ from nestpipe.schedule import (
 from nestpipe.trace import Trace
 from nestpipe.train.background import BackgroundWriter, TrackedStore
 from nestpipe.train.checkpoint import RunState, load_checkpoint, put_rows, save_checkpoint
-from nestpipe.train.config import DenseSettings, TrainSettings, choose_pipeline
+from nestpipe.train.config import (
+    DenseSettings,
+    PipelineSettings,
+    TrainSettings,
+    choose_pipeline,
+)
 from nestpipe.train.dense_graphs import DenseGraphs
 from nestpipe.train.grad_buckets import GradBuckets
 from nestpipe.train.ops import (
@@ -105,9 +110,7 @@ class Trainer:
         self.mesh = make_mesh(self.comm, parallel.groups, parallel.layout)
         tables = self.settings.rows.tuned(tables)
         self.groups = group_tables(tables, owner_sums=self.settings.pipeline.owners_add_up)
-        made = self.settings.pipeline.make_plan(parallel)
-        self.plan = self.placed(with_gradient_norm(made) if settings.clips_rows else made)
-        check(self.plan.schedule(2 * self.plan.shape.lookahead + 3), stale=self.plan.name)
+        self.plan = self._checked_plan()
         inline = self.routes_on_device(self.plan)
         self.lanes = lanes or lanes_for(self.plan.shape, self.device, inline=inline)
         self.spans = spans_for(self.device, self.comm.rank)
@@ -181,6 +184,40 @@ class Trainer:
         """Told of each batch which keys this rank's micro-batches ask for, before they are sent."""
         self._seen: dict[str, Tensor] = {}
         """What `click_sums` made of this rank's batches, by task, since it was last taken."""
+
+    def _checked_plan(self) -> Plan:
+        """The plan of the settings as it runs here, proven."""
+        made = self.settings.pipeline.make_plan(self.settings.parallel)
+        placed = self.placed(with_gradient_norm(made) if self.settings.clips_rows else made)
+        check(placed.schedule(2 * placed.shape.lookahead + 3), stale=placed.name)
+        return placed
+
+    def change_pipeline(
+        self, pipeline: PipelineSettings, *, device_memory: str | None = None
+    ) -> None:
+        """Train the next batches with other settings, and a pool of another size if given.
+
+        No batch is in flight between two `fit`. Results are those of a trainer that has had these
+        settings for these batches; how owners add up rows is settled for good when it is made.
+        """
+        if pipeline.owners_add_up != self.settings.pipeline.owners_add_up:
+            raise ConfigError(
+                f"retrieval cannot change to {str(pipeline.retrieval)!r} during a run, because "
+                "owners add up rows in one of the forms only; set owner_sums = 'off'"
+            )
+        before = (self.plan.shape.overlaps, self.routes_on_device(self.plan))
+        resized = device_memory not in (None, self.settings.device_memory)
+        memory = device_memory if device_memory is not None else self.settings.device_memory
+        self.settings = replace(self.settings, pipeline=pipeline, device_memory=memory)
+        self.plan = self._checked_plan()
+        after = (self.plan.shape.overlaps, self.routes_on_device(self.plan))
+        if after != before:
+            self.lanes = lanes_for(self.plan.shape, self.device, inline=after[1])
+        if resized or not self.plan.shape.pooled:
+            for pool in self._pools:
+                pool.flush()
+            self._pools = []
+        self.trace = Trace(())
 
     def _open_stores(self) -> list[RowStore]:
         settings, shards = self.settings, self.mesh.shards.size

@@ -19,8 +19,8 @@ from nestpipe.bench.relay_run import ARMS as RELAY_ARMS
 from nestpipe.bench.relay_run import RelayCase
 from nestpipe.bench.relay_service import Compared, Kill, RelayReading
 from nestpipe.cli import bench, bench_pipeline, bench_relay, load_jobs
-from nestpipe.cli import simulate as simulation
 from nestpipe.cli.options import summary_table
+from nestpipe.cli.planning import simulate as simulation
 from nestpipe.loadtest.advise import Memory
 from nestpipe.loadtest.report import Latency, Lengths, Report
 from nestpipe.loadtest.run import Found, SearchStep

@@ -1,0 +1,1 @@
+"""Planner and simulator beside what really runs."""

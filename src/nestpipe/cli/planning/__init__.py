@@ -1,0 +1,1 @@
+"""Commands that predict: which settings, how many workers, which machines."""

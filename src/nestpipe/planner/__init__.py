@@ -1,0 +1,26 @@
+"""Chooses settings for a job: before it runs, while it runs, and for machines not bought yet."""
+
+from nestpipe.planner.candidates import (
+    Candidate,
+    HardwarePredictor,
+    ProfilePredictor,
+    Search,
+)
+from nestpipe.planner.choice import PlanChoice, Predicted, checked, choose, config_text
+from nestpipe.planner.profile import JobBench, check_candidates, job_bench, profile_job
+
+__all__ = [
+    "Candidate",
+    "HardwarePredictor",
+    "JobBench",
+    "PlanChoice",
+    "Predicted",
+    "ProfilePredictor",
+    "Search",
+    "check_candidates",
+    "checked",
+    "choose",
+    "config_text",
+    "job_bench",
+    "profile_job",
+]

@@ -1,0 +1,75 @@
+"""Profiles of a job that nobody ran: serial runs replayed with costs that are known."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from nestpipe.planner.candidates import Candidate
+from nestpipe.schedule import Kind, Lane
+from nestpipe.schedule.op import Op
+from nestpipe.sim.job_costs import JobProfile, ProfiledRun
+from nestpipe.sim.replay import replay_shared
+from nestpipe.trace import Trace
+
+PER_BATCH = {
+    Kind.PREFETCH: 3.0,
+    Kind.COPY: 0.2,
+    Kind.DEDUP: 1.0,
+    Kind.COUNTS: 0.5,
+    Kind.KEYS: 1.0,
+    Kind.UNION: 1.0,
+    Kind.RETRIEVE: 6.0,
+    Kind.SYNC: 0.5,
+    Kind.REDUCE: 2.0,
+    Kind.UPDATE: 2.0,
+    Kind.WRITEBACK: 4.0,
+}
+WHOLE = {Kind.RETRIEVE: 10.0, Kind.WRITEBACK: 8.0}
+"""What `whole` takes instead."""
+FIXED_MS = {Kind.ROWS: 0.5, Kind.DENSE: 0.4, Kind.GRADS: 0.5}
+"""Of a micro-batch, whatever its size; the rest is shared out."""
+
+
+def true_cost(one: Candidate, net: float, dense: float) -> Callable[[Op, int], float]:
+    """What an op of a candidate really takes: rows and gradients `net` ms, compute `dense` ms."""
+    whole = {Kind.ROWS: net, Kind.GRADS: net, Kind.DENSE: dense}
+
+    def cost(op: Op, rank: int) -> float:
+        if op.micro is None:
+            changed = WHOLE if one.retrieval == "whole" else {}
+            return {**PER_BATCH, **changed}.get(op.kind, 0.0)
+        fixed = FIXED_MS[op.kind]
+        return fixed + (whole[op.kind] - fixed) * one.split.shares[op.micro]
+
+    return cost
+
+
+def true_trace(one: Candidate, ranks: int, *, net: float, dense: float, batches: int) -> Trace:
+    """The trace of a candidate on ranks with a core each."""
+    from nestpipe.sim.replay import Sharing
+
+    sharing = Sharing(tuple(range(ranks)), frozenset(Lane) - {Lane.NET})
+    made = one.make_plan("cpu", ranks)
+    return replay_shared(made, true_cost(one, net, dense), sharing, batches=batches)
+
+
+def world_profile(*, net: float = 20.0, dense: float = 20.0, ranks: int = 2) -> JobProfile:
+    """Serial runs unsplit, split in 8 and with whole working sets; no row is met twice."""
+    plain = Candidate(retrieval="new")
+    forms = (plain, replace(plain, micro_batches=8), replace(plain, retrieval="whole"))
+    runs = []
+    for form in forms:
+        trace = true_trace(form, ranks, net=net, dense=dense, batches=9)
+        sent = {
+            f"{kind}.{micro}": 1e6 / form.micro_batches
+            for kind in ("rows", "grads")
+            for micro in range(form.micro_batches)
+        }
+        runs.append(ProfiledRun(form.form, (trace,), sent, 0.0))
+    return JobProfile(
+        runs=tuple(runs),
+        device="cpu",
+        pools=tuple(range(ranks)),
+        cores=1,
+        samples=256,
+        threads=1,
+    )

@@ -1,0 +1,81 @@
+"""Which settings are chosen, and what is told of them."""
+
+import tomllib
+
+import pytest
+
+from nestpipe.config import build
+from nestpipe.planner import (
+    Candidate,
+    HardwarePredictor,
+    ProfilePredictor,
+    checked,
+    choose,
+    config_text,
+)
+from nestpipe.sim import Cluster
+from nestpipe.train.job import JobConfig
+from support.job_world import world_profile
+
+
+def chosen_for(*, net: float = 20.0, dense: float = 20.0):
+    predictor = ProfilePredictor(world_profile(net=net, dense=dense))
+    return choose(predictor, Candidate(), draws=2)
+
+
+def test_where_exchange_is_as_long_as_compute_micro_batches_hide_it():
+    choice = chosen_for(net=20, dense=40)
+    best = choice.chosen
+    assert best.candidate.plan == "nested"
+    assert best.candidate.micro_batches > 1
+    assert best.gain > 1.4
+    assert best.low <= best.gain <= best.high * 1.01
+    assert "Its busiest lane is net" in choice.reason() or "is compute" in choice.reason()
+    assert "that serial waits for" in choice.reason()
+
+
+def test_one_rank_gets_no_micro_batches():
+    choice = choose(ProfilePredictor(world_profile(ranks=1)), Candidate(), draws=1)
+    assert {row.candidate.micro_batches for row in choice.rows} == {1}
+    assert choice.chosen.candidate.plan == "dual_buffer"
+
+
+def test_of_settings_that_are_as_good_the_plainest_is_chosen():
+    choice = chosen_for(net=0.5, dense=40)
+    best = choice.chosen.candidate
+    assert (best.exchange, best.micro_batching, best.buffers) == ("micro", "contiguous", 2)
+    assert not best.speculative_rows
+
+
+def test_what_ran_fastest_wins_over_what_was_predicted():
+    choice = chosen_for()
+    first, second = (row.candidate for row in choice.rows[:2])
+    after = checked(choice, {first: 30.0, second: 20.0, choice.today.candidate: 40.0})
+    assert after.chosen.candidate == second
+    assert after.chosen.measured_ms == 20.0
+    assert "Measured over the config as it is: 2.00x" in after.reason()
+
+
+def test_bits_are_lost_only_where_that_is_allowed():
+    axes = ProfilePredictor(world_profile()).axes()
+    assert axes.comm_dtypes == ("float32",)
+
+
+def test_a_hardware_file_is_enough_for_a_choice():
+    predictor = HardwarePredictor(Cluster(), 64, "cpu")
+    choice = choose(predictor, Candidate(), draws=1)
+    assert choice.chosen.gain > 1
+    assert choice.chosen.candidate.first == 1.0
+
+
+@pytest.mark.parametrize("one", [Candidate(), Candidate(plan="nested", micro_batches=4, groups=2)])
+def test_the_config_that_is_written_is_one_that_train_takes(one: Candidate):
+    given = "# my job\n[run]\nbatch = 256  # small\n\n[pipeline]\nplan = 'auto'\n"
+    text = config_text(given, one, "why", ["model.dim=16", "data.kind=synthetic"])
+    config = build(JobConfig, tomllib.loads(text))
+    assert config.pipeline.plan == one.plan
+    assert config.pipeline.micro_batches == one.micro_batches
+    assert config.parallel.groups == one.groups
+    assert (config.run.batch, config.model.dim) == (256, 16)
+    assert text.startswith("# why\n")
+    assert "# small" in text
