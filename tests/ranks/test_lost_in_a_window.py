@@ -8,11 +8,11 @@ import pytest
 PROGRAM = Path(__file__).with_name("train_program.py")
 IN_VAIN = re.compile(
     r"rank (\d) waited in vain for its peers in `(\w+) (\d+)(?:\.\d)?` "
-    r"\((?:all_to_all|all_reduce)\), at most 4 s: no sign of rank 2"
+    r"\((?:all_to_all|all_reduce|all_gather|reduce_scatter)\), at most 4 s: no sign of rank 2"
 )
 
 
-@pytest.mark.parametrize("how", ["killed", "silent"])
+@pytest.mark.parametrize("how", ["killed", "silent", "killed sharded"])
 def test_every_survivor_exits_and_names_op_batch_and_peer(outcomes, how: str):
     for number, rank in enumerate(outcomes(PROGRAM, how, ranks=3, first=2)):
         assert rank.status == 3

@@ -1,6 +1,6 @@
 """One rank of a run under `nested`, of which the last is lost in the middle of a window.
 
-python train_program.py killed | silent
+python train_program.py killed | silent | "killed sharded"
 """
 
 from __future__ import annotations
@@ -48,8 +48,10 @@ def lost_in(work: Work, how: str) -> Work:
     return {**work, Kind.DENSE: dense(work[Kind.DENSE])}
 
 
-def main(how: str) -> None:
-    config = build(JobConfig, override({}, list(SETTINGS)))
+def main(scenario: str) -> None:
+    how, _, dense = scenario.partition(" ")
+    settings = [*SETTINGS, f"parallel.dense={dense or 'replicated'}"]
+    config = build(JobConfig, override({}, settings))
     comm = communicator(config)
     source = open_source(config.data, "train")
     model, tables = make_model(config, source)

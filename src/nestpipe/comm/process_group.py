@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
@@ -36,6 +37,10 @@ DEFAULT_TIMEOUT_S = 300.0
 """Longer than a peer may be busy between two collectives, a checkpoint included."""
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 NETWORKS: tuple[str, ...] = ("devices", "hosts", "sums")
+
+# The names of torch 2.13, and those of 2.11 and 2.12.
+_ALL_GATHER: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 _Groups = dict[str, dist.ProcessGroup | None]
 """The group of each network; None is torch's default, of all ranks."""
@@ -151,6 +156,7 @@ class DistributedCommunicator:
         self._state = state
         self._is_subgroup = is_subgroup
         self._subgroups: list[DistributedCommunicator] = []
+        self._dense_mesh: DeviceMesh | None = None
         self._sent = dict.fromkeys(NETWORKS, 0)
         """By network: each may have a thread."""
 
@@ -194,6 +200,31 @@ class DistributedCommunicator:
         self._sent[network] += bytes_of_sum(tensor, self.size)
         with self._state.inside("all_reduce", self._members):
             dist.all_reduce(tensor.detach(), group=self._groups[network])
+
+    def dense_mesh(self) -> DeviceMesh:
+        """All ranks, as torch's own sharding wants them: a group beside the others; made once."""
+        if self._dense_mesh is None:
+            assert not self._is_subgroup, "a dense half is sharded over all ranks"
+            everyone, timeout_s = list(range(self.size)), self._timeout_s
+            # Among GPUs nothing else uses that of the sums then.
+            group = self._groups["sums"] or _group(everyone, "gloo", timeout_s)
+            assert group is not None
+            self._dense_mesh = DeviceMesh.from_group(group, self.device.type)
+        return self._dense_mesh
+
+    def all_gather_dense(self, gathered: Tensor, mine: Tensor, async_op: bool) -> dist.Work | None:
+        """The parts of all ranks, one behind the other, in the group of `dense_mesh`."""
+        self._sent["sums"] += (self.size - 1) * mine.numel() * mine.element_size()
+        with self._state.inside("all_gather", self._members):
+            group = self.dense_mesh().get_group()
+            return _ALL_GATHER(gathered, mine, group=group, async_op=async_op)
+
+    def reduce_scatter_dense(self, mine: Tensor, terms: Tensor, async_op: bool) -> dist.Work | None:
+        """This rank's part of a sum over all ranks, in the same group."""
+        self._sent["sums"] += (self.size - 1) * mine.numel() * mine.element_size()
+        with self._state.inside("reduce_scatter", self._members):
+            group = self.dense_mesh().get_group()
+            return _REDUCE_SCATTER(mine, terms, group=group, async_op=async_op)
 
     def all_gather_values(self, value: object) -> list[object]:
         data = encode(value)

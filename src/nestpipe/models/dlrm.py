@@ -91,6 +91,10 @@ class Dlrm(nn.Module):
         total = functional.binary_cross_entropy_with_logits(logits_B, labels_B, reduction="sum")
         return Loss(total, float(batch.size), torch.sigmoid(logits_B.detach()), labels_B)
 
+    def shard_units(self) -> list[nn.Module]:
+        """The layers."""
+        return [module for module in self.modules() if isinstance(module, nn.Linear)]
+
     def score(self, rows: Mapping[str, Tensor], batch: Batch) -> Tensor:
         """(B,) log-odds of a click, for serving."""
         return self.logits(rows, batch)

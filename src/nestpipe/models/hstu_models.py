@@ -117,6 +117,10 @@ class HstuRetriever(nn.Module):
                 "correct model.num_items, or leave it 0 to take the items of the data"
             )
 
+    def shard_units(self) -> list[nn.Module]:
+        """The blocks."""
+        return list(self.encoder.blocks)
+
     def query_keys(self, batch: Batch) -> Mapping[str, Jagged]:
         """The keys that `encode` wants: no negatives."""
         return {"history": batch.sparse["history"]}
@@ -301,6 +305,10 @@ class HstuRanker(nn.Module):
     def tables(self) -> list[Table]:
         """One table, of items."""
         return [Table(name="items", dim=self.config.dim, features=("history", "candidates"))]
+
+    def shard_units(self) -> list[nn.Module]:
+        """The blocks."""
+        return list(self.encoder.blocks)
 
     def sparse_keys(self, batch: Batch) -> Mapping[str, Jagged]:
         return {name: batch.sparse[name] for name in ("history", "candidates")}

@@ -6,14 +6,14 @@ A third method, `score`, is for serving. What a model returns is checked at ever
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Collection, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nestpipe.batch import Batch
 from nestpipe.errors import ModelError, NestpipeError
@@ -176,15 +176,20 @@ def loss_of(
 
 @torch.no_grad()
 def refuse_means(
-    model: Any, rows: Mapping[str, Tensor], batch: Batch, pooled: Collection[str]
+    model: Any,
+    rows: Mapping[str, Tensor],
+    batch: Batch,
+    pooled: Collection[str],
+    shards: DenseHalf | None = None,
 ) -> None:
     """Refuse a loss that is a mean: the losses of two halves must add up to that of both.
 
     The model is asked three times in evaluation mode, and nothing of it changes. `pooled` are the
-    features with a row per sample. Losses that depend on the whole batch by design may pass.
+    features with a row per sample. Losses that depend on the whole batch by design may pass. Of
+    `shards` all ranks ask, also those with too few samples to learn from it.
     """
     half = batch.size // 2
-    if half == 0:
+    if half == 0 and shards is None:
         return
     was_training = model.training
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
@@ -199,7 +204,7 @@ def refuse_means(
                 begin = {f: (half if f in pooled else counts[1][f]) if first else 0 for f in rows}
                 end = {f: size if f in pooled else count[f] for f in rows}
                 cut = {feature: of[begin[feature] : end[feature]] for feature, of in rows.items()}
-                losses.append(loss_of(model, cut, part))
+                losses.append(loss_of(model, cut, part, shards))
         finally:
             model.train(was_training)
             for buffer, before in buffers:
@@ -266,6 +271,15 @@ class KnowsWork(Protocol):
 
     def step_flops(self, batch: Batch) -> Tensor:
         """(B,) float64, of a training step on each sample: the model's products, as docs say."""
+        ...
+
+
+@runtime_checkable
+class NamesShardUnits(Protocol):
+    """A model that says what of it is gathered at a time where the dense half is sharded."""
+
+    def shard_units(self) -> Sequence[nn.Module]:
+        """Modules that `dense` calls once each, whatever the batch; the rest is gathered as one."""
         ...
 
 

@@ -249,8 +249,7 @@ class BackgroundWriter:
 
         all_write(comm, target, make)
         manifest = replace(manifest, tables=self._with_rows(manifest, stores))
-        dense = dense_tensors(model, dense_optimizer) if comm.rank == 0 else {}
-        dense = {name: tensor.clone() for name, tensor in dense.items()}
+        dense = dense_tensors(model, dense_optimizer, keep=comm.rank == 0)
         touched, copied = self._touched(groups, stores, lifecycle)
         waiting = snapshots(lifecycle) if self._mesh.group == 0 else {}
         for store in stores:

@@ -44,6 +44,7 @@ from nestpipe.errors import (
     RunError,
 )
 from nestpipe.models import Dlrm, HstuRanker, LogisticRegression
+from nestpipe.models.dense_shards import sharded_as, whole
 
 T = TypeVar("T")
 
@@ -86,6 +87,7 @@ def save_checkpoint(
     comm, target = mesh.world, folder / name_of(state.step)
     partial = folder / f".partial-{target.name}"
     manifest = manifest_of(state, model, groups, stores, mesh)
+    dense = dense_tensors(model, dense_optimizer, keep=comm.rank == 0)
 
     def write_part() -> dict[str, FileEntry]:
         entries: dict[str, FileEntry] = {}
@@ -93,8 +95,7 @@ def save_checkpoint(
             entries |= _save_rows(partial, groups, stores, mesh.shards.rank, lifecycle)
             entries |= write_waiting(partial, snapshots(lifecycle), mesh.shards.rank)
         if comm.rank == 0:
-            written = disk.write_tensors(partial / DENSE, dense_tensors(model, dense_optimizer))
-            entries[DENSE] = FileEntry.of(written)
+            entries[DENSE] = FileEntry.of(disk.write_tensors(partial / DENSE, dense))
         return entries
 
     with ExitStack() as lock:
@@ -306,14 +307,21 @@ def write_waiting(
     return entries
 
 
-def dense_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Dense weights and optimizer state by name, on the host."""
-    tensors = {f"model.{k}": v.detach().cpu().contiguous() for k, v in model.state_dict().items()}
+def dense_tensors(
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, keep: bool = True
+) -> dict[str, Tensor]:
+    """Dense weights and optimizer state by name, on the host.
+
+    All ranks ask, as what is sharded is gathered, one tensor at a time; who does not `keep` them
+    gets none.
+    """
+    found = {f"model.{name}": value for name, value in model.state_dict().items()}
     for index, parameter in enumerate(_in_order(optimizer, model)):
         for name, value in optimizer.state.get(parameter, {}).items():
-            tensor = value if isinstance(value, Tensor) else torch.tensor(value)
-            tensors[f"optimizer.{index}.{name}"] = tensor.detach().cpu().contiguous().clone()
-    return tensors
+            found[f"optimizer.{index}.{name}"] = torch.as_tensor(value)
+    # By name: after a load, ranks may have states in other orders.
+    every = ((name, whole(found[name].detach())) for name in sorted(found))
+    return {name: tensor.cpu().contiguous().clone() for name, tensor in every if keep}
 
 
 # Loading
@@ -410,6 +418,8 @@ def _load_dense(
     optimizer: torch.optim.Optimizer | None,
 ) -> None:
     weights = {k.removeprefix("model."): v for k, v in tensors.items() if k.startswith("model.")}
+    held = model.state_dict()
+    weights = {k: sharded_as(v, held[k]) if k in held else v for k, v in weights.items()}
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:
@@ -425,6 +435,9 @@ def _load_dense(
         if key.startswith("optimizer."):
             _, index, name = key.split(".", 2)
             entries.setdefault(int(index), {})[name] = value
+    for index, parameter in enumerate(_in_order(optimizer, model)):
+        of = entries.get(index, {})
+        of.update({name: sharded_as(value, parameter) for name, value in of.items()})
     # torch numbers parameters group by group.
     order = {parameter: index for index, parameter in enumerate(_in_order(optimizer, model))}
     numbered = [order[p] for group in optimizer.param_groups for p in group["params"]]

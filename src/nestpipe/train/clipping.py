@@ -31,10 +31,12 @@ def global_norm(
     rows: Sequence[Tensor],
     comm: Communicator | None,
     device: torch.device,
+    of_shards: Communicator | None = None,
 ) -> Tensor:
     """(1,) float32: the norm of dense gradients, which all ranks have, and of rows that each owns.
 
-    `rows`: (K, D) gradients of the rows that this rank owns, over `comm`. Waits for no device.
+    `rows`: (K, D) gradients of the rows that this rank owns, over `comm`. Waits for no device. Over
+    `of_shards` each rank has other parts of the dense gradients, all together once.
     """
     counts_B = torch.zeros(BINS, dtype=torch.int64, device=device)
     for gradients_KD in rows:
@@ -42,10 +44,14 @@ def global_norm(
             count_exactly(counts_B, sum_of_squares(gradients_KD).view(-1))
     if comm is not None:
         comm.all_reduce(counts_B)
+    dense_B = torch.zeros_like(counts_B)
     for gradient in dense:
         if gradient.numel():
             # A tree of halves: its order depends on the size alone, not on threads.
-            count_exactly(counts_B, sum_of_squares(gradient.float().reshape(1, -1)).view(-1))
+            count_exactly(dense_B, sum_of_squares(gradient.float().reshape(1, -1)).view(-1))
+    if of_shards is not None:
+        of_shards.all_reduce(dense_B)
+    counts_B += dense_B
     return exact_total(counts_B).sqrt().float()
 
 

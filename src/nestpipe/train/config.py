@@ -44,6 +44,9 @@ class ParallelSettings(ReplicaOptions):
     layout: Literal["auto", "replicas", "shards"] = "auto"
     """Which ranks are neighbours: the replicas of a shard, or the shards of a group; `auto`:
     replicas, where they fit into one machine."""
+    dense: Literal["replicated", "sharded"] = "replicated"
+    """The dense half: all of it on every rank, or a part of each parameter and of its optimizer
+    state on each, by torch's FSDP. It changes only the order of sums."""
 
     def __post_init__(self) -> None:
         known_words(self)
@@ -118,13 +121,22 @@ class PipelineChoice:
     reason: str
 
 
-def choose_pipeline(asked: PipelineSettings, device: str, ranks: int) -> PipelineChoice:
+def choose_pipeline(
+    asked: PipelineSettings, device: str, ranks: int, *, sharded: bool = False
+) -> PipelineChoice:
     """What `auto` stands for on that type of device, with so many ranks in all.
 
-    Every rank comes to the same answer. Settings that were changed from their defaults stay.
+    Every rank comes to the same answer. Settings that were changed from their defaults stay. Among
+    GPUs a `sharded` dense half and the exchange of rows take turns.
     """
     if asked.plan != AUTO:
         return PipelineChoice(asked, f"plan {asked.plan}: as set")
+    if device == "cuda" and sharded and ranks > 1:
+        return PipelineChoice(
+            replace(asked, plan="serial"),
+            "plan serial: among GPUs the collectives of a sharded dense half must not overlap "
+            "others",
+        )
     if device == "cuda":
         return _choose_on_gpus(asked, ranks)
     on_host = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
@@ -351,6 +363,11 @@ class TrainSettings(ExecutionSettings):
             raise ConfigError(
                 f"clip_norm is {self.clip_norm} and parallel.merge 'averaged', where groups have "
                 "gradients of their own; set merge = 'exact', or clip_rows = false"
+            )
+        if self.compile and self.parallel.dense == "sharded":
+            raise ConfigError(
+                "compile is true and parallel.dense 'sharded', whose parameters come and go inside "
+                "the model; set compile = false, or dense = 'replicated'"
             )
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TypeVar, cast
 
@@ -37,7 +38,8 @@ def evaluate(
     None at all where a rank wants to stop meanwhile.
     """
     trainer.model.eval()
-    with torch.no_grad(), in_precision(trainer.device, trainer.settings.precision):
+    shards = trainer.shards.resharded() if trainer.shards is not None else nullcontext()
+    with torch.no_grad(), in_precision(trainer.device, trainer.settings.precision), shards:
         if isinstance(trainer.model, HstuRetriever):
             metrics = _evaluate_retrieval(trainer, trainer.model, source, on_batch)
         else:
@@ -102,9 +104,14 @@ def _evaluate_retrieval(
     """HR@K and NDCG@K of the held-out item among the whole catalogue."""
     catalogue_ND = trainer.rows_of("items", model.items()).to(trainer.device)
     ranks = TargetRank()
+    shards = trainer.shards
     for batch, rows in forward(trainer, source, _with_no_negatives(model)):
-        if batch.size:
-            vectors_BD, asked = model.encode(rows, batch), _Asked.of(batch, model)
+        if shards is not None:  # all ranks call it, those without samples too
+            vectors_BD = shards.call("encode", rows, batch)
+        else:
+            vectors_BD = model.encode(rows, batch) if batch.size else None
+        if vectors_BD is not None and batch.size:
+            asked = _Asked.of(batch, model)
             # Those whose scores fit at once have them in one product, as always.
             whole = batch.size * len(catalogue_ND) <= MOST_SCORES
             find = ranks_at_once if whole else ranks_in_parts

@@ -465,7 +465,7 @@ _SUMS: Mapping[str, frozenset[str]] = {
     "pipeline": frozenset(
         {"micro_batches", "micro_batching", "balance", "first", "last", "exchange"}
     ),
-    "parallel": frozenset({"groups"}),
+    "parallel": frozenset({"groups", "dense"}),
 }
 """Keys that change only the order of sums."""
 _HARMLESS = frozenset(

@@ -32,6 +32,7 @@ from nestpipe.kernels.index.segments import LARGEST
 from nestpipe.kernels.index.steady import StepNews
 from nestpipe.kernels.rows.native import Gradients
 from nestpipe.kernels.rows.segments import Segments, empty_rows, sum_segments
+from nestpipe.models.dense_shards import ShardedDense, local
 from nestpipe.models.metrics import click_sums
 from nestpipe.models.protocol import (
     DenseHalf,
@@ -113,6 +114,8 @@ class TrainingBatch:
     """The loss and such counts on their way to the host, where one rank has all of the batch."""
     dense_checked: bool = False
     """Whether that is known of the dense ones."""
+    dense_fault: Tensor | None = None
+    """Where those are sharded: not 0 if some rank has one that is not finite."""
     seen: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     """Sums of predictions and labels by task, on the device: see `click_sums`."""
     norm: Tensor | None = None
@@ -182,6 +185,10 @@ class TrainingWork:
     """Hears which keys the micro-batches of a batch ask for."""
     clip_norm: float = 0.0
     """The most that the norm of gradients may be; 0: anything."""
+    clip_rows: bool = True
+    """Whether it is the norm of row gradients, too, and scales them."""
+    shards: ShardedDense | None = None
+    """The same as `dense_half`, where parameters are sharded."""
 
     _parameters: list[nn.Parameter] = field(init=False)
 
@@ -262,8 +269,10 @@ class TrainingWork:
     def dense(self, op: Op) -> None:
         if self.graphs is not None and self._replayed(op, self.graphs):
             return
-        buckets = self.grad_buckets
-        if buckets is None or op != self.tables.shape.last_dense(op.batch):
+        buckets, last = self.grad_buckets, op == self.tables.shape.last_dense(op.batch)
+        if self.shards is not None:
+            self.shards.sum_gradients(complete=last)
+        if buckets is None or not last:
             self._forward(op).backward()
             return
         state = self.in_flight[op.batch]
@@ -312,7 +321,7 @@ class TrainingWork:
         if self.check_sums:  # once, where a mean would be trained silently
             self.check_sums = False
             pooled = {f.name for g in self.tables.groups for f in g.features if f.pooled}
-            refuse_means(self._model, rows, state.micros[micro], pooled)
+            refuse_means(self._model, rows, state.micros[micro], pooled, self.shards)
         with in_precision(self.device, self.precision):
             loss = loss_of(self._model, rows, state.micros[micro], self.dense_half)
         state.losses.append(loss.total.detach())
@@ -350,6 +359,9 @@ class TrainingWork:
         state, parameters = self.in_flight[op.batch], self._parameters
         if self._updates_alone:
             return
+        if self.shards is not None:
+            self._reduce_totals(state)
+            return
         if self.mesh.world.size == 1:
             state.totals = state.totals_here(self.mesh)
             _fill_gradients(parameters)
@@ -362,6 +374,18 @@ class TrainingWork:
         state.totals = flat[-len(totals) :]
         state.kept += [gradients, flat]
 
+    def _reduce_totals(self, state: TrainingBatch) -> None:
+        """The totals alone, and whether a gradient is not finite: a rank knows its own shards.
+
+        The backward pass has summed the gradients.
+        """
+        totals = state.totals_here(self.mesh)
+        fault = not_finite(self._dense_gradients(), self.device).to(totals.dtype)
+        flat = torch.cat([totals, fault.reshape(1)])
+        self.mesh.world.all_reduce(flat)
+        state.totals, state.dense_fault = flat[:-1], flat[-1]
+        state.kept.append(flat)
+
     def norm(self, op: Op) -> None:
         """The norm of all gradients: of rows that this rank owns, of its peers, of dense weights.
 
@@ -373,8 +397,9 @@ class TrainingWork:
         self._drop_faults(op, sums, dense=dense)
         for number, gradients in sums.items():
             sums[number] = Gradients([_summed(gradients)], None, None)
-        squares = [of_group.rows[0] for of_group in sums.values()]
-        norm = global_norm(dense, squares, self.mesh.shards, self.device).reshape(())
+        squares = [of_group.rows[0] for of_group in sums.values()] if self.clip_rows else []
+        of_shards = self.mesh.world if self.shards is not None else None
+        norm = global_norm(dense, squares, self.mesh.shards, self.device, of_shards).reshape(())
         self.in_flight[op.batch].norm = norm
         self.norms_to_apply[op.batch] = norm
 
@@ -426,12 +451,14 @@ class TrainingWork:
         scales = grad_scales(totals)
         if norm is not None:
             mean_norm = self.in_flight[op.batch].mean_norm = norm * scales[1]
-            scales = scales * clip_factor(mean_norm, self.clip_norm)
+            clipped = scales * clip_factor(mean_norm, self.clip_norm)
+        else:
+            clipped = scales
         if self.grad_buckets is None:
             self.norms_to_apply.pop(op.batch, None)
-            times = scales[1]
+            times = clipped[1]
             self._step_dense(op, times if norm is not None else self._clip_dense(op, times))
-        times = scales[self._weight_of_rows]
+        times = (clipped if self.clip_rows else scales)[self._weight_of_rows]
         if isinstance(self.tables, DeviceTables):
             clip = self.non_finite == "clip"
             faults = self.tables.update(op.batch, times, step, clip=clip)
@@ -456,14 +483,15 @@ class TrainingWork:
         return times * clip_factor(norm, self.clip_norm)
 
     def _dense_gradients(self) -> list[Tensor]:
-        return [p.grad for p in self._parameters if p.grad is not None]
+        """Gradients of dense parameters, or this rank's part of each."""
+        return [local(p.grad) for p in self._parameters if p.grad is not None]
 
     def _step_dense(self, op: Op, times: Tensor | float) -> None:
         if not self._parameters:
             return
         # A number of the host, which kernels get as an argument: no graph has it, nobody waits.
         set_rates(self.dense_optimizer, self.dense_schedule(self.first_step + op.batch + 1))
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        gradients = self._dense_gradients()
         if gradients:  # a model may have no weights at all
             torch._foreach_mul_(gradients, times)  # pyright: ignore[reportPrivateImportUsage]
         self.dense_optimizer.step()
@@ -495,14 +523,16 @@ class TrainingWork:
     def _drop_faults(self, op: Op, sums: dict[int, Gradients], *, dense: Sequence[Tensor]) -> None:
         """Before gradients are applied: take out what is NaN or inf, and count it.
 
-        Dense gradients are the same on all ranks, and a row's gradient is its owner's alone, so
-        ranks agree without a word. On a GPU the host does not wait: it reads the count when it
-        learns the loss. A skipped gradient is 0: SGD and AdaGrad then move nothing.
+        Dense gradients are the same on all ranks, or `reduce` has told of those of other shards,
+        and a row's gradient is its owner's alone, so ranks agree without a word. On a GPU the host
+        does not wait: it reads the count when it learns the loss. A skipped gradient is 0: SGD and
+        AdaGrad then move nothing.
         """
         state = self.in_flight.get(op.batch)
         faults = state.faults if state is not None else []
         clip = self.non_finite == "clip"
-        faults += drop_dense_faults(dense, clip=clip)
+        known = state.dense_fault if state is not None else None
+        faults += drop_dense_faults(dense, clip=clip, known=known)
         for number in sums:
             faults += drop_row_faults(sums, number, clip=clip)
         if self.device.type == "cpu" and faults and self.non_finite == "stop":
@@ -591,18 +621,19 @@ def _set_gradients(parameters: list[nn.Parameter], flat: Tensor) -> None:
 # Gradients that are NaN or inf.
 
 
-def drop_dense_faults(gradients: Sequence[Tensor], *, clip: bool) -> list[Tensor]:
+def drop_dense_faults(
+    gradients: Sequence[Tensor], *, clip: bool, known: Tensor | None = None
+) -> list[Tensor]:
     """Zero all gradients where one is not finite, or only its numbers; whether, as a count.
 
-    On the host nothing is returned, or touched, where all are finite.
+    On the host nothing is returned, or touched, where all are finite. `known`: what all ranks
+    together found, where each has shards of its own.
     """
     some = [gradient for gradient in gradients if gradient.numel()]
-    if not some:
+    if known is None and not some:
         return []
-    norms = torch._foreach_norm(some, math.inf)  # pyright: ignore[reportPrivateImportUsage]
-    largest = torch.stack([norm.float() for norm in norms])
-    bad = ~(largest <= LARGEST).all()
-    if largest.device.type == "cpu" and not bool(bad):
+    bad = not_finite(some, some[0].device) if known is None else known > 0
+    if bad.device.type == "cpu" and not bool(bad):
         return []
     for gradient in some:
         if clip:
@@ -610,6 +641,16 @@ def drop_dense_faults(gradients: Sequence[Tensor], *, clip: bool) -> list[Tensor
         else:
             gradient.masked_fill_(bad, 0.0)
     return [bad]
+
+
+def not_finite(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Whether one of these has a number that is NaN or inf, on the device."""
+    some = [gradient for gradient in gradients if gradient.numel()]
+    if not some:
+        return torch.zeros((), dtype=torch.bool, device=device)
+    norms = torch._foreach_norm(some, math.inf)  # pyright: ignore[reportPrivateImportUsage]
+    largest = torch.stack([norm.float() for norm in norms])
+    return ~(largest <= LARGEST).all()
 
 
 def drop_row_faults(sums: dict[int, Gradients], number: int, *, clip: bool) -> list[Tensor]:

@@ -17,6 +17,7 @@ from nestpipe.batch import Batch
 from nestpipe.checkpoint import disk
 from nestpipe.comm import Communicator, LocalCommunicator
 from nestpipe.comm.mesh import make_mesh
+from nestpipe.comm.process_group import DistributedCommunicator
 from nestpipe.config import Table
 from nestpipe.config.rates import first_match, rates_of, refuse_idle
 from nestpipe.data import Source, StreamingSource
@@ -34,6 +35,7 @@ from nestpipe.errors import ConfigError
 from nestpipe.kernels.library import native_wanted
 from nestpipe.kernels.rows.segments import COMM_DTYPES
 from nestpipe.models.compiled import CompiledDense
+from nestpipe.models.dense_shards import ShardedDense
 from nestpipe.models.metrics import CLICK_BINS, read_click_sums
 from nestpipe.models.protocol import KnowsWork, RecModel
 from nestpipe.runtime import Lanes, StopSignal, Work, lanes_for, name_collectives, run, spans_for
@@ -100,7 +102,10 @@ class Trainer:
         settings = settings or TrainSettings()
         self.comm = comm or LocalCommunicator()
         self.device = choose_device(settings.device)
-        choice = choose_pipeline(settings.pipeline, self.device.type, self.comm.size)
+        sharded = settings.parallel.dense == "sharded"
+        choice = choose_pipeline(
+            settings.pipeline, self.device.type, self.comm.size, sharded=sharded
+        )
         self.settings = replace(settings, pipeline=choice.pipeline)
         self.plan_reason = choice.reason
         """Why it has this plan, as a sentence."""
@@ -110,6 +115,8 @@ class Trainer:
         self.mesh = make_mesh(self.comm, parallel.groups, parallel.layout)
         tables = self.settings.rows.tuned(tables)
         self.groups = group_tables(tables, owner_sums=self.settings.pipeline.owners_add_up)
+        self.shards = shard_dense(self.model, self.comm) if sharded else None
+        """The dense half, where each rank has a part of it."""
         self.plan = self._checked_plan()
         inline = self.routes_on_device(self.plan)
         self.lanes = lanes or lanes_for(self.plan.shape, self.device, inline=inline)
@@ -144,7 +151,8 @@ class Trainer:
             if self.plan.shape.separate_dense_group
             else None
         )
-        self.dense_half = CompiledDense(self.model, self.device) if settings.compile else None
+        compiled = CompiledDense(self.model, self.device) if settings.compile else None
+        self.dense_half = self.shards or compiled
         """The model's `dense` in another form, which training and evaluation call; None: itself."""
         # A graph reads sums where the exchange has put them; means are made after that.
         on_gpu = self.device.type == "cuda" and not mean_features(self.groups)
@@ -187,8 +195,13 @@ class Trainer:
 
     def _checked_plan(self) -> Plan:
         """The plan of the settings as it runs here, proven."""
-        made = self.settings.pipeline.make_plan(self.settings.parallel)
-        placed = self.placed(with_gradient_norm(made) if self.settings.clips_rows else made)
+        settings, sharded = self.settings, self.shards is not None
+        made = settings.pipeline.make_plan(settings.parallel)
+        if sharded:
+            refuse_overlap(made, self.device)
+        # No rank has all of a sharded gradient: its norm is a sum over ranks, too.
+        norm_first = settings.clips_rows or (sharded and settings.clip_norm > 0)
+        placed = self.placed(with_gradient_norm(made) if norm_first else made)
         check(placed.schedule(2 * placed.shape.lookahead + 3), stale=placed.name)
         return placed
 
@@ -247,7 +260,7 @@ class Trainer:
         alone = self.comm.size == 1
         if not (alone and self.routes_on_device(plan)):
             plan = with_separate_key_group(plan)
-        return plan if alone else with_separate_dense_group(plan)
+        return plan if alone or self.shards is not None else with_separate_dense_group(plan)
 
     def routes_on_device(self, plan: Plan) -> bool:
         """Whether keys of that plan are routed by the device, so that its ops wait for nobody."""
@@ -488,6 +501,8 @@ class Trainer:
             keep_batch=self._keep_batch,
             dense_schedule=self.settings.dense.factor,
             clip_norm=self.settings.clip_norm,
+            clip_rows=self.settings.clip_rows,
+            shards=self.shards,
             on_seen=self._count_seen,
             on_keys=self.on_keys,
             grad_buckets=self._grad_buckets,
@@ -795,6 +810,28 @@ def _work_of(model: nn.Module, balance: str) -> WorkOf | None:
             "sample is; use 'samples', or give the model a method `step_flops(batch)`"
         )
     return model.step_flops
+
+
+def shard_dense(model: nn.Module, comm: Communicator) -> ShardedDense | None:
+    """The model with its parameters sharded over all ranks; None where there is nothing to cut."""
+    if comm.size == 1 or not any(p.requires_grad for p in model.parameters()):
+        return None
+    if not isinstance(comm, DistributedCommunicator):
+        raise ConfigError(
+            "parallel.dense is 'sharded', which needs ranks that are processes; start them with "
+            "--ranks or torchrun"
+        )
+    return ShardedDense(model, comm)
+
+
+def refuse_overlap(plan: Plan, device: torch.device) -> None:
+    """On GPUs collectives of the dense half and of the plan must have one order on all ranks."""
+    if device.type == "cuda" and plan.shape.overlaps:
+        raise ConfigError(
+            f"parallel.dense is 'sharded' and pipeline.plan {plan.name!r}, whose collectives could "
+            "meet those of the dense half on a GPU in another order on each rank; use plan "
+            "'serial', or dense = 'replicated'"
+        )
 
 
 def _share_first_weights(model: nn.Module, comm: Communicator) -> None:

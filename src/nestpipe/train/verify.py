@@ -20,6 +20,7 @@ from nestpipe.comm import Communicator
 from nestpipe.data import Source, StreamingSource
 from nestpipe.embedding.store.protocol import RowStore
 from nestpipe.errors import ConfigError, LossError, RunError
+from nestpipe.models.dense_shards import local
 from nestpipe.runtime import Work, inject_delays
 from nestpipe.train.checkpoint import snapshots
 from nestpipe.train.config import AUTO, PipelineSettings
@@ -101,7 +102,8 @@ def compare(serial: Trained, other: Trained) -> Findings:
 
 
 def dense_tensors(trainer: Trainer) -> dict[str, Tensor]:
-    """Every weight and buffer of the model, and every state of their optimizer."""
+    """Every weight and buffer of the model, and every state of their optimizer; of shards this
+    rank's own."""
     model = trainer.model
     found: dict[str, Tensor] = {f"dense weight {n}": p for n, p in model.named_parameters()}
     found |= {f"dense buffer {name}": buffer for name, buffer in model.named_buffers()}
@@ -111,7 +113,7 @@ def dense_tensors(trainer: Trainer) -> dict[str, Tensor]:
             if value is not None:
                 owner = names.get(id(parameter), "nothing")  # a model may have no weights at all
                 found[f"dense optimizer's {state} of {owner}"] = torch.as_tensor(value)
-    return {name: _real(tensor.detach().cpu()) for name, tensor in found.items()}
+    return {name: _real(local(tensor.detach()).cpu()) for name, tensor in found.items()}
 
 
 def lifecycle_tensors(trainer: Trainer) -> dict[str, Tensor]:

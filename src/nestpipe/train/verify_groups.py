@@ -85,7 +85,11 @@ def verify_one_dimension(
             f"comm_dtype is {config.pipeline.comm_dtype!r}, which may round a different last bit "
             "further than the order of sums explains; set pipeline.comm_dtype=float32"
         )
-    plain = replace(config, parallel=ParallelSettings(), pipeline=serial_twin(config.pipeline))
+    plain = replace(
+        config,
+        parallel=ParallelSettings(dense=config.parallel.dense),
+        pipeline=serial_twin(config.pipeline),
+    )
     ends: Mapping[str, int] | None = None
     with ExitStack() as closing:
 
