@@ -97,6 +97,8 @@ class Manifest:
     """Of the latest evaluation."""
     lifecycle: Json = field(default_factory=dict[str, Any])
     """What row policies go on with; empty where no table has one."""
+    choices: tuple[Json, ...] = ()
+    """Of an adaptive run: its settings so far, each from a step on."""
     created: float = 0.0
     """Seconds since 1970."""
     parent: Parent | None = None
@@ -183,7 +185,8 @@ def _built(body: Json) -> Manifest:
     parent = Parent(**body["parent"]) if body["parent"] else None
     if parent is not None and Path(parent.name).name != parent.name:
         raise ValueError(f"its parent is called {parent.name!r}")
-    return Manifest(**{**body, "files": files, "parent": parent, "tables": tuple(body["tables"])})
+    lists = {name: tuple(body.get(name, ())) for name in ("tables", "choices")}
+    return Manifest(**{**body, "files": files, "parent": parent, **lists})
 
 
 def _checked_name(name: str) -> str:

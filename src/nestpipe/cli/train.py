@@ -59,6 +59,13 @@ def train(
             "--override", help="With --resume: allow changed settings that change results."
         ),
     ] = False,
+    adaptive: Annotated[
+        bool,
+        typer.Option(
+            "--adaptive",
+            help="Let micro-batches and the pool follow the trace; the choices are recorded.",
+        ),
+    ] = False,
     trace: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Write when the last batches' ops ran, for Perfetto."),
@@ -73,9 +80,16 @@ def train(
 
     Example: nestpipe train config.toml --set run.checkpoint=runs/today --resume auto
 
+    Example: nestpipe train config.toml --adaptive --set run.checkpoint=runs/today --ranks 2
+
     Example: torchrun --nproc-per-node 2 --max-restarts 3 -m nestpipe train c.toml --resume auto
     """
-    job_config = read_job(config, settings, checkpoint=resume)
+    overrides = [*(settings or []), *(["run.adaptive=true"] if adaptive else [])]
+    job_config = read_job(config, overrides, checkpoint=resume)
+    if job_config.run.adaptive:
+        from nestpipe.planner.adaptive import choices_file
+
+        choices_file(job_config)  # refuses now what could not be recorded later
     if trace is not None:
         _check_folder_of(trace)
     if starts_ranks(ranks):
@@ -109,7 +123,14 @@ def _trained(job: Job, json: str | None, threads: str) -> TrainResult:
     if trainer.comm.rank == 0 and json != STDOUT:
         console().print("\n".join(said), markup=False, soft_wrap=True)
     with _progress(total_steps(job), trainer) as (tell, tell_metrics):
-        return train_job(job, tell, tell_metrics)
+        if not job.config.run.adaptive:
+            return train_job(job, tell, tell_metrics)
+        from nestpipe.planner import AdaptiveRun
+
+        def say(line: str) -> None:
+            sys.stderr.write(f"adaptive, {line}\n")
+
+        return train_job(job, tell, tell_metrics, adapt=lambda: AdaptiveRun(job, say))
 
 
 def _stream_sentence(job: Job) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -58,6 +59,14 @@ def verify(
             help="Delay random ops of the compared run, so that a race is lost on purpose.",
         ),
     ] = None,
+    replay: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN",
+            help="Train the recorded choices of an adaptive run again under serial, and compare "
+            "with its checkpoint.",
+        ),
+    ] = None,
     json: JsonFile = None,
 ) -> None:
     """Prove that a plan changes no bit: train with serial and with the plan, compare everything.
@@ -72,7 +81,17 @@ def verify(
     Example: nestpipe verify --steps 20 --ranks 2 --delays 1
 
     Example: nestpipe verify --ranks 4 --set parallel.groups=2 --one-dimension
+
+    Example: nestpipe verify --replay runs/today --ranks 2
     """
+    if replay is not None:
+        given = (config, settings, steps, plan, delays)
+        if one_dimension or any(one is not None for one in given):
+            raise ConfigError(
+                "--replay takes its config, plan and steps from the run; leave the others out"
+            )
+        _replay(replay, ranks, json)
+        return
     if one_dimension and delays is not None:
         raise ConfigError(
             f"--delays is {delays} with --one-dimension; delays are for the comparison of plans, "
@@ -103,6 +122,39 @@ def verify(
     comm.close()
     if not proven:
         raise typer.Exit(1)
+
+
+def _replay(run: Path, ranks: int, json: str | None) -> None:
+    """Compare an adaptive run with `serial` in the settings that it recorded."""
+    if starts_ranks(ranks):
+        raise typer.Exit(launch_ranks(ranks))
+    quieten()
+    job_config = read_job(None, None, checkpoint=str(run))
+    from nestpipe.planner import replay_choices
+    from nestpipe.train.loop import communicator, use_threads
+
+    use_threads(job_config.run)
+    comm = communicator(job_config)
+    verdict = replay_choices(run, comm, _watch if comm.rank == 0 else _look_away)
+    if comm.rank == 0:
+        _show(verdict.figures(), replay_sentences(verdict, run), json)
+    comm.barrier()
+    comm.close()
+    if not verdict.identical:
+        raise typer.Exit(1)
+
+
+def replay_sentences(verdict: Verdict, run: Path) -> list[str]:
+    """What the replay of an adaptive run came to."""
+    of = f"{run} and serial in the settings that it recorded, {verdict.steps} steps"
+    compared = f"{verdict.rows_compared:,} rows with optimizer state, {verdict.tensors_compared}"
+    lines = [
+        f"{'identical' if verdict.identical else 'different'}: {of}",
+        f"compared bit for bit: {compared} tensors (dense weights and state, counters)",
+    ]
+    if not verdict.identical:
+        lines.append(f"first difference: {verdict.first_difference}")
+    return lines
 
 
 def _overrides(steps: int | None, plan: str | None) -> list[str]:

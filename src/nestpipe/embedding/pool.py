@@ -481,7 +481,7 @@ def pool_sizes(
         "device_memory",
         device_memory,
         auto=AUTO_SHARE,
-        free=lambda: _free_memory(device) / sharing,
+        free=lambda: free_memory(device) / sharing,
     )
     of_table = int(memory // sum(b * t for b, t in zip(row_bytes, tables, strict=True)))
     slots = [max(1, of_table * t) for t in tables]
@@ -498,7 +498,8 @@ def pools_on_one_device(device: torch.device, ranks: int) -> int:
     return -(-local // max(1, torch.cuda.device_count())) if device.type == "cuda" else local
 
 
-def _free_memory(device: torch.device) -> int:
+def free_memory(device: torch.device) -> int:
+    """Bytes of the device, or of the host, that nobody uses."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")

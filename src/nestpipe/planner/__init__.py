@@ -1,5 +1,6 @@
 """Chooses settings for a job: before it runs, while it runs, and for machines not bought yet."""
 
+from nestpipe.planner.adaptive import AdaptiveRun, Choice, replay_choices
 from nestpipe.planner.candidates import (
     Candidate,
     HardwarePredictor,
@@ -10,7 +11,9 @@ from nestpipe.planner.choice import PlanChoice, Predicted, checked, choose, conf
 from nestpipe.planner.profile import JobBench, check_candidates, job_bench, profile_job
 
 __all__ = [
+    "AdaptiveRun",
     "Candidate",
+    "Choice",
     "HardwarePredictor",
     "JobBench",
     "PlanChoice",
@@ -23,4 +26,5 @@ __all__ = [
     "config_text",
     "job_bench",
     "profile_job",
+    "replay_choices",
 ]

@@ -357,15 +357,19 @@ class JobCosts:
         safe_R = np.where(typical_R > 0, typical_R, 1.0)
         return np.where(typical_R > 0, np.clip(totals_TR / safe_R, 0.25, 4.0), 1.0)
 
+    def typical(self, kind: Kind) -> Times:
+        """What the unsplit run's ops of a kind cost each rank in a batch; medians."""
+        return self._plain.typical(kind)
+
+    def spread_of(self, kind: Kind) -> float:
+        """The standard deviation of a kind's cost over its mean, among batches and ranks."""
+        totals = self._plain.totals(kind)
+        return float(totals.std() / totals.mean()) if totals.mean() > 0 else 0.0
+
     def known(self, name: str) -> list[Any]:
         """The values of a setting that the profile has a run for, the usual one first."""
         others = [value for key, value in self._factors if key == name]
         return [getattr(self._plain.form, name), *others]
-
-
-def moved(costs: CostOf, factor: Mapping[Kind, float]) -> CostOf:
-    """The same costs, with some kinds so many times as long."""
-    return lambda op, rank: costs(op, rank) * factor.get(op.kind, 1.0)
 
 
 def draw_of(traces: Sequence[Trace], cpu_ms: float) -> float:

@@ -71,6 +71,8 @@ class RunState:
     """Of a stream: the offset of each partition after the last trained sample."""
     model: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """How to make the model again; empty: what the model itself says, if it is a shipped one."""
+    choices: Sequence[Mapping[str, Any]] = ()
+    """Of an adaptive run: its settings so far, each from a step on."""
 
 
 def save_checkpoint(
@@ -208,6 +210,7 @@ def manifest_of(
         config=dict(state.config),
         metrics=finite(state.metrics),
         lifecycle=dict(state.lifecycle),
+        choices=tuple(dict(one) for one in state.choices),
         created=time.time(),
     )
 
@@ -389,6 +392,7 @@ def _state_of(manifest: Manifest) -> RunState:
         config=manifest.config,
         metrics=manifest.metrics,
         lifecycle=manifest.lifecycle,
+        choices=manifest.choices,
     )
 
 

@@ -205,6 +205,11 @@ class RunConfig(ExecutionSettings):
     """What is written there: `tensorboard`, `jsonl`, and with extras `wandb` and `mlflow`."""
     log_every: int = 50
     """Write AUC and normalised entropy of training after every so many batches; 0: never."""
+    adaptive: bool = False
+    """Let micro-batches, their sizes and the pool follow the measured trace while the run goes on.
+    What is chosen is recorded; it changes only the order of sums."""
+    adaptive_every: int = 32
+    """adaptive: batches between two looks at the trace, until nothing more is gained."""
     threads: int = 0
     """Threads of each rank for torch's operations; 0: the cores over the ranks of the machine, or
     OMP_NUM_THREADS where that is set."""
@@ -220,6 +225,10 @@ class RunConfig(ExecutionSettings):
         for name in ("min_delta", "log_every", "threads"):
             not_negative(name, getattr(self, name))
         positive("patience", self.patience)
+        if self.adaptive_every < 8:
+            raise ConfigError(
+                f"adaptive_every is {self.adaptive_every}; give at least 8, for a steady state"
+            )
         not_negative("keep_hours", self.keep_hours)
         positive("grace_s", self.grace_s)
 
@@ -461,7 +470,7 @@ _RESULTS: Mapping[str, frozenset[str]] = {
 }
 """Keys that change results, of sections whose other keys do not; of other sections all do."""
 _SUMS: Mapping[str, frozenset[str]] = {
-    "run": frozenset({"device"}),
+    "run": frozenset({"device", "adaptive"}),
     "pipeline": frozenset(
         {"micro_batches", "micro_batching", "balance", "first", "last", "exchange"}
     ),

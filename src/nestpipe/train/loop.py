@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -54,6 +54,21 @@ MOST_TRACED = 16
 Tell = Callable[[StepReport], None]
 TellMetrics = Callable[[int, str, Mapping[str, float]], None]
 """Hears the step, the split, and what the evaluation found there."""
+
+
+class Adaptation(Protocol):
+    """Changes the settings of a run between batches; every rank has one."""
+
+    next_stop: int
+    """The step at which it wants to be asked."""
+
+    def decide(self) -> None:
+        """No batch is in flight: settings may change. All ranks call it at the same step."""
+        ...
+
+    def finish(self) -> None:
+        """The run has ended."""
+        ...
 
 
 def _tell_nobody(step: int, split: str, metrics: Mapping[str, float]) -> None:
@@ -195,12 +210,24 @@ def claimed(folder: str, comm: Communicator) -> Generator[None]:
         yield
 
 
-def train_job(job: Job, tell: Tell, tell_metrics: TellMetrics = _tell_nobody) -> TrainResult:
+def train_job(
+    job: Job,
+    tell: Tell,
+    tell_metrics: TellMetrics = _tell_nobody,
+    *,
+    adapt: Callable[[], Adaptation] | None = None,
+) -> TrainResult:
     """Train, evaluate and save as the config says.
 
-    On rank 0 `tell` hears of every step, `tell_metrics` of every evaluation.
+    On rank 0 `tell` hears of every step, `tell_metrics` of every evaluation. `adapt` makes what
+    changes settings meanwhile, where `run.adaptive` asks for it.
     """
     run, comm = job.config.run, job.trainer.comm
+    if run.adaptive and adapt is None:
+        raise ConfigError(
+            "run.adaptive is true, and nobody adapts; pass adapt=partial(AdaptiveRun, job) of "
+            "nestpipe.planner, or set run.adaptive = false"
+        )
     stop = StopRequest(run.grace_s)
     stop.describe = getattr(comm, "where", stop.describe)
     with claimed(run.checkpoint, comm):
@@ -213,7 +240,7 @@ def train_job(job: Job, tell: Tell, tell_metrics: TellMetrics = _tell_nobody) ->
         with stop.on_signals() if run.checkpoint else nullcontext():
             job.trainer.stop_wanted = lambda: stop.wanted
             job.trainer.fault_folder = Path(run.checkpoint) / "faults" if run.checkpoint else None
-            return train_steps(job, tell, tell_metrics)
+            return train_steps(job, tell, tell_metrics, adapt if run.adaptive else None)
 
 
 KEYS_OF_A_LINE = 10_000
@@ -288,7 +315,12 @@ def _refuse_newer(job: Job) -> None:
         )
 
 
-def train_steps(job: Job, tell: Tell, tell_metrics: TellMetrics = _tell_nobody) -> TrainResult:
+def train_steps(
+    job: Job,
+    tell: Tell,
+    tell_metrics: TellMetrics = _tell_nobody,
+    adapt: Callable[[], Adaptation] | None = None,
+) -> TrainResult:
     """The run itself, in a folder that nobody else writes to; ends early where a rank wants to."""
     config, trainer = job.config, job.trainer
     run, comm = config.run, trainer.comm
@@ -297,6 +329,9 @@ def train_steps(job: Job, tell: Tell, tell_metrics: TellMetrics = _tell_nobody) 
     evaluated_at = -1
     early = EarlyStopping.of(run, trainer.loaded_metrics)
     checkpoints = RunCheckpoints(job, early)
+    adaptation = adapt() if adapt is not None else None
+    if adaptation is None:
+        trainer.note_settings("as the config has it, without --adaptive")
     folder = run.log if comm.rank == 0 else ""
     loggers_opened = MetricLoggers(run.loggers, folder, flat(asdict(config)))
     with (
@@ -309,11 +344,13 @@ def train_steps(job: Job, tell: Tell, tell_metrics: TellMetrics = _tell_nobody) 
             start, epoch = time.perf_counter(), trainer.progress.epoch
             trainer.fit(
                 job.train,
-                steps=_until_next_stop(job),
+                steps=_until_next_stop(job, adaptation),
                 epochs=run.epochs if run.eval_every else epoch + 1,
                 on_step=on_step,
             )
             seen.seconds += time.perf_counter() - start
+            if adaptation is not None and trainer.progress.step >= adaptation.next_stop:
+                adaptation.decide()
             step, now, best = trainer.progress.step, dict[str, float](), False
             due = (_eval_due(job, epoch) or _finished(job) or _over(job)) and not trainer.stopped
             if due and split is not None:
@@ -332,6 +369,8 @@ def train_steps(job: Job, tell: Tell, tell_metrics: TellMetrics = _tell_nobody) 
                 checkpoints.save(now)
         current = metrics if evaluated_at == trainer.progress.step else {}
         checkpoints.save(current, last=True)
+    if adaptation is not None:
+        adaptation.finish()
     return _result(job, seen, metrics, checkpoints, early)
 
 
@@ -574,10 +613,12 @@ def _baseline(job: Job) -> dict[str, float]:
     return {f"baseline_{name}": ranks.values[name] for name in ("hr@10", "ndcg@10")}
 
 
-def _until_next_stop(job: Job) -> int | None:
+def _until_next_stop(job: Job, adaptation: Adaptation | None = None) -> int | None:
     """Steps until something else than training is due."""
     run, step = job.config.run, job.trainer.progress.step
     stops = [every - step % every for every in (run.eval_every, run.checkpoint_every) if every]
+    if adaptation is not None:
+        stops.append(max(1, adaptation.next_stop - step))
     if run.steps:
         stops.append(run.steps - step)
     return min(stops) if stops else None

@@ -25,7 +25,7 @@ from nestpipe.data.balance import WorkOf, deal_evenly
 from nestpipe.embedding.device_tables import DeviceTables, can_route_on_device
 from nestpipe.embedding.lifecycle import AdmittedRows, Lifecycle, RowLifecycle
 from nestpipe.embedding.optimizers import RowOptimizer, row_optimizer
-from nestpipe.embedding.pool import RowPool, pool_sizes, pools_on_one_device
+from nestpipe.embedding.pool import RowPool, free_memory, pool_sizes, pools_on_one_device
 from nestpipe.embedding.routing.lists import owner_of
 from nestpipe.embedding.sharded import ShardedTables
 from nestpipe.embedding.store import RowStore, SsdOptions, open_store, ssd_options
@@ -180,6 +180,8 @@ class Trainer:
         """The metrics of the checkpoint that it goes on from."""
         self.loaded_from: Path | None = None
         """The checkpoint that it goes on from."""
+        self.choices: list[dict[str, Any]] = []
+        """Of an adaptive run: its settings so far, each from a step on; checkpoints keep them."""
         self.fault_folder: Path | None = None
         """Where a batch with NaN or inf gradients is kept when it ends a run."""
         self.stop_wanted: Callable[[], bool] = lambda: False
@@ -231,6 +233,24 @@ class Trainer:
                 pool.flush()
             self._pools = []
         self.trace = Trace(())
+
+    def note_settings(self, reason: str) -> None:
+        """Where settings are recorded, record those that it has now, if they are others."""
+        pipeline = self.settings.pipeline
+        now = {
+            "micro_batches": pipeline.micro_batches,
+            "first": pipeline.first,
+            "last": pipeline.last,
+            "device_memory": self.settings.device_memory,
+        }
+        if self.choices and any(self.choices[-1].get(name) != now[name] for name in now):
+            self.choices.append({"step": self.progress.step, **now, "reason": reason})
+
+    def pool_memory(self) -> tuple[float, float]:
+        """Bytes of this rank's pools, and what it could have if they took all that is free."""
+        mine = sum(pool.num_bytes() for pool in self._pools)
+        sharing = pools_on_one_device(self.device, self.comm.size)
+        return mine, mine + free_memory(self.device) / sharing
 
     def _open_stores(self) -> list[RowStore]:
         settings, shards = self.settings, self.mesh.shards.size
@@ -648,6 +668,7 @@ class Trainer:
             metrics=metrics or {},
             lifecycle=self.lifecycle.state() if self.lifecycle is not None else {},
             model=self.about_model,
+            choices=self.choices,
         )
 
     def track_rows(self, *, on: bool = True) -> None:
@@ -701,6 +722,7 @@ class Trainer:
         )
         self.loaded_from = Path(checkpoint)
         self.loaded_metrics = dict(state.metrics)
+        self.choices = [dict(one) for one in state.choices]
         for pool in self._pools:
             pool.clear()
         if self.lifecycle is not None:
