@@ -24,7 +24,8 @@ VERIFY := verify --plan nested --ranks 2 --steps 8 --set pipeline.micro_batches=
 TRAIN := train --ranks 2 --set data.synthetic.samples=1500000
 TRAIN_BRIEFLY := train --ranks 2 --set data.synthetic.samples=100000 --set pipeline.micro_batches=2
 
-.PHONY: demo test test-long slowest mutants mutmut fuzz check lint docs bench-deps clean
+.PHONY: demo test test-long test-lowest slowest mutants mutmut fuzz check lint docs wheel trial \
+	bench-deps clean
 
 demo: $(READY)
 	@mkdir -p $(dir $(PICTURE))
@@ -47,6 +48,10 @@ test: lint
 # More examples, and an interpreter of its own for every process of a test; for a nightly run.
 test-long: lint
 	NESTPIPE_EXAMPLES=long; export NESTPIPE_EXAMPLES; $(TYPES_BESIDE)
+
+# The lowest releases of all dependencies, in an environment of their own (5 GB with torch's CUDA).
+test-lowest: $(READY)
+	$(BIN)/python tools/lowest.py
 
 slowest: $(READY)
 	$(PYTEST) --durations=20
@@ -76,6 +81,15 @@ lint: $(READY)
 
 docs: $(READY)
 	$(BIN)/python tools/make_docs.py
+
+# A wheel for each platform with the native part inside, and the sdist, in dist/.
+wheel: $(READY)
+	$(BIN)/python tools/make_wheels.py
+
+# The wheel of this machine, installed where no compiler is found: train, verify, serve.
+trial: $(READY)
+	$(BIN)/python tools/make_wheels.py --machine $$(uname -m)
+	$(BIN)/python tools/trial.py --wheel dist/nestpipe-*_$$(uname -m).whl --no-compiler
 
 # TorchRec, as a peer for `nestpipe bench train`; without its own dependencies, which would fetch
 # a GPU build of torch.

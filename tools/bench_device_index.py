@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from nestpipe.embedding.optimizers import RowOptimizer, row_optimizer
-from nestpipe.kernels import library as build
+from nestpipe.kernels import build
 from nestpipe.kernels.index import library
 from nestpipe.kernels.index.dedup import Owners, dedup
 from nestpipe.kernels.index.device_index import DeviceIndex, FirstValues, KeyCells

@@ -9,12 +9,15 @@ import ast
 import inspect
 import io
 import os
+import re
 import textwrap
 from collections.abc import Iterator, Mapping
 from contextlib import redirect_stdout
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
+from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import peer_figures
 from typer.main import get_command
@@ -22,9 +25,12 @@ from typer.main import get_command
 import nestpipe
 from nestpipe import deprecated
 from nestpipe.cli.app import app
+from nestpipe.config import Table
 from nestpipe.schedule import PlanOptions, nominal_trace, plan
+from nestpipe.serve.settings import HttpSettings, ServeSettings
 from nestpipe.sim import Scale, chart, paper_cluster, scaling_curve
 from nestpipe.trace import svg
+from nestpipe.train.job import JobConfig
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 WHOLE_WORDS: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
@@ -124,6 +130,77 @@ def _own_field_docs(thing: type) -> dict[str, str]:
     return found
 
 
+def config() -> str:
+    """The page `config.md`: every key of a config file and every setting of the service."""
+    parts = [
+        "# Config reference",
+        "",
+        "Every key on one page, written by `make docs` from the code.",
+    ]
+    parts += ["A key is set in a TOML file, or by `--set section.key=value`.", ""]
+    parts += ["## Training: `train`, `eval`, `verify`", *_sections(JobConfig(), "")]
+    parts += ["", "## A table of a model", "", *_keys(Table, "", None)]
+    parts += [
+        "",
+        "## Serving: `serve --set KEY=VALUE`",
+        "",
+        *_keys(ServeSettings, "", ServeSettings()),
+    ]
+    parts += ["", "### `http`", "", *_keys(HttpSettings, "http.", HttpSettings())]
+    return "\n".join([*parts, ""])
+
+
+def _sections(value: Any, path: str) -> list[str]:
+    """A heading with its keys for each section below, in the order of the code."""
+    lines: list[str] = []
+    for known in fields(value):
+        below = getattr(value, known.name)
+        if is_dataclass(below):
+            name = f"{path}{known.name}"
+            lines += ["", f"### `[{name}]`", "", inspect.getdoc(type(below)) or "", ""]
+            lines += [*_keys(type(below), f"{name}.", below), *_sections(below, f"{name}.")]
+    return lines
+
+
+def _keys(section: type, path: str, value: Any) -> list[str]:
+    """An entry for each key: its type, its default and what it means."""
+    said = _field_docs(section)
+    lines: list[str] = []
+    for known in fields(section):
+        default = getattr(value, known.name, MISSING) if value is not None else known.default
+        if known.init and not is_dataclass(default):
+            text = re.sub(r" ?Default: `[^`]*`\.$", "", said.get(known.name, ""))
+            kind = _kind(get_type_hints(section)[known.name])
+            shown = "" if default is MISSING else f", default `{_toml(default)}`"
+            lines += _item(f"`{path}{known.name}` ({kind}{shown}): {text}".rstrip(": "))
+    return lines
+
+
+def _kind(hint: Any) -> str:
+    """What a key may hold, in words of TOML."""
+    if get_origin(hint) in (Union, UnionType):
+        return " or ".join(_kind(part) for part in get_args(hint) if part is not NoneType)
+    if get_origin(hint) is Literal:
+        return " or ".join(f"`{word!s}`" for word in get_args(hint))
+    if get_origin(hint) is tuple:
+        return f"list of {_kind(get_args(hint)[0])}s".replace("texts", "text")
+    if isinstance(hint, type) and issubclass(hint, StrEnum):
+        return " or ".join(f"`{word.value}`" for word in hint)
+    plain = {str: "text", int: "whole number", float: "number", bool: "true or false"}
+    return plain.get(hint, "section")
+
+
+def _toml(value: Any) -> str:
+    """A default as a config file would write it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (tuple, list)):
+        return f"[{', '.join(map(_toml, value))}]"
+    if value is None:
+        return "unset"
+    return f'"{value}"' if isinstance(value, str) else f"{value}"
+
+
 def experiments() -> str:
     """The index of the experiments: date, question and decision of each page, newest first."""
     lines = ["# Experiments", "", "What was tried, what came of it, and what was decided."]
@@ -218,6 +295,7 @@ def generated() -> dict[str, str]:
     return {
         "reference.md": reference(),
         "api.md": api(),
+        "config.md": config(),
         "nested.svg": timeline(),
         "scaling.svg": scaling(),
         "experiments/README.md": experiments(),

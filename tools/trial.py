@@ -1,24 +1,26 @@
 """Runs a page as a new user would: wheel, empty environment, every command as printed.
 
-python tools/trial.py [--keep] [docs/first_run.md]
+python tools/trial.py [--wheel FILE] [--python python3.13] [--fresh] [--no-compiler] [--keep] [PAGE]
 
-The environment finds torch and the other dependencies where this interpreter has them, so that
-nothing large is downloaded; nestpipe itself is only what the wheel has. Exits with 1 at the first
-command that fails. Needs the network to build the wheel (hatchling).
+The wheel is built first unless one is named. With `--fresh` pip installs it with all that it
+depends on; otherwise the environment finds the dependencies where the interpreter has them, so that
+nothing large is downloaded, and nestpipe itself is only what the wheel has. With `--no-compiler` no
+command finds a compiler, and none may build anything. Exits with 1 at the first command that fails.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -26,6 +28,10 @@ PAGE = ROOT / "docs/first_run.md"
 """Unless another is named."""
 FILE = re.compile(r"^\*\*`(\S+)`\*\*\n\n```\w+\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 COMMANDS = re.compile(r"^```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+COMPILER = re.compile(r"(.*-)?(c\+\+|cc|clang|clang\+\+|g\+\+|gcc|nvcc|ninja|ld)(-[\d.]+)?")
+"""Programs that `--no-compiler` hides."""
+TORCH = os.environ.get("TORCH", "torch==2.13.0")
+"""What a fresh environment begins with: an open range may fetch another build."""
 LIMIT_S = 600
 """For one command, on a machine that is busy with others."""
 
@@ -42,10 +48,23 @@ def commands(page: str) -> Iterator[str]:
         yield from re.findall(r"^\$ (.*(?:\n    .*)*)", block[1], re.MULTILINE)
 
 
-def main(page_file: Path, folder: Path) -> int:
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """How a page is run."""
+
+    page: Path = PAGE
+    wheel: Path | None = None
+    """None: built now from the sources."""
+    python: str = sys.executable
+    fresh: bool = False
+    """Whether pip installs dependencies; otherwise they are those that `python` has."""
+    no_compiler: bool = False
+
+
+def main(trial: Trial, folder: Path) -> int:
     """Run the page in the folder; 1 where a command fails."""
-    environment = _installed(folder)
-    page = page_file.read_text()
+    environment = _environment(trial, folder)
+    page = trial.page.read_text()
     for name, text in files(page).items():
         (folder / name).write_text(text)
     running: list[subprocess.Popen[bytes]] = []
@@ -66,36 +85,76 @@ def main(page_file: Path, folder: Path) -> int:
         for process in running:
             process.terminate()
             process.wait(LIMIT_S)
+    if trial.no_compiler and (built := list((folder / "cache").glob("*"))):
+        print(f"\nthe wheel should have had {built[0].name}")
+        return 1
     print("\nevery command ran")
     return 0
 
 
-def _installed(folder: Path) -> Mapping[str, str]:
-    """An environment of its own with the wheel in it; what its commands find."""
-    pip = [sys.executable, "-m", "pip", "-q"]
-    subprocess.run([*pip, "wheel", "--no-deps", "-w", folder / "dist", ROOT], check=True)
-    (wheel,) = (folder / "dist").glob("nestpipe-*.whl")
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "env"], check=True)
+def _environment(trial: Trial, folder: Path) -> Mapping[str, str]:
+    """What the commands find: an environment of its own with the wheel in it."""
+    wheel = trial.wheel or _built(folder / "dist")
     python = folder / "env/bin/python"
-    found = subprocess.run(
-        [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    site = Path(found.stdout.strip())
-    # A path in a .pth is searched last and its own .pth files are not read: no editable nestpipe.
-    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    install = ["install", "--no-deps", "--no-index", wheel]
-    subprocess.run([*pip, "--python", python, *install], check=True)
-    shutil.copy(Path(sys.executable).parent / "torchrun", folder / "env/bin/torchrun")
-    _own_python(folder / "env/bin/torchrun", python)
-    path = f"{folder / 'env/bin'}{os.pathsep}{os.environ['PATH']}"
+    if trial.fresh:
+        _install_all(trial.python, wheel, folder / "env")
+    else:
+        _install_alone(trial.python, wheel, folder / "env")
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    where = [python, "-c", "import nestpipe; print(nestpipe.__file__)"]
-    shown = subprocess.run(where, env=kept, capture_output=True, text=True, check=True, cwd=folder)
-    print(f"{wheel.name} is installed: {shown.stdout.strip()}", flush=True)
-    return {**kept, "PATH": path}
+    path = os.environ["PATH"]
+    if trial.no_compiler:
+        kept = {name: value for name, value in kept.items() if name not in ("CXX", "CUDA_HOME")}
+        path = str(_programs(path, folder / "programs"))
+    kept |= {"PATH": f"{folder / 'env/bin'}{os.pathsep}{path}"}
+    kept |= {"NESTPIPE_CACHE": str(folder / "cache")} if trial.no_compiler else {}
+    tell = "import sys, nestpipe; print(sys.version.split()[0], nestpipe.__file__)"
+    shown = _said([python, "-c", tell], cwd=folder, env=kept)
+    print(f"{wheel.name} is installed: Python {shown}", flush=True)
+    return kept
+
+
+def _built(folder: Path) -> Path:
+    pip = [sys.executable, "-m", "pip", "-q"]
+    subprocess.run([*pip, "wheel", "--no-deps", "-w", folder, ROOT], check=True)
+    (wheel,) = folder.glob("nestpipe-*.whl")
+    return wheel
+
+
+def _install_all(python: str, wheel: Path, env: Path) -> None:
+    """As a user does."""
+    subprocess.run([python, "-m", "venv", env], check=True)
+    pip = [env / "bin/python", "-m", "pip", "-qq", "install", "--disable-pip-version-check"]
+    subprocess.run([*pip, TORCH], check=True)
+    subprocess.run([*pip, f"{wheel}[serve,train]"], check=True)
+
+
+def _install_alone(python: str, wheel: Path, env: Path) -> None:
+    """The wheel alone, beside the dependencies that the interpreter has."""
+    subprocess.run([python, "-m", "venv", "--without-pip", env], check=True)
+    tell = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    site = Path(_said([env / "bin/python", "-c", tell]))
+    # A path in a .pth is searched last and its own .pth files are not read: no editable nestpipe.
+    (site / "dependencies.pth").write_text(_said([python, "-c", tell]) + "\n")
+    pip = [sys.executable, "-m", "pip", "-q", "--python", env / "bin/python"]
+    subprocess.run([*pip, "install", "--no-deps", "--no-index", wheel], check=True)
+    torchrun = Path(_said([python, "-c", "import sys; print(sys.executable)"])).parent / "torchrun"
+    shutil.copy(torchrun, env / "bin/torchrun")
+    _own_python(env / "bin/torchrun", env / "bin/python")
+
+
+def _said(command: list[str | Path], **more: object) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=True, **more)  # type: ignore[call-overload]
+    return done.stdout.strip()
+
+
+def _programs(path: str, folder: Path) -> Path:
+    """A folder with every program of a path but compilers and interpreters of Python."""
+    folder.mkdir()
+    for program in (file for part in path.split(os.pathsep) for file in Path(part).glob("*")):
+        hidden = COMPILER.fullmatch(program.name) or program.name.startswith("python")
+        if not hidden and not (folder / program.name).is_symlink():
+            (folder / program.name).symlink_to(program)
+    return folder
 
 
 def _own_python(script: Path, python: Path) -> None:
@@ -123,8 +182,15 @@ def _wait_for_port(command: str) -> None:
 
 
 if __name__ == "__main__":
-    asked = next((Path(word).resolve() for word in sys.argv[1:] if word != "--keep"), PAGE)
-    if "--keep" in sys.argv:
-        sys.exit(main(asked, Path(tempfile.mkdtemp(prefix="nestpipe-trial-"))))
+    parser = argparse.ArgumentParser(description="Run a page as a new user would.")
+    parser.add_argument("page", nargs="?", type=lambda word: Path(word).resolve(), default=PAGE)
+    parser.add_argument("--wheel", type=lambda word: Path(word).resolve())
+    parser.add_argument("--python", default=sys.executable)
+    parser.add_argument("--fresh", action="store_true")
+    parser.add_argument("--no-compiler", action="store_true")
+    parser.add_argument("--keep", action="store_true", help="leave the folder for a look at it")
+    asked = vars(parser.parse_args())
+    if asked.pop("keep"):
+        sys.exit(main(Trial(**asked), Path(tempfile.mkdtemp(prefix="nestpipe-trial-"))))
     with tempfile.TemporaryDirectory(prefix="nestpipe-trial-") as here:
-        sys.exit(main(asked, Path(here)))
+        sys.exit(main(Trial(**asked), Path(here)))

@@ -17,15 +17,15 @@ import pytest
 import torch
 
 from nestpipe.embedding import optimizers
-from nestpipe.kernels.index import library
-from nestpipe.kernels.library import (
+from nestpipe.kernels.build import (
     CUDA_HEADERS,
     CUDA_SOURCES,
     built_once,
     find_compiler,
     hash_of,
-    typed_cuda,
 )
+from nestpipe.kernels.index import library
+from nestpipe.kernels.library import typed_cuda
 from nestpipe.kernels.rows import cuda, segments
 
 KERNELS = ("index", "dedup", "segments", "row_sums", "segment_sum", "update", "step")

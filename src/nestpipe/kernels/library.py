@@ -1,29 +1,18 @@
-"""The native libraries: compiled once per machine and version, loaded once per process.
+"""The native libraries: loaded once per process, with the types of their functions.
 
-The name of a library carries a hash of everything that went into it, so a library that exists is
-never stale. A file beside it has the hash of the library itself, so damage is noticed.
-`python -m nestpipe.kernels.library` builds both, for the host and for GPUs, ahead of the first use.
+`kernels/build.py` says where they come from: the wheel, or a compiler on this machine.
+`python -m nestpipe.kernels.library` gets both, for the host and for GPUs, ahead of the first use.
 The one for GPUs is fast, not needed: without NVIDIA's compiler, torch and Triton do its work.
 """
 
 from __future__ import annotations
 
 import ctypes
-import fcntl
-import hashlib
 import os
-import platform
-import shlex
-import shutil
-import stat
-import subprocess
 import sys
-import tempfile
 import time
 import warnings
-from collections.abc import Callable, Generator, Iterable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from ctypes import POINTER, c_char_p, c_double, c_float, c_int, c_int64, c_uint64, c_void_p
 from enum import IntEnum
 from functools import cache
@@ -32,219 +21,7 @@ from pathlib import Path
 import torch
 
 from nestpipe.errors import ConfigError
-
-SOURCES = Path(__file__).parent / "native"
-"""A folder for each subject; includes are written from here."""
-# No contraction and no fast math: numpy, which does one rounding per operation, must agree.
-FLAGS = (
-    *("-std=c++17", "-O3", "-march=native", "-fno-fast-math", "-ffp-contract=off"),
-    *("-fvisibility=hidden", "-fPIC", "-shared", "-pthread"),
-)
-CUDA_SOURCES = Path(__file__).parent / "cuda"
-# Bulk copies came with compute capability 9.0; later GPUs compile the same for themselves.
-CUDA_FLAGS = (
-    *("-std=c++17", "-O3", "-gencode", "arch=compute_90,code=[sm_90,compute_90]"),
-    # No contraction: torch, which does one rounding per operation, must agree.
-    *("-fmad=false", "-shared", "-Xcompiler", "-fPIC,-fvisibility=hidden"),
-)
-CUDA_HEADERS = (
-    *sorted(CUDA_SOURCES.glob("*.h")),
-    *(SOURCES / "rows" / name for name in ("row_math.h", "sum_order.h")),
-)
-USUAL_NVCC = Path("/usr/local/cuda/bin/nvcc")
-COMPILERS = ("g++", "c++", "clang++")
-TWIN = "or set NESTPIPE_NATIVE=0 to use the slow plain twin"
-
-
-class CannotCompileError(Exception):
-    """Why there is no library; those who ask have another way."""
-
-
-def build() -> Path:
-    """The library, compiled now where this machine has none of these sources yet."""
-    compiler = find_compiler()
-    return built_once(f"libnestpipe-{build_key(compiler)}.so", lambda to: _compile(compiler, to))
-
-
-def built_once(name: str, make: Callable[[Path], None]) -> Path:
-    """A library of that name in the cache; of those who miss it at the same time one makes it."""
-    target = cache_folder() / name
-    if is_whole(target):
-        return target
-    with locked(target.with_suffix(".lock")):
-        if not is_whole(target):
-            make(target)
-            target.with_suffix(".sha256").write_text(_hash_of_file(target))
-    return target
-
-
-def is_whole(target: Path) -> bool:
-    """Whether a library is there as it was made; one that is damaged is made again.
-
-    Code of another user is refused: to load it is to run it.
-    """
-    try:
-        owner, mode = target.stat().st_uid, target.stat().st_mode
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    if owner not in (os.geteuid(), 0) or mode & stat.S_IWOTH:
-        raise ConfigError(
-            f"{str(target)!r} belongs to user {owner} or can be written by anybody; remove it, "
-            "or name a folder of your own in NESTPIPE_CACHE"
-        )
-    said = target.with_suffix(".sha256")
-    return said.is_file() and said.read_text() == _hash_of_file(target)
-
-
-def _hash_of_file(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def find_compiler() -> list[str]:
-    """The command of a C++ compiler: `$CXX` where it is set, else the first that is installed."""
-    asked = shlex.split(os.environ.get("CXX", ""))
-    if asked and shutil.which(asked[0]) is None:
-        raise ConfigError(f"there is no compiler {asked[0]!r}; correct or unset CXX, {TWIN}")
-    if asked:
-        return asked
-    for name in COMPILERS:
-        if found := shutil.which(name):
-            return [found]
-    raise ConfigError(
-        "there is no C++ compiler for the native store; "
-        f"install g++ 12 or newer (or name one in CXX), {TWIN}"
-    )
-
-
-def cache_folder() -> Path:
-    """Where libraries are kept: NESTPIPE_CACHE, or `nestpipe` in the user's cache folder."""
-    if own := os.environ.get("NESTPIPE_CACHE"):
-        return Path(own)
-    shared = os.environ.get("XDG_CACHE_HOME")
-    return (Path(shared) if shared else Path.home() / ".cache") / "nestpipe"
-
-
-def build_key(compiler: list[str]) -> str:
-    """A hash of the sources, the flags, the compiler and the processor."""
-    return hash_of((*FLAGS, *compiler, version_of(compiler), _processor()), source_files())
-
-
-def hash_of(words: Iterable[str], sources: Iterable[Path]) -> str:
-    """Of all that a library is made of."""
-    digest = hashlib.sha256()
-    for word in words:
-        digest.update(word.encode() + b"\0")
-    for source in sources:
-        digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
-    return digest.hexdigest()[:16]
-
-
-def source_files() -> list[Path]:
-    """Headers and sources of all folders, in a fixed order."""
-    return sorted([*SOURCES.rglob("*.h"), *SOURCES.rglob("*.cpp")])
-
-
-def version_of(compiler: list[str]) -> str:
-    """What a compiler says of itself."""
-    result = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=False)
-    return result.stdout
-
-
-def _processor() -> str:
-    """What -march=native depends on."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return f"{platform.machine()} {platform.processor()}"
-    wanted = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU part")
-    return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
-
-
-@contextmanager
-def locked(path: Path) -> Generator[None]:
-    """Hold a file lock: of several ranks that start at once, one compiles and the others wait."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("w")
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write to {str(path.parent)!r}: {error.strerror}; "
-            f"name another folder in NESTPIPE_CACHE, {TWIN}"
-        ) from None
-    with file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def _compile(compiler: list[str], target: Path) -> None:
-    sys.stderr.write(f"compiling the native store with {Path(compiler[0]).name}\n")
-    sources = [str(path) for path in source_files() if path.suffix == ".cpp"]
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        made = Path(folder) / target.name
-        command = [*compiler, *FLAGS, f"-I{SOURCES}", "-o", str(made), *sources]
-        result = subprocess.run(command, capture_output=True, text=True, check=False)
-        if result.returncode != 0:
-            raise ConfigError(
-                f"{compiler[0]} cannot compile the native store ({first_error(result.stderr)}); "
-                f"use g++ 12 or newer (name it in CXX), {TWIN}"
-            )
-        made.replace(target)
-
-
-def build_cuda() -> Path:
-    """The library, compiled now where this machine has none of these sources yet."""
-    compiler = str(find_nvcc())
-    key = hash_of(
-        (*CUDA_FLAGS, compiler, version_of([compiler])), (*_cuda_sources(), *CUDA_HEADERS)
-    )
-    return built_once(f"libnestpipe-cuda-{key}.so", lambda to: _compile_cuda(compiler, to))
-
-
-def find_nvcc() -> Path:
-    """NVIDIA's compiler: in `$CUDA_HOME`, on the path, or where it usually is."""
-    home = os.environ.get("CUDA_HOME")
-    found = shutil.which("nvcc")
-    wanted = [Path(home) / "bin" / "nvcc"] if home else []
-    for path in (*wanted, *([Path(found)] if found else []), USUAL_NVCC):
-        if path.is_file():
-            return path
-    raise CannotCompileError("nvcc is not installed (or name its folder in CUDA_HOME)")
-
-
-def _cuda_sources() -> list[Path]:
-    return sorted(CUDA_SOURCES.glob("*.cu"))
-
-
-def _compile_cuda(compiler: str, target: Path) -> None:
-    """Every source by a process of its own: templates keep a single one busy for a minute."""
-    sys.stderr.write("compiling for the GPU with nvcc\n")
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder, ThreadPoolExecutor() as pool:
-        made = Path(folder) / target.name
-        sources = _cuda_sources()
-        objects = [Path(folder) / f"{source.stem}.o" for source in sources]
-        flags = [flag for flag in CUDA_FLAGS if flag != "-shared"]
-        commands = [
-            [compiler, *flags, "-c", "-o", str(to), str(source)]
-            for source, to in zip(sources, objects, strict=True)
-        ]
-        list(pool.map(_run_nvcc, commands))
-        _run_nvcc([compiler, *CUDA_FLAGS, "-o", str(made), *map(str, objects)])
-        made.replace(target)
-
-
-def _run_nvcc(command: list[str]) -> None:
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    if result.returncode != 0:
-        raise CannotCompileError(f"nvcc cannot compile: {first_error(result.stderr)}")
-
-
-def first_error(text: str) -> str:
-    """The line of a compiler's output that says what is wrong."""
-    lines = text.strip().splitlines() or ["it said nothing"]
-    return next((line for line in lines if "error" in line), lines[-1])
-
-
-# The loaded libraries, with the types of their functions.
+from nestpipe.kernels.build import TWIN, CannotCompileError, build, build_cuda, shipped
 
 
 class Status(IntEnum):
@@ -386,16 +163,21 @@ _CUDA_SIGNATURES = {
 }
 
 
+def find() -> Path:
+    """Where the library is; compiled now where the wheel has none, or NESTPIPE_NATIVE is build."""
+    came_along = None if _native_setting() == "build" else shipped()
+    return came_along or build()
+
+
 @cache
 def library() -> ctypes.CDLL:
-    """The library, built first where that is needed; its calls run without the GIL."""
-    path = build()
+    """The wheel's library, or one built for this processor; its calls run without the GIL."""
+    path = find()
     try:
         loaded = ctypes.CDLL(str(path))
     except OSError as error:
         raise ConfigError(
-            f"cannot load {str(path)!r} ({error}); remove it so that it is built again, "
-            "or set NESTPIPE_NATIVE=0 to use the slow plain twin"
+            f"cannot load {str(path)!r} ({error}); remove it so that it is built again, {TWIN}"
         ) from None
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(loaded, name)
@@ -418,10 +200,17 @@ def free_memory() -> float:
 
 def native_wanted() -> bool:
     """Whether the native code is to be used: unless NESTPIPE_NATIVE is 0."""
+    return _native_setting() != "0"
+
+
+def _native_setting() -> str:
     value = os.environ.get("NESTPIPE_NATIVE", "1")
-    if value not in ("0", "1"):
-        raise ConfigError(f"NESTPIPE_NATIVE is {value!r}; set 0 (plain twin) or 1 (native)")
-    return value == "1"
+    if value not in ("0", "1", "build"):
+        raise ConfigError(
+            f"NESTPIPE_NATIVE is {value!r}; set 0 (plain twin), 1 (native), "
+            "or build (native, compiled for this processor)"
+        )
+    return value
 
 
 @cache
@@ -481,7 +270,7 @@ def call_on_stream(device: torch.device, function: Callable[..., int], *argument
 
 def main() -> None:
     """Build the libraries and say where they are."""
-    _say(build)
+    _say(find)
     try:
         _say(build_cuda)
     except CannotCompileError as error:

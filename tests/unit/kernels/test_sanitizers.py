@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from nestpipe.errors import ConfigError
-from nestpipe.kernels.library import SOURCES, built_once, find_compiler
+from nestpipe.kernels.build import SOURCES, built_once, find_compiler
 
 DRIVERS = [
     Path(__file__).with_name(name) for name in ("native_driver.cpp", "native_routing_driver.cpp")

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from nestpipe.kernels import library as building
-from nestpipe.kernels.library import CannotCompileError, build_cuda, cuda_library, find_nvcc
+from nestpipe.kernels import build as building
+from nestpipe.kernels.build import CannotCompileError, build_cuda, find_nvcc
+from nestpipe.kernels.library import cuda_library
 from nestpipe.kernels.rows import row_copy_tma
 from nestpipe.kernels.rows.row_copy_tma import (
     WHOLE,
@@ -67,13 +68,27 @@ def test_rows_are_taken_in_the_order_of_where_they_live():
     assert in_order_of_addresses(addresses_K, torch.tensor([3])).tolist() == [3]
 
 
-def test_the_compiler_runs_once(nvcc, capsys):
+def test_the_compiler_runs_once(nvcc, capsys, tmp_path):
     nvcc()
     library = build_cuda()
     assert "row_copy_tma.o" in library.read_text()
-    assert capsys.readouterr().err == "compiling for the GPU with nvcc\n"
+    said = capsys.readouterr().err
+    assert said.startswith(f"compiling the GPU kernels with {nvcc()}: a minute or two, once")
+    assert said.endswith(f"they are kept in {str(tmp_path / 'cache')!r}\n")
     assert build_cuda() == library
     assert capsys.readouterr().err == ""
+
+
+def test_a_library_that_another_stage_has_built_needs_no_compiler(nvcc, monkeypatch, tmp_path):
+    compiler = nvcc()
+    library = build_cuda()
+    compiler.unlink()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(building, "USUAL_NVCC", tmp_path / "none")
+    assert build_cuda() == library
+    library.write_text("damaged")
+    with pytest.raises(CannotCompileError, match="nvcc is not installed"):
+        build_cuda()
 
 
 def test_another_source_is_another_library(nvcc, monkeypatch, tmp_path):

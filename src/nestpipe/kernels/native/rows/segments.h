@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <vector>
 
 #include "common/abi.h"
@@ -33,7 +34,7 @@ struct Segments {
   int64_t term(int64_t i) const { return terms ? terms[i] : i; }
 };
 
-using Eight = float __attribute__((vector_size(32), aligned(4), may_alias));
+using Eight = float __attribute__((vector_size(32)));
 constexpr int64_t kAheadTerms = 12;
 
 inline void prefetch_row(const float* row, int64_t dim) {
@@ -49,9 +50,13 @@ inline void sum_block(const Rows& rows, const Segments& segments, int64_t begin,
   Eight sums[kEights] = {};
   for (int64_t i = begin; i < end; ++i) {
     const float* row = rows.row(segments.term(i)) + at;
-    for (int64_t e = 0; e < kEights; ++e) sums[e] += *reinterpret_cast<const Eight*>(row + 8 * e);
+    for (int64_t e = 0; e < kEights; ++e) {
+      Eight term;  // by memcpy: a row begins at any float, and clang takes an Eight for aligned
+      std::memcpy(&term, row + 8 * e, sizeof term);
+      sums[e] += term;
+    }
   }
-  for (int64_t e = 0; e < kEights; ++e) *reinterpret_cast<Eight*>(out + at + 8 * e) = sums[e];
+  std::memcpy(out + at, sums, sizeof sums);
 }
 
 // out = terms [begin, end), one after the other. `last` bounds the terms that may be prefetched.

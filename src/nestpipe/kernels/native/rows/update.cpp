@@ -1,5 +1,6 @@
 // Row optimizers: gradients of a row are summed and applied while they are in the cache.
 #include <cstdint>
+#include <cstring>
 #include <vector>
 
 #include "common/threads.h"
@@ -22,7 +23,11 @@ float sum_of_squares(const float* g, int64_t dim, float* squares) {
   int64_t n = dim;
   for (; n % 16 == 0; n /= 2) {
     for (int64_t i = 0; i < n / 2; i += 8) {
-      *reinterpret_cast<Eight*>(squares + i) += *reinterpret_cast<Eight*>(squares + n / 2 + i);
+      Eight low, high;
+      std::memcpy(&low, squares + i, sizeof low);
+      std::memcpy(&high, squares + n / 2 + i, sizeof high);
+      low += high;
+      std::memcpy(squares + i, &low, sizeof low);
     }
   }
   while (n > 1) {

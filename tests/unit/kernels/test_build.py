@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from nestpipe.errors import ConfigError
-from nestpipe.kernels import library as building
-from nestpipe.kernels.library import build, build_key, cache_folder, find_compiler
+from nestpipe.kernels import build as building
+from nestpipe.kernels.build import build, build_key, cache_folder, find_compiler
 
 BUILD = """
 import os, sys
 from pathlib import Path
-from nestpipe.kernels import library as build
+from nestpipe.kernels import build
 
 sources, arrived = map(Path, sys.argv[1:])
 locked = build.locked
