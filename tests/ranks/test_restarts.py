@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -73,3 +74,41 @@ def test_another_number_of_ranks_goes_on_and_comes_back_too(tmp_path: Path, rank
     of_straight = launched(tmp_path / "straight", 8, 0, ranks=ranks)
     found = last_of(tmp_path / "run", of_run, 2)
     assert difference(last_of(tmp_path / "straight", of_straight, 0), found).same_state
+
+
+MEET = """
+from nestpipe import connect
+
+comm = connect("gloo", meet_s=60)
+print(comm.rank, "met", comm.size)
+comm.close()
+"""
+
+
+def test_a_node_that_came_back_meets_others_that_count_more_restarts(unused_port: int):
+    """Each node counts its own restarts; rank 0 makes the store, so that counts do not matter."""
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(unused_port)}
+    common |= {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", MEET],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={
+                **os.environ,
+                **common,
+                "RANK": str(rank),
+                "TORCHELASTIC_RESTART_COUNT": str(restarts),
+                "TORCHELASTIC_USE_AGENT_STORE": "False",
+            },
+        )
+        for rank, restarts in enumerate((3, 0))
+    ]
+    assert [rank.communicate()[0] for rank in ranks] == ["0 met 2\n", "1 met 2\n"]
+
+
+@pytest.fixture
+def unused_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

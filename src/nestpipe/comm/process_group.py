@@ -68,7 +68,7 @@ def connect(
     device = _device(backend)
     try:
         store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=meet_s)))
-        # Under torchrun the store outlives a restart, with the keys of the attempt before.
+        # A store that the agent of torchrun keeps has the keys of the attempt before.
         store = PrefixStore(f"{_attempt()} of {size}", store)
         _meet(PrefixStore("here", store), rank, size, timedelta(seconds=meet_s))
         dist.init_process_group(
@@ -97,7 +97,13 @@ def connect(
 
 
 def _attempt() -> str:
-    """Which start of the ranks this is, by the launcher's count."""
+    """Which start of the ranks this is, by the launcher's count.
+
+    Every node counts for itself: one that came back begins at 0 again. A store that rank 0 makes is
+    new with every start, and needs no count.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return "attempt 0"
     return f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
