@@ -9,8 +9,6 @@ from support import programs
 from support.examples import is_long, load_profile
 from support.warm_python import in_place_of_python
 
-# Tests run side by side; threads of one torch op that wait for a core cost far more than they save.
-torch.set_num_threads(1)
 # A child that a signal ends shows where its threads were.
 os.environ.setdefault("PYTHONFAULTHANDLER", "1")
 
@@ -28,6 +26,9 @@ def pytest_configure() -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item):
     """Skip a test that needs a missing program; let the others start what they name."""
+    # Tests run side by side; threads of one op that wait for a core cost far more than they save.
+    # Before every test, since the one before may have run a command that sets another number.
+    torch.set_num_threads(1)
     needed = programs.needed_by(item)
     if needed and (reason := programs.reason_to_skip(needed)) is not None:
         item.add_marker(pytest.mark.skip(reason=reason))

@@ -165,7 +165,7 @@ def assert_no_difference(
     reference = interpreter("serial", PlanOptions(micro_batches=micro_batches, exchange=exchange))
     data = random_data(micro_batches)
     assert not seeds_that_end_elsewhere(
-        Interpreter(schedule), reference, data, num_examples("more")
+        Interpreter(schedule), reference, data, num_examples("orders apart")
     )
 
 

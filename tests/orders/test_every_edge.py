@@ -18,6 +18,7 @@ from nestpipe.schedule import (
     PLANS,
     Exchange,
     HappensBefore,
+    Kind,
     Merge,
     Op,
     PlanOptions,
@@ -36,15 +37,17 @@ from nestpipe.schedule import (
     with_separate_dense_group,
     with_separate_key_group,
 )
-from support.examples import num_examples
+from support.examples import is_long, num_examples
 from support.toy_schedule import Interpreter, Outcome, ToyData
 
 BATCHES = 8
 """Enough for every place that is used in turn to be used twice."""
 MOST_RUNS = 200
 """A necessary tie is shown by the first run in most cases; some deadlocks need a ring of ranks."""
-SETS = num_examples("some")
+SETS = num_examples("sets of edges")
 """Sets of ties that are removed together."""
+ALIKE = num_examples("edges alike")
+"""Ties between the same kinds of op that are removed; the long profile removes all."""
 Refuses = Callable[[Schedule], bool]
 Golden = Callable[[str, str], None]
 
@@ -283,7 +286,8 @@ class Mutations:
         self.faults: list[str] = []
         if refuses(self.schedule):
             self.faults.append(f"{case}: the checker refuses the plan itself")
-        for tie in self.schedule.ties:
+        self.removed = removed_of(self.schedule, seed=str(case))
+        for tie in self.removed:
             self._remove(tie)
 
     def _remove(self, tie: Tie) -> None:
@@ -314,6 +318,17 @@ class Mutations:
         return ""
 
 
+def removed_of(schedule: Schedule, seed: str) -> list[Tie]:
+    """Of ties that are alike but for batch and micro-batch, some; other cases choose others."""
+    alike: dict[object, list[Tie]] = {}
+    for tie in schedule.ties:
+        away = tie.op.batch - tie.before.batch
+        alike.setdefault((tie.op.kind, tie.how, tie.before.kind, away), []).append(tie)
+    chance = random.Random(seed)
+    chosen = {tie for of in alike.values() for tie in chance.sample(of, min(ALIKE, len(of)))}
+    return [tie for tie in schedule.ties if tie in chosen]
+
+
 def orders_of(schedule: Schedule) -> tuple[HappensBefore, HappensBefore]:
     """All that the ties promise."""
     return happens_before(schedule), issued_before(schedule)
@@ -325,9 +340,10 @@ def test_every_edge_is_implied_or_necessary(case: Case) -> None:
     assert not mutations.faults, "\n".join(["", *mutations.faults])
     # Not vacuous: both sorts of tie are there, and each sort of trouble was seen.
     assert mutations.implied
-    assert set(mutations.troubles) == {"another table", "deadlock", "overrun"}
-    assert mutations.troubles.total() + len(mutations.implied) == len(mutations.schedule.ties)
-    assert mutations.implied == redundant_ties(mutations.schedule)
+    troubles = {"another table", "deadlock", "overrun"}
+    assert set(mutations.troubles) == troubles if is_long() else mutations.troubles.total() > 5
+    assert mutations.troubles.total() + len(mutations.implied) == len(mutations.removed)
+    assert mutations.implied == redundant_ties(mutations.schedule) & set(mutations.removed)
 
 
 def test_every_implied_edge_is_in_the_golden_list(golden: Golden) -> None:
@@ -424,7 +440,7 @@ SMALL = Case("nested", PlanOptions(micro_batches=1))
 
 def test_a_checker_that_refuses_nothing_would_be_found_out() -> None:
     mutations = Mutations(SMALL, lambda schedule: False, most_runs=20)
-    necessary = len(mutations.schedule.ties) - len(mutations.implied)
+    necessary = len(mutations.removed) - len(mutations.implied)
     assert len(mutations.faults) == necessary > 0
     assert all(fault.endswith("the checker accepts it") for fault in mutations.faults)
 
@@ -438,19 +454,22 @@ def test_a_checker_that_refuses_everything_would_be_found_out() -> None:
 
 
 def test_a_checker_with_one_blind_spot_would_be_found_out() -> None:
-    """As if it did not know that rows must be refreshed in batch 3."""
-    blind = SMALL.schedule.without_edge(Op.parse("update 2"), Op.parse("sync 3"))
+    """As if it did not know that rows must be refreshed in one batch."""
+    kinds = (Kind.UPDATE, Kind.SYNC)
+    removed = removed_of(SMALL.schedule, str(SMALL))
+    unseen = next(tie for tie in removed if (tie.before.kind, tie.op.kind) == kinds)
+    blind = SMALL.schedule.without(unseen)
 
     def refuses_all_but_one(schedule: Schedule) -> bool:
         return to_text(schedule) != to_text(blind) and refuses(schedule)
 
     assert Mutations(SMALL, refuses_all_but_one, most_runs=20).faults == [
-        f"{SMALL}: no longer `sync 3` after `update 2`, and the checker accepts it"
+        f"{SMALL}: no longer {unseen}, and the checker accepts it"
     ]
 
 
 def test_an_interpreter_that_notices_nothing_would_be_found_out() -> None:
     mutations = Mutations(SMALL, refuses, most_runs=0)
-    necessary = len(mutations.schedule.ties) - len(mutations.implied)
+    necessary = len(mutations.removed) - len(mutations.implied)
     assert len(mutations.faults) == necessary > 0
     assert all(fault.endswith("0 runs end as before") for fault in mutations.faults)

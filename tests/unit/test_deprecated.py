@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 from dataclasses import MISSING, fields, replace
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 
@@ -34,14 +35,21 @@ COMMAND_WITH = {"--micros": ("draw", "3"), "--mirror-every": ("draw", "2"), "--e
 """A command that has each renamed flag, and a value for it."""
 
 
-def class_named(name: str) -> type:
-    """The one class of that name in the project."""
+@cache
+def homes() -> dict[str, str]:
+    """Every class of the project and its module."""
+    found: dict[str, str] = {}
     for path in ROOT.rglob("*.py"):
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        if any(isinstance(node, ast.ClassDef) and node.name == name for node in tree.body):
-            module = ".".join(path.relative_to(ROOT.parent).with_suffix("").parts)
-            return getattr(import_module(module.removesuffix(".__init__")), name)
-    raise LookupError(name)
+        module = ".".join(path.relative_to(ROOT.parent).with_suffix("").parts)
+        names = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
+        found |= dict.fromkeys(names, module.removesuffix(".__init__"))
+    return found
+
+
+def class_named(name: str) -> type:
+    """The one class of that name in the project."""
+    return getattr(import_module(homes()[name]), name)
 
 
 @pytest.mark.parametrize(("name", "old"), OLD_FIELDS)

@@ -21,6 +21,7 @@ from nestpipe.train.config import PipelineSettings
 from nestpipe.train.trainer import Trainer
 from nestpipe.train.verify import Trained, compare, verify
 from nestpipe.train.verify_groups import BOUND, Agreement, agreement
+from support.examples import every
 from support.thread_ranks import run_ranks
 
 SERIAL = PipelineSettings()
@@ -70,7 +71,7 @@ def name_of(case: dict[str, object]) -> str:
     return "-".join(map(str, flat))
 
 
-@pytest.mark.parametrize("case", [case_number(n) for n in range(36)], ids=name_of)
+@pytest.mark.parametrize("case", every(3, [case_number(n) for n in range(36)]), ids=name_of)
 def test_in_groups_too_a_plan_changes_no_bit(make_world, case):
     pipeline = build(PipelineSettings, case["pipeline"])
     axes = ("parallel", "keys", "optimizer", "dtype", "in_place", "recipe")
@@ -95,7 +96,7 @@ def pooled_case(n: int) -> dict[str, object]:
     return {**case, "keys": "coming back", "pipeline": pooled}
 
 
-@pytest.mark.parametrize("case", [pooled_case(n) for n in range(20)], ids=name_of)
+@pytest.mark.parametrize("case", every(2, [pooled_case(n) for n in range(20)]), ids=name_of)
 def test_in_groups_too_a_pool_changes_no_bit(make_world, case, hasty_pool):
     test_in_groups_too_a_plan_changes_no_bit(make_world, case)
     assert sum(hasty_pool) > 0
@@ -124,12 +125,15 @@ def compared(
 
 @pytest.mark.parametrize(
     ("ranks", "groups", "keys"),
-    [
-        (*mesh, keys)
-        for mesh in MESHES
-        for keys in (*KEYS, "each rank its own")
-        if mesh not in ((2, 2), (4, 4)) or keys in ("some shared", "each rank its own")
-    ],
+    every(
+        2,
+        [
+            (*mesh, keys)
+            for mesh in MESHES
+            for keys in (*KEYS, "each rank its own")
+            if mesh not in ((2, 2), (4, 4)) or keys in ("some shared", "each rank its own")
+        ],
+    ),
 )
 def test_exact_groups_are_one_dimension_but_for_rounding(make_world, ranks, groups, keys):
     found = compared(make_world, ranks, {"groups": groups}, keys=keys)

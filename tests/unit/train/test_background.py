@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from nestpipe.train.background import TrackedStore
 from nestpipe.train.job import prepare
 from support.checkpoints import flip_bit
 from support.emulated_kernels import pools_on_emulated_gpu
+from support.examples import every, is_long
 from support.thread_ranks import run_ranks
 from unit.train.test_resume import assert_same, job_of, trained
 
@@ -181,14 +183,15 @@ def test_a_full_checkpoint_in_the_background_is_the_one_from_memory(
     assert outcome.saving.gigabytes == pytest.approx(written / 1e9)
 
 
-@pytest.mark.parametrize("incremental", [True, False])
 @pytest.mark.parametrize(
-    ("merge", "every"), [("exact", 1), ("averaged", 1), ("averaged", 3)], ids=str
+    ("merge", "merge_every", "incremental"),
+    [("exact", 1, True), ("averaged", 1, False), ("averaged", 3, True)]
+    + [("exact", 1, False), ("averaged", 1, True), ("averaged", 3, False)] * is_long(),
 )
 def test_groups_of_ranks_write_what_any_of_them_touched(
-    tmp_path: Path, incremental: bool, merge: str, every: int
+    tmp_path: Path, incremental: bool, merge: str, merge_every: int
 ):
-    parallel = {"groups": 2, "merge": merge, "merge_every": every}
+    parallel = {"groups": 2, "merge": merge, "merge_every": merge_every}
 
     def memory(comm: Any) -> None:
         config = job_of(tmp_path / "memory", parallel=parallel)
@@ -208,9 +211,10 @@ def test_groups_of_ranks_write_what_any_of_them_touched(
     assert_each_is_that_of(tmp_path / "run", tmp_path / "memory", parents=incremental)
 
 
-@pytest.mark.parametrize("memory", ["auto", "11KB"])
-@pytest.mark.parametrize("routed", ["by the host", "by the device", "by kernels"])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("ranks", "routed", "memory"),
+    every(2, [*product([1, 2], ["by the host", "by the device", "by kernels"], ["auto", "11KB"])]),
+)
 def test_a_pool_s_rows_are_in_increments(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, routed: str, memory: str
 ):

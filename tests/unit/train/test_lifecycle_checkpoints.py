@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from nestpipe.train.config import PipelineSettings
 from nestpipe.train.job import LifecycleConfig, prepare
 from nestpipe.train.trainer import Trainer
 from nestpipe.train.verify import verify, verify_job
+from support.examples import every
 from support.lifecycle_world import Held, Model, held_by, joined, tables
 from support.thread_ranks import run_ranks
 from unit.train.test_lifecycle import (
@@ -98,8 +100,7 @@ def test_every_increment_restores_what_a_full_checkpoint_holds(tmp_path: Path, p
     assert difference(verified(tmp_path / "full" / again.name), again).same_state
 
 
-@pytest.mark.parametrize("policy", [LIFE, CHOOSY], ids=["lru", "admission"])
-@pytest.mark.parametrize("stop", [5, 6, 8])
+@pytest.mark.parametrize(("policy", "stop"), every(2, [*product([LIFE, CHOOSY], [5, 6, 8])]))
 def test_a_run_that_goes_on_ends_where_one_in_a_piece_ends(tmp_path: Path, policy, stop: int):
     def job(name: str, **run: Any):
         run = {**EVERY, "evicted": str(tmp_path / f"{name}-evicted"), **run}

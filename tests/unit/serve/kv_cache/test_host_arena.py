@@ -31,7 +31,8 @@ def test_pieces_never_overlap_and_all_memory_comes_back(steps: list[tuple[bool, 
                 assert arena.free_bytes < 12 * GRAIN  # not all in one piece
                 continue
             held[-1][1].fill_(number % 251)
-        assert all(bool((tensor == value).all()) for value, tensor in held)
+        assert all(bool((tensor[::97] == value).all()) for value, tensor in held)
+    assert all(bool((tensor == value).all()) for value, tensor in held)
     held.clear()
     gc.collect()
     assert arena.free_bytes == arena.num_bytes
