@@ -13,6 +13,7 @@ Each run is a fork of this process, which itself computes nothing: so it costs n
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import os
 import random
@@ -25,8 +26,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch._dynamo  # noqa: F401 - torch's optimizers would import it in every run
+import pyarrow.parquet  # noqa: F401 - every run would import it, and the next ones
+import torch._dynamo  # noqa: F401
 
+import nestpipe.data.synthetic
+import nestpipe.embedding.store.host  # noqa: F401
 from nestpipe.checkpoint import disk
 from nestpipe.checkpoint.folder import Retention, newest, paths_in, prune, verified
 from nestpipe.checkpoint.merging import compact, difference
@@ -314,6 +318,7 @@ def two_trainers(folder: Path, reference: Path, seed: int) -> dict[str, Any]:
 
 
 def main(what: str, folder: Path, first: int, count: int, part: int, parts: int) -> None:
+    gc.freeze()  # what runs share is not touched, so not copied
     reference = folder / "reference"
     assert in_fork(lambda: save_each_step(reference)) == 0
     if what == "matrix":
