@@ -63,7 +63,7 @@ def keep(state_T: Tensor, width: int, chance: float, *, site: int) -> Tensor:
     """
     words = -(-width // 4)
     site_T = _mix(state_T + _signed(_SECOND * (2 * site + 1)))
-    slots_W = torch.arange(1, words + 1, device=state_T.device) * _signed(_GOLDEN)
+    slots_W = _multiples(1, words + 1, state_T.device)
     bits_TW = _mix(site_T[:, None] + slots_W)
     # Each hash is read as four signed numbers of 16 bits, the lowest first.
     quarters_TD = bits_TW.view(torch.int16)[:, :width]
@@ -108,7 +108,7 @@ class ItemSampler:
 
     def draw_from(self, state_B: Tensor, count: int) -> Tensor:
         """(B, M) items for each sample, from its 64 bits."""
-        slots_M = torch.arange(2 * count, device=state_B.device) * _signed(_GOLDEN)
+        slots_M = _multiples(0, 2 * count, state_B.device)
         bits_BM = _shift(_mix(state_B[:, None] + slots_M), 1)
         range_BM, within_BM = bits_BM[:, :count], bits_BM[:, count:]
         if self.sampling == "uniform":
@@ -134,6 +134,12 @@ class ItemSampler:
         ranges = end.bit_length() - 1
         halvings_J = torch.arange(ranges, -1, -1, device=device)
         return torch.full_like(halvings_J, end) >> halvings_J
+
+
+def _multiples(start: int, end: int, device: torch.device) -> Tensor:
+    """(end - start,) a constant times `start` and what follows; int64 that wraps around."""
+    # Without `^ 0` torch's compiler takes the product for an index, and finds it too large for one.
+    return (torch.arange(start, end, device=device) ^ 0) * _signed(_GOLDEN)
 
 
 def _mix(x: Tensor) -> Tensor:

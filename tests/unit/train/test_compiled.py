@@ -30,6 +30,10 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 BATCHES, BATCH = 7, 12
+SEQUENCES = {
+    "flavour": "sequence", "samples": 24, "num_items": 60, "num_communities": 5, "min_len": 2,
+    "max_len": 9,
+}  # fmt: skip
 
 
 class HistoryModel(nn.Module):
@@ -121,6 +125,33 @@ def test_plans_have_the_same_bits_and_jagged_batches_one_form(precision: str):
     close = 1e-5 if precision == "fp32" else 1e-2
     assert found[0].losses == pytest.approx(plain.losses, rel=close)
     assert all(name[:3] == "top" for name in found[0].trainer.model.state_dict())
+
+
+# torch's own, where it traces an autograd function, and where a value goes to the host.
+@pytest.mark.filterwarnings(
+    "ignore:.*should not be instantiated:DeprecationWarning", "ignore:Graph break:UserWarning"
+)
+def test_a_retriever_is_compiled_with_the_draws_that_it_has_without():
+    """Dropout of half of all numbers, and negatives by position: other bits are another loss."""
+    losses: dict[bool, list[float]] = {True: [], False: []}
+    for compiles, told in losses.items():
+        config = build(
+            JobConfig,
+            {
+                "data": {"synthetic": SEQUENCES},
+                "model": {
+                    "kind": "hstu", "dim": 8, "attention_dim": 4, "blocks": 1, "max_len": 9,
+                    "negatives": 4, "negative_pool": 9, "compile": compiles,
+                    "encoder": {"dropout": 0.5},
+                },
+                "run": {"batch": 8, "steps": 2, "device": "cpu"},
+            },
+        )  # fmt: skip
+        job = prepare(config, LocalCommunicator())
+        job.trainer.fit(
+            job.train, steps=2, on_step=lambda report, told=told: told.append(report.loss)
+        )
+    assert losses[True] == pytest.approx(losses[False], rel=1e-5)
 
 
 def test_checkpoints_and_evaluation_do_not_know_of_it(tmp_path: Path):
