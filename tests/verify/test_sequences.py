@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from copy import deepcopy
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from nestpipe.train.config import PipelineSettings
 from nestpipe.train.job import JobConfig, make_job, make_model, open_split
 from nestpipe.train.trainer import Trainer
 from nestpipe.train.verify import Verdict, verify
+from support.examples import every, is_long
 from support.thread_ranks import run_ranks
 
 WORLD = {
@@ -56,8 +58,10 @@ def verdict_of(config: JobConfig, ranks: int) -> Verdict:
     return run_ranks(ranks, prove)[0]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("retrieval", ["new", "pooled"])
+@pytest.mark.parametrize(
+    ("retrieval", "ranks"),
+    [("new", 1), ("pooled", 2)] + [("new", 2), ("pooled", 1)] * is_long(),
+)
 @pytest.mark.parametrize(
     ("kind", "encoder", "pool"),
     [
@@ -75,9 +79,10 @@ def test_a_plan_changes_no_bit_of_a_sequence_model(kind, encoder, pool, retrieva
     assert verdict.steps == 6
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("micro_batching", ["contiguous", "clustered"])
-@pytest.mark.parametrize("retrieval", ["new", "pooled"])
+@pytest.mark.parametrize(
+    ("retrieval", "micro_batching", "ranks"),
+    every(2, [*product(["new", "pooled"], ["contiguous", "clustered"], [1, 2, 4])]),
+)
 def test_a_plan_changes_no_bit_with_bfloat16_and_even_work(retrieval, micro_batching, ranks):
     pipeline = {"plan": "nested", "micro_batches": 3, "retrieval": retrieval, "balance": "work"}
     pipeline["micro_batching"] = micro_batching
