@@ -30,6 +30,7 @@ from nestpipe.cli.data import bench_data, data_app
 from nestpipe.cli.draw import check, draw
 from nestpipe.cli.export import export, import_weights
 from nestpipe.cli.load import load
+from nestpipe.cli.planning.job import bench_simulate
 from nestpipe.cli.planning.plan import bench_plan, plan_job
 from nestpipe.cli.planning.simulate import simulate_app
 from nestpipe.cli.serve import serve
@@ -58,6 +59,7 @@ app.add_typer(simulate_app, name="simulate")
 bench_app.command("train")(bench_train)
 bench_app.command("pipeline")(bench_pipeline)
 bench_app.command("plan")(bench_plan)
+bench_app.command("simulate")(bench_simulate)
 bench_app.command("groups")(bench_groups)
 bench_app.command("clustering")(bench_clustering)
 bench_app.command("relay")(bench_relay)

@@ -21,6 +21,7 @@ from nestpipe.cli.options import (
     write_json,
     write_text,
 )
+from nestpipe.cli.planning.job import answer_job
 from nestpipe.config import build, read
 from nestpipe.errors import ConfigError
 from nestpipe.schedule import PLANS, Exchange, Merge, Plan, PlanOptions
@@ -105,6 +106,25 @@ def simulate(
         Path | None,
         typer.Option(metavar="FILE", help="Write worker 0 at the last scale, for Perfetto."),
     ] = None,
+    job: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="CONFIG", help="Answer for this job on the machines of --hardware (an offer)."
+        ),
+    ] = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="--job: its profile, by plan --save-profile."),
+    ] = None,
+    ranks: Annotated[
+        int, typer.Option(help="--job without --profile: profile it on so many ranks here.")
+    ] = 2,
+    batch_per_worker: Annotated[
+        bool,
+        typer.Option(
+            "--batch-per-worker", help="--job: batches grow with the workers, unlike run.batch."
+        ),
+    ] = False,
     print_hardware: Annotated[
         bool, typer.Option("--print-hardware", help="Print the hardware file in use, and stop.")
     ] = False,
@@ -117,10 +137,19 @@ def simulate(
 
     Example: nestpipe simulate --exchange window --set workload.split_growth=0.1
 
+    Example: nestpipe simulate --job job.toml --hardware configs/offer.toml --workers 2,4,8,16
+
     Example: nestpipe simulate paper
     """
     if context.invoked_subcommand is not None:
         return
+    if job is not None:
+        counts = _numbers("workers", workers, MOST_WORKERS)
+        splits = _numbers("groups", groups, MOST_WORKERS)
+        answer_job(job, hardware, profile, ranks, counts, splits, batch_per_worker, json)
+        return
+    if profile is not None:
+        raise ConfigError("--profile is for --job; name the job's config there, or drop it")
     cluster = _cluster(hardware, settings or [])
     if print_hardware:
         write_text(STDOUT, to_toml(cluster))
