@@ -2,6 +2,7 @@
 """`nestpipe bench train`: our trainer and TorchRec take turns in the same CPU rank processes.
 
 Both systems share the data and the dense half. TorchRec is an optional peer (`make bench-deps`).
+`time_job` times a job of the user's own, with the model that its config names, without a peer.
 Run as `python -m nestpipe.bench.train CASE ...` under torchrun; rank 0 writes JSON.
 """
 
@@ -14,8 +15,8 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
-from dataclasses import dataclass
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -32,6 +33,7 @@ from nestpipe.errors import ConfigError, NestpipeError
 from nestpipe.jagged import Jagged
 from nestpipe.models.protocol import Loss
 from nestpipe.train.config import DenseSettings, PipelineSettings, RowSettings, TrainSettings
+from nestpipe.train.job import Job, JobConfig, make_job
 from nestpipe.train.trainer import Trainer
 
 LR = 0.05
@@ -345,6 +347,57 @@ def compare(case: TrainCase, comm: Communicator, *, rounds: int, steps: int, pee
                 times[name].append(time.perf_counter() - start)
     what = {"config": case.name, "ranks": comm.size, "plan": plan, "rounds": rounds, "steps": steps}
     return {**what, **train_result(times, case.batch * comm.size * steps)}
+
+
+def time_job(
+    config: JobConfig,
+    comm: Communicator,
+    plans: Sequence[str],
+    *,
+    rounds: int,
+    steps: int,
+    progress: Callable[[], object] = lambda: None,
+) -> list[dict[str, object]]:
+    """Train a job with each of these plans, in turns; nothing is evaluated or saved.
+
+    The first round of a plan does not count. Each goes on where its last round ended.
+    """
+    with ExitStack() as closing_all:
+        jobs = [make_job(_with_plan(config, plan), comm) for plan in plans]
+        for job in jobs:
+            closing_all.callback(job.trainer.close)
+        times: list[list[float]] = [[] for _ in jobs]
+        for round_number in range(rounds + 1):
+            for of_job, job in zip(times, jobs, strict=True):
+                seconds = _seconds_of_a_sample(job, comm, steps)
+                if round_number > 0:
+                    of_job.append(seconds)
+                progress()
+        about = {"ranks": comm.size, "rounds": rounds, "steps": steps}
+        return [
+            {"config": config.model.kind, "plan": job.trainer.plan.name, **about}
+            | train_result({"nestpipe": of_job}, samples=1)
+            for of_job, job in zip(times, jobs, strict=True)
+        ]
+
+
+def _with_plan(config: JobConfig, plan: str) -> JobConfig:
+    return replace(config, pipeline=replace(config.pipeline, plan=plan))
+
+
+def _seconds_of_a_sample(job: Job, comm: Communicator, steps: int) -> float:
+    """Of all ranks together: the last batch of an epoch may have fewer samples than others."""
+    samples: list[int] = []
+    comm.barrier()
+    start = time.perf_counter()
+    job.trainer.fit(
+        job.train,
+        steps=steps,
+        epochs=sys.maxsize,
+        on_step=lambda report: samples.append(report.samples),
+    )
+    comm.barrier()
+    return (time.perf_counter() - start) / sum(samples)
 
 
 def train_result(times: Mapping[str, Sequence[float]], samples: int) -> dict[str, object]:

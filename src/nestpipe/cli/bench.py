@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from nestpipe.bench.dlrm import DispatchReading, SideBySide
     from nestpipe.bench.groups import GroupReading
     from nestpipe.bench.store import SsdCase, StoreCase
+    from nestpipe.train.job import JobConfig
 
 bench_app = typer.Typer(
     help="Measure the parts of nestpipe beside their alternatives.",
@@ -180,20 +181,37 @@ CASE_NAMES = ("sequence", "dlrm1", "dlrm10")
 
 
 def bench_train(
+    config: Annotated[
+        Path | None,
+        typer.Argument(metavar="[CONFIG]", help="Time this job, in place of the cases."),
+    ] = None,
+    settings: Settings = None,
     cases: Annotated[
         str, typer.Option(help=f"Which of {', '.join(CASE_NAMES)}, separated by commas.")
     ] = ",".join(CASE_NAMES),
     ranks: Annotated[int, typer.Option(min=1, help="CPU ranks, one thread each.")] = 2,
     rounds: Annotated[int, typer.Option(min=1, help="Timed rounds of each system.")] = 5,
     steps: Annotated[int, typer.Option(min=1, help="Batches in a round.")] = 6,
-    plan: Annotated[str, typer.Option(help="The plan that ours runs.")] = "serial",
+    plan: Annotated[
+        str | None,
+        typer.Option(help="The plan that ours runs; of a job several, separated by commas."),
+    ] = None,
     peer: Annotated[bool, typer.Option(help="Time TorchRec too (`make bench-deps`).")] = True,
     json: JsonFile = None,
 ) -> None:
     """Time training on CPU ranks; both systems take turns, figures are of the median round.
 
+    With a config, or --set, it times that job: its data, its device, its model, also your own. The
+    plans take turns then, without a peer.
+
     Example: nestpipe bench train --cases sequence --rounds 5 --json -
+
+    Example: nestpipe bench train --set model.kind=my_models:Towers --plan serial,nested
     """
+    if config is not None or settings:
+        _time_job(read_job(config, settings), plan, ranks, rounds, steps, json)
+        return
+    plan = plan or "serial"
     results: list[dict[str, Any]] = []
     for case in cases.split(","):
         if case not in CASE_NAMES:
@@ -205,6 +223,30 @@ def bench_train(
         write_json(json, {"results": results} if len(results) > 1 else results[0])
     if json != STDOUT:
         console().print(train_table(results))
+
+
+def _time_job(
+    job_config: JobConfig, plan: str | None, ranks: int, rounds: int, steps: int, json: str | None
+) -> None:
+    """Figures of a user's own job, one line for each plan."""
+    if starts_ranks(ranks):
+        raise typer.Exit(launch_ranks(ranks))
+    quieten()
+    from nestpipe.bench.train import time_job
+    from nestpipe.train.loop import communicator
+
+    plans = (plan or job_config.pipeline.plan).split(",")
+    comm = communicator(job_config)
+    total = (rounds + 1) * len(plans) if comm.rank == 0 else None
+    with progress_bar("training in turns", total) as advance:
+        results = time_job(job_config, comm, plans, rounds=rounds, steps=steps, progress=advance)
+    if comm.rank == 0:
+        if json is not None:
+            write_json(json, {"results": results} if len(results) > 1 else results[0])
+        if json != STDOUT:
+            named = [{**one, "config": f"{one['config']}, {one['plan']}"} for one in results]
+            console().print(train_table(named))
+    comm.close()
 
 
 def _run(case: str, ranks: int, options: list[str]) -> dict[str, Any]:

@@ -71,6 +71,27 @@ def test_plans_change_no_bit_of_it(run: Run):
     assert "identical: nested and serial" in out
 
 
+def test_it_is_timed_by_plans_that_take_turns(run: Run):
+    few = ("--ranks", 1, "--rounds", 2, "--steps", 3)
+    status, out, said = run(
+        "bench", "train", *SMALL, *few, "--plan", "serial,nested", "--json", "-"
+    )
+    assert status == 0, said
+    results = json.loads(out)["results"]
+    assert [result["plan"] for result in results] == ["serial", "nested"]
+    for result in results:
+        assert (result["config"], result["rounds"]) == (f"{NAME}:Towers", 2)
+        low, high = result["nestpipe_samples_per_s_range"]
+        assert 0 < low <= result["nestpipe_samples_per_s"] <= high
+        assert result["ratio"] is None
+    status, out, said = run("bench", "train", *SMALL, *few, "--plan", "serial")
+    assert status == 0, said
+    assert f"{NAME}:Towers, serial, NestPipe" in " ".join(out.split())
+    status, _, said = run("bench", "train", *SMALL, *few, "--plan", "sreial")
+    assert (status, said.count("\n")) == (2, 1), said
+    assert "plan is 'sreial'" in said
+
+
 def test_a_wrong_key_of_its_section_names_the_nearest(run: Run):
     status, _, said = run("train", *SMALL, "--set", "model.config.dmi=4")
     assert (status, said) == (2, "error: unknown key model.config.'dmi'; did you mean dim?\n")
