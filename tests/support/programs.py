@@ -23,6 +23,7 @@ GUARD = Path(__file__).with_name("guard")
 SYSTEM_PATH = os.pathsep.join(("/usr/local/sbin", "/usr/sbin", "/sbin"))
 """Where servers and network tools live; the PATH of a user often leaves it out."""
 PACKAGES = {
+    "chromium": "chromium",
     "nginx": "nginx-light",
     "ip": "iproute2",
     "tc": "iproute2",

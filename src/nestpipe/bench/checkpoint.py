@@ -1,22 +1,28 @@
-"""`nestpipe bench checkpoint`: what checkpoints in the background cost a job, in one run.
+"""`nestpipe bench checkpoint` and `bench dashboard`: what goes on beside training costs a job.
 
 The same trainer takes turns: some steps without checkpoints, as many with one after every so many.
 Each interval with checkpoints begins with one and ends when it is written, so nothing is left out.
+Likewise for the dashboard: some steps without a record, as many with one and an open page.
 """
 
 from __future__ import annotations
 
+import http.client
 import shutil
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 
 from nestpipe.checkpoint.manifest import DENSE, read_manifest
 from nestpipe.config import positive
+from nestpipe.dashboard.server import Address, beside_training, listen
 from nestpipe.train.background import BackgroundWriter
 from nestpipe.train.job import Job
+from nestpipe.train.loggers import recorded
 
 MANY_EPOCHS = 1_000_000_000
 
@@ -156,3 +162,136 @@ class _Turns:
                 if path.is_dir():
                     shutil.rmtree(path)
         comm.barrier()
+
+
+# The dashboard: a record, a server beside training, and a page that asks for news.
+
+
+ASK_S = 2.0
+"""How often an open page asks."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DashboardCase:
+    """How much is measured."""
+
+    steps: int = 200
+    """Of a turn."""
+    rounds: int = 7
+    """Turns of either kind, in pairs; every other pair begins with the dashboard."""
+
+    def __post_init__(self) -> None:
+        positive("steps", self.steps)
+        positive("rounds", self.rounds)
+
+
+@dataclass(frozen=True, slots=True)
+class DashboardReading:
+    """What came out, on rank 0."""
+
+    without: tuple[float, ...]
+    """Samples per second of each turn without the dashboard ..."""
+    with_it: tuple[float, ...]
+    """... and with it."""
+    recorder_share: float
+    """Processor time of rank 0's recorder over the time of the turns with it: what it takes of one
+    core, which a busy machine does not blur."""
+    answers: int
+    """Times that the page was given news."""
+
+    @property
+    def costs(self) -> tuple[float, ...]:
+        """The share of throughput that each pair of turns lost."""
+        pairs = zip(self.without, self.with_it, strict=True)
+        return tuple(1 - after / before for before, after in pairs)
+
+    @property
+    def cost(self) -> float:
+        """The median over pairs."""
+        return median(self.costs)
+
+    @property
+    def middle_half(self) -> tuple[float, float]:
+        """Between which values the middle half of the pairs lies."""
+        if len(self.costs) < 2:
+            return self.cost, self.cost
+        low, _, high = quantiles(self.costs, n=4, method="inclusive")
+        return low, high
+
+    def as_json(self) -> dict[str, object]:
+        return {**asdict(self), "cost": self.cost, "middle_half": self.middle_half}
+
+
+def measure_dashboard(
+    job: Job, folder: Path, case: DashboardCase, progress: Callable[[], None] = lambda: None
+) -> DashboardReading:
+    """Take turns; all ranks call it, with the same empty folder."""
+    page = _OpenPage()
+    speeds: dict[bool, list[float]] = {False: [], True: []}
+    spent: list[float] = []
+    _steps(job, None, case.steps)  # what is done once is done now
+    for number in range(case.rounds):
+        for shown in (False, True) if number % 2 == 0 else (True, False):
+            own = folder / f"{number}" if shown else None
+            with ExitStack() if own is None else page.open(job, own):
+                speed, recorder_s = _steps(job, own, case.steps)
+            speeds[shown].append(speed)
+            spent.append(recorder_s)
+            progress()
+    return DashboardReading(
+        tuple(speeds[False]),
+        tuple(speeds[True]),
+        sum(spent) / sum(case.steps * job.trainer.settings.batch / s for s in speeds[True]),
+        page.answers,
+    )
+
+
+def _steps(job: Job, folder: Path | None, steps: int) -> tuple[float, float]:
+    """Samples per second of some steps, and the recorder's processor time, where there is one."""
+    trainer = job.trainer
+    with recorded(trainer, folder, {"steps": None}) as recorder:
+        on_step = recorder.on_step if recorder is not None else lambda report: None
+        trainer.comm.barrier()
+        began = time.perf_counter()
+        trainer.fit(job.train, steps=steps, epochs=MANY_EPOCHS, on_step=on_step)
+        trainer.comm.barrier()
+        speed = steps * trainer.settings.batch / (time.perf_counter() - began)
+        return speed, recorder.spent_s if recorder is not None else 0.0
+
+
+class _OpenPage:
+    """A page of rank 0 that asks for news, as a browser does."""
+
+    def __init__(self) -> None:
+        self.answers = 0
+
+    @contextmanager
+    def open(self, job: Job, folder: Path) -> Generator[None]:
+        """Inside, the run is served and somebody looks at it."""
+        if job.trainer.comm.rank != 0:
+            yield
+            return
+        listening = listen(Address(port=0))
+        host, port = listening.getsockname()[:2]
+        closed = threading.Event()
+        asking = threading.Thread(target=self._ask, args=(host, port, closed), daemon=True)
+        with beside_training(folder, listening, None):
+            asking.start()
+            try:
+                yield
+            finally:
+                closed.set()
+                asking.join()
+
+    def _ask(self, host: str, port: int, closed: threading.Event) -> None:
+        over = False
+        while not over:
+            over = closed.wait(ASK_S)  # then it hears how the run ended
+            connection = http.client.HTTPConnection(host, port, timeout=60)
+            try:
+                connection.request("GET", "/v1/run")
+                self.answers += connection.getresponse().status == http.HTTPStatus.OK
+            except OSError:  # it is not there yet
+                continue
+            finally:
+                connection.close()

@@ -16,6 +16,7 @@ from nestpipe.cli.bench import (
     bench_app,
     bench_checkpoint,
     bench_clustering,
+    bench_dashboard,
     bench_dispatch,
     bench_dlrm,
     bench_embedding,
@@ -27,7 +28,7 @@ from nestpipe.cli.bench_pipeline import bench_pipeline
 from nestpipe.cli.bench_relay import bench_relay
 from nestpipe.cli.checkpoint import checkpoint_app
 from nestpipe.cli.data import bench_data, data_app
-from nestpipe.cli.draw import check, draw
+from nestpipe.cli.draw import check, draw, show
 from nestpipe.cli.export import export, import_weights
 from nestpipe.cli.load import load
 from nestpipe.cli.planning.job import bench_simulate
@@ -36,6 +37,7 @@ from nestpipe.cli.planning.simulate import simulate_app
 from nestpipe.cli.serve import serve
 from nestpipe.cli.train import evaluate, train
 from nestpipe.cli.verify import verify
+from nestpipe.dashboard.server import with_address
 from nestpipe.deprecated import RenamedWarning, current_flags
 from nestpipe.errors import NestpipeError, RunError
 
@@ -52,6 +54,7 @@ app.command()(export)
 app.command("import")(import_weights)
 app.command()(verify)
 app.command()(load)
+app.command()(show)
 app.command()(draw)
 app.command()(check)
 app.command("plan")(plan_job)
@@ -69,6 +72,7 @@ bench_app.command("embedding")(bench_embedding)
 bench_app.command("dispatch")(bench_dispatch)
 bench_app.command("hstu")(bench_hstu)
 bench_app.command("checkpoint")(bench_checkpoint)
+bench_app.command("dashboard")(bench_dashboard)
 app.add_typer(bench_app, name="bench")
 app.add_typer(data_app, name="data")
 app.command()(serve)
@@ -96,9 +100,9 @@ def main(arguments: list[str] | None = None) -> None:
         warnings.filterwarnings("ignore", category=RenamedWarning)  # rank 0 tells it
     if arguments is None:
         # Ranks that the command starts get the same arguments.
-        sys.argv[1:] = arguments = current_flags(sys.argv[1:])
+        sys.argv[1:] = arguments = with_address(current_flags(sys.argv[1:]))
     else:
-        arguments = current_flags(arguments)
+        arguments = with_address(current_flags(arguments))
     status = _run(arguments)
     if "RANK" in os.environ:
         # All is closed and written; threads that the network still has can abort a slower end.

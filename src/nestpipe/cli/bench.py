@@ -30,7 +30,12 @@ from nestpipe.cli.options import (
 from nestpipe.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
-    from nestpipe.bench.checkpoint import CheckpointCase, CheckpointReading
+    from nestpipe.bench.checkpoint import (
+        CheckpointCase,
+        CheckpointReading,
+        DashboardCase,
+        DashboardReading,
+    )
     from nestpipe.bench.clustering import ClusteringReading
     from nestpipe.bench.dlrm import DispatchReading, SideBySide
     from nestpipe.bench.groups import GroupReading
@@ -655,6 +660,63 @@ def bench_checkpoint(
         if json != STDOUT:
             console().print(checkpoint_lines(reading, case), markup=False, soft_wrap=True)
     comm.close()
+
+
+def bench_dashboard(
+    config: ConfigFile = None,
+    settings: Settings = None,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of a turn.")] = 200,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns with, and as many without.")] = 7,
+    ranks: Ranks = 1,
+    json: JsonFile = None,
+) -> None:
+    """Train with a record and an open dashboard and without, in turns; compare throughput.
+
+    Example: nestpipe bench dashboard --steps 200 --rounds 7 --json -
+
+    Example: nestpipe bench dashboard config.toml --ranks 2 --set pipeline.plan=nested
+    """
+    from nestpipe.bench.checkpoint import DashboardCase, measure_dashboard
+
+    case = DashboardCase(steps=steps, rounds=rounds)
+    job_config = read_job(config, settings)
+    if starts_ranks(ranks):
+        raise typer.Exit(launch_ranks(ranks))
+    quieten()
+    from nestpipe.train.checkpoint import gathered_from_first
+    from nestpipe.train.job import prepare
+    from nestpipe.train.loop import communicator, use_threads
+
+    use_threads(job_config.run)
+    comm = communicator(job_config)
+    with tempfile.TemporaryDirectory() as own:
+        job = prepare(job_config, comm)
+        where = Path(gathered_from_first(comm, own))
+        with progress_bar("training in turns", 2 * rounds if comm.rank == 0 else None) as advance:
+            reading = measure_dashboard(job, where, case, progress=advance)
+        job.trainer.close()
+    if comm.rank == 0:
+        if json is not None:
+            about = {"case": asdict(case), "ranks": comm.size, "config": asdict(job_config)}
+            write_json(json, {**about, **reading.as_json()})
+        if json != STDOUT:
+            console().print(dashboard_lines(reading, case), markup=False, soft_wrap=True)
+    comm.close()
+
+
+def dashboard_lines(reading: DashboardReading, case: DashboardCase) -> str:
+    """What the dashboard costs, in words."""
+    turns = "\n".join(
+        f"  {before:>12,.0f}  {after:>12,.0f}"
+        for before, after in zip(reading.without, reading.with_it, strict=True)
+    )
+    low, high = reading.middle_half
+    return (
+        f"samples/s without and with the dashboard, {case.steps} steps a turn:\n{turns}\n"
+        f"throughput lost: {reading.cost:.2%} (median; middle half {low:.2%} to {high:.2%})\n"
+        f"the recorder took {reading.recorder_share:.2%} of a core\n"
+        f"news given to the page: {reading.answers}"
+    )
 
 
 def checkpoint_lines(reading: CheckpointReading, case: CheckpointCase) -> str:

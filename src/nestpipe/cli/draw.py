@@ -1,12 +1,16 @@
-"""`nestpipe draw` and `nestpipe check`: a schedule or a trace shown, a schedule proven."""
+"""`nestpipe draw`, `check` and `show`: a schedule shown and proven, a run shown."""
 
 from __future__ import annotations
 
 import json
 import sys
+import tempfile
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -22,7 +26,19 @@ from nestpipe.cli.options import (
     write_json,
     write_text,
 )
-from nestpipe.errors import PlanError, ScheduleError
+from nestpipe.dashboard.page import report_page
+from nestpipe.dashboard.server import (
+    DEFAULT_HOST,
+    DEFAULT_PORT,
+    Address,
+    RunServer,
+    beside_training,
+    checked_token,
+    listen,
+    url_of,
+)
+from nestpipe.dashboard.view import RunFolder, page_data
+from nestpipe.errors import ConfigError, NestpipeError, PlanError, ScheduleError
 from nestpipe.schedule import (
     PLANS,
     PlanOptions,
@@ -33,6 +49,10 @@ from nestpipe.schedule import (
 )
 from nestpipe.schedule import check as prove
 from nestpipe.trace import Trace, grid, read_chrome, svg, to_chrome
+
+if TYPE_CHECKING:
+    from nestpipe.comm import Communicator
+    from nestpipe.train.job import JobConfig
 
 
 class Format(StrEnum):
@@ -161,3 +181,119 @@ def check(
         f"{schedule.shape.plan} is {verdict}: {len(schedule)} ops of {schedule.batches} batches, "
         f"{len(schedule.edges)} edges, {len(redundant_edges(schedule))} of them implied by others"
     )
+
+
+# A run, while it goes on or later: `nestpipe show`, and `train --dashboard`.
+
+
+TokenFile = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="File with the token of the page, or set NESTPIPE_TOKEN; needed beyond loopback.",
+    ),
+]
+
+
+def show(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, or its record.")],
+    html: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Write the page as one HTML file instead; - for stdout."),
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = DEFAULT_HOST,
+    port: Annotated[
+        int | None,
+        typer.Option(
+            min=0, max=65535, help=f"Port; 0: any. Left out: {DEFAULT_PORT}, or any that is free."
+        ),
+    ] = None,
+    token_file: TokenFile = None,
+) -> None:
+    """Show a run as a web page, finished or still running, until Ctrl-C.
+
+    Example: nestpipe show runs/today
+
+    Example: nestpipe show runs/today --html report.html
+
+    Example: nestpipe show runs/today --host 0.0.0.0 --port 8907 --token-file token.txt
+    """
+    folder = RunFolder(run)
+    if html is not None:
+        write_text(html, report_page(page_data(folder.read())))
+        return
+    address = Address(host, DEFAULT_PORT if port is None else port, chosen=port is not None)
+    token = checked_token(address, token_file, "--host 127.0.0.1")
+    folder.read()  # refuse now what no page could show
+    with RunServer(listen(address), folder, token) as server:
+        typer.echo(f"showing {run} at {url_of(server.socket)}; Ctrl-C ends it")
+        with suppress(KeyboardInterrupt):
+            server.serve_forever()
+
+
+@dataclass(frozen=True, slots=True)
+class Watching:
+    """How a run is shown while it goes on, and when it has ended."""
+
+    address: Address | None = None
+    token: str | None = None
+    report: Path | None = None
+
+    @classmethod
+    def asked_for(
+        cls, config: JobConfig, dashboard: str | None, report: Path | None, token_file: Path | None
+    ) -> Watching:
+        """What flags of `train` ask for; refuses at once what would fail later."""
+        address = None if dashboard is None else Address.parsed(dashboard)
+        if (address is not None or report is not None) and config.run.record == "off":
+            flag = "--dashboard" if address is not None else "--report"
+            raise ConfigError(f"run.record is 'off', which {flag} reads; leave one of them out")
+        if address is None:
+            return cls(report=report)
+        token = checked_token(address, token_file, f"--dashboard {DEFAULT_HOST}:{address.port}")
+        return cls(address, token, report)
+
+    @contextmanager
+    def recording(self, config: JobConfig, comm: Communicator) -> Generator[JobConfig]:
+        """The config of a run that is recorded where it must be; all ranks call it."""
+        asked_for = self.address is not None or self.report is not None
+        if not asked_for or config.run.record_folder is not None:
+            yield config
+            return
+        from nestpipe.train.checkpoint import gathered_from_first
+
+        with ExitStack() as held:
+            own = ""
+            if comm.rank == 0:
+                own = held.enter_context(tempfile.TemporaryDirectory(prefix="nestpipe-run-"))
+            folder = str(gathered_from_first(comm, own))
+            yield replace(config, run=replace(config.run, record=folder))
+
+    @contextmanager
+    def shown(self, config: JobConfig, comm: Communicator) -> Generator[None]:
+        """Inside, rank 0 has the page served; at the end it writes the report."""
+        from nestpipe.train.checkpoint import raise_everywhere
+
+        folder = config.run.record_folder
+        with ExitStack() as held:
+
+            def serve() -> None:
+                if comm.rank == 0 and self.address is not None and folder is not None:
+                    listening = listen(self.address)
+                    sys.stderr.write(f"dashboard: {url_of(listening)}\n")
+                    held.enter_context(beside_training(folder.parent, listening, self.token))
+
+            raise_everywhere(comm, serve)
+            try:
+                yield
+            finally:
+                if comm.rank == 0 and self.report is not None and folder is not None:
+                    _write_report(folder, self.report)
+
+
+def _write_report(folder: Path, report: Path) -> None:
+    """A report that cannot be written must not hide how the run ended."""
+    try:
+        write_text(str(report), report_page(page_data(RunFolder(folder.parent).read())))
+    except NestpipeError as error:
+        sys.stderr.write(f"warning: no report: {error}\n")

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from nestpipe.cli.draw import TokenFile, Watching
 from nestpipe.cli.options import (
     LOG_EVERY_S,
     STDOUT,
@@ -70,6 +71,18 @@ def train(
         Path | None,
         typer.Option(metavar="FILE", help="Write when the last batches' ops ran, for Perfetto."),
     ] = None,
+    dashboard: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[HOST:PORT]",
+            help="Serve a page that shows the run; left out: on this machine alone.",
+        ),
+    ] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write that page as one HTML file when the run ends."),
+    ] = None,
+    token_file: TokenFile = None,
     json: JsonFile = None,
 ) -> None:
     """Train a model; without a config, a small one on generated data.
@@ -82,6 +95,8 @@ def train(
 
     Example: nestpipe train config.toml --adaptive --set run.checkpoint=runs/today --ranks 2
 
+    Example: nestpipe train config.toml --dashboard --report report.html
+
     Example: torchrun --nproc-per-node 2 --max-restarts 3 -m nestpipe train c.toml --resume auto
     """
     overrides = [*(settings or []), *(["run.adaptive=true"] if adaptive else [])]
@@ -90,8 +105,10 @@ def train(
         from nestpipe.planner.adaptive import choices_file
 
         choices_file(job_config)  # refuses now what could not be recorded later
-    if trace is not None:
-        _check_folder_of(trace)
+    for file, what in ((trace, "trace"), (report, "report")):
+        if file is not None:
+            _check_folder_of(file, what)
+    watched = Watching.asked_for(job_config, dashboard, report, token_file)
     if starts_ranks(ranks):
         raise typer.Exit(launch_ranks(ranks))
     quieten()
@@ -101,9 +118,13 @@ def train(
 
     threads = use_threads(job_config.run)
     comm = communicator(job_config)
-    with claimed(job_config.run.checkpoint, comm):
-        job = prepare(job_config, comm, resume, override=override)
-        outcome = _trained(job, json, threads)
+    with (
+        watched.recording(job_config, comm) as recording,
+        claimed(job_config.run.checkpoint, comm),
+    ):
+        job = prepare(recording, comm, resume, override=override)
+        with watched.shown(recording, comm):
+            outcome = _trained(job, json, threads)
     if comm.rank == 0:
         if trace is not None:
             write_chrome(outcome.trace, trace)
@@ -286,10 +307,10 @@ def _early_sentence(early: EarlyStopping) -> str:
     return f"{best}; stopped after {early.since} evaluations without a better one"
 
 
-def _check_folder_of(trace: Path) -> None:
+def _check_folder_of(file: Path, what: str) -> None:
     """Refuse now what could not be written when training is done."""
-    if trace.is_dir() or not trace.parent.is_dir():
-        raise ConfigError(f"cannot write the trace to '{trace}'; name a file in an existing folder")
+    if file.is_dir() or not file.parent.is_dir():
+        raise ConfigError(f"cannot write the {what} to '{file}'; name a file in an existing folder")
 
 
 def _show(outcome: TrainResult, ranks: int, plan: str, json: str | None) -> None:

@@ -142,6 +142,8 @@ class RunRecorder:
         self._before = self._resumed()
         self._stopping, self._writing = threading.Event(), threading.Lock()
         self._failed = False
+        self.spent_s = 0.0
+        """Processor time of the thread."""
         self._thread = threading.Thread(target=self._work, name="run record", daemon=True)
 
     def _resumed(self) -> Mapping[str, float]:
@@ -180,7 +182,9 @@ class RunRecorder:
         while not self._stopping.wait(rest) and not self._failed:
             began = time.thread_time()
             self.tick()
-            rest = max(EVERY_S, REST * (time.thread_time() - began))
+            spent_s = time.thread_time() - began
+            self.spent_s += spent_s
+            rest = max(EVERY_S, REST * spent_s)
 
     def tick(self) -> None:
         """Write a point, where steps have been done since the one before."""

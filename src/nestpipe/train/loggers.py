@@ -182,7 +182,7 @@ class TrainerProbe:
         counted = traffic.rows_refreshed, traffic.rows_compared
         shared, compared = counted if self._compares else self._shared.read()
         return {
-            "bytes_sent": self._trainer.comm.bytes_sent,
+            "bytes_sent": self._trainer.training_bytes_sent(),
             "keys_shared": shared,
             "keys_compared": compared,
         }
@@ -219,6 +219,8 @@ def recorded(
         known = isinstance(error, NestpipeError)
         recorder.close(FAILED, str(error) if known else f"{type(error).__name__}: {error}")
         raise
+    finally:
+        trainer.on_keys = lambda batch, keys: None
     recorder.close(STOPPED if trainer.stopped else FINISHED)
 
 

@@ -125,6 +125,8 @@ class Trainer:
         """When each op of the last batches ran, by this rank's clock."""
         self.traffic = Traffic()
         """What this rank has moved for training, ever."""
+        self._sent_before: int | None = None
+        """What it had sent when the ops began that run now; None: none do."""
         self.around = around
         """Put around the work of every op, for runs that start from now on."""
         self.poison_buffers = False
@@ -303,6 +305,12 @@ class Trainer:
             for group, store in zip(self.groups, self._stores, strict=True)
             for table, count in zip(group.tables, store.num_rows(), strict=True)
         }
+
+    def training_bytes_sent(self) -> int:
+        """Bytes that this rank has sent for training, while ops run too."""
+        before = self._sent_before
+        running = 0 if before is None else self.comm.bytes_sent - before
+        return self.traffic.bytes_sent + running
 
     def pool_slots(self) -> tuple[int, int]:
         """Slots of this rank's pools that are taken, as the host last heard, and all of them."""
@@ -572,7 +580,7 @@ class Trainer:
         functions = self.around(work.functions())
         if self.comm.size > 1:
             functions = name_collectives(functions, self.comm.op_label)
-        sent = self.comm.bytes_sent
+        self._sent_before = sent = self.comm.bytes_sent
         self.comm.barrier()  # the traces of all ranks begin here
         trace = run(
             self.plan,
@@ -589,6 +597,7 @@ class Trainer:
         if self.device.type == "cuda":
             # The GPU may still write rows into host memory, where anybody may look for them now.
             torch.cuda.synchronize(self.device)
+        self._sent_before = None
         self.traffic.bytes_sent += self.comm.bytes_sent - sent
         # A run cut short, by a checkpoint or the end of the data, would tell less.
         self.trace = max(trace, self.trace, key=_num_batches)
