@@ -107,8 +107,8 @@ class Offer:
 class Assumptions:
     """What no profile tells; each is taken both ways."""
 
-    overlapped_copies: bool = False
-    """Whether a message's work on the processor overlaps its time on the wire."""
+    full_rate: bool = False
+    """Whether messages use all of a link, or as much of it as they did in the profile."""
     slowest: bool = True
     """Whether a collective waits for the slowest of all workers, or for those of the replay."""
     contention: bool = True
@@ -239,14 +239,18 @@ class FleetPredictor:
         whole = float(np.mean(self._costs.typical(kind)))
         to_others = ((shards - 1) / shards) / ((ranks - 1) / ranks)
         ratio = to_others * grown
-        on_wire = min(1.0, sent / self._on.gb_per_s / 1e6 / whole) if whole > 0 else 1.0
         message = site.link.message_us * (shards - 1) / 1000
+        # What the processor did not spend on a message, the link took.
+        busy = self.profile.plain.collective_draw
+        slower = byte_ms * self._on.gb_per_s * 1e6
 
         def carried(ms: float) -> float:
-            copies = (1 - on_wire) * ms * ratio / site.machine.host
-            part = ms / whole if whole > 0 else 1.0
-            wire = part * sent * ratio * byte_ms
-            return message + (max(copies, wire) if assumed.overlapped_copies else copies + wire)
+            copies = busy * ms * ratio / site.machine.host
+            wire = (1 - busy) * ms * ratio * slower
+            if assumed.full_rate and sent:
+                part = ms / whole if whole > 0 else 1.0
+                wire = min(wire, part * sent * ratio * byte_ms)
+            return message + copies + wire
 
         return carried
 
@@ -345,7 +349,7 @@ def answer(predictor: FleetPredictor, site: Site) -> SiteAnswer:
 
 
 ASSUMED = {
-    "overlapped_copies": "whether copies overlap the wire",
+    "full_rate": "how much of a link messages use",
     "slowest": "how much the slowest worker lags",
     "contention": "contention on the network",
 }

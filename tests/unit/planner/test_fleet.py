@@ -30,7 +30,7 @@ GB_PER_S = 1e6 / 20e6
 """The world's rows are 1 MB and take 20 ms: a link of so many GB/s has no more to give."""
 ON = ProfiledOn(gb_per_s=GB_PER_S)
 NESTED = Candidate(plan="nested", retrieval="new", micro_batches=4)
-PLAIN = Assumptions(overlapped_copies=False, slowest=False, contention=False)
+PLAIN = Assumptions(full_rate=False, slowest=False, contention=False)
 
 
 def predictor(*, per_worker: bool = False, net: float = 20.0, dense: float = 20.0):
@@ -57,6 +57,14 @@ def test_a_link_twice_as_fast_halves_what_is_on_the_wire():
     serial = Candidate(retrieval="new")
     slow, fast = (predictor().figures(site(gb_per_s=g), serial, PLAIN) for g in (GB_PER_S, 1.0))
     assert slow.step_ms - fast.step_ms == pytest.approx(2 * 20 * (1 - GB_PER_S), rel=0.1)
+
+
+def test_messages_may_use_more_of_a_link_than_they_did_in_the_profile():
+    serial, half_used = Candidate(retrieval="new"), ProfiledOn(gb_per_s=2 * GB_PER_S)
+    seen = FleetPredictor(world_profile(), half_used, global_batch=512, per_worker=False)
+    there = site(gb_per_s=2 * GB_PER_S)
+    used, full = (seen.figures(there, serial, replace(PLAIN, full_rate=f)) for f in (False, True))
+    assert used.step_ms - full.step_ms == pytest.approx(20, rel=0.1)
 
 
 def test_faster_compute_shortens_compute_alone():
