@@ -265,8 +265,9 @@ def choice_table(choice: PlanChoice) -> Table:
     """The best candidates, what the config says, and the fastest serial."""
     table = figures_table(
         f"{choice.looked_at} settings predicted",
-        "step: predicted, ms; gain: over the fastest serial, and the range of 4 in 5 draws of the\n"
-        "measured costs; busy: of the busiest lane, over the step; measured: by --check, ms",
+        "step: predicted, ms; gain: over the fastest serial;\n"
+        "range: of 4 in 5 draws of the measured costs;\n"
+        "busy: of the busiest lane, over the step; measured: by --check, ms",
         "settings",
         ("step", "gain", "range", "busy", "lane", "measured"),
     )
