@@ -49,7 +49,7 @@ case ${1:-} in
     ;;
   tests)  # line 5: verify and twins on NCCL; everything that only a GPU runs
     step kernels python -m nestpipe.kernels.library
-    step gpu_tests python -m pytest -q -n 7 tests/gpu
+    step gpu_tests python -m pytest -q -n 7 -p no:benchmark tests/gpu
     ;;
   host)  # line 8: at most 1.5 ms; and which part of a step is left to the host
     bench dispatch dispatch

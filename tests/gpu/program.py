@@ -1,6 +1,6 @@
 """A small training run on any device and any number of ranks; rank 0 writes what came out.
 
-python program.py OUT DEVICE [key=value ...]
+python program.py OUT DEVICE STEPS [key=value ...]
 """
 
 import os
@@ -23,7 +23,7 @@ SETTINGS = (
 
 
 def main() -> None:
-    out, device, *more = sys.argv[1:]
+    out, device, steps, *more = sys.argv[1:]
     # Ranks that share one GPU must look like different hosts to NCCL.
     os.environ.setdefault("NCCL_HOSTID", f"host{os.environ.get('RANK', 0)}")
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
@@ -32,7 +32,7 @@ def main() -> None:
     comm = communicator(config)
     job = prepare(config, comm, None)
     losses: list[float] = []
-    job.trainer.fit(job.train, steps=50, on_step=lambda report: losses.append(report.loss))
+    job.trainer.fit(job.train, steps=int(steps), on_step=lambda report: losses.append(report.loss))
     keys = torch.arange(2000)
     result = {f"rows.{name}": job.trainer.rows_of(name, keys) for name in job.trainer.table_names}
     result |= {f"dense.{k}": v.cpu() for k, v in job.trainer.model.state_dict().items()}

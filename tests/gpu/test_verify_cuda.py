@@ -34,14 +34,13 @@ def case_number(n: int) -> Case:
     places = {
         "retrieval": turn + n // 16,
         "exchange": n // 3 + turn,
-        "optimizer": n - turn,
         "dense": n // 2 + turn,
         "pin_rows": n // 4 + turn // 2,
     }
     return {axis: values[places.get(axis, n) % len(values)] for axis, values in AXES.items()}
 
 
-ON_ONE_RANK = [case_number(n) for n in range(52)]
+ON_ONE_RANK = [case_number(n) for n in range(56)]
 ON_RANKS = ON_ONE_RANK[:15]
 ROUNDED = [{**case_number(n), "comm_dtype": "bfloat16"} for n in (2, 3, 10, 14)]
 """Every plan, with both exchanges and both retrievals."""

@@ -261,6 +261,11 @@ def delayed(work: Work, seed: int) -> Work:
     return inject_delays(slower, seed=seed, max_ms=MAX_MS)
 
 
+def ends_of(text: str, most: int = 3000) -> str:
+    """The first and the last part of what ranks wrote: the cause, and the launcher's view."""
+    return text if len(text) <= 2 * most else f"{text[:most]}\n...\n{text[-most:]}"
+
+
 def verdicts_of(cases: Sequence[Case], ranks: int, folder: Path, device: str) -> list[dict]:
     """What ranks, processes of one machine, find for these cases: one start for all of them."""
     given, out = folder / "cases.json", folder / "verdicts.json"
@@ -271,7 +276,7 @@ def verdicts_of(cases: Sequence[Case], ranks: int, folder: Path, device: str) ->
         # The daemon's folders are in the environment only inside.
         environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": QUEUES, "OMP_NUM_THREADS": "2"}
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, ends_of(done.stderr)
     return json.loads(out.read_text())
 
 

@@ -55,6 +55,7 @@ CONTENT_OF = {
     "weights": "dense weights",
     "reports": "reports of the batches before",
     "norm": "norm of all gradients",
+    "dense_faults": "faults of dense gradients",
 }
 """How a cell is called in a sentence."""
 
@@ -158,7 +159,7 @@ def _end_effects(op: Op, shape: Shape) -> Effects:
         case K.NORM:
             return Effects(reads=(row_sum, dense_total), writes=norm)
         case K.APPLY:
-            return dense
+            return Effects(dense.reads, (*dense.writes, ("dense_faults", op.batch)))
         case K.REDUCE if shape.separate_dense_group:
             return summed
         case K.REDUCE:
@@ -196,15 +197,19 @@ def _writeback_effects(op: Op, shape: Shape) -> Effects:
     """The same for the op that stores rows and ends its batch.
 
     With a pool it stores what the union of a later batch tells it to, which in the last batches is
-    nothing; what keeps them in order then is that a batch is reported after the one before it.
+    nothing; what keeps them in order then is that a batch is reported after the one before it. It
+    tells of dense gradients that were not finite too, as far as `apply` is over: those of the batch
+    before.
     """
     t = op.batch
+    faults = (("dense_faults", t - 1),) if shape.separate_dense_group and t > 0 else ()
     buffer, totals = ("buffer", t % shape.buffers), ("totals", t % shape.slots)
     leaving = ("owned", (t + shape.leaving_known_after) % shape.slots)
     if shape.pooled:
-        return Effects(reads=(leaving, buffer, totals, REPORTS), writes=(REPORTS,))
+        reads = (leaving, buffer, totals, *faults, REPORTS)
+        return Effects(reads=reads, writes=(REPORTS,))
     keys = dict.fromkeys((("owned", t % shape.slots), leaving))
-    return Effects(reads=(*keys, buffer, totals))
+    return Effects(reads=(*keys, buffer, totals, *faults))
 
 
 def _touched(batch: int, shape: Shape) -> Cell:

@@ -70,11 +70,13 @@ class StepReport:
     keys_asked: int = 0
     """Keys that this rank asked owners for, itself included."""
     faults: int = 0
-    """Rows of this rank, and sets of dense weights, whose gradient was NaN or inf."""
+    """Rows of this rank, and sets of dense weights, whose gradient was NaN or inf. Those of dense
+    weights that have a network of their own count in the next step."""
     flops: float = 0.0
     """Of the model on this rank's samples, where the model knows its work."""
     grad_norm: float = math.nan
-    """Global norm of the gradients, before they are clipped by it; nan: they are not."""
+    """Global norm of the gradients, before they are clipped by it; nan: they are not. Where dense
+    gradients alone are clipped, and summed in a network of their own, that of the step before."""
 
 
 OnKeys = Callable[[int, Sequence[Mapping[str, Jagged]]], None]
@@ -135,6 +137,20 @@ class TrainingBatch:
 
 
 @dataclass(slots=True)
+class Applied:
+    """What `apply` found in the dense gradients of a batch, on the device.
+
+    `writeback` of the same batch does not wait for `apply`. That of the next batch comes after it,
+    by way of the next `dense`.
+    """
+
+    faults: list[Tensor]
+    """Whether gradients were not finite."""
+    mean_norm: Tensor | None = None
+    """Their norm, where they alone are clipped by it."""
+
+
+@dataclass(slots=True)
 class TrainingWork:
     """The functions behind the ops, and the state that they share."""
 
@@ -189,6 +205,8 @@ class TrainingWork:
     """Whether it is the norm of row gradients, too, and scales them."""
     shards: ShardedDense | None = None
     """The same as `dense_half`, where parameters are sharded."""
+    applied: dict[int, Applied] = field(default_factory=dict[int, Applied])
+    """What `apply` found of batches; `writeback` of the batch after each reads it."""
 
     _parameters: list[nn.Parameter] = field(init=False)
 
@@ -299,7 +317,8 @@ class TrainingWork:
         state.weight += done.weight
         self._see(op, state, done.measured)
         if done.faults is not None:
-            state.faults.append(done.faults)
+            # With other ranks the host looks later, when the graph may have written it again.
+            state.faults.append(done.faults if self._updates_alone else done.faults.clone())
             state.dense_checked = True
         buckets = self.grad_buckets
         if buckets is not None:
@@ -408,11 +427,14 @@ class TrainingWork:
         assert self.grad_buckets is not None
         self.grad_buckets.set_gradients()
         norm = self.norms_to_apply.pop(op.batch, None)
-        if norm is None:
-            self._drop_faults(op, {}, dense=self._dense_gradients())
         times = grad_scales(self.totals_to_apply.pop(op.batch))[1]
         if norm is None:
-            self._step_dense(op, self._clip_dense(op, times))
+            faults = drop_dense_faults(self._dense_gradients(), clip=self.non_finite == "clip")
+            if faults and self.device.type == "cpu" and self.non_finite == "stop":
+                raise self._fault(op)
+            found = self.applied[op.batch] = Applied(faults)
+            times, found.mean_norm = self._clip_dense(times)
+            self._step_dense(op, times)
             return
         if norm.is_cuda:  # the stream that made it may take its memory once it is let go
             norm.record_stream(torch.cuda.current_stream())
@@ -430,7 +452,8 @@ class TrainingWork:
         if not state.dense_checked:
             self._drop_faults(op, {}, dense=self._dense_gradients())
         times = grad_scale(state.weight)
-        self._step_dense(op, self._clip_dense(op, times))
+        dense_times, state.mean_norm = self._clip_dense(times)
+        self._step_dense(op, dense_times)
         step = self.first_step + op.batch + 1
         state.news = tables.update_alone(op.batch, times, step, clip=clip)
         (loss,) = state.losses
@@ -456,8 +479,10 @@ class TrainingWork:
             clipped = scales
         if self.grad_buckets is None:
             self.norms_to_apply.pop(op.batch, None)
-            times = clipped[1]
-            self._step_dense(op, times if norm is not None else self._clip_dense(op, times))
+            dense_times = clipped[1]
+            if norm is None:
+                dense_times, self.in_flight[op.batch].mean_norm = self._clip_dense(scales[1])
+            self._step_dense(op, dense_times)
         times = (clipped if self.clip_rows else scales)[self._weight_of_rows]
         if isinstance(self.tables, DeviceTables):
             clip = self.non_finite == "clip"
@@ -473,14 +498,12 @@ class TrainingWork:
         apart = shape.merge_every > 0 and shape.merge is Merge.AVERAGED
         return 2 + self.mesh.group if apart else 1
 
-    def _clip_dense(self, op: Op, times: Tensor | float) -> Tensor | float:
-        """The factor of dense gradients, where those alone are clipped."""
+    def _clip_dense(self, times: Tensor | float) -> tuple[Tensor | float, Tensor | None]:
+        """The factor of dense gradients, where those alone are clipped; and their mean's norm."""
         if not self.clip_norm:
-            return times
+            return times, None
         norm = (global_norm(self._dense_gradients(), [], None, self.device) * times).reshape(())
-        if op.batch in self.in_flight:
-            self.in_flight[op.batch].mean_norm = norm
-        return times * clip_factor(norm, self.clip_norm)
+        return times * clip_factor(norm, self.clip_norm), norm
 
     def _dense_gradients(self) -> list[Tensor]:
         """Gradients of dense parameters, or this rank's part of each."""
@@ -510,6 +533,10 @@ class TrainingWork:
             faults = sum(int(count) for count in state.faults)
         if faults and self.non_finite == "stop":
             raise self._fault(op)
+        before = self.applied.pop(op.batch - 1, None)
+        if before is not None:
+            faults += self._late_faults(op.batch - 1, before)
+            state.mean_norm = before.mean_norm if state.mean_norm is None else state.mean_norm
         written = self.tables.writeback(op.batch)
         self.on_seen(state.seen)
         # Another stream may still hold what the batch before used; this one's update is over.
@@ -519,6 +546,17 @@ class TrainingWork:
         self.on_step(
             StepReport(step, loss, state.samples, *moved, faults, state.flops, grad_norm=norm)
         )
+
+    def check_rest(self) -> None:
+        """After a run: look at what `apply` found of the last batch."""
+        for batch in sorted(self.applied):
+            self._late_faults(batch, self.applied.pop(batch))
+
+    def _late_faults(self, batch: int, found: Applied) -> int:
+        faults = sum(int(count) for count in found.faults)
+        if faults and self.non_finite == "stop":
+            raise self._fault(Op(K.APPLY, batch))
+        return faults
 
     def _drop_faults(self, op: Op, sums: dict[int, Gradients], *, dense: Sequence[Tensor]) -> None:
         """Before gradients are applied: take out what is NaN or inf, and count it.
@@ -559,7 +597,8 @@ class TrainingWork:
     def _fault(self, op: Op) -> RunError:
         """The error that ends a run; the batch is kept where there is a place for it."""
         step = self.first_step + op.batch + 1
-        kept = self.keep_batch(step, self.in_flight[op.batch].on_host)
+        state = self.in_flight.get(op.batch)
+        kept = self.keep_batch(step, state.on_host) if state is not None else None
         where = f" (the batch is kept in {str(kept)!r})" if kept else ""
         return RunError(
             f"gradients of step {step} are NaN or inf{where}; lower the learning rates, or set "

@@ -597,6 +597,7 @@ class Trainer:
         if self.device.type == "cuda":
             # The GPU may still write rows into host memory, where anybody may look for them now.
             torch.cuda.synchronize(self.device)
+        work.check_rest()
         self._sent_before = None
         self.traffic.bytes_sent += self.comm.bytes_sent - sent
         # A run cut short, by a checkpoint or the end of the data, would tell less.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,14 @@ from nestpipe.comm import LocalCommunicator
 from nestpipe.embedding.sharded import ShardedTables
 from nestpipe.errors import RunError
 from nestpipe.kernels.rows.native import Gradients
-from nestpipe.schedule.op import Op
-from nestpipe.train import train_job
+from nestpipe.runtime import inject_delays
+from nestpipe.runtime.lanes import Work
+from nestpipe.schedule.op import Kind, Op
+from nestpipe.schedule.plans import with_separate_dense_group
+from nestpipe.train import ops, train_job
 from nestpipe.train.job import prepare
 from nestpipe.train.ops import TrainingWork, drop_dense_faults, drop_row_faults
+from nestpipe.train.trainer import Trainer
 from support.examples import num_examples
 from unit.train.test_resume import assert_same, job_of, trained
 
@@ -169,3 +174,24 @@ def test_dense_gradients_are_left_out_together():
     drop_dense_faults(clipped, clip=True)
     assert [g.tolist() for g in clipped] == [[1, 0], [1, 1], []]
     assert drop_dense_faults([], clip=False) == []
+
+
+def test_dense_faults_count_when_apply_is_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """`writeback` of a batch does not wait for its `apply`: the next one tells."""
+    batches = iter(range(100))
+
+    def fourth_is_bad(gradients: Sequence[torch.Tensor], *, clip: bool) -> list[torch.Tensor]:
+        return [torch.tensor(True)] if gradients and next(batches) == 3 else []
+
+    monkeypatch.setattr(ops, "drop_dense_faults", fourth_is_bad)
+    monkeypatch.setattr(Trainer, "placed", lambda self, plan: with_separate_dense_group(plan))
+    config = job_of(tmp_path, run={"non_finite": "skip"}, pipeline={"plan": "nested"})
+    job, faults = prepare(config, LocalCommunicator()), list[int]()
+
+    def with_late_apply(work: Work) -> Work:
+        late = inject_delays({Kind.APPLY: work[Kind.APPLY]}, seed=1, max_ms=100)
+        return {**work, **late}
+
+    job.trainer.around = with_late_apply
+    train_job(job, lambda report: faults.append(report.faults))
+    assert [step for step, count in enumerate(faults) if count] == [4]
