@@ -127,7 +127,7 @@ class PackedColumns:
     parts: Mapping[torch.dtype, Tensor]
     layout: BatchLayout
     agreeing: frozenset[str] = frozenset()
-    """Lists of keys whose lengths add up to their number, as they were packed."""
+    """Lists of int64 keys whose lengths add up to their number, as they were packed."""
 
     @classmethod
     def of(cls, batch: Batch, *, pin_memory: bool) -> PackedColumns:
@@ -161,6 +161,13 @@ class PackedColumns:
         dense = _Columns[Tensor](views, 0, tuple(like.dense))
         return Batch(like.size, dense, _Columns[Jagged](views, 1, tuple(like.sparse)), self)
 
+    def has_lists(self, batch: Batch, keys: Mapping[str, Jagged]) -> bool:
+        """Whether keys are lists of the batch that this was packed from, and agree with lengths."""
+        columns = batch.sparse.made() if isinstance(batch.sparse, _Columns) else batch.sparse
+        return self.agreeing.issuperset(keys) and all(
+            of is columns[name] for name, of in keys.items()
+        )
+
     def same_place(self, other: PackedColumns, tensors: Sequence[Tensor]) -> Tensor | None:
         """What lies here where some neighbours lie in another copy; None: they are not neighbours.
 
@@ -189,7 +196,11 @@ def _agreeing(batch: Batch, parts: Mapping[torch.dtype, Tensor]) -> frozenset[st
     lengths_FB = parts[torch.int64][-count * batch.size :] if batch.size else torch.empty(0)
     sums = lengths_FB.view(count, batch.size).sum(1).tolist()
     of_list = zip(lists.items(), sums, strict=True)
-    return frozenset(name for (name, keys), total in of_list if total == keys.values.numel())
+    return frozenset(
+        name
+        for (name, keys), total in of_list
+        if keys.values.dtype == torch.int64 and total == keys.values.numel()
+    )
 
 
 class _Views:
@@ -230,6 +241,10 @@ class _Columns(Mapping[str, C]):
 
     def __getitem__(self, name: str) -> C:
         return self._views.made()[self._which][name]  # type: ignore[return-value]
+
+    def made(self) -> Mapping[str, C]:
+        """All views."""
+        return self._views.made()[self._which]  # type: ignore[return-value]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from nestpipe.batch import BatchLayout, PackedColumns
 from nestpipe.comm.communicator import Communicator
 from nestpipe.comm.mesh import Mesh
 from nestpipe.embedding.optimizers import RowOptimizer
@@ -155,11 +156,24 @@ class GroupBatch:
     """The rows that this rank asked for, with several ranks."""
     seen_OD: Tensor | None = None
     gradients_OD: Tensor | None = None
+    lengths_O: Tensor | None = None
+    """Keys of each output, where there is pooling."""
 
     def gradients(self) -> Tensor:
         """(O, D) of what the model saw; zero where it did not use it."""
         assert self.seen_OD is not None
         return torch.zeros_like(self.seen_OD) if self.gradients_OD is None else self.gradients_OD
+
+
+@dataclass(frozen=True, slots=True)
+class _Laid:
+    """Where a packed batch has the keys of a group: the same for all batches of one layout."""
+
+    cells: KeyCells
+    sizes: dict[str, int]
+    keys: slice
+    lengths: slice | None
+    """None: each key is an output."""
 
 
 class _ToldCounts:
@@ -207,6 +221,8 @@ class DeviceTables:
         self._pools = list(pools)
         self.in_flight: dict[int, list[GroupBatch]] = {}
         self._cells_known: dict[tuple[int, ...], KeyCells] = {}
+        self._laid_known: dict[BatchLayout, list[_Laid]] = {}
+        self._features = self.table_of.keys()
         self._owners = [_owners(group, comm, device) for group in groups]
         self._news: list[StepNews] = []
 
@@ -230,6 +246,10 @@ class DeviceTables:
         alone = frozenset({Kind.COUNTS, Kind.KEYS, Kind.GRADS, Kind.REDUCE})
         return alone if self.comm.size == 1 else frozenset()
 
+    def moves_nothing(self, batch: int) -> bool:
+        """Whether all rows of a batch are in the pools or new, as `union` has found."""
+        return all(pool.moves_nothing(batch) for pool in self._pools)
+
     # Routing
 
     def dedup(
@@ -244,7 +264,34 @@ class DeviceTables:
         """
         (keys,) = micro_keys
         check_features(self.groups, keys)
-        found = [self._laid_out(keys, group, joined) for group in self.groups]
+        self._begin(batch, [self._laid_out(keys, group, joined) for group in self.groups])
+
+    def dedup_packed(
+        self,
+        batch: int,
+        keys: Mapping[str, Jagged],
+        packed: PackedColumns,
+        joined: Callable[[list[Tensor]], Tensor],
+    ) -> None:
+        """The same for lists of a packed batch, with `packed` its copy on the device.
+
+        Where they lie follows from the layout alone, which batches of equal sizes share.
+        """
+        layout, part = packed.layout, packed.parts[torch.int64]
+        laid = self._laid_known.get(layout)
+        if laid is None or keys.keys() != self._features:
+            self.dedup(batch, [keys], joined)
+            found = [_laid_in(part, of) for of in self.in_flight[batch]]
+            if len(self._laid_known) == MOST_LISTS:
+                self._laid_known.clear()
+            self._laid_known[layout] = [of for of in found if of is not None]
+            return
+        if len(laid) < len(self.groups):  # some group has lists of several places
+            self.dedup(batch, [keys], joined)
+            return
+        self._begin(batch, [_group_batch(of, part) for of in laid])
+
+    def _begin(self, batch: int, found: list[GroupBatch]) -> None:
         for of, owners in zip(found, self._owners, strict=True):
             if self.comm.size > 1:
                 find = dedup if library.has_kernels(self.device) else plain_dedup
@@ -279,9 +326,7 @@ class DeviceTables:
             lengths_O = torch.cat(
                 [joined([of.lengths]) if several else ones(len(of.values)) for of, several in parts]
             )
-        pool = pool_outputs if library.has_kernels(self.device) else plain_pool_outputs
-        pooling, outputs_T = pool(lengths_O, len(keys_T))
-        return GroupBatch(keys_T, cells, sizes, pooling, outputs_T)
+        return _pooled_batch(keys_T, cells, sizes, lengths_O)
 
     def _cells_of(self, counts: tuple[int, ...]) -> KeyCells:
         """Where the keys of each table end; batches that look alike share the list."""
@@ -525,6 +570,37 @@ class DeviceTables:
 
     def merge_rest(self, stores: Sequence[RowStore]) -> None:
         """Nothing is ever due."""
+
+
+def _pooled_batch(
+    keys_T: Tensor, cells: KeyCells, sizes: dict[str, int], lengths_O: Tensor
+) -> GroupBatch:
+    pool = pool_outputs if library.has_kernels(keys_T.device) else plain_pool_outputs
+    pooling, outputs_T = pool(lengths_O, len(keys_T))
+    return GroupBatch(keys_T, cells, sizes, pooling, outputs_T, lengths_O=lengths_O)
+
+
+def _laid_in(part: Tensor, of: GroupBatch) -> _Laid | None:
+    """Where a part of a packed batch has what a group was laid out from; None: not all of it."""
+    keys = _slice_of(part, of.keys_T)
+    lengths = None if of.pooling is None else _slice_of(part, of.lengths_O)
+    if keys is None or (of.pooling is not None and lengths is None):
+        return None
+    return _Laid(of.cells, of.sizes, keys, lengths)
+
+
+def _slice_of(part: Tensor, view: Tensor | None) -> slice | None:
+    if view is None or view.untyped_storage().data_ptr() != part.untyped_storage().data_ptr():
+        return None
+    first = view.storage_offset() - part.storage_offset()
+    return slice(first, first + len(view))
+
+
+def _group_batch(laid: _Laid, part: Tensor) -> GroupBatch:
+    keys_T = part[laid.keys]
+    if laid.lengths is None:
+        return GroupBatch(keys_T, laid.cells, laid.sizes, None, None)
+    return _pooled_batch(keys_T, laid.cells, laid.sizes, part[laid.lengths])
 
 
 class _Seen(torch.autograd.Function):

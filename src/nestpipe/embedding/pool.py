@@ -220,6 +220,11 @@ class RowPool:
         self._admitted[batch] = Admission(None, terms=terms)
         return terms
 
+    def moves_nothing(self, batch: int) -> bool:
+        """Whether a batch that was admitted neither reads rows nor writes any."""
+        admitted = self._admitted.get(batch)
+        return admitted is not None and admitted.terms is not None
+
     @property
     def _nothing_moves(self) -> bool:
         """Every slot that is given away was never used, so nothing need be saved or read before."""

@@ -113,6 +113,9 @@ def keys_of(model: Any, batch: Batch) -> Mapping[str, Jagged]:
         raise ModelError(
             f"`sparse_keys` of {name} returned {kind_of(keys)}; return a dict of Jagged by feature"
         )
+    # Columns of a packed batch were looked at when it was packed, off the issuing thread.
+    if batch.packed is not None and batch.packed.has_lists(batch, keys):
+        return keys
     agreeing = frozenset() if batch.packed is None else batch.packed.agreeing
     for feature, of in keys.items():
         if not isinstance(of, Jagged):
@@ -125,7 +128,6 @@ def keys_of(model: Any, batch: Batch) -> Mapping[str, Jagged]:
                 f"the keys of {feature!r} are {_short(of.values.dtype)}; keys are int64, so "
                 "convert them"
             )
-        # Columns of a packed batch were looked at when it was packed, off the issuing thread.
         own = feature in agreeing and of is batch.sparse[feature]
         if not own and int(of.lengths.sum()) != len(of.values):
             raise ModelError(

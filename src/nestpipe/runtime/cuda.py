@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -51,6 +51,11 @@ class StreamMark:
     def wait(self) -> None:
         self.event.synchronize()
 
+    def wait_again(self) -> None:
+        """Until all that is on the stream by now has ended."""
+        self.stream.record_event(self.event)
+        self.event.synchronize()
+
 
 class _Here(threading.local):
     """What the calling thread's current stream is: torch takes its time to tell."""
@@ -76,6 +81,12 @@ class StreamPlace:
     new_event: Callable[[], DeviceEvent] = _new_event
     current: Callable[[Any], AbstractContextManager[object]] = torch.cuda.stream
     use: Callable[[Any], None] = torch.cuda.set_stream
+    _own: StreamMark | None = field(init=False, default=None)
+    """Where acts work on host memory: for the thread of the lane alone."""
+
+    def __post_init__(self) -> None:
+        if self.host_work:
+            object.__setattr__(self, "_own", StreamMark(self.stream, self.new_event()))
 
     def entered(self) -> AbstractContextManager[object]:
         """The stream is the thread's current one; autograd's backward follows its forward there."""
@@ -92,17 +103,22 @@ class StreamPlace:
             self.use(self.stream)
 
     def wait_for(self, marks: Sequence[Mark]) -> None:
+        if self._own is not None:
+            for mark in marks:
+                mark.wait()
+            self._own.wait_again()
+            return
         for mark in marks:
             assert isinstance(mark, StreamMark), f"{mark} is of other lanes"
             if mark.stream is not self.stream:
                 self.stream.wait_event(mark.event)
-        if self.host_work:
-            self.mark().wait()
 
-    def mark(self) -> StreamMark:
-        event = self.new_event()
-        self.stream.record_event(event)
-        return StreamMark(self.stream, event)
+    def mark(self, again: Mark | None = None) -> StreamMark:
+        if again is None:
+            again = StreamMark(self.stream, self.new_event())
+        assert isinstance(again, StreamMark), f"{again} is of other lanes"
+        self.stream.record_event(again.event)
+        return again
 
 
 class CudaLanes:

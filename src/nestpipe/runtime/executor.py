@@ -18,6 +18,8 @@ from nestpipe.schedule.ticks import Slot
 from nestpipe.trace import Trace
 from nestpipe.trace.span import Fact
 
+MAY_BE_IDLE = frozenset({Kind.RETRIEVE})
+"""Kinds of which some ops have nothing to do, and hand on what they wait for."""
 Batches = Callable[[], int | None]
 """How many batches there are; None while that is unknown. Never grows once known."""
 
@@ -31,6 +33,7 @@ def run(
     spans: Spans | None = None,
     facts: Mapping[str, Fact] | None = None,
     host_acts: frozenset[Kind] = frozenset(),
+    idle: Callable[[Op], bool] | None = None,
     steady: bool = True,
 ) -> Trace:
     """Do every op of the plan's stream, until the end that `batches` tells.
@@ -40,55 +43,63 @@ def run(
     for its `counts`. So of batches past the end nothing runs but `prefetch`, `copy` and `dedup`,
     and the one `counts` that found it; these acts must bear a batch without samples.
 
-    `host_acts`: kinds whose acts put nothing on a device and read nothing from it. `steady`: ticks
-    that are all alike are issued from one list; False: the plan is asked about every op.
+    `host_acts`: kinds whose acts put nothing on a device and read nothing from it. `idle` tells of
+    an op, when all that it waits for has been issued, whether its act would do nothing; then it is
+    not called. `steady`: ticks that are all alike are issued from one list; False: the plan is
+    asked about every op.
 
     The first failure of any op is raised here, after all lanes have stopped.
     """
     spans = spans or HostSpans()
     shape = plan.shape
-    acts = {
+    timed = {
         kind: _until(batches, spans.timed(act, shape.lane(kind), on_host=kind in host_acts))
         for kind, act in work.items()
     }
+    acts = Acts(timed, host_acts, idle)
     spans.begin()
     with quiet_interpreter(), lanes:
         issue = _issue_ticks if steady else _issue_steps
-        issue(plan, acts, lanes, batches, host_acts)
+        issue(plan, acts, lanes, batches)
     return spans.trace({**_facts(shape), **(facts or {})})
 
 
-def _issue_steps(
-    plan: Plan, acts: Work, lanes: Lanes, batches: Batches, host_acts: frozenset[Kind]
-) -> None:
+@dataclass(frozen=True, slots=True)
+class Acts:
+    """What ops do."""
+
+    of: Work
+    on_host: frozenset[Kind]
+    """Kinds that have nothing to do with a device."""
+    idle: Callable[[Op], bool] | None
+    """Whether the act of an op would do nothing; None: never."""
+
+
+def _issue_steps(plan: Plan, acts: Acts, lanes: Lanes, batches: Batches) -> None:
     """The slow twin: ask the plan for every step."""
     ends = RecentEnds(plan)
     for step in plan.stream(batches):
-        _issue(step, ends, acts, lanes, host_acts)
+        _issue(step, ends, acts, lanes)
 
 
-def _issue(
-    step: Step, ends: RecentEnds, acts: Work, lanes: Lanes, host_acts: frozenset[Kind]
-) -> None:
+def _issue(step: Step, ends: RecentEnds, acts: Acts, lanes: Lanes) -> None:
     op = step.op
     if op.kind is Kind.PREFETCH:
         ends.make_room(op.batch)
     ends[op] = lanes[ends.shape.lane(op.kind)].submit(
-        acts[op.kind],
+        acts.of[op.kind],
         op,
         [ends[before] for before in step.after],
         alongside=None if step.alongside is None else ends[step.alongside],
         behind=[ends[before] for before in step.behind],
-        on_host=op.kind in host_acts,
+        on_host=op.kind in acts.on_host,
     )
 
 
-def _issue_ticks(
-    plan: Plan, acts: Work, lanes: Lanes, batches: Batches, host_acts: frozenset[Kind]
-) -> None:
+def _issue_ticks(plan: Plan, acts: Acts, lanes: Lanes, batches: Batches) -> None:
     """Steps of the first batches and the last ones from the plan, all others from one list."""
     ends, order, tick = RecentEnds(plan), IssueOrder(plan.shape), plan.steady_tick()
-    prepared = [] if tick is None else _prepared(tick, ends, acts, lanes, host_acts)
+    prepared = [] if tick is None else _prepared(tick, ends, acts, lanes)
     steady = False
     for opened in plan.ticks(batches):
         was_steady, steady = steady, tick is not None and tick.covers(opened, batches())
@@ -100,7 +111,7 @@ def _issue_ticks(
             for step in prepared:
                 order.place(step.op(opened - 1))
         for step in plan.steps_of(opened, batches, order):
-            _issue(step, ends, acts, lanes, host_acts)
+            _issue(step, ends, acts, lanes)
 
 
 class RecentEnds:
@@ -154,6 +165,7 @@ class _Prepared:
     behind: tuple[tuple[list[Event], int], ...]
     marked: bool
     on_host: bool
+    idle: Callable[[Op], bool] | None
 
     def op(self, opened: int) -> Op:
         return Op(self.slot.kind, opened + self.slot.ahead, self.slot.micro)
@@ -171,14 +183,14 @@ class _Prepared:
             behind=[ends[(batch - back) % turns] for ends, back in self.behind],
             marked=self.marked,
             on_host=self.on_host,
+            idle=self.idle is not None and self.idle(op),
+            again=self.own[batch % turns],
         )
         self.own[batch % turns] = end
 
 
-def _prepared(
-    tick: SteadyTick, ends: RecentEnds, acts: Work, lanes: Lanes, host_acts: frozenset[Kind]
-) -> list[_Prepared]:
-    marked = _waited_for_elsewhere(tick, ends.shape, host_acts)
+def _prepared(tick: SteadyTick, ends: RecentEnds, acts: Acts, lanes: Lanes) -> list[_Prepared]:
+    marked = _waited_for_elsewhere(tick, ends.shape, acts)
 
     def found(before: Earlier) -> tuple[list[Event], int]:
         return ends.of(before.kind, before.micro), before.back
@@ -186,7 +198,7 @@ def _prepared(
     return [
         _Prepared(
             step.slot,
-            acts[step.slot.kind],
+            acts.of[step.slot.kind],
             lanes[ends.shape.lane(step.slot.kind)].submit,
             ends,
             ends.of(step.slot.kind, step.slot.micro),
@@ -194,14 +206,15 @@ def _prepared(
             None if step.alongside is None else found(step.alongside)[0],
             tuple(map(found, step.behind)),
             (step.slot.kind, step.slot.micro) in marked,
-            step.slot.kind in host_acts,
+            step.slot.kind in acts.on_host,
+            acts.idle if step.slot.kind in MAY_BE_IDLE else None,
         )
         for step in tick.steps
     ]
 
 
 def _waited_for_elsewhere(
-    tick: SteadyTick, shape: Shape, host_acts: frozenset[Kind]
+    tick: SteadyTick, shape: Shape, acts: Acts
 ) -> set[tuple[Kind, int | None]]:
     """Ops that one of another lane waits for, or the issuing loop, or an act that hands them on."""
     retired = shape.retire(0)
@@ -209,7 +222,9 @@ def _waited_for_elsewhere(
         (before.kind, before.micro)
         for step in tick.steps
         for before in step.after
-        if step.slot.kind in host_acts or shape.lane(before.kind) is not shape.lane(step.slot.kind)
+        if step.slot.kind in acts.on_host
+        or step.slot.kind in MAY_BE_IDLE
+        or shape.lane(before.kind) is not shape.lane(step.slot.kind)
     }
 
 

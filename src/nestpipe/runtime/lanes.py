@@ -44,14 +44,18 @@ class LaneQueue(Protocol):
         behind: Sequence[Event] = (),
         marked: bool = True,
         on_host: bool = False,
+        idle: bool = False,
+        again: Event | None = None,
     ) -> Event:
         """Run `act(op)` after all that was submitted before and after the events.
 
         The act is called when that of `alongside` has been called, and when those of `behind` have
         returned, whether their ops have ended or not. Without `marked` nobody but this lane waits
         for the event. An act `on_host` has nothing to do with a device: the op has ended when it
-        has returned and all before it has ended. Raises the first failure of any lane, once there
-        is one.
+        has returned and all before it has ended. An act that is `idle` has nothing to do at all,
+        and is not called. `again`: the event of an op so long ago that nobody asks about it; what
+        it is made of may be used for this one. Raises the first failure of any lane, once there is
+        one.
         """
         ...
 
@@ -112,6 +116,8 @@ class _InlineLane:
         behind: Sequence[Event] = (),
         marked: bool = True,
         on_host: bool = False,
+        idle: bool = False,
+        again: Event | None = None,
     ) -> Event:
         """Run the op; what it waits for was issued earlier and has ended."""
         try:

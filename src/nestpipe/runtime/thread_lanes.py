@@ -36,7 +36,7 @@ class HostPlace:
     def wait_for(self, marks: Sequence[Mark]) -> None:
         """All of them have ended."""
 
-    def mark(self) -> Mark:
+    def mark(self, again: Mark | None = None) -> Mark:
         return _HOST_MARK
 
 
@@ -121,8 +121,8 @@ class Place(Protocol):
         """Let what comes next run after the marks, which this or other lanes have set."""
         ...
 
-    def mark(self) -> Mark:
-        """Mark the end of all that ran here so far."""
+    def mark(self, again: Mark | None = None) -> Mark:
+        """Mark the end of all that ran here so far; `again`: an old mark that nobody asks about."""
         ...
 
 
@@ -178,6 +178,8 @@ class _End:
     issued: Gate = field(default_factory=Gate)
     marks: Sequence[Mark] = ()
     """Set before `issued`; none where the op was skipped or has failed."""
+    own: Mark | None = None
+    """The mark that was made for this op: an op of a much later batch may use it again."""
 
     def wait(self) -> None:
         self.issued.wait()
@@ -190,7 +192,7 @@ _PASSED = Gate()
 _PASSED.open()
 
 
-def _marks_of(ends: Sequence[_End]) -> list[Mark]:
+def _marks_of(ends: Sequence[_AnyEnd]) -> list[Mark]:
     """What these ops left, each once."""
     marks: list[Mark] = []
     for end in ends:
@@ -200,19 +202,65 @@ def _marks_of(ends: Sequence[_End]) -> list[Mark]:
     return marks
 
 
-def _marked(place: Place, wanted: bool) -> Sequence[Mark]:
-    return (place.mark(),) if wanted else ()
+class _AllGates:
+    """Open when those of some ops are."""
+
+    __slots__ = ("_ends",)
+
+    def __init__(self, ends: Sequence[_AnyEnd]) -> None:
+        self._ends = ends
+
+    @property
+    def is_open(self) -> bool:
+        return all(end.issued.is_open for end in self._ends)
+
+    def wait(self) -> None:
+        for end in self._ends:
+            end.issued.wait()
+
+
+class _NothingDone:
+    """The end of an op that has nothing to do: it is over when all that it waits for is."""
+
+    __slots__ = ("_before", "issued", "own", "started")
+
+    def __init__(self, before: Sequence[_AnyEnd]) -> None:
+        self._before, self.issued = before, _AllGates(before)
+        self.started, self.own = _PASSED, None
+
+    @property
+    def marks(self) -> Sequence[Mark]:
+        return _marks_of(self._before)
+
+    @property
+    def awaited(self) -> Sequence[Mark]:
+        return self.marks
+
+    def wait(self) -> None:
+        for end in self._before:
+            end.wait()
+
+
+_AnyEnd = _End | _NothingDone
+
+
+def _set_marks(end: _End, place: Place, again: Event | None, *, wanted: bool) -> None:
+    """Mark the end of an op, by a mark of a much earlier one where there is one."""
+    if wanted:
+        end.own = place.mark(getattr(again, "own", None))
+        end.marks = (end.own,)
 
 
 @dataclass(slots=True)
 class _Task:
     act: Act
     op: Op
-    after: Sequence[_End]
-    alongside: _End | None
-    behind: Sequence[_End]
+    after: Sequence[_AnyEnd]
+    alongside: _AnyEnd | None
+    behind: Sequence[_AnyEnd]
     marked: bool
     on_host: bool
+    again: Event | None
     end: _End = field(default_factory=_End)
 
     def run(self, lane: Lane, place: Place, halt: Halt) -> None:
@@ -232,7 +280,10 @@ class _Task:
                 end.awaited = marks
                 end.started.open()
                 self.act(self.op)
-                end.marks = marks if self.on_host else _marked(place, self.marked)
+                if self.on_host:
+                    end.marks = marks
+                else:
+                    _set_marks(end, place, self.again, wanted=self.marked)
         except BaseException as error:  # noqa: BLE001  raised again by the issuing thread
             name_failure(error, self.op, lane)
             halt.call(error)
@@ -240,6 +291,10 @@ class _Task:
             # Also after a failure: whoever waits for it wakes up and finds the halt.
             end.started.open()
             end.issued.open()
+
+
+def _do_nothing(op: Op) -> None:
+    """The act of an op that has nothing to do."""
 
 
 class InlineQueue:
@@ -263,25 +318,30 @@ class InlineQueue:
         behind: Sequence[Event] = (),
         marked: bool = True,
         on_host: bool = False,
+        idle: bool = False,
+        again: Event | None = None,
     ) -> Event:
         # Lanes of one set, so all are ours. What was issued inline before has been called.
-        ends = cast("Sequence[_End]", after)
+        ends = cast("Sequence[_AnyEnd]", after)
         for end in ends:
             end.issued.wait()
-        for end in cast("Sequence[_End]", behind):
+        for end in cast("Sequence[_AnyEnd]", behind):
             end.issued.wait()
         self._halt.check()
         marks = _marks_of(ends)
         if alongside is not None:
-            marks += cast("_End", alongside).awaited
+            marks += cast("_AnyEnd", alongside).awaited
         try:
-            if on_host:
-                act(op)
+            if on_host or idle:
+                if not idle:
+                    act(op)
                 return _End(_PASSED, marks, _PASSED, marks)
             self._place.visit()
             self._place.wait_for(marks)
             act(op)
-            return _End(_PASSED, marks, _PASSED, _marked(self._place, marked))
+            end = _End(_PASSED, marks, _PASSED)
+            _set_marks(end, self._place, again, wanted=marked)
+            return end
         except BaseException as error:
             name_failure(error, op, self._lane)
             self._halt.call(error)
@@ -315,17 +375,23 @@ class LaneThread:
         behind: Sequence[Event] = (),
         marked: bool = True,
         on_host: bool = False,
+        idle: bool = False,
+        again: Event | None = None,
     ) -> Event:
         self._halt.check()
         # Lanes of one set, so all are ours.
+        ends = cast("Sequence[_AnyEnd]", after)
+        if idle and alongside is None and not behind:
+            return _NothingDone(ends)
         task = _Task(
-            act,
+            act if not idle else _do_nothing,
             op,
-            cast("Sequence[_End]", after),
-            cast("_End | None", alongside),
-            cast("Sequence[_End]", behind),
+            ends,
+            cast("_AnyEnd | None", alongside),
+            cast("Sequence[_AnyEnd]", behind),
             marked,
             on_host,
+            again,
         )
         self._tasks.put(task)
         return task.end

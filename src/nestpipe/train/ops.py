@@ -209,9 +209,15 @@ class TrainingWork:
     """What `apply` found of batches; `writeback` of the batch after each reads it."""
 
     _parameters: list[nn.Parameter] = field(init=False)
+    _works: KnowsWork | None = field(init=False)
+    _means: list[str] = field(init=False)
+    """Features whose rows are averaged."""
 
     def __post_init__(self) -> None:
+        # Found once: asking for a protocol, or going through features, takes as long as an op.
         self._parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self._works = self.model if isinstance(self.model, KnowsWork) else None
+        self._means = mean_features(self.tables.groups)
 
     def functions(self) -> Mapping[Kind, Callable[[Op], None]]:
         """The work of every kind of op."""
@@ -238,14 +244,17 @@ class TrainingWork:
         """Kinds that leave the device alone: what a rank would exchange with itself."""
         return self.tables.host_acts if isinstance(self.tables, DeviceTables) else frozenset()
 
+    def is_idle(self, op: Op) -> bool:
+        """Whether the act of an op would do nothing, known before its turn."""
+        tables = self.tables
+        return isinstance(tables, DeviceTables) and tables.moves_nothing(op.batch)
+
     def prefetch(self, op: Op) -> None:
         batch = next(self.batches, self.empty)
         micros = self.splitter.split(batch, self._model, self.tables.table_of)
         if self.device.type == "cuda":
             micros = [micro.pin_memory() for micro in micros]
-        flops = (
-            float(self.model.step_flops(batch).sum()) if isinstance(self.model, KnowsWork) else 0.0
-        )
+        flops = 0.0 if self._works is None else float(self._works.step_flops(batch).sum())
         self.in_flight[op.batch] = TrainingBatch(micros, flops=flops)
 
     def copy(self, op: Op) -> None:
@@ -254,15 +263,27 @@ class TrainingWork:
 
     def dedup(self, op: Op) -> None:
         state = self.in_flight[op.batch]
+        if isinstance(self.tables, DeviceTables):
+            self._dedup_on_device(op, state, self.tables)
+            return
         keys = [keys_of(self._model, micro) for micro in state.on_host]
         self.on_keys(op.batch, keys)
-        means = mean_features(self.tables.groups)
-        state.lengths = [{name: of[name].lengths for name in means if name in of} for of in keys]
-        if isinstance(self.tables, DeviceTables):
-            joined = partial(join_on, self.device, state.on_host[0], state.micros[0])
-            self.tables.dedup(op.batch, keys, joined)
+        state.lengths = [self._lengths_of_means(of) for of in keys]
+        self.tables.dedup(op.batch, keys)
+
+    def _dedup_on_device(self, op: Op, state: TrainingBatch, tables: DeviceTables) -> None:
+        (on_host,), (there,) = state.on_host, state.micros
+        joined = partial(join_on, self.device, on_host, there)
+        keys, packed = keys_of(self._model, on_host), there.packed
+        self.on_keys(op.batch, [keys])
+        state.lengths = [self._lengths_of_means(keys)]
+        if packed is not None and packed.has_lists(on_host, keys):
+            tables.dedup_packed(op.batch, keys, packed, joined)
         else:
-            self.tables.dedup(op.batch, keys)
+            tables.dedup(op.batch, [keys], joined)
+
+    def _lengths_of_means(self, keys: Mapping[str, Jagged]) -> dict[str, Tensor]:
+        return {name: keys[name].lengths for name in self._means if name in keys}
 
     def counts(self, op: Op) -> None:
         state = self.in_flight[op.batch]

@@ -39,9 +39,12 @@ from nestpipe.models.dense_shards import ShardedDense
 from nestpipe.models.metrics import CLICK_BINS, read_click_sums
 from nestpipe.models.protocol import KnowsWork, RecModel
 from nestpipe.runtime import Lanes, StopSignal, Work, lanes_for, name_collectives, run, spans_for
+from nestpipe.runtime.cuda import RECORD_EVERY
+from nestpipe.runtime.spans import KEEP_BATCHES
 from nestpipe.schedule import (
     Kind,
     Merge,
+    Op,
     Plan,
     Retrieval,
     check,
@@ -589,6 +592,7 @@ class Trainer:
             batches=work.end,
             spans=self.spans,
             host_acts=work.host_acts,
+            idle=partial(_idle_and_untraced, work) if self.device.type == "cuda" else None,
             facts={
                 "workers": self.comm.size,
                 "samples_per_worker": self.settings.batch // self.comm.size,
@@ -817,6 +821,11 @@ def choose_device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device is 'cuda' but torch finds no GPU; use 'cpu' or 'auto'")
     return torch.device(name)
+
+
+def _idle_and_untraced(work: TrainingWork, op: Op) -> bool:
+    """Whether an op has nothing to do; those of batches that are traced run all the same."""
+    return op.batch % RECORD_EVERY >= KEEP_BATCHES and work.is_idle(op)
 
 
 def _num_batches(trace: Trace) -> int:

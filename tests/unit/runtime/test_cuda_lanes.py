@@ -71,6 +71,8 @@ class FakeStream:
         self.put(lambda: event.happened)
 
     def record_event(self, event: FakeEvent) -> FakeEvent:
+        event.happened = False  # one that was recorded before means this point from now on
+
         def happen() -> bool:
             event.happened = True
             return True
@@ -136,6 +138,32 @@ def test_the_device_does_every_op_after_what_it_waits_for(shaped: Plan, inline: 
     assert sorted(place, key=str) == sorted(schedule.ops, key=str)
     for before, after in schedule.edges:
         assert place[before] < place[after], f"{before} -> {after}"
+
+
+@pytest.mark.parametrize("inline", [frozenset(), ON_STREAMS], ids=["threads", "inline"])
+def test_ops_with_nothing_to_do_hand_on_what_they_wait_for(inline: frozenset[Lane]):
+    """Some of them, in the ticks that are alike; marks of early batches serve later ones."""
+    batches = 12 * (POOLED.shape.lookahead + 1)
+    fake = FakeLanes(inline)
+    told: list[Op] = []
+
+    def idle(op: Op) -> bool:
+        if op.batch % 3 == 0:
+            told.append(op)
+        return op.batch % 3 == 0
+
+    run(POOLED, fake.work(), fake.lanes, batches=StopSignal(batches), idle=idle)
+    fake.device.work()
+    schedule = POOLED.schedule(batches)
+    place = {op: n for n, op in enumerate(fake.device.done)}
+    assert len(told) > batches // 6
+    assert {op.kind for op in told} == {Kind.RETRIEVE}
+    assert place.keys() == set(schedule.ops) - set(told)
+    waits = {step.op: step.after for step in schedule}
+    for op in place:
+        for before in waits[op]:
+            reached = (before,) if before in place else waits[before]
+            assert all(place[earlier] < place[op] for earlier in reached), f"{before} -> {op}"
 
 
 HOST_ACTS = frozenset({Kind.COUNTS, Kind.KEYS, Kind.GRADS, Kind.REDUCE})
