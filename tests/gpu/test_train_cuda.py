@@ -29,12 +29,16 @@ def train(
 
 
 def assert_close(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
-    """Losses to 1e-5, weights to 2e-3 of the largest of their tensor."""
+    """Losses to 1e-5; weights, by the largest of their tensor, to 1e-4 on average and 0.05 each.
+
+    A gradient whose sign is rounding moves its weight by a whole step, and only that.
+    """
     assert first.keys() == second.keys()
     torch.testing.assert_close(first["losses"], second["losses"], rtol=1e-5, atol=1e-6)
     for name, value in first.items():
-        bound = 2e-3 * float(value.abs().max()) + 1e-6
-        assert float((value - second[name]).abs().max()) <= bound, name
+        largest, apart = float(value.abs().max()) + 1e-6, (value - second[name]).abs()
+        assert float(apart.mean()) <= 1e-4 * largest, name
+        assert float(apart.max()) <= 0.05 * largest, name
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
