@@ -180,7 +180,7 @@ def test_dense_faults_count_when_apply_is_late(tmp_path: Path, monkeypatch: pyte
     """`writeback` of a batch does not wait for its `apply`: the next one tells."""
     batches = iter(range(100))
 
-    def fourth_is_bad(gradients: Sequence[torch.Tensor], *, clip: bool) -> list[torch.Tensor]:
+    def fourth_is_bad(gradients: Sequence[torch.Tensor], **_: object) -> list[torch.Tensor]:
         return [torch.tensor(True)] if gradients and next(batches) == 3 else []
 
     monkeypatch.setattr(ops, "drop_dense_faults", fourth_is_bad)
