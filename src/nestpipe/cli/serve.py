@@ -15,6 +15,27 @@ from nestpipe.errors import CheckpointError, ConfigError
 
 MOST_INSTANCES = 64
 
+Assignments = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="A setting, e.g. target_ms=20; may be repeated."
+    ),
+]
+HistoriesFile = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Parquet or npz file of user histories, so that requests may leave them out.",
+    ),
+]
+TokenFile = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="File with the token of callers, or set NESTPIPE_TOKEN; needed beyond loopback.",
+    ),
+]
+
 
 def serve(
     checkpoint: Annotated[
@@ -31,26 +52,9 @@ def serve(
         Literal["builtin", "nginx", "none"],
         typer.Option(help="Router that sends both legs of a user to the same instance."),
     ] = "builtin",
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", metavar="KEY=VALUE", help="A setting, e.g. target_ms=20; may be repeated."
-        ),
-    ] = None,
-    histories: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Parquet or npz file of user histories, so that requests may leave them out.",
-        ),
-    ] = None,
-    token_file: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="File with the token of callers, or set NESTPIPE_TOKEN; needed beyond loopback.",
-        ),
-    ] = None,
+    settings: Assignments = None,
+    histories: HistoriesFile = None,
+    token_file: TokenFile = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     dtype: Annotated[
         Literal["float32", "bfloat16"],

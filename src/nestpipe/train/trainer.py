@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -91,6 +91,22 @@ class Progress:
 class Trainer:
     """One rank's trainer; every rank makes one and calls the same methods."""
 
+    plan_reason: str
+    """Why it has this plan, as a sentence."""
+    progress: Progress = Progress()
+    trace: Trace = Trace(())
+    """When each op of the last batches ran, by this rank's clock."""
+    poison_buffers: bool = False
+    """Whether runs that start from now on fill row buffers with NaN before they use them again."""
+    loaded_from: Path | None = None
+    """The checkpoint that it goes on from."""
+    fault_folder: Path | None = None
+    """Where a batch with NaN or inf gradients is kept when it ends a run."""
+    stopped: bool = False
+    """Whether some rank wanted to stop, so that all have ended."""
+    idle: bool = False
+    """Whether the last `fit` ended because a stream had nothing more for a while."""
+
     def __init__(
         self,
         model: nn.Module,
@@ -105,45 +121,26 @@ class Trainer:
         settings = settings or TrainSettings()
         self.comm = comm or LocalCommunicator()
         self.device = choose_device(settings.device)
-        sharded = settings.parallel.dense == "sharded"
-        choice = choose_pipeline(
-            settings.pipeline, self.device.type, self.comm.size, sharded=sharded
-        )
-        self.settings = replace(settings, pipeline=choice.pipeline)
-        self.plan_reason = choice.reason
-        """Why it has this plan, as a sentence."""
+        self.settings, self.plan_reason = _with_plan(settings, self.device, self.comm.size)
         self.model = _checked(model).to(self.device)
         _share_first_weights(self.model, self.comm)
-        parallel = self.settings.parallel
-        self.mesh = make_mesh(self.comm, parallel.groups, parallel.layout)
+        self.mesh = make_mesh(self.comm, settings.parallel.groups, settings.parallel.layout)
         tables = self.settings.rows.tuned(tables)
         self.groups = group_tables(tables, owner_sums=self.settings.pipeline.owners_add_up)
+        sharded = settings.parallel.dense == "sharded"
         self.shards = shard_dense(self.model, self.comm) if sharded else None
         """The dense half, where each rank has a part of it."""
         self.plan = self._checked_plan()
         inline = self.routes_on_device(self.plan)
         self.lanes = lanes or lanes_for(self.plan.shape, self.device, inline=inline)
         self.spans = spans_for(self.device, self.comm.rank)
-        self.trace = Trace(())
-        """When each op of the last batches ran, by this rank's clock."""
         self.traffic = Traffic()
         """What this rank has moved for training, ever."""
         self._sent_before: int | None = None
         """What it had sent when the ops began that run now; None: none do."""
         self.around = around
         """Put around the work of every op, for runs that start from now on."""
-        self.poison_buffers = False
-        """Whether those runs fill row buffers with NaN before they use them again."""
-        rows = self.settings.rows
-        scale = rows.scale or float(parallel.groups if parallel.merge == "averaged" else 1)
-        self.row_optimizer = row_optimizer(
-            *(rows.optimizer, rows.lr, rows.eps, scale),
-            betas=(rows.betas[0], rows.betas[1]),
-            weight_decay=rows.weight_decay,
-            schedule=rows.factor,
-        )
-        for group in self.groups:
-            _refuse_whole_decay(group.tuned(self.row_optimizer), group)
+        self.row_optimizer = _row_optimizer(self.settings, self.groups)
         self.dense_optimizer = _dense_optimizer(self.model, self.settings.dense)
         self._pools: list[RowPool] = []
         self._stores = [TrackedStore(store) for store in self._open_stores()]
@@ -151,54 +148,39 @@ class Trainer:
         """What is known of rows whose tables have a policy; None: no table has one."""
         self.on_evicted: Callable[[int, dict[str, Tensor]], None] = lambda step, keys: None
         """Told at each boundary: the step, and this rank's keys by table whose rows have left."""
-        self._grad_buckets = (
-            GradBuckets([p for p in self.model.parameters() if p.requires_grad])
-            if self.plan.shape.separate_dense_group
-            else None
-        )
+        apart = self.plan.shape.separate_dense_group
+        self._grad_buckets = GradBuckets(_trained(self.model)) if apart else None
         compiled = CompiledDense(self.model, self.device) if settings.compile else None
         self.dense_half = self.shards or compiled
         """The model's `dense` in another form, which training and evaluation call; None: itself."""
-        # A graph reads sums where the exchange has put them; means are made after that.
-        on_gpu = self.device.type == "cuda" and not mean_features(self.groups)
-        capturable = on_gpu and getattr(self.model, "capturable", False)
-        # Compiled code has few launches left to save, and it is not ours to know what it captures.
-        replays = capturable and self.settings.cuda_graphs and self.dense_half is None
-        # Gradients of several ranks are looked at when they have been summed.
-        clip = self.settings.non_finite == "clip"
-        alone = self.comm.size == 1
-        self._graphs = (
-            DenseGraphs(
-                self.model,
-                partial(drop_dense_faults, clip=clip) if alone else None,
-                self.settings.precision,
-            )
-            if replays
-            else None
-        )
+        self._graphs = self._make_graphs()
         self._work_of = _work_of(self.model, self.settings.pipeline.balance)
-        self.progress = Progress()
         self.about_model: Mapping[str, Any] = {}
         """What its checkpoints say of the model, so that others can make it again: a kind and its
         config. Empty: what a shipped model says of itself."""
         self.loaded_metrics: dict[str, float] = {}
         """The metrics of the checkpoint that it goes on from."""
-        self.loaded_from: Path | None = None
-        """The checkpoint that it goes on from."""
         self.choices: list[dict[str, Any]] = []
         """Of an adaptive run: its settings so far, each from a step on; checkpoints keep them."""
-        self.fault_folder: Path | None = None
-        """Where a batch with NaN or inf gradients is kept when it ends a run."""
         self.stop_wanted: Callable[[], bool] = lambda: False
         """Asked before each batch: whether to end after those that have begun."""
-        self.stopped = False
-        """Whether some rank wanted that, so that all have ended."""
-        self.idle = False
-        """Whether the last `fit` ended because a stream had nothing more for a while."""
         self.on_keys: OnKeys = lambda batch, keys: None
         """Told of each batch which keys this rank's micro-batches ask for, before they are sent."""
         self._seen: dict[str, Tensor] = {}
         """What `click_sums` made of this rank's batches, by task, since it was last taken."""
+
+    def _make_graphs(self) -> DenseGraphs | None:
+        """Replays of the dense half, where it can be captured."""
+        # A graph reads sums where the exchange has put them; means are made after that.
+        on_gpu = self.device.type == "cuda" and not mean_features(self.groups)
+        capturable = on_gpu and getattr(self.model, "capturable", False)
+        # Compiled code has few launches left to save, and it is not ours to know what it captures.
+        if not (capturable and self.settings.cuda_graphs and self.dense_half is None):
+            return None
+        drop_faults = partial(drop_dense_faults, clip=self.settings.non_finite == "clip")
+        # Gradients of several ranks are looked at when they have been summed.
+        alone = self.comm.size == 1
+        return DenseGraphs(self.model, drop_faults if alone else None, self.settings.precision)
 
     def _checked_plan(self) -> Plan:
         """The plan of the settings as it runs here, proven."""
@@ -491,55 +473,7 @@ class Trainer:
         self, source: Source, most: int | None, on_step: Callable[[StepReport], None]
     ) -> bool:
         """Train on what is left of the epoch, at most so many steps; whether it ended."""
-        start, offset = divmod(self.progress.samples, self.settings.batch)
-        deal = source.batches
-        if self._work_of is not None and self.comm.size > 1:
-            deal = partial(deal_evenly, source, self._work_of)
-        batches = deal(
-            global_batch=self.settings.batch,
-            rank=self.comm.rank,
-            ranks=self.comm.size,
-            seed=self.settings.seed,
-            epoch=self.progress.epoch,
-            start=start,
-            **({"offset": offset} if offset else {}),
-        )
-        pipeline = self.settings.pipeline
-        tables = self._make_training_tables(self.plan)
-        tables.buffers.poison = self.poison_buffers
-        work = TrainingWork(
-            model=self.model,
-            tables=tables,
-            dense_optimizer=self.dense_optimizer,
-            batches=iter(batches),
-            empty=source.empty(),
-            mesh=self.mesh,
-            device=self.device,
-            splitter=MicroBatchSplitter(
-                self.plan.shape.micro_batches,
-                pipeline.micro_batching,
-                pipeline.first,
-                pipeline.last,
-                self._work_of,
-            ),
-            first_step=self.progress.step,
-            on_step=self._counted(on_step, self.progress.step),
-            end=StopSignal(most),
-            stop_wanted=self.stop_wanted,
-            check_sums=self.progress.step == 0 and not _is_shipped(self.model),
-            precision=self.settings.precision,
-            non_finite=self.settings.non_finite,
-            keep_batch=self._keep_batch,
-            dense_schedule=self.settings.dense.factor,
-            clip_norm=self.settings.clip_norm,
-            clip_rows=self.settings.clip_rows,
-            shards=self.shards,
-            on_seen=self._count_seen,
-            on_keys=self.on_keys,
-            grad_buckets=self._grad_buckets,
-            dense_half=self.dense_half,
-            graphs=self._graphs if isinstance(tables, DeviceTables) else None,
-        )
+        work = self._work(source, most, on_step)
         self._run(work)
         # Who looks at rows now, or saves them, finds the same in every group.
         if work.tables.merge_is_due:
@@ -558,6 +492,64 @@ class Trainer:
         )
         self.stopped = work.stopped
         return work.data_ended
+
+    def _work(
+        self, source: Source, most: int | None, on_step: Callable[[StepReport], None]
+    ) -> TrainingWork:
+        """The acts of a run on what is left of the epoch."""
+        tables = self._make_training_tables(self.plan)
+        tables.buffers.poison = self.poison_buffers
+        settings, step = self.settings, self.progress.step
+        return TrainingWork(
+            model=self.model,
+            tables=tables,
+            dense_optimizer=self.dense_optimizer,
+            batches=self._batches_left(source),
+            empty=source.empty(),
+            mesh=self.mesh,
+            device=self.device,
+            splitter=self._splitter(),
+            first_step=step,
+            on_step=self._counted(on_step, step),
+            end=StopSignal(most),
+            stop_wanted=self.stop_wanted,
+            check_sums=step == 0 and not _is_shipped(self.model),
+            precision=settings.precision,
+            non_finite=settings.non_finite,
+            keep_batch=self._keep_batch,
+            dense_schedule=settings.dense.factor,
+            clip_norm=settings.clip_norm,
+            clip_rows=settings.clip_rows,
+            shards=self.shards,
+            on_seen=self._count_seen,
+            on_keys=self.on_keys,
+            grad_buckets=self._grad_buckets,
+            dense_half=self.dense_half,
+            graphs=self._graphs if isinstance(tables, DeviceTables) else None,
+        )
+
+    def _batches_left(self, source: Source) -> Iterator[Batch]:
+        """This rank's part of each batch of the epoch that is not trained yet."""
+        start, offset = divmod(self.progress.samples, self.settings.batch)
+        deal = source.batches
+        if self._work_of is not None and self.comm.size > 1:
+            deal = partial(deal_evenly, source, self._work_of)
+        batches = deal(
+            global_batch=self.settings.batch,
+            rank=self.comm.rank,
+            ranks=self.comm.size,
+            seed=self.settings.seed,
+            epoch=self.progress.epoch,
+            start=start,
+            **({"offset": offset} if offset else {}),
+        )
+        return iter(batches)
+
+    def _splitter(self) -> MicroBatchSplitter:
+        """How a batch becomes micro-batches."""
+        pipeline, count = self.settings.pipeline, self.plan.shape.micro_batches
+        sizes = (pipeline.first, pipeline.last)
+        return MicroBatchSplitter(count, pipeline.micro_batching, *sizes, self._work_of)
 
     def _keep_batch(self, step: int, micros: Sequence[Batch]) -> Path | None:
         """Write this rank's part of a batch, for inspection."""
@@ -882,6 +874,34 @@ def _share_first_weights(model: nn.Module, comm: Communicator) -> None:
             if comm.rank != 0:
                 tensor.zero_()
             comm.all_reduce(tensor)
+
+
+def _trained(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def _with_plan(
+    settings: TrainSettings, device: torch.device, ranks: int
+) -> tuple[TrainSettings, str]:
+    """The settings with the plan that `auto` stands for here, and why it is that one."""
+    sharded = settings.parallel.dense == "sharded"
+    choice = choose_pipeline(settings.pipeline, device.type, ranks, sharded=sharded)
+    return replace(settings, pipeline=choice.pipeline), choice.reason
+
+
+def _row_optimizer(settings: TrainSettings, groups: Sequence[TableGroup]) -> RowOptimizer:
+    """How rows move; a table whose rate would take all of a weight is refused."""
+    rows, parallel = settings.rows, settings.parallel
+    scale = rows.scale or float(parallel.groups if parallel.merge == "averaged" else 1)
+    made = row_optimizer(
+        *(rows.optimizer, rows.lr, rows.eps, scale),
+        betas=(rows.betas[0], rows.betas[1]),
+        weight_decay=rows.weight_decay,
+        schedule=rows.factor,
+    )
+    for group in groups:
+        _refuse_whole_decay(group.tuned(made), group)
+    return made
 
 
 def _refuse_whole_decay(optimizer: RowOptimizer, group: TableGroup) -> None:
