@@ -24,7 +24,8 @@ VERIFY := verify --plan nested --ranks 2 --steps 8 --set pipeline.micro_batches=
 TRAIN := train --ranks 2 --set data.synthetic.samples=1500000
 TRAIN_BRIEFLY := train --ranks 2 --set data.synthetic.samples=100000 --set pipeline.micro_batches=2
 
-.PHONY: demo test test-long test-lowest slowest mutants mutmut fuzz check lint docs wheel trial \
+.PHONY: demo test test-long test-lowest slowest mutants mutmut fuzz check lint docs site wheel \
+	trial first-hour \
 	bench-deps clean
 
 demo: $(READY)
@@ -81,6 +82,16 @@ lint: $(READY)
 
 docs: $(READY)
 	$(BIN)/python tools/make_docs.py
+
+# The documentation site, in out/site; a warning, such as a link that leads nowhere, is an error.
+SITE := $(BIN)/python -m sphinx -W --keep-going -q -b html docs out/site
+site: $(READY)
+	$(SITE)
+
+# The first hour of a newcomer: every command of that page of the site, in a fresh environment.
+first-hour: $(READY)
+	$(SITE)
+	$(BIN)/python tools/trial.py --fresh out/site/first_hour.html
 
 # A wheel for each platform with the native part inside, and the sdist, in dist/.
 wheel: $(READY)

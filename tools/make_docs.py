@@ -212,6 +212,8 @@ def experiments() -> str:
         question = text.splitlines()[0].removeprefix("# ")
         decision = text.partition("- **Decision**: ")[2].partition("\n- **")[0]
         lines += _item(f"{page.name[:10]}: [{question}]({page.name}) Decision: {decision}")
+    # For the site: which pages stand below this one.
+    lines += ["", "```{toctree}", ":hidden:", ":glob:", ":reversed:", "", "20*", "```"]
     return "\n".join([*lines, ""])
 
 

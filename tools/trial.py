@@ -21,6 +21,7 @@ import time
 import urllib.request
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from html.parser import HTMLParser
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -34,6 +35,45 @@ TORCH = os.environ.get("TORCH", "torch==2.13.0")
 """What a fresh environment begins with: an open range may fetch another build."""
 LIMIT_S = 600
 """For one command, on a machine that is busy with others."""
+
+
+def text_of(page: Path) -> str:
+    """A page as Markdown; of a page of the site, its files and commands alone."""
+    if page.suffix != ".html":
+        return page.read_text()
+    found = _Blocks()
+    found.feed(page.read_text())
+    return "\n".join(found.lines)
+
+
+class _Blocks(HTMLParser):
+    """Reads blocks of code, and the names of files in bold before them, back into Markdown."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        self.language = self.text = ""
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        words = (dict(attrs).get("class") or "").split()
+        named = [word.removeprefix("highlight-") for word in words if word.startswith("highlight-")]
+        self.language = named[0] if named else self.language
+        if tag in ("pre", "strong"):
+            self.open.append(tag)
+            self.text = ""
+
+    def handle_data(self, data: str) -> None:
+        self.text += data if self.open else ""
+
+    def handle_endtag(self, tag: str) -> None:
+        if not self.open or tag != self.open[-1]:
+            return
+        self.open.pop()
+        if tag == "pre":
+            self.lines += [f"```{self.language}", self.text.rstrip("\n"), "```", ""]
+        else:
+            self.lines += [f"**`{self.text}`**", ""]
 
 
 def files(page: str) -> dict[str, str]:
@@ -64,7 +104,7 @@ class Trial:
 def main(trial: Trial, folder: Path) -> int:
     """Run the page in the folder; 1 where a command fails."""
     environment = _environment(trial, folder)
-    page = trial.page.read_text()
+    page = text_of(trial.page)
     for name, text in files(page).items():
         (folder / name).write_text(text)
     running: list[subprocess.Popen[bytes]] = []

@@ -11,7 +11,7 @@ from nestpipe.cli.app import app
 from nestpipe.train.job import JobConfig
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ("first_run.md", "insteval.md")
+PAGES = ("first_hour.md", "first_run.md", "insteval.md")
 
 
 @pytest.fixture
