@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TypeVar
 
 import torch
@@ -82,7 +83,9 @@ class Batch:
     def pin_memory(self) -> Batch:
         """The same samples in pinned memory, packed; one that is already there is not copied."""
         pinned = self.packed is not None and self.packed.is_pinned
-        return self if pinned else self.pack(pin_memory=True)
+        if pinned or self.packed is None:
+            return self if pinned else self.pack(pin_memory=True)
+        return self.packed.pin_memory().unpack(self)
 
     def pack(self, *, pin_memory: bool = False) -> Batch:
         """The same samples with all columns of a type in one piece of memory."""
@@ -108,9 +111,18 @@ class BatchLayout:
     sparse: tuple[tuple[str, int], ...]
     """Name, and keys of all samples together."""
 
+    @staticmethod
+    def shared(
+        size: int,
+        dense: tuple[tuple[str, tuple[int, ...], torch.dtype], ...],
+        sparse: tuple[tuple[str, int], ...],
+    ) -> BatchLayout:
+        """The one object of these columns."""
+        return _shared_layout(size, dense, sparse)
+
     @classmethod
     def of(cls, batch: Batch) -> BatchLayout:
-        return _shared_layout(
+        return cls.shared(
             batch.size,
             tuple((name, tuple(c.shape), c.dtype) for name, c in batch.dense.items()),
             tuple((name, keys.values.numel()) for name, keys in batch.sparse.items()),
@@ -143,21 +155,21 @@ class PackedColumns:
         return all(part.is_pinned() for part in self.parts.values())
 
     def to(self, device: torch.device | str, non_blocking: bool) -> PackedColumns:
-        return PackedColumns(
-            {
-                dtype: part.to(device, non_blocking=non_blocking)
-                for dtype, part in self.parts.items()
-            },
-            self.layout,
-            self.agreeing,
-        )
+        return self._with(lambda part: part.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> PackedColumns:
+        return self._with(lambda part: part.pin_memory())
+
+    def _with(self, change: Callable[[Tensor], Tensor]) -> PackedColumns:
+        parts = {dtype: change(part) for dtype, part in self.parts.items()}
+        return PackedColumns(parts, self.layout, self.agreeing)
 
     def unpack(self, like: Batch) -> Batch:
         """The batch again, as views of this memory; `like` says which columns there are.
 
         A view is made when somebody asks for its column: a replayed step asks for none.
         """
-        views = _Views(self.parts, like)
+        views = _Views(partial(_cut_like, self.parts, like))
         dense = _Columns[Tensor](views, 0, tuple(like.dense))
         return Batch(like.size, dense, _Columns[Jagged](views, 1, tuple(like.sparse)), self)
 
@@ -166,6 +178,18 @@ class PackedColumns:
         columns = batch.sparse.made() if isinstance(batch.sparse, _Columns) else batch.sparse
         return self.agreeing.issuperset(keys) and all(
             of is columns[name] for name, of in keys.items()
+        )
+
+    def batch(self) -> Batch:
+        """The batch that lies here, with lists of 64-bit keys; views are made on demand."""
+        layout = self.layout
+        dense = _Views(partial(_cut_dense, self.parts, layout))
+        sparse = _Views(partial(_cut_lists, self.parts, layout))
+        return Batch(
+            layout.size,
+            _Columns[Tensor](dense, 0, tuple(name for name, _, _ in layout.dense)),
+            _Columns[Jagged](sparse, 1, tuple(name for name, _ in layout.sparse)),
+            self,
         )
 
     def same_place(self, other: PackedColumns, tensors: Sequence[Tensor]) -> Tensor | None:
@@ -206,8 +230,8 @@ def _agreeing(batch: Batch, parts: Mapping[torch.dtype, Tensor]) -> frozenset[st
 class _Views:
     """The columns of packed memory, cut out once, for whoever asks first."""
 
-    def __init__(self, parts: Mapping[torch.dtype, Tensor], like: Batch) -> None:
-        self._parts, self._like = parts, like
+    def __init__(self, cut: Callable[[], tuple[dict[str, Tensor], dict[str, Jagged]]]) -> None:
+        self._cut = cut
         self._made: tuple[dict[str, Tensor], dict[str, Jagged]] | None = None
 
     def made(self) -> tuple[dict[str, Tensor], dict[str, Jagged]]:
@@ -215,19 +239,52 @@ class _Views:
             self._made = self._cut()
         return self._made
 
-    def _cut(self) -> tuple[dict[str, Tensor], dict[str, Jagged]]:
-        like, columns = self._like, _by_type(self._like)
-        views = {
-            dtype: iter(torch.split(part, [column.numel() for column in columns[dtype]]))
-            for dtype, part in self._parts.items()
-        }
-        dense = {
-            name: next(views[column.dtype]).view(column.shape)
-            for name, column in like.dense.items()
-        }
-        values = {name: next(views[keys.values.dtype]) for name, keys in like.sparse.items()}
-        lengths = {name: next(views[keys.lengths.dtype]) for name, keys in like.sparse.items()}
-        return dense, {name: Jagged(values[name], lengths[name]) for name in values}
+
+def _cut_like(
+    parts: Mapping[torch.dtype, Tensor], like: Batch
+) -> tuple[dict[str, Tensor], dict[str, Jagged]]:
+    """Views of the columns that a batch has."""
+    columns = _by_type(like)
+    views = {
+        dtype: iter(torch.split(part, [column.numel() for column in columns[dtype]]))
+        for dtype, part in parts.items()
+    }
+    dense = {
+        name: next(views[column.dtype]).view(column.shape) for name, column in like.dense.items()
+    }
+    values = {name: next(views[keys.values.dtype]) for name, keys in like.sparse.items()}
+    lengths = {name: next(views[keys.lengths.dtype]) for name, keys in like.sparse.items()}
+    return dense, {name: Jagged(values[name], lengths[name]) for name in values}
+
+
+def _cut_dense(
+    parts: Mapping[torch.dtype, Tensor], layout: BatchLayout
+) -> tuple[dict[str, Tensor], dict[str, Jagged]]:
+    """Views of tensors, which are the first of their type."""
+    at = dict.fromkeys(parts, 0)
+    found: dict[str, Tensor] = {}
+    for name, shape, dtype in layout.dense:
+        end = at[dtype] + math.prod(shape)
+        found[name] = parts[dtype][at[dtype] : end].view(shape)
+        at[dtype] = end
+    return found, {}
+
+
+def _cut_lists(
+    parts: Mapping[torch.dtype, Tensor], layout: BatchLayout
+) -> tuple[dict[str, Tensor], dict[str, Jagged]]:
+    """Views of lists, which are the last of their type: all values, then all lengths."""
+    if not layout.sparse:
+        return {}, {}
+    part = parts[torch.int64]
+    counts = [count for _, count in layout.sparse]
+    lengths = [layout.size] * len(counts)
+    begin = part.numel() - sum(counts) - sum(lengths)
+    views = torch.split(part[begin:], [*counts, *lengths])
+    return {}, {
+        name: Jagged(views[number], views[len(counts) + number])
+        for number, (name, _) in enumerate(layout.sparse)
+    }
 
 
 C = TypeVar("C", Tensor, Jagged)

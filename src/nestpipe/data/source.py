@@ -24,9 +24,10 @@ from torch import Tensor
 
 from nestpipe.batch import Batch
 from nestpipe.data.config import DataConfig, Split
-from nestpipe.data.order import Permutation, Share, mix
+from nestpipe.data.order import Order, Permutation, Share, choose_shards, mix
 from nestpipe.data.readers.text import Broken
-from nestpipe.data.sharded import Order, ShardedPass, choose_shards, concat
+from nestpipe.data.sharded import ShardedPass
+from nestpipe.data.windows import ColumnPiece, concat
 from nestpipe.errors import ConfigError, DataError
 from nestpipe.jagged import Jagged
 
@@ -161,23 +162,22 @@ def empty_batch(columns: Sequence[Column]) -> Batch:
 
 def watch_labels(batches: Iterator[Batch], columns: Sequence[Column]) -> Iterator[Batch]:
     """The same batches; says at their end where a label never changed."""
-    bounds: dict[str, tuple[float, float]] = {}
-    names = [column.name for column in columns if column.kind == "label"]
+    found: dict[str, float] = {}
+    names = {column.name for column in columns if column.kind == "label"}
     samples = 0
     for batch in batches:
         samples += batch.size
-        for name in names if batch.size else ():
+        for name in sorted(names) if batch.size else ():
             low, high = (float(bound) for bound in torch.aminmax(batch.dense[name]))
-            least, most = bounds.get(name, (low, high))
-            bounds[name] = (min(least, low), max(most, high))
+            if low != high or found.setdefault(name, low) != low:
+                names.discard(name)  # it changes, so it is not looked at again
         yield batch
-    for name, (least, most) in bounds.items():
-        if least == most and samples > 1:
-            log.warning(
-                "every %s of the pass was %g, so there was nothing to learn; check the labels",
-                name,
-                least,
-            )
+    for name in sorted(names & found.keys()) if samples > 1 else ():
+        log.warning(
+            "every %s of the pass was %g, so there was nothing to learn; check the labels",
+            name,
+            found[name],
+        )
 
 
 def tensor(array: NDArray[np.generic]) -> Tensor:
@@ -301,6 +301,8 @@ class Chunk:
     """Pieces of bounded size; rows that cannot be read are told to `Broken`."""
     count: Callable[[], int | None] = lambda: None
     """Samples that `read` will give, where that is known without reading them."""
+    read_columns: Callable[[Broken], Iterator[ColumnPiece]] | None = None
+    """The same samples, decoded column by column; not used where broken rows may be skipped."""
 
 
 class Stream:

@@ -19,12 +19,12 @@ from nestpipe.data.config import DataConfig, Split, StreamConfig
 from nestpipe.data.order import Share
 from nestpipe.data.readers.remote import is_uri
 from nestpipe.data.readers.text import Broken
-from nestpipe.data.sharded import concat
 from nestpipe.data.source import Column, Source, empty_batch
+from nestpipe.data.windows import concat
 from nestpipe.errors import ConfigError, DataError, MissingSplitError, NestpipeError
 
 if TYPE_CHECKING:
-    from nestpipe.data.readers.parquet import ColumnLayout
+    from nestpipe.data.readers.columns import ColumnLayout
 
 Offsets = Mapping[str, int]
 """For each partition that was read from, the offset of the next sample."""

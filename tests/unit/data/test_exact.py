@@ -1,5 +1,6 @@
 """The contract of every source: what a rank sees depends on data, seed and epoch, nothing else."""
 
+import io
 import threading
 from dataclasses import replace
 from itertools import chain
@@ -15,12 +16,13 @@ from hypothesis import strategies as st
 
 from nestpipe.batch import Batch
 from nestpipe.data import DataConfig, Source, open_source
-from nestpipe.data.order import Permutation, Share, mix
+from nestpipe.data.order import Permutation, Share, choose_shards, mix
 from nestpipe.data.readers import parquet, sequences
-from nestpipe.data.sharded import Form, Piece, RowSpan, choose_shards, permute, pick, pick_plainly
 from nestpipe.data.source import Chunk, Stream, keys_column
+from nestpipe.data.windows import DecodedPiece, Piece, pick, pick_plainly
 from nestpipe.errors import ConfigError, DataError
 from nestpipe.jagged import Jagged
+from nestpipe.kernels.take import Filling, RowSpan, Target
 
 
 def read(source: Source, rank: int = 0, ranks: int = 1, **options) -> list[Batch]:
@@ -112,6 +114,12 @@ def test_a_source_can_be_read_from_several_threads_at_once(config, lists):
 def test_a_permutation_has_every_number_once(size, key):
     found = Permutation(size, key)(np.arange(size))
     assert sorted(found.tolist()) == list(range(size))
+
+
+@given(size=st.integers(1, 3000), key=st.integers(0, 2**64 - 1))
+def test_native_code_has_the_same_permutation(size, key):
+    shuffle = Permutation(size, key)
+    assert shuffle.whole(native=True).tolist() == shuffle.whole(native=False).tolist()
 
 
 def test_a_permutation_leaves_no_pattern():
@@ -259,14 +267,46 @@ def test_native_picking_is_the_plain_one(sizes, single, lists):
     pieces = lists_of(sizes, single)
     spans = [RowSpan(n, size // 3, size) for n, size in enumerate(sizes)]
     total = sum(span.end - span.first for span in spans)
-    form = Form(frozenset({"one"}), native=True)
-    native = [Piece.of(piece, form) for piece in pieces]
-    assert lists(pick(native, spans)) == lists(pick_plainly(pieces, spans))
+    one_each = frozenset({"one"})
+    native = [Piece.of(piece, one_each, native=True) for piece in pieces]
+    picked = pick(native, spans)
+    assert lists(picked) == lists(pick_plainly(pieces, spans))
+    again = picked.pack()
+    for dtype, part in again.packed.parts.items():
+        assert torch.equal(part, picked.packed.parts[dtype])
+    assert again.packed.layout is picked.packed.layout
+    assert again.packed.agreeing == picked.packed.agreeing
     order = np.random.default_rng(0).permutation(total)
-    window, plain = permute(native, spans, order), pick_plainly(pieces, spans, order)
+    window = filled(pieces, spans, one_each, order)
+    plain = pick_plainly(pieces, spans, order)
     for first, end in ((0, total), (total // 3, total // 2)):
         found = pick([window], [RowSpan(0, first, end)])
         assert lists(found) == lists(plain.slice(first, end))
+
+
+def filled(pieces: list[Batch], spans: list[RowSpan], single: frozenset[str], order) -> Piece:
+    """One window of these spans: all but the last are kept, and come from memory the second time.
+
+    Beside it a window in the middle of the last span is filled, which must not matter.
+    """
+    kept = []
+    for piece, span in zip(pieces[:-1], spans, strict=False):
+        decoded = DecodedPiece(piece, single)
+        first = fill(decoded, [Target(span.first, span.end)])[0]
+        again = Filling([Target(0, first.size)], len(decoded.form.sparse), decoded.form.rows)
+        again.add_piece(first)
+        kept += again.pieces()
+    decoded, span = DecodedPiece(pieces[-1], single), spans[-1]
+    middle = Target((span.first + span.end) // 2, span.end)
+    window = fill(decoded, [middle, Target(span.first, span.end, tuple(kept), order)])[1]
+    return Piece(window.size, tuple(pieces[0].dense), tuple(pieces[0].sparse), window)
+
+
+def fill(piece: DecodedPiece, targets: list[Target]):
+    filling = Filling(targets, len(piece.form.sparse), piece.form.rows)
+    for column in piece.columns():
+        column(filling)
+    return filling.pieces()
 
 
 def test_without_native_code_the_batches_are_the_same(make, lists, monkeypatch):
@@ -274,6 +314,69 @@ def test_without_native_code_the_batches_are_the_same(make, lists, monkeypatch):
     native = [lists(batch) for batch in read(source)]
     monkeypatch.setenv("NESTPIPE_NATIVE", "0")
     assert [lists(batch) for batch in read(source)] == native
+
+
+def columns_of_all_kinds(rows: int) -> pa.Table:
+    """Types and gaps that are read, in a table of so many rows."""
+    random = np.random.default_rng(3)
+    lists = [random.integers(-9, 9, random.integers(0, 6)).tolist() for _ in range(rows)]
+    gaps = [None if row % 7 == 2 else value for row, value in enumerate(lists)]
+    numbers = [None if row % 5 == 1 else row / 8 for row in range(rows)]
+    return pa.table(
+        {
+            "label": pa.array([row % 3 == 0 for row in range(rows)]),
+            "short": pa.array(lists, pa.list_(pa.int32())),
+            "long": pa.array(gaps, pa.large_list(pa.int64())),
+            "fixed": pa.array([[row, -row] for row in range(rows)], pa.list_(pa.int64(), 2)),
+            "texts": pa.array([[f"t{row % 4}"] * (row % 3) for row in range(rows)]),
+            "one": pa.array([None if row % 6 == 3 else row for row in range(rows)], pa.uint64()),
+            "word": pa.array([f"w{row % 5}" for row in range(rows)]).dictionary_encode(),
+            "double": pa.array(numbers, pa.float64()),
+            "float": pa.array(numbers, pa.float32()),
+        }
+    )
+
+
+@pytest.mark.parametrize("every", [0, 5])
+@pytest.mark.parametrize("shards", [1, 3])
+def test_columns_that_are_decoded_in_turn_are_those_of_whole_rows(
+    tmp_path, monkeypatch, lists, shards, every
+):
+    """Windows that end inside of row groups and go on in the next, edges of shards among them."""
+    pq.write_table(columns_of_all_kinds(100), tmp_path / "a.parquet", row_group_size=30)
+    config = DataConfig(
+        kind="parquet", path=str(tmp_path), shards=shards, shuffle_window=40, test_every=every
+    )
+    in_turn = [lists(batch) for batch in read(open_source(config), global_batch=7)]
+    monkeypatch.setattr(parquet, "MOST_IN_TURN", 0)
+    whole = open_source(config)
+    assert [lists(batch) for batch in read(whole, global_batch=7)] == in_turn
+    monkeypatch.setenv("NESTPIPE_NATIVE", "0")
+    assert [lists(batch) for batch in read(whole, global_batch=7)] == in_turn
+
+
+@pytest.mark.parametrize(
+    ("column", "values"),
+    [
+        ("x", [0.5, float("nan"), 1.0, 2.0]),
+        ("x", [0.5, None, float("inf"), 2.0]),
+        ("label", [0.0, 1.0, None, 1.0]),
+        ("keys", [[1], [2, None], None, [3]]),
+    ],
+)
+def test_a_broken_row_is_the_same_sentence_when_columns_are_decoded_in_turn(
+    tmp_path, monkeypatch, column, values
+):
+    columns = {"x": [1.0] * 4, "label": [0.0, 1.0] * 2, "keys": [[1]] * 4} | {column: values}
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet", row_group_size=2)
+    source = open_source(DataConfig(kind="parquet", path=str(tmp_path), shards=2))
+    with pytest.raises(DataError) as in_turn:
+        read(source)
+    monkeypatch.setenv("NESTPIPE_NATIVE", "0")
+    with pytest.raises(DataError) as plain:
+        read(source)
+    assert str(in_turn.value) == str(plain.value)
+    assert "is broken" in str(plain.value)
 
 
 @pytest.mark.parametrize("kind", [pa.list_, pa.large_list])
@@ -297,23 +400,29 @@ def test_sequences_that_stay_whole_are_what_cutting_them_would_give(tmp_path, mo
 
 @pytest.mark.parametrize("start", [0, 16])
 def test_bytes_read_per_rank_fall_as_one_over_ranks(tmp_path, monkeypatch, start):
-    """Counted from the sizes of the row groups that a rank opens; 64 of them, of 32 samples."""
+    """Counted where a file is read; 64 row groups of 32 samples."""
     rows = pa.table({"item": np.arange(2048), "label": np.arange(2048) % 2})
     pq.write_table(rows, tmp_path / "clicks.parquet", row_group_size=32)
     opened: list[int] = []
-    plain = parquet.row_group
 
-    def counted(path, group, columns, footer=None):
-        about = parquet.open_file(path).metadata.row_group(group)
-        opened.append(sum(about.column(i).total_compressed_size for i in range(len(columns))))
-        return plain(path, group, columns, footer)
+    class Counted(io.BytesIO):
+        def read(self, size=-1):
+            found = super().read(size)
+            opened.append(len(found))
+            return found
 
-    monkeypatch.setattr(parquet, "row_group", counted)
+    def open_counted(path, footer=None):
+        return pq.ParquetFile(
+            pa.PythonFile(Counted(Path(path).read_bytes()), mode="r"), metadata=footer
+        )
+
+    monkeypatch.setattr(parquet, "open_file", open_counted)
     config = DataConfig(kind="parquet", path=str(tmp_path), shards=8, shuffle_window=256)
 
     def num_bytes(rank, ranks):
+        source = open_source(config)
         opened.clear()
-        read(open_source(config), rank, ranks, global_batch=64, start=start)
+        read(source, rank, ranks, global_batch=64, start=start)
         return sum(opened)
 
     alone = num_bytes(0, 1)

@@ -17,7 +17,7 @@ from nestpipe.comm import LocalCommunicator
 from nestpipe.config import build
 from nestpipe.data import DataConfig, LogRange, Polled, StreamConfig, StreamingSource, open_source
 from nestpipe.data.readers import tail
-from nestpipe.data.readers.parquet import ColumnLayout
+from nestpipe.data.readers.columns import ColumnLayout
 from nestpipe.data.readers.text import Broken
 from nestpipe.data.streaming import choose_ranges, cut, share_in_turn, share_out
 from nestpipe.errors import ConfigError, DataError

@@ -96,7 +96,9 @@ compute: Any = pc
 
 def flat(column: Any) -> Any:
     """One array, where a table may have several, with dictionaries looked up."""
-    array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+    array = column
+    if isinstance(column, pa.ChunkedArray):
+        array = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
     if isinstance(array, pa.ChunkedArray):  # nothing in it, or more than 2 GB
         array = pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], array.type)
     return array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
@@ -154,15 +156,20 @@ def keys(column: Any) -> NDArray[np.int64]:
 
 def lists(column: Any) -> Jagged:
     """A list of keys per row; no list is an empty one."""
-    array = flat(column)
+    values, offsets = list_arrays(flat(column))
+    return Jagged(tensor(values), tensor(np.diff(offsets)), tensor(offsets))
+
+
+def list_arrays(array: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The keys of all lists, and where each list begins and the last one ends."""
     if not array.null_count and not pa.types.is_fixed_size_list(array.type):
         offsets = array.offsets.to_numpy().astype(np.int64, copy=False)
         known = offsets if offsets[0] == 0 else offsets - offsets[0]
-        return Jagged(tensor(keys(array.flatten())), tensor(np.diff(known)), tensor(known))
+        return keys(values_of(array)), known
     lengths = list_lengths(array)
     if pa.types.is_fixed_size_list(array.type):
         array = array.filter(array.is_valid())
-    return Jagged(tensor(keys(array.flatten())), tensor(lengths))
+    return keys(array.flatten()), np.append(0, np.cumsum(lengths))
 
 
 def numbers(column: Any) -> NDArray[np.float32]:
@@ -193,7 +200,12 @@ def holes(array: Any) -> NDArray[np.bool_]:
 
 def values_of(array: Any) -> Any:
     """The entries of all lists, joined."""
-    return array.flatten()
+    if array.null_count or pa.types.is_fixed_size_list(array.type):
+        return array.flatten()
+    # The same, without Arrow's machinery for functions.
+    begin, end = array.offsets[0].as_py(), array.offsets[-1].as_py()
+    whole = array.values
+    return whole if end - begin == len(whole) else whole.slice(begin, end - begin)
 
 
 def list_lengths(array: Any) -> NDArray[np.int64]:

@@ -21,7 +21,8 @@ import pyarrow.json as pa_json
 from nestpipe.batch import Batch
 from nestpipe.data.config import DataConfig, StreamConfig
 from nestpipe.data.readers import inputs
-from nestpipe.data.readers.parquet import ColumnLayout, open_file, to_batch
+from nestpipe.data.readers.columns import ColumnLayout, to_batch
+from nestpipe.data.readers.parquet import open_file
 from nestpipe.data.readers.tail import layout_of
 from nestpipe.data.readers.text import Broken, RowError
 from nestpipe.data.source import empty_batch

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from nestpipe.batch import Batch
 from nestpipe.data.config import DataConfig, KuaiRandConfig, Split
 from nestpipe.data.readers import inputs, parquet
+from nestpipe.data.readers.columns import ColumnLayout
 from nestpipe.data.readers.inputs import find_files
 from nestpipe.data.readers.text import Broken, RowError, TextFormat, rows, table, with_header
 from nestpipe.data.source import (
@@ -167,7 +168,7 @@ def _chunks(file: Path, join: FeatureJoin) -> Iterator[Chunk]:
 
 def _parquet_chunks(file: Path, join: FeatureJoin, names: tuple[str, ...]) -> Iterator[Chunk]:
     opened = parquet.open_file(file)
-    parquet.check(opened.schema_arrow, parquet.ColumnLayout(names, frozenset(names), (), ()), file)
+    parquet.check(opened.schema_arrow, ColumnLayout(names, frozenset(names), (), ()), file)
     first, last = join.days
     begin = 0
     for group in range(opened.metadata.num_row_groups):

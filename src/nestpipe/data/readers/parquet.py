@@ -5,11 +5,10 @@ Row groups come in an order that the seed decides. Only the columns that are use
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pyarrow as pa
@@ -17,8 +16,16 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from nestpipe.batch import Batch
-from nestpipe.data.config import DataConfig, ParquetConfig, Split
+from nestpipe.data.config import DataConfig, Split
 from nestpipe.data.readers import inputs
+from nestpipe.data.readers.columns import (
+    LABEL_RANGE,
+    ColumnLayout,
+    ColumnRows,
+    choose,
+    to_batch,
+    without,
+)
 from nestpipe.data.readers.inputs import find_files, keeps, num_kept, split_path
 from nestpipe.data.readers.remote import (
     DataFile,
@@ -35,24 +42,12 @@ from nestpipe.data.readers.sequences import (
 )
 from nestpipe.data.readers.sequences import to_batch as sequence_batch
 from nestpipe.data.readers.text import Broken
-from nestpipe.data.source import (
-    DENSE,
-    LABEL,
-    MISSING,
-    Chunk,
-    Column,
-    Stream,
-    features_column,
-    keys_column,
-    label_column,
-    tensor,
-)
+from nestpipe.data.source import Chunk, Stream
 from nestpipe.errors import DataError
-from nestpipe.jagged import Jagged
-
-log = logging.getLogger("nestpipe.data")
 
 PIECE = 65_536
+MOST_IN_TURN = 131_072
+"""Rows of a row group whose columns are decoded one after the other; larger ones come in pieces."""
 PATTERNS = ("*.parquet", "*.pq")
 
 
@@ -227,77 +222,6 @@ def row_group(
         yield piece
 
 
-@dataclass(frozen=True, slots=True)
-class ColumnLayout:
-    """Which column of the file is what."""
-
-    sparse: tuple[str, ...]
-    single: frozenset[str]
-    """Those of `sparse` with one key per row."""
-    dense: tuple[str, ...]
-    labels: tuple[str, ...]
-    any_labels: bool = False
-    """Whether labels may be outside 0 to 1."""
-    positive_from: float = 0.0
-    """From where on a label is 1, and below 0; 0: labels are as they are."""
-
-    def label(self, column: Any) -> NDArray[np.float32]:
-        """A label per row; nan where there is none."""
-        found = inputs.numbers(column)
-        if not self.positive_from:
-            return found
-        return np.where(np.isnan(found), found, found >= self.positive_from).astype(np.float32)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return self.sparse + self.dense + self.labels
-
-    @property
-    def columns(self) -> tuple[Column, ...]:
-        keys = [keys_column(name, name in self.single) for name in self.sparse]
-        dense = [features_column(self.dense)] if self.dense else []
-        return (*keys, *dense, *(label_column(self.label_name(name)) for name in self.labels))
-
-    def label_name(self, name: str) -> str:
-        """One label is called `label`; several keep their names."""
-        return LABEL if len(self.labels) == 1 else name
-
-
-def choose(schema: pa.Schema, config: ParquetConfig, where: DataFile) -> ColumnLayout:
-    """The columns that the config names; without any, what the types of the schema suggest."""
-    labels = tuple(config.labels) if config.labels else (LABEL,) if LABEL in schema.names else ()
-    taken = set(labels) | set(config.ignore)
-    sparse, dense = tuple(config.sparse), tuple(config.dense)
-    if not sparse and not dense:
-        left = [field for field in schema if field.name not in taken]
-        sparse = tuple(field.name for field in left if inputs.is_keys(field.type))
-        dense = tuple(field.name for field in left if pa.types.is_floating(field.type))
-        _refuse_second_label(left, labels, where)
-    layout = ColumnLayout(
-        sparse,
-        frozenset(_single(schema, sparse)),
-        dense,
-        labels,
-        config.any_labels,
-        config.positive_from,
-    )
-    if not layout.names:
-        raise DataError(f"{where} has no column of keys or numbers; name some in data.parquet")
-    return layout
-
-
-def _refuse_second_label(
-    left: Sequence[pa.Field], labels: tuple[str, ...], where: DataFile
-) -> None:
-    """A column that is called a label would be taken for a feature, and give the answer away."""
-    for field in left:
-        if labels and field.name.lower().startswith(LABEL) and inputs.is_number(field.type):
-            raise DataError(
-                f"{where} has {field.name} beside the label {labels[0]}; name all labels in "
-                "data.parquet.labels, or leave it out with data.parquet.ignore"
-            )
-
-
 def check(schema: pa.Schema, layout: ColumnLayout | SequenceLayout, where: DataFile) -> None:
     """Refuse a file that lacks a column, or has it in a type that does not fit."""
     for name in layout.names:
@@ -314,12 +238,6 @@ def check(schema: pa.Schema, layout: ColumnLayout | SequenceLayout, where: DataF
     for name in layout.dense + layout.labels:
         kind = schema.field(name).type
         inputs.need(kind, inputs.is_number(kind), name, "a number per row", where)
-
-
-def _single(schema: pa.Schema, names: Sequence[str]) -> Iterator[str]:
-    for name in names:
-        if name in schema.names and not inputs.is_list(schema.field(name).type):
-            yield name
 
 
 def _chunks(
@@ -348,8 +266,59 @@ def _chunks(
         # Sequences too short to hold an item out are no samples: only reading tells how many.
         drops = isinstance(layout, SequenceLayout) and layout.held.least > 0
         known = None if drops else kept_rows
-        yield Chunk(read, lambda known=known: known)
+        by_column = None
+        if isinstance(layout, ColumnLayout) and _can_be_decoded_in_turn(path, size):
+            rows = range(begin, begin + size)
+            in_turn = _ColumnsInTurn(path, group, layout, footer, read, rows, split, every)
+            by_column = in_turn.read
+        yield Chunk(read, lambda known=known: known, by_column)
         begin += size
+
+
+def _can_be_decoded_in_turn(path: DataFile, size: int) -> bool:
+    """Single columns of a whole row group: of another machine that would be many requests."""
+    return not isinstance(path, RemoteFile) and size <= MOST_IN_TURN
+
+
+@dataclass(frozen=True, slots=True)
+class _ColumnsInTurn:
+    """A row group whose columns are decoded one after the other."""
+
+    path: DataFile
+    group: int
+    layout: ColumnLayout
+    footer: pq.FileMetaData
+    whole: Callable[[Broken], Iterator[Batch]]
+    """Reads all columns at once."""
+    rows: range
+    """Of the file."""
+    split: Split
+    every: int
+
+    def read(self, broken: Broken) -> Iterator[ColumnRows]:
+        kept = keeps(np.arange(self.rows.start, self.rows.stop), self.split, self.every)
+        opened: list[pq.ParquetFile] = []
+
+        def decode(name: str) -> Any:
+            if not opened:
+                opened.append(open_file(self.path, self.footer))
+            column = column_of(self.path, opened[0], self.group, name)
+            return column.filter(pa.array(kept)) if self.every else column
+
+        def refuse() -> NoReturn:
+            for _ in self.whole(broken):
+                pass
+            raise AssertionError(f"a row of {self.path} is broken, and nothing says which")
+
+        yield ColumnRows(int(kept.sum()), self.layout, self.path, decode, refuse)
+
+
+def column_of(path: DataFile, file: pq.ParquetFile, group: int, name: str) -> Any:
+    """One column of a row group; a damaged file is refused by name."""
+    try:
+        return file.read_row_group(group, columns=[name], use_threads=False)[name]
+    except (pa.ArrowException, OSError) as error:
+        raise unreadable(path, error) from None
 
 
 def _sequences(
@@ -369,92 +338,3 @@ def _sequences(
 
 FILE_BITS = 40
 """A sequence's id is its file's number, shifted by so many bits, and its row in the file."""
-
-
-def to_batch(
-    piece: Any, layout: ColumnLayout, rows: np.ndarray, path: DataFile, broken: Broken
-) -> Batch:
-    """Arrow columns as a batch, without the rows that are broken."""
-    good = _good(piece, layout, rows, path, broken)
-    if not good.all():
-        piece = piece.filter(pa.array(good))
-    dense = {layout.label_name(name): tensor(layout.label(piece[name])) for name in layout.labels}
-    if layout.dense:
-        stacked = np.empty((piece.num_rows, len(layout.dense)), dtype=np.float32)
-        for column, name in enumerate(layout.dense):
-            stacked[:, column] = inputs.numbers(piece[name])
-        empty = any(inputs.flat(piece[name]).null_count for name in layout.dense)
-        dense[DENSE] = tensor(np.nan_to_num(stacked, copy=False, nan=0.0) if empty else stacked)
-    sparse = {
-        name: Jagged.one_each(tensor(_single_keys(piece[name], name, path)))
-        if name in layout.single
-        else inputs.lists(piece[name])
-        for name in layout.sparse
-    }
-    return Batch(piece.num_rows, dense, sparse)
-
-
-def _single_keys(column: Any, name: str, path: DataFile) -> NDArray[np.int64]:
-    """A key per row; says once where a row has the key that stands for none."""
-    keys = inputs.keys(column)
-    if name not in _told and (keys == MISSING).sum() > column.null_count:
-        _told.add(name)
-        log.warning(
-            "column %s of %s has the key %d, which stands for a missing one; both share a row, "
-            "so use another key if that is not meant",
-            name,
-            path,
-            MISSING,
-        )
-    return keys
-
-
-_told: set[str] = set()
-"""Columns that a user has been warned of."""
-
-
-def _good(
-    piece: Any, layout: ColumnLayout, rows: np.ndarray, path: DataFile, broken: Broken
-) -> np.ndarray:
-    """Which rows can be used; the others are told with their number in the file, from 1."""
-    found: list[tuple[np.ndarray, str]] = []
-    for name in layout.labels:
-        found += _bad_labels(layout.label(piece[name]), name, layout)
-    for name in layout.dense:
-        good = np.isfinite(inputs.numbers(piece[name]))
-        if not good.all():
-            bad = ~good & ~inputs.is_null(piece[name])
-            found.append((bad, f"{name} is not finite"))
-    for name in layout.sparse:
-        array = inputs.flat(piece[name])
-        if name not in layout.single and inputs.values_of(array).null_count:
-            found.append((inputs.holes(array), f"{name} has an empty entry"))
-    return without(found, rows, path, broken)
-
-
-def _bad_labels(label: np.ndarray, name: str, layout: ColumnLayout) -> list[tuple[np.ndarray, str]]:
-    found = [(~np.isfinite(label), f"{name} is no number")]
-    if not layout.any_labels and (outside := (label < 0) | (label > 1)).any():
-        found.append((outside, LABEL_RANGE.format(name, f"{label[outside][0]:g}")))
-    return found
-
-
-LABEL_RANGE = (
-    "{} is {}, not from 0 to 1, so make it 0 or 1 with data.parquet.positive_from, or set "
-    "data.parquet.any_labels"
-)
-
-
-def without(
-    found: Sequence[tuple[np.ndarray, str]], rows: np.ndarray, path: DataFile, broken: Broken
-) -> np.ndarray:
-    """Which rows are good, given those that are bad and why; tells each with its first reason."""
-    good = np.ones(len(rows), dtype=bool)
-    reasons: dict[int, str] = {}
-    for bad, why in found:
-        for row in np.flatnonzero(bad & good).tolist():
-            reasons[row] = why
-        good[bad] = False
-    for row in sorted(reasons):
-        broken.add(f"row {rows[row] + 1} of {path}", reasons[row])
-    return good

@@ -237,8 +237,8 @@ def in_order(items_T: I64, times_T: I64, lengths_B: I64) -> tuple[I64, I64]:
     """Each row's items by time; at equal times they keep the order of the file."""
     earlier_T = times_T[1:] < times_T[:-1]
     ends_B = np.cumsum(lengths_B)
-    earlier_T[ends_B[(ends_B > 0) & (ends_B < len(times_T))] - 1] = False  # another row begins
-    if not earlier_T.any():
+    begins = ends_B[(lengths_B > 0) & (ends_B < len(times_T))] - 1  # another row follows
+    if np.count_nonzero(earlier_T) == np.count_nonzero(earlier_T[begins]):
         return items_T, times_T
     row_T = np.repeat(np.arange(len(lengths_B)), lengths_B)
     order_T = np.lexsort((times_T, row_T))

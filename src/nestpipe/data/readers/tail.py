@@ -21,19 +21,12 @@ import pyarrow as pa
 
 from nestpipe.batch import Batch
 from nestpipe.data.config import DataConfig
-from nestpipe.data.readers.parquet import (
-    PATTERNS,
-    ColumnLayout,
-    check,
-    choose,
-    open_file,
-    row_group,
-    to_batch,
-)
+from nestpipe.data.readers.columns import ColumnLayout, choose, to_batch
+from nestpipe.data.readers.parquet import PATTERNS, check, open_file, row_group
 from nestpipe.data.readers.sequences import find_layout
 from nestpipe.data.readers.text import Broken
-from nestpipe.data.sharded import concat
 from nestpipe.data.streaming import LogRange, Offsets, Polled
+from nestpipe.data.windows import concat
 from nestpipe.errors import DataError
 
 TAIL = 1 << 16
