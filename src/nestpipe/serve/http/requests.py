@@ -305,8 +305,8 @@ def read_histories(file: Path, longest: int) -> HistoryStore:
         raise DataError(f"'{file}': {error}") from None
 
 
-_NOT_READ = (OSError, EOFError, ValueError, NotImplementedError, zipfile.BadZipFile, zlib.error)
-"""What numpy and zipfile raise for a file that is damaged, or none of theirs."""
+_NOT_READ = (OSError, EOFError, ValueError, RuntimeError, zipfile.BadZipFile, zlib.error)
+"""What numpy and zipfile raise for a file that is damaged, encrypted, or none of theirs."""
 
 
 def _read_npz(file: Path) -> tuple[list[str], Ids, Ids, Ids | None]:

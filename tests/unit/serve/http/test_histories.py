@@ -96,3 +96,13 @@ def test_a_file_that_is_something_else(tmp_path: Path, name: str):
     (tmp_path / name).write_text("hello")
     with pytest.raises(DataError, match="cannot be read"):
         read_histories(tmp_path / name, 100)
+
+
+def test_a_bit_that_says_encrypted_is_a_sentence(tmp_path: Path):
+    file = npz(tmp_path)
+    data = bytearray(file.read_bytes())
+    entry = data.index(b"PK\x01\x02")  # of the zip's directory; its flags are at 8
+    data[entry + 8] |= 1
+    file.write_bytes(data)
+    with pytest.raises(DataError, match=r"cannot be read .*encrypted"):
+        read_histories(file, 100)
