@@ -15,12 +15,13 @@ from nestpipe.bench.machines import LINK, inside, launch_on_hosts, shaped_hosts
 
 PROGRAM = Path(__file__).with_name("host_program.py")
 HOLD = """
-import signal
+import signal, time
 from nestpipe.bench.machines import shaped_hosts
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 with shaped_hosts(2, "50mbit") as hosts:
     print(*[host.holder for host in hosts], flush=True)
-    signal.pause()
+    while True:
+        time.sleep(0.01)  # `signal.pause` sleeps over a signal that comes just before it
 """
 
 

@@ -83,6 +83,18 @@ while True:
 
 
 @PYTHONS
+def test_a_signal_that_a_shell_ignores_reaches_who_listens(python: str):
+    """Jobs in the background of a shell ignore SIGINT until they say otherwise."""
+    listens = WAITS.replace("SIGTERM", "SIGINT")
+    command = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh", python, "-c", listens]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 5
+
+
+@PYTHONS
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 5), (signal.SIGKILL, -9)])
 def test_a_signal_reaches_it(python: str, number: signal.Signals, status: int):
     with subprocess.Popen([python, "-c", WAITS], stdout=subprocess.PIPE, text=True) as process:

@@ -103,7 +103,7 @@ def ask(arguments):
     rights = b"".join(number.to_bytes(4, sys.byteorder) for number in [*files, network])
     link.sendmsg([len(text).to_bytes(8, "big")], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
     link.sendall(text)
-    return link, ignored
+    return link
 
 
 def number_from(link):
@@ -121,11 +121,10 @@ def main():
     arguments = sys.argv[1:]
     if not can_be_forked(arguments):
         os.execv(REAL, [REAL, *arguments])
-    link, ignored = ask(arguments)
+    link = ask(arguments)
     process = number_from(link)
-    for number in FORWARDED:
-        if number not in ignored:
-            signal.signal(number, lambda number, _: os.kill(process, number))
+    for number in FORWARDED:  # ignored ones too: the fork may have a mind of its own
+        signal.signal(number, lambda number, _: os.kill(process, number))
     for stream in (0, 1, 2):
         try:
             os.close(stream)  # who reads the other end waits for the fork alone
