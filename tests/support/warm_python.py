@@ -177,6 +177,8 @@ def _become(asked: dict[str, Any]) -> list[str]:
     os.environ.update(asked["environment"])
     os.chdir(asked["folder"])
     os.sched_setaffinity(0, asked["cores"])
+    # As a new interpreter would find it; whoever started the warm process may ignore more.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in asked["ignored"]:
         signal.signal(number, signal.SIG_IGN)
     multiprocessing.process.ORIGINAL_DIR = asked["folder"]  # pyright: ignore
