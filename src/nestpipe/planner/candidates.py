@@ -250,7 +250,7 @@ class Search:
     @property
     def plainest(self) -> Candidate:
         """The fastest of `serial`: what every gain is over."""
-        serial = [c for c in self.found if c.plan == "serial"]
+        serial = [c for c in self.found if not plan(c.plan).shape.overlaps]
         return min(serial, key=self._step)
 
     @property
@@ -311,9 +311,13 @@ class Search:
         if isinstance(self._predictor, ProfilePredictor):
             for first, last in ENDS:
                 yield replace(one, first=first, last=last)
-            if one.groups == 1 and one.retrieval != Retrieval.POOLED and one.plan == "nested":
-                yield replace(one, speculative_rows=True)
-        if one.retrieval == Retrieval.NEW and one.plan == "nested":
+        shape = plan(one.plan).shape
+        if not (shape.refreshes_ahead and shape.window_overlaps):
+            return
+        by_profile = isinstance(self._predictor, ProfilePredictor)
+        if by_profile and one.groups == 1 and one.retrieval != Retrieval.POOLED:
+            yield replace(one, speculative_rows=True)
+        if one.retrieval == Retrieval.NEW:
             yield replace(one, buffers=3)
 
 

@@ -15,6 +15,7 @@ from nestpipe.planner.candidates import (
     Told,
     quantiles,
 )
+from nestpipe.schedule import plan
 from nestpipe.sim import Figures
 
 DRAWS = 16
@@ -84,7 +85,7 @@ class PlanChoice:
         if best.measured_ms is not None and self.today.measured_ms is not None:
             ratio = self.today.measured_ms / best.measured_ms
             parts.append(f"Measured over the config as it is: {ratio:.2f}x.")
-        if best.candidate.plan == "serial":
+        if not plan(best.candidate.plan).shape.overlaps:
             parts.append("Nothing is hidden: no other plan is predicted to be faster.")
         elif hidden:
             told = ", ".join(f"{kind} {ms:.1f} ms" for kind, ms in hidden)

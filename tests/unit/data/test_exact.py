@@ -272,6 +272,8 @@ def test_native_picking_is_the_plain_one(sizes, single, lists):
     picked = pick(native, spans)
     assert lists(picked) == lists(pick_plainly(pieces, spans))
     again = picked.pack()
+    assert again.packed is not None
+    assert picked.packed is not None
     for dtype, part in again.packed.parts.items():
         assert torch.equal(part, picked.packed.parts[dtype])
     assert again.packed.layout is picked.packed.layout

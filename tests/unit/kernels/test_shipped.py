@@ -20,6 +20,7 @@ from nestpipe.kernels import library as loading
 from nestpipe.models import Dlrm, DlrmConfig
 from nestpipe.train import PipelineSettings, RowSettings, Trainer, TrainSettings
 from support.examples import is_long
+from support.warm_python import REAL
 
 ONE = 'extern "C" __attribute__((visibility("default"))) int one() { return 1; }\n'
 X86 = {level: {*flags, "fpu"} for level, flags in building.LEVELS["x86_64"].items()}
@@ -104,7 +105,7 @@ def test_an_unknown_setting_names_the_three(monkeypatch: pytest.MonkeyPatch):
 
 def test_what_builds_wheels_does_without_torch():
     code = "import sys, nestpipe.kernels.build; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert subprocess.run([REAL, "-c", code], check=False).returncode == 0
 
 
 # The same bits from every library.
