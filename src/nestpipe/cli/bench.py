@@ -5,6 +5,7 @@ from __future__ import annotations
 import json as json_module
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -638,28 +639,9 @@ def bench_checkpoint(
     from nestpipe.bench.checkpoint import CheckpointCase, measure_checkpoints
 
     case = CheckpointCase(every=every, intervals=intervals, rounds=rounds, full=full)
-    job_config = read_job(config, settings)
-    if starts_ranks(ranks):
-        raise typer.Exit(launch_ranks(ranks))
-    quieten()
-    from nestpipe.train.checkpoint import gathered_from_first
-    from nestpipe.train.job import prepare
-    from nestpipe.train.loop import communicator
-
-    comm = communicator(job_config)
-    with tempfile.TemporaryDirectory(dir=folder) as own:
-        job = prepare(job_config, comm)
-        where = Path(gathered_from_first(comm, own))
-        with progress_bar("training in turns", 2 * rounds if comm.rank == 0 else None) as advance:
-            reading = measure_checkpoints(job, where, case, progress=advance)
-        job.trainer.close()
-    if comm.rank == 0:
-        if json is not None:
-            about = {"case": asdict(case), "ranks": comm.size, "config": asdict(job_config)}
-            write_json(json, {**about, **reading.as_json()})
-        if json != STDOUT:
-            console().print(checkpoint_lines(reading, case), markup=False, soft_wrap=True)
-    comm.close()
+    _train_in_turns(
+        read_job(config, settings), case, ranks, measure_checkpoints, checkpoint_lines, json, folder
+    )
 
 
 def bench_dashboard(
@@ -679,7 +661,21 @@ def bench_dashboard(
     from nestpipe.bench.checkpoint import DashboardCase, measure_dashboard
 
     case = DashboardCase(steps=steps, rounds=rounds)
-    job_config = read_job(config, settings)
+    _train_in_turns(
+        read_job(config, settings), case, ranks, measure_dashboard, dashboard_lines, json
+    )
+
+
+def _train_in_turns(
+    job_config: JobConfig,
+    case: Any,
+    ranks: int,
+    measure: Callable[..., Any],
+    lines: Callable[[Any, Any], str],
+    json: str | None,
+    folder: Path | None = None,
+) -> None:
+    """Measure a job with something and without, in turns, on this rank or by starting all ranks."""
     if starts_ranks(ranks):
         raise typer.Exit(launch_ranks(ranks))
     quieten()
@@ -689,18 +685,19 @@ def bench_dashboard(
 
     use_threads(job_config.run)
     comm = communicator(job_config)
-    with tempfile.TemporaryDirectory() as own:
+    turns = 2 * case.rounds if comm.rank == 0 else None
+    with tempfile.TemporaryDirectory(dir=folder) as own:
         job = prepare(job_config, comm)
         where = Path(gathered_from_first(comm, own))
-        with progress_bar("training in turns", 2 * rounds if comm.rank == 0 else None) as advance:
-            reading = measure_dashboard(job, where, case, progress=advance)
+        with progress_bar("training in turns", turns) as advance:
+            reading = measure(job, where, case, progress=advance)
         job.trainer.close()
     if comm.rank == 0:
         if json is not None:
             about = {"case": asdict(case), "ranks": comm.size, "config": asdict(job_config)}
             write_json(json, {**about, **reading.as_json()})
         if json != STDOUT:
-            console().print(dashboard_lines(reading, case), markup=False, soft_wrap=True)
+            console().print(lines(reading, case), markup=False, soft_wrap=True)
     comm.close()
 
 
