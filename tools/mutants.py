@@ -102,6 +102,9 @@ def verdict(mutant: Mutant, root: Path) -> str:
 
 def main(words: Sequence[str]) -> int:
     """Run the mutants whose name has one of the words; all of them without any."""
+    if words and words[0] in ("-h", "--help"):
+        print(__doc__)
+        return 0
     chosen = [m for m in read_mutants() if not words or any(word in m.name for word in words)]
     bad = 0
     with tempfile.TemporaryDirectory(prefix="nestpipe-mutants-") as folder:
