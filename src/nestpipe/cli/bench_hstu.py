@@ -13,6 +13,7 @@ from nestpipe.errors import ConfigError
 
 if TYPE_CHECKING:
     from nestpipe.bench.hstu import AttentionReading, HstuCase
+    from nestpipe.bench.kernel_times import KernelTime
 
 PARTS = ("attention", "encoder", "step")
 
@@ -31,6 +32,15 @@ def bench_hstu(
     bias: Annotated[str, typer.Option(help="none, both, or none,both.")] = "none,both",
     kind: Annotated[str, typer.Option(help="Blocks: hstu or fuxi.")] = "hstu",
     attention: Annotated[str, typer.Option(help="auto, fused or plain.")] = "auto",
+    pointwise: Annotated[
+        str, typer.Option(help="Steps between products: auto, fused or plain.")
+    ] = "auto",
+    positions: Annotated[
+        int, typer.Option(min=0, help="encoder, step: columns of the bias by position; 0: none.")
+    ] = 64,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="encoder: list the kernels that take longest.")
+    ] = False,
     precision: Annotated[str, typer.Option(help="bf16 or fp32.")] = "bf16",
     checkpoint: Annotated[
         bool, typer.Option("--checkpoint", help="Compute activations again.")
@@ -57,6 +67,7 @@ def bench_hstu(
         raise ConfigError(f"there is no part {unknown[0]!r}; use {', '.join(PARTS)}")
     given: dict[str, Any] = {"batch": batch, "lengths": lengths, "heads": heads, "blocks": blocks}
     given |= {"dim": dim, "kind": kind, "attention": attention, "precision": precision}
+    given |= {"pointwise": pointwise, "position_buckets": positions}
     given |= {"checkpoint_activations": checkpoint, "num_items": items, "rounds": rounds}
     given |= {"device": device, "peak_tflops": peak}
     cases = [
@@ -68,7 +79,7 @@ def bench_hstu(
     if "attention" in chosen:
         found["attention"] = _attention(cases, bias.split(","), json)
     if "encoder" in chosen:
-        found["encoder"] = _encoder(cases, json)
+        found["encoder"] = _encoder(cases, json, profile=profile)
     if "step" in chosen:
         found["step"] = _step(cases, json)
     if json is not None:
@@ -118,21 +129,37 @@ def _figure(value: float | None) -> str:
     return "" if value is None else f"{value:.3g}"
 
 
-def _encoder(cases: Sequence[HstuCase], json: str | None) -> list[Any]:
+def _encoder(cases: Sequence[HstuCase], json: str | None, *, profile: bool) -> list[Any]:
     from nestpipe.bench.hstu import measure_encoder
 
     table = figures_table("encoder, both directions", "", "", ("ms", "TFLOP/s", "MFU", "GB"))
     found: list[Any] = []
     for case in cases:
-        reading = measure_encoder(case)
+        reading = measure_encoder(case, profile=profile)
         found.append({"length": case.length, "head_dim": case.head_dim, **asdict(reading)})
         share = "" if reading.mfu is None else f"{100 * reading.mfu:.1f} %"
         about = f"{case.batch} x {case.length} {case.lengths}, {case.blocks} x {case.dim}"
         cells = (f"{reading.ms:.2f}", _figure(reading.tflops), share, _figure(reading.memory_gb))
         table.add_row(about, *cells)
+        if profile and json != STDOUT:
+            _print_kernels(about, reading.kernels)
     if json != STDOUT:
         console().print(table)
     return found
+
+
+MOST_KERNELS = 24
+
+
+def _print_kernels(about: str, kernels: Sequence[KernelTime]) -> None:
+    """What a forward and backward pass spends on each group, and on its longest kernels."""
+    from nestpipe.bench.kernel_times import group_ms
+
+    groups = ", ".join(f"{name} {ms:.2f} ms" for name, ms in group_ms(kernels).items())
+    console().print(f"{about}: {groups}", markup=False)
+    for kernel in kernels[:MOST_KERNELS]:
+        line = f"{kernel.ms:8.3f} ms {kernel.calls:6.0f} x {kernel.group:12} {kernel.name[:70]}"
+        console().print(line, markup=False, highlight=False)
 
 
 def _step(cases: Sequence[HstuCase], json: str | None) -> list[Any]:

@@ -155,8 +155,9 @@ class HstuBlock(nn.Module):
         self.uvqk = nn.Linear(config.dim, 2 * heads * (config.value_dim + config.attention_dim))
         self.out = nn.Linear(heads * config.value_dim, config.dim)
         tables = 1 if config.shared_bias else heads
-        self.position_HP = nn.Parameter(torch.randn(tables, config.position_buckets) * 0.02)
-        self.time_HQ = None
+        self.position_HP = self.time_HQ = None
+        if config.position_buckets:
+            self.position_HP = nn.Parameter(torch.randn(tables, config.position_buckets) * 0.02)
         if config.time_buckets:
             self.time_HQ = nn.Parameter(torch.randn(tables, config.time_buckets) * 0.02)
         if config.weight_std:

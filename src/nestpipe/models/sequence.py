@@ -36,7 +36,8 @@ class EncoderOptions:
     """Share of numbers set to 0 in training, of inputs and in each block; which ones follows from
     the seed, the sample, the pass and the position alone."""
     position_buckets: int = 64
-    """Distances that the position bias tells apart; all longer ones share the last bucket."""
+    """Distances that the position bias tells apart; all longer ones share the last bucket. 0, hstu
+    alone: there is no such bias."""
     time_buckets: int = 0
     """Powers of two of time that the time bias tells apart; 0: times are not read."""
     time: Literal["own", "next"] = "own"
@@ -66,8 +67,15 @@ class EncoderOptions:
     memory, about a third more compute. The result is the same."""
 
     def __post_init__(self) -> None:
-        positive("position_buckets", self.position_buckets)
-        for name in ("time_buckets", "weight_std", "feed_forward", "max_attention"):
+        if self.kind == "fuxi":
+            positive("position_buckets", self.position_buckets)
+        for name in (
+            "position_buckets",
+            "time_buckets",
+            "weight_std",
+            "feed_forward",
+            "max_attention",
+        ):
             not_negative(name, getattr(self, name))
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"dropout is {self.dropout}; give 0 or more, and less than 1")
