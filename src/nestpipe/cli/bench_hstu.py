@@ -47,6 +47,24 @@ def bench_hstu(
     ] = False,
     items: Annotated[int, typer.Option(min=1, help="step: different items.")] = 1_000_000,
     rounds: Annotated[int, typer.Option(min=1, help="Timed rounds.")] = 10,
+    tasks: Annotated[
+        int, typer.Option(min=0, help="step: tasks of a ranker with users; 0: the plain ranker.")
+    ] = 0,
+    users: Annotated[int, typer.Option(min=1, help="tasks: different users.")] = 50_000_000,
+    table_dim: Annotated[int, typer.Option(min=1, help="tasks: width of a table's row.")] = 128,
+    stored: Annotated[
+        int, typer.Option(min=0, help="tasks: rows of each table stored beforehand.")
+    ] = 0,
+    ranks: Annotated[int, typer.Option(min=1, help="tasks: ranks; all share one GPU.")] = 1,
+    plans: Annotated[str, typer.Option(help="tasks: plans, separated by commas.")] = "nested",
+    balance: Annotated[str, typer.Option(help="tasks: samples, work, or both.")] = "samples",
+    retrieval: Annotated[str, typer.Option(help="tasks: pooled, new or whole.")] = "pooled",
+    micro_batches: Annotated[int, typer.Option(min=1, help="tasks: slices of a batch.")] = 1,
+    device_memory: Annotated[str, typer.Option(help="tasks: memory of a rank's pool.")] = "auto",
+    warm: Annotated[
+        int, typer.Option(min=0, help="tasks: steps before the clock; 0: behind the traced ones.")
+    ] = 0,
+    steps: Annotated[int, typer.Option(min=1, help="tasks: steps of a round.")] = 30,
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
     peak: Annotated[float, typer.Option(help="TFLOP/s of the device; 0: by its name.")] = 0.0,
     json: JsonFile = None,
@@ -57,7 +75,10 @@ def bench_hstu(
 
     Example: nestpipe bench hstu --parts attention --length 256,1024,4096 --head-dim 128,256
 
-    Example: nestpipe bench hstu --parts encoder --batch 32 --lengths uniform --json out.json
+    Example: nestpipe bench hstu --parts encoder --batch 32 --lengths uniform --profile
+
+    Example: nestpipe bench hstu --parts step --tasks 8 --batch 32 --head-dim 256 --items 50000000
+    --positions 0 --plans nested,serial,sparse_dist --rounds 3
     """
     from nestpipe.bench.hstu import HstuCase
     from nestpipe.config import build
@@ -80,7 +101,12 @@ def bench_hstu(
         found["attention"] = _attention(cases, bias.split(","), json)
     if "encoder" in chosen:
         found["encoder"] = _encoder(cases, json, profile=profile)
-    if "step" in chosen:
+    if "step" in chosen and tasks:
+        own: dict[str, Any] = {"tasks": tasks, "users": users, "table_dim": table_dim}
+        own |= {"stored": stored, "ranks": ranks, "retrieval": retrieval, "warm": warm}
+        own |= {"micro_batches": micro_batches, "device_memory": device_memory, "steps": steps}
+        found["step"] = _tasks(cases, own, plans.split(","), balance.split(","), json)
+    elif "step" in chosen:
         found["step"] = _step(cases, json)
     if json is not None:
         write_json(json, found)
@@ -176,3 +202,46 @@ def _step(cases: Sequence[HstuCase], json: str | None) -> list[Any]:
     if json != STDOUT:
         console().print(PUBLISHED_STEP, markup=False)
     return found
+
+
+def _tasks(
+    cases: Sequence[HstuCase],
+    given: dict[str, Any],
+    plans: Sequence[str],
+    balances: Sequence[str],
+    json: str | None,
+) -> list[Any]:
+    from dataclasses import fields
+
+    from nestpipe.bench.hstu import PUBLISHED_STEP, HstuCase
+    from nestpipe.bench.hstu_tasks import TasksCase, compare_plans
+    from nestpipe.config import build
+
+    shared = {known.name for known in fields(TasksCase)} & {
+        known.name for known in fields(HstuCase)
+    }
+    found: list[Any] = []
+    table = figures_table("step of several tasks", "", "", ("ms", "TFLOP/s", "MFU", "tokens", "GB"))
+    for case in cases:
+        own = {name: getattr(case, name) for name in shared} | given | {"items": case.num_items}
+        variants = [
+            build(TasksCase, {**own, "plan": plan, "balance": balance})
+            for plan in plans
+            for balance in balances
+        ]
+        for row in compare_plans(variants):
+            found.append({"length": case.length, "head_dim": case.head_dim, **row})
+            about = f"{row['plan']}, {row['ranks']} ranks, by {row['balance']}"
+            table.add_row(about, *_task_cells(row))
+    if json != STDOUT:
+        console().print(table)
+        console().print(PUBLISHED_STEP, markup=False)
+    return found
+
+
+def _task_cells(row: dict[str, Any]) -> list[str]:
+    if row["failed"]:
+        return [f"failed: {row['failed']}", "", "", "", ""]
+    share = "" if row["mfu"] is None else f"{100 * row['mfu']:.1f} %"
+    figures = [_figure(row["tflops"]), share, f"{row['tokens']:,.0f}", _figure(row["memory_gb"])]
+    return [f"{row['step_ms']:.2f}", *figures]

@@ -125,7 +125,7 @@ def add_norm_backward(
     D: tl.constexpr,
     CENTRE: tl.constexpr,
 ):
-    """Writes the gradient of x, once more in the type of `added`, and parts of the weights' sums."""
+    """Writes the gradient of x, also in the type of `added`, and parts of the weights' sums."""
     part = tl.program_id(0).to(tl.int64)
     column_1D = tl.arange(0, D)[None, :]
     sum_weight_RD = tl.zeros([R, D], tl.float32)
