@@ -145,9 +145,9 @@ class _NormGate(torch.autograd.Function):
     def backward(ctx: Any, grad_out_TD: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         from nestpipe.kernels.block.launch import run_norm_gate_backward  # needs triton
 
-        grads = run_norm_gate_backward(
-            *ctx.saved_tensors, ctx.norm, ctx.dropout, grad_out_TD.contiguous()
-        )
+        x_TD, gate_TD, bias_D = ctx.saved_tensors
+        grad_out_TD = grad_out_TD.contiguous()
+        grads = run_norm_gate_backward(x_TD, gate_TD, bias_D, ctx.norm, ctx.dropout, grad_out_TD)
         return *grads, None, None, None
 
 
