@@ -94,7 +94,7 @@ def run_add_norm_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of x, of what was added to it, and of the norm's weight and bias."""
     total, width = summed_TD.shape
-    tile = _row_tile(width)
+    tile = _row_tile(width) | {"num_warps": 8}  # two sums beside the rows: registers for both
     rows = max(_SUM_ROWS, tile["R"])
     parts = triton.cdiv(total, rows)
     grad_x_TD = torch.empty_like(summed_TD)
