@@ -115,8 +115,8 @@ def hasty_pool(monkeypatch):
     left: list[int] = []
     make_room = RowPool._make_room
 
-    def make_all_room(self: RowPool, stamp: int, least_free: int) -> list[SlotList]:
-        leaving = make_room(self, stamp, self.num_slots)
+    def make_all_room(self: RowPool, in_use_from: int, least_free: int) -> list[SlotList]:
+        leaving = make_room(self, in_use_from, self.num_slots)
         left.extend(of.count for of in leaving)
         return leaving
 
