@@ -272,6 +272,15 @@ def _fresh_rows(schedule: Schedule, order: HappensBefore) -> Iterator[Violation]
             if not order(writeback, retrieve):
                 yield _stale(shape, batch, earlier)
                 break
+        before = Op(K.RETRIEVE, batch - 1)
+        if shape.stores_while_reading and not order(before, retrieve):
+            yield Violation(
+                "freshness",
+                f"`{retrieve}` can read rows that `{before}` is about to store; "
+                f"make `{retrieve}` wait for `{before}`",
+                (before, retrieve),
+                (before, retrieve),
+            )
 
 
 def _stale(shape: Shape, batch: int, earlier: int) -> Violation:

@@ -249,13 +249,12 @@ def with_third_buffer(plan: Plan) -> Plan:
     """The same plan with rows written back while the next are read: both ways at a time.
 
     A row that comes back after one batch without it need not have been stored by then: it is taken
-    over from the third buffer, where it still is.
+    over from the third buffer, where it still is. A pool makes room one batch ahead instead.
     """
-    if plan.shape.pooled:
-        raise PlanError(
-            "a pool has no use for a third buffer, because rows stay where they are; "
-            "use retrieval new, or two buffers"
-        )
+    if plan.shape.pooled and plan.shape.retrieves_ahead:
+        # Rows that leave are written one batch later than else, and their list waits for that.
+        slots = max(plan.shape.slots, plan.shape.lookahead + 1)
+        return replace(plan, shape=replace(plan.shape, buffers=3, slots=slots))
     if not plan.shape.refreshes_ahead:
         raise PlanError(
             f"plan {plan.name} has no use for a third buffer, because it looks up no batch ahead "
@@ -345,7 +344,7 @@ def usable(name: str, options: PlanOptions) -> PlanOptions:
         speculative_rows=options.speculative_rows
         and shape.refreshes_ahead
         and shape.window_overlaps,
-        buffers=options.buffers if shape.refreshes_ahead else 2,
+        buffers=options.buffers if shape.refreshes_ahead or shape.writes_apart else 2,
     )
 
 

@@ -59,7 +59,7 @@ class Shape(PlanOptions):
 
     Options are those that the plan has a use for: `buffers` may be 1, where nothing is read ahead.
     With three, `retrieve` takes over on the device what is not yet stored: rows that the batch
-    before the last has, and the last one has not.
+    before the last has, and the last one has not. In a pool they are places (see `pooled`).
     """
 
     plan: str
@@ -100,7 +100,7 @@ class Shape(PlanOptions):
             return Lane.COPY
         if self.separate_dense_group and kind is Kind.REDUCE:
             return Lane.DENSE_NET
-        if self.takes_over and kind is Kind.WRITEBACK:
+        if self.writes_apart and kind is Kind.WRITEBACK:
             return Lane.WRITE
         return _USUAL_LANE[kind]
 
@@ -166,6 +166,10 @@ class Shape(PlanOptions):
         A row's place is its own until it makes room for another. `union t` gives places away, but
         none that batch t-1 or t uses. So rows of batch t that were not there have a memory of their
         own beside those of batch t-1, as in two buffers: `retrieve t` waits for `writeback t-2`.
+
+        With three buffers these places are for batch t+1, so that `retrieve t` waits for
+        `writeback t-3` only. Where they are too few, batch t takes places that no batch from t-2 on
+        uses; `retrieve t` itself stores what was there.
         """
         return self.retrieval is Retrieval.POOLED
 
@@ -182,7 +186,17 @@ class Shape(PlanOptions):
     @property
     def takes_over(self) -> bool:
         """Whether `retrieve` takes rows from the buffer of the batch before the last."""
-        return self.buffers > 2
+        return self.buffers > 2 and not self.pooled
+
+    @property
+    def stores_while_reading(self) -> bool:
+        """Whether `retrieve` itself stores rows whose places it needs and nobody has emptied."""
+        return self.buffers > 2 and self.pooled
+
+    @property
+    def writes_apart(self) -> bool:
+        """Whether rows are written back while others are read."""
+        return self.takes_over or (self.pooled and self.retrieves_ahead)
 
     @property
     def places(self) -> int:

@@ -77,24 +77,29 @@ class TouchedKeys:
         self._sorted = torch.empty(0, dtype=torch.int64)
         self._recent: list[Tensor] = []
         self._num_recent = 0
+        self._lock = threading.RLock()
+        """Rows are located by one thread while another one writes some."""
 
     def add(self, keys_K: Tensor) -> None:
-        self._recent.append(keys_K.clone())
-        self._num_recent += len(keys_K)
-        if self._num_recent >= max(FEW_KEYS, len(self._sorted)):
-            self.ascending()
+        with self._lock:
+            self._recent.append(keys_K.clone())
+            self._num_recent += len(keys_K)
+            if self._num_recent >= max(FEW_KEYS, len(self._sorted)):
+                self.ascending()
 
     def drop(self, keys_K: Tensor) -> None:
         """Forget some."""
-        every = self.ascending()
-        self._sorted = every[~torch.isin(every, keys_K)]
+        with self._lock:
+            every = self.ascending()
+            self._sorted = every[~torch.isin(every, keys_K)]
 
     def ascending(self) -> Tensor:
         """All of them, in order."""
-        if self._recent:
-            self._sorted = torch.unique(torch.cat([self._sorted, *self._recent]))
-            self._recent, self._num_recent = [], 0
-        return self._sorted
+        with self._lock:
+            if self._recent:
+                self._sorted = torch.unique(torch.cat([self._sorted, *self._recent]))
+                self._recent, self._num_recent = [], 0
+            return self._sorted
 
 
 class TrackedStore:

@@ -353,7 +353,7 @@ class Trainer:
             return self._sharded(plan, self._training_stores, training=True)
         self._pools = self._pools or self._open_pools()
         for pool in self._pools:
-            pool.begin_run()
+            pool.begin_run(plan.shape.buffers)
         if self.routes_on_device(plan):
             return DeviceTables(
                 self.groups,
