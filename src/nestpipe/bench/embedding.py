@@ -265,7 +265,7 @@ def store_rows(trainer: Trainer, batches: Sequence[Batch]) -> int:
     return sum(store.num_rows())
 
 
-class Progress:
+class PhaseLines:
     """Lines on standard error that say what was done, and how long it took."""
 
     def __init__(self, case: EmbeddingCase, system: str) -> None:
@@ -279,7 +279,7 @@ class Progress:
 
 def time_own(case: EmbeddingCase) -> dict[str, Any]:
     """Our rounds."""
-    tell = Progress(case, NESTPIPE)
+    tell = PhaseLines(case, NESTPIPE)
     clock, batches = StepClock(), make_batches(case)
     tell(f"{len(batches)} batches drawn")
     with closing(make_trainer(case)) as trainer:
@@ -301,7 +301,7 @@ def time_peer(case: EmbeddingCase) -> dict[str, Any]:
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     device = torch.device(case.device)
-    tell = Progress(case, FBGEMM)
+    tell = PhaseLines(case, FBGEMM)
     form, tables = make_peer(case, device)
     tell("tables made")
     keys = [keys_T.to(device) for keys_T in case.draw_keys()]

@@ -117,9 +117,7 @@ class SlotTransfer(Protocol):
         ...
 
 
-def slot_transfer(
-    store: RowStore, rows_SW: Tensor, num_tables: int, *, pin: bool
-) -> SlotTransfer:
+def slot_transfer(store: RowStore, rows_SW: Tensor, num_tables: int, *, pin: bool) -> SlotTransfer:
     """`pin`: let a GPU read and write rows of the host store by itself, where it can."""
     can, by_store = store.abilities, StagedTransfer(store, rows_SW, num_tables)
     can_reach = can.locate is not None and can.pin is not None
@@ -279,7 +277,7 @@ class _Worker:
 
     def __init__(self, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
-        self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
+        self._tasks: SimpleQueue[_LocateTask | None] = SimpleQueue()
         self._stream = torch.cuda.Stream(device, priority=-1) if on_gpu else None
         self._started = False
 
@@ -294,12 +292,12 @@ class _Worker:
         if self._stream is not None:
             issued = torch.cuda.Event()
             issued.record()
-        task = _Task(act, issued)
+        task = _LocateTask(act, issued)
         self._tasks.put(task)
         return task.done
 
 
-def _work_on(tasks: SimpleQueue[_Task | None], stream: torch.cuda.Stream | None) -> None:
+def _work_on(tasks: SimpleQueue[_LocateTask | None], stream: torch.cuda.Stream | None) -> None:
     torch.set_num_threads(1)
     with nullcontext() if stream is None else torch.cuda.stream(stream):
         while (task := tasks.get()) is not None:
@@ -308,7 +306,7 @@ def _work_on(tasks: SimpleQueue[_Task | None], stream: torch.cuda.Stream | None)
 
 
 @dataclass(frozen=True, slots=True)
-class _Task:
+class _LocateTask:
     act: Callable[[], LocatedRows | None]
     issued: torch.cuda.Event | None
     done: Future[LocatedRows | None] = field(default_factory=Future["LocatedRows | None"])
