@@ -100,6 +100,28 @@ def test_rows_that_leave_and_come_back_are_those_of_a_dictionary(holds, transfer
         assert rows_1W[0, -1].item() == value
 
 
+@pytest.mark.parametrize("transfer", ["staged", "direct"])
+def test_rows_whose_slots_are_needed_at_once_are_saved_before(transfer):
+    """Three batches fill the pool, so the fourth one takes slots that nobody has emptied."""
+    direct = transfer == "direct"
+    pool, model = pool_of(6, open_store(LAYOUT, native=direct)), {}
+    if direct:
+        reach_rows_by_address(pool)
+    twos = [[(0, key), (1, key)] for key in (1, 2, 3, 4, 1, 2, 3, 4, 1)]
+    train(pool, twos, model, holds=3)
+    assert model[0, 1] == 1 + 5 + 9
+
+
+def test_a_pool_too_small_for_three_batches_says_so_and_names_two():
+    pool = pool_of(5)
+    pool.begin_run(3)
+    for t in range(2):
+        pool.admit(t, *laid_out([(0, 2 * t), (0, 2 * t + 1)]))
+        pool.retrieve(t)
+    with pytest.raises(ConfigError, match=r"batches 0 to 2 .* 1 more; .* buffers = 2 to hold two"):
+        pool.admit(2, *laid_out([(0, 4), (0, 5)]))
+
+
 def test_first_values_are_those_of_the_store():
     pool, store = pool_of(8), open_store(LAYOUT, native=False)
     batch = [(0, 7), (1, 7), (1, -1)]
