@@ -118,7 +118,9 @@ def test_a_pool_too_small_for_three_batches_says_so_and_names_two():
     for t in range(2):
         pool.admit(t, *laid_out([(0, 2 * t), (0, 2 * t + 1)]))
         pool.retrieve(t)
-    with pytest.raises(ConfigError, match=r"batches 0 to 2 .* 1 more; .* pipeline.buffers = 2 to hold"):
+    with pytest.raises(
+        ConfigError, match=r"batches 0 to 2 .* 1 more; .* pipeline.buffers = 2 to hold"
+    ):
         pool.admit(2, *laid_out([(0, 4), (0, 5)]))
 
 
