@@ -17,11 +17,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from nestpipe.bench.kernel_times import KernelTime, kernel_times
 from nestpipe.comm import LocalCommunicator
 from nestpipe.config import build, positive
 from nestpipe.errors import ConfigError
 from nestpipe.kernels.attention.fused import AttentionForm, train_attention
 from nestpipe.kernels.attention.reference import NO_BIAS, RelativeBias
+from nestpipe.kernels.block.forms import PointwiseForm
 from nestpipe.models import Hstu, HstuConfig, Tokens
 from nestpipe.models.protocol import in_precision
 from nestpipe.train.job import JobConfig, make_job
@@ -74,6 +76,9 @@ class HstuCase:
     """Attention alone: without bias, or by position and by time."""
     kind: Literal["hstu", "fuxi"] = "hstu"
     attention: AttentionForm = "auto"
+    pointwise: PointwiseForm = "auto"
+    position_buckets: int = POSITIONS
+    """Encoder and step: columns of the bias by position; 0: no bias."""
     precision: Literal["bf16", "fp32"] = "bf16"
     checkpoint_activations: bool = False
     num_items: int = 1_000_000
@@ -133,6 +138,8 @@ class EncoderReading:
     mfu: float | None
     memory_gb: float | None
     """Most device memory at a time; None on the host."""
+    kernels: tuple[KernelTime, ...] = ()
+    """Where the device's time goes, where that was asked for."""
 
 
 def measure_attention(case: HstuCase) -> AttentionReading:
@@ -206,7 +213,7 @@ def _both_directions(
     return seconds_of(forward, device, rounds), seconds_of(both, device, rounds)
 
 
-def measure_encoder(case: HstuCase) -> EncoderReading:
+def measure_encoder(case: HstuCase, *, profile: bool = False) -> EncoderReading:
     """Both directions of all blocks on random rows, as a training step has them."""
     device = choose_device(case.device)
     torch.manual_seed(0)
@@ -228,7 +235,9 @@ def measure_encoder(case: HstuCase) -> EncoderReading:
     tflops = float(encoder.flops(lengths_B, torch.zeros_like(lengths_B)).sum()) / seconds / 1e12
     peak = _peak(case, device)
     memory_gb = torch.cuda.max_memory_allocated(device) / 1e9 if on_gpu else None
-    return EncoderReading(1e3 * seconds, tflops, tflops / peak if peak else None, memory_gb)
+    kernels = kernel_times(both, device) if profile else []
+    mfu = tflops / peak if peak else None
+    return EncoderReading(1e3 * seconds, tflops, mfu, memory_gb, tuple(kernels))
 
 
 def _encoder_config(case: HstuCase) -> HstuConfig:
@@ -241,6 +250,8 @@ def _encoder_config(case: HstuCase) -> HstuConfig:
         max_len=case.length,
         kind=case.kind,
         attention=case.attention,
+        pointwise=case.pointwise,
+        position_buckets=case.position_buckets,
         checkpoint_activations=case.checkpoint_activations,
     )
 
@@ -260,6 +271,8 @@ def measure_step(case: HstuCase) -> Summary:
     encoder = {
         "kind": case.kind,
         "attention": case.attention,
+        "pointwise": case.pointwise,
+        "position_buckets": case.position_buckets,
         "checkpoint_activations": case.checkpoint_activations,
     }
     model = {"kind": "ranker", "dim": case.dim, "blocks": case.blocks, "heads": case.heads}

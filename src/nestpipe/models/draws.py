@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from nestpipe.batch import Batch
+from nestpipe.kernels.block.forms import Dropout
 
 # Shapes: B samples, T rows of all samples together, D width, M items drawn for a sample, J ranges
 # of items
@@ -62,17 +63,26 @@ def keep(state_T: Tensor, width: int, chance: float, *, site: int) -> Tensor:
     1/65,536: `chance_of` says which.
     """
     words = -(-width // 4)
-    site_T = _mix(state_T + _signed(_SECOND * (2 * site + 1)))
+    site_T = _mix(state_T + _site_bits(site))
     slots_W = _multiples(1, words + 1, state_T.device)
     bits_TW = _mix(site_T[:, None] + slots_W)
     # Each hash is read as four signed numbers of 16 bits, the lowest first.
     quarters_TD = bits_TW.view(torch.int16)[:, :width]
-    return quarters_TD <= _parts(chance) - _PARTS // 2 - 1
+    return quarters_TD <= _limit(chance)
 
 
 def chance_of(chance: float) -> float:
     """The chance with which `keep` keeps a number."""
     return _parts(chance) / _PARTS
+
+
+def _site_bits(site: int) -> int:
+    return _signed(_SECOND * (2 * site + 1))
+
+
+def _limit(chance: float) -> int:
+    """The largest signed number of 16 bits that is kept."""
+    return _parts(chance) - _PARTS // 2 - 1
 
 
 def _parts(chance: float) -> int:
@@ -85,6 +95,12 @@ def dropout(x_TD: Tensor, state_T: Tensor, share: float, *, site: int) -> Tensor
     kept = chance_of(1 - share)
     kept_TD = keep(state_T, x_TD.shape[1], 1 - share, site=site)
     return x_TD * (kept_TD.to(x_TD.dtype) / kept)
+
+
+def kernel_dropout(state_T: Tensor, share: float, *, site: int) -> Dropout:
+    """What a kernel needs to know to drop the numbers that `dropout` drops."""
+    kept = 1 - share
+    return Dropout(state_T, _site_bits(site), _limit(kept), 1 / chance_of(kept))
 
 
 # Negative sampling.

@@ -17,12 +17,24 @@ from torch.nn import functional
 
 from nestpipe.jagged import offsets_of
 from nestpipe.kernels.attention.reference import NO_BIAS, bias_mixing
-from nestpipe.models.sequence import HstuConfig, Past, PastParts, View, attend_rows, join_past
+from nestpipe.kernels.block import fused
+from nestpipe.kernels.block.forms import Norm
+from nestpipe.models.sequence import (
+    HstuConfig,
+    Past,
+    PastParts,
+    Pending,
+    View,
+    attend_rows,
+    join_past,
+    pointwise_by_kernels,
+)
 
 # Shapes: B samples, T rows of all samples together, D model width, H heads, A width of queries and
 # keys, V width of values, C channels, P and Q buckets of the tables
 
 EPS = 1e-6
+RMS = Norm(EPS, centred=False)
 
 
 class FuxiBlock(nn.Module):
@@ -51,11 +63,42 @@ class FuxiBlock(nn.Module):
                 nn.init.xavier_uniform_(half)
             nn.init.xavier_uniform_(self.narrow.weight)
 
-    def forward(self, x_TD: Tensor, view: View, past: Past) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        self, rows: Tensor | Pending, view: View, past: Past
+    ) -> tuple[Tensor | Pending, Tensor, Tensor]:
         """The block's output, and the keys and values of all rows."""
         assert not isinstance(past, PastParts), "FuXi is refused where a model is served"
+        given = rows if isinstance(rows, Pending) else Pending(rows)
+        if pointwise_by_kernels(self.config, given.x_TD, past):
+            return self._by_kernels(given, view)
+        x_TD = given.total()
         u_TX, v_THV, q_THA, k_THA = self._project(x_TD)
         k_THA, v_THV = join_past(k_THA, v_THV, view, past)
+        channels_TX = self._channels(q_THA, k_THA, v_THV, view, past)
+        gated_TX = _rms_norm(channels_TX) * u_TX
+        y_TD = self.out(view.dropped(gated_TX, self.config.dropout, self.site)) + x_TD
+        return self._feed_forward(y_TD, view), k_THA, v_THV
+
+    def _by_kernels(self, rows: Pending, view: View) -> tuple[Pending, Tensor, Tensor]:
+        """The same with a kernel for each step between products; the sum is left to the next."""
+        config = self.config
+        x_TD, x_hat_TD = fused.add_norm(*rows, None, None, RMS)
+        u_TX, *parts = fused.silu_parts(self.uvqk(x_hat_TD), None, *self.widths[:2])
+        v_THV, q_THA, k_THA = (part.unflatten(1, (config.heads, -1)) for part in parts)
+        channels_TX = self._channels(q_THA, k_THA, v_THV, view, None)
+        dropout = view.dropout(config.dropout, self.site)
+        gated_TX = fused.norm_gate(channels_TX, u_TX, None, RMS, dropout)
+        made = Pending(x_TD, self.out(gated_TX))
+        if self.wide is not None and self.narrow is not None:
+            dropout = view.dropout(config.dropout, self.site + 1)
+            y_TD, z_TD = fused.add_norm(*made, None, None, RMS, dropout)
+            made = Pending(y_TD, self.narrow(fused.gated_silu(self.wide(z_TD))))
+        return made, k_THA, v_THV
+
+    def _channels(
+        self, q_THA: Tensor, k_THA: Tensor, v_THV: Tensor, view: View, past: Past
+    ) -> Tensor:
+        """(T, C * H * V) what each row gathers by position, by time and by products."""
         mixed = bias_mixing(
             len(q_THA),
             v_THV,
@@ -67,10 +110,7 @@ class FuxiBlock(nn.Module):
             longest=view.longest,
         )
         products_THV = attend_rows(self.config, q_THA, k_THA, v_THV, view, past, NO_BIAS)
-        channels_TX = torch.cat([*mixed, products_THV], dim=2).flatten(1)
-        gated_TX = _rms_norm(channels_TX) * u_TX
-        y_TD = self.out(view.dropped(gated_TX, self.config.dropout, self.site)) + x_TD
-        return self._feed_forward(y_TD, view), k_THA, v_THV
+        return torch.cat([*mixed, products_THV], dim=2).flatten(1)
 
     def keys_and_values(self, x_TD: Tensor, view: View, past: Past) -> tuple[Tensor, Tensor]:
         """What `forward` gives of them, bit for bit, without its output."""

@@ -23,10 +23,13 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from nestpipe.kernels.attention.reference import norm_gate, pick_columns
+from nestpipe.kernels.block import fused
+from nestpipe.kernels.block.forms import Norm
 from nestpipe.models.fuxi import FuxiBlock
 from nestpipe.models.sequence import (
     HstuConfig,
     Past,
+    Pending,
     Prefix,
     PrefixParts,
     Tokens,
@@ -34,10 +37,14 @@ from nestpipe.models.sequence import (
     attend_rows,
     join_past,
     pasts_of_blocks,
+    pointwise_by_kernels,
 )
 
 # Shapes: B samples, T rows of all samples together, D model width, H heads, A width of queries and
 # keys, V width of values, P and Q buckets of the biases, N positions
+
+GATE_EPS = 1e-6
+"""Of the norm of what attention gathers."""
 
 
 class Hstu(nn.Module):
@@ -56,12 +63,13 @@ class Hstu(nn.Module):
         """(T, D) the encoded rows; with a prefix, `rows_TD` are those that come after it."""
         view, x_TD = self._begin(rows_TD, tokens, prefix)
         again = self.config.checkpoint_activations and torch.is_grad_enabled() and prefix is None
+        rows: Tensor | Pending = x_TD
         for block, past in zip(self.blocks, pasts_of_blocks(prefix, len(self.blocks)), strict=True):
             if again:
-                x_TD = _computed_again(block, x_TD, view)
+                rows = _computed_again(block, _total(rows), view)
             else:
-                x_TD, _, _ = block(x_TD, view, past)
-        return x_TD
+                rows, _, _ = block(rows, view, past)
+        return _total(rows)
 
     def prefix(
         self, rows_TD: Tensor, tokens: Tokens, prefix: Prefix | PrefixParts | None = None
@@ -76,7 +84,8 @@ class Hstu(nn.Module):
         kept: list[tuple[Tensor, Tensor]] = []
         pasts = list(pasts_of_blocks(prefix, len(self.blocks)))
         for block, past in zip(self.blocks[:-1], pasts[:-1], strict=True):
-            x_TD, k_THA, v_THV = block(x_TD, view, past)
+            rows, k_THA, v_THV = block(x_TD, view, past)
+            x_TD = _total(rows)
             kept.append((k_THA, v_THV))
         last = self.blocks[-1]
         assert isinstance(last, HstuBlock | FuxiBlock)
@@ -92,7 +101,11 @@ class Hstu(nn.Module):
         """What the first block gets."""
         view = View.of(tokens, rows_TD.shape[0], prefix)
         positions_T = view.positions_T.clamp(max=self.config.max_len)
-        x_TD = rows_TD * math.sqrt(self.config.dim) + pick_columns(self.position_DN, positions_T).T
+        scale = math.sqrt(self.config.dim)
+        if prefix is None and pointwise_by_kernels(self.config, rows_TD, None):
+            x_TD = fused.add_positions(rows_TD, self.position_DN, positions_T, scale)
+        else:
+            x_TD = rows_TD * scale + pick_columns(self.position_DN, positions_T).T
         return view, view.dropped(x_TD, self.config.dropout, site=0)
 
     def flops(self, history_B: Tensor, candidates_B: Tensor) -> Tensor:
@@ -113,13 +126,20 @@ class Hstu(nn.Module):
         return 3 * forward_B
 
 
+def _total(rows: Tensor | Pending) -> Tensor:
+    return rows.total() if isinstance(rows, Pending) else rows
+
+
 def _computed_again(block: nn.Module, x_TD: Tensor, view: View) -> Tensor:
     """A block's output, of which the backward pass finds the input alone.
 
     Nothing draws from a generator, so there is no state of one to keep.
     """
     return checkpoint(
-        lambda x: block(x, view, None)[0], x_TD, use_reentrant=False, preserve_rng_state=False
+        lambda x: _total(block(x, view, None)[0]),
+        x_TD,
+        use_reentrant=False,
+        preserve_rng_state=False,
     )
 
 
@@ -135,8 +155,9 @@ class HstuBlock(nn.Module):
         self.uvqk = nn.Linear(config.dim, 2 * heads * (config.value_dim + config.attention_dim))
         self.out = nn.Linear(heads * config.value_dim, config.dim)
         tables = 1 if config.shared_bias else heads
-        self.position_HP = nn.Parameter(torch.randn(tables, config.position_buckets) * 0.02)
-        self.time_HQ = None
+        self.position_HP = self.time_HQ = None
+        if config.position_buckets:
+            self.position_HP = nn.Parameter(torch.randn(tables, config.position_buckets) * 0.02)
         if config.time_buckets:
             self.time_HQ = nn.Parameter(torch.randn(tables, config.time_buckets) * 0.02)
         if config.weight_std:
@@ -145,15 +166,41 @@ class HstuBlock(nn.Module):
             nn.init.xavier_uniform_(self.out.weight)
             nn.init.zeros_(self.out.bias)
 
-    def forward(self, x_TD: Tensor, view: View, past: Past) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        self, rows: Tensor | Pending, view: View, past: Past
+    ) -> tuple[Tensor | Pending, Tensor, Tensor]:
         """The block's output, and the keys and values of all rows; parts of a past stay apart."""
+        given = rows if isinstance(rows, Pending) else Pending(rows)
+        if pointwise_by_kernels(self.config, given.x_TD, past):
+            return self._by_kernels(given, view)
+        x_TD = given.total()
         u_THV, v_THV, q_THA, k_THA = self._project(x_TD)
         k_THA, v_THV = join_past(k_THA, v_THV, view, past)
         bias = view.bias(self._table(self.position_HP), self._table(self.time_HQ))
         attended_THV = attend_rows(self.config, q_THA, k_THA, v_THV, view, past, bias)
-        gate_TX = norm_gate(attended_THV, u_THV).flatten(1)
+        gate_TX = norm_gate(attended_THV, u_THV, GATE_EPS).flatten(1)
         gated_TD = self.out(view.dropped(gate_TX, self.config.dropout, self.site))
         return x_TD + gated_TD, k_THA, v_THV
+
+    def _by_kernels(self, rows: Pending, view: View) -> tuple[Pending, Tensor, Tensor]:
+        """The same with a kernel for each step between products; the sum is left to the next."""
+        config, norm, gate_bias = self.config, Norm(self.norm.eps), self.uvqk.bias.detach()
+        values = config.heads * config.value_dim
+        x_TD, x_hat_TD = fused.add_norm(*rows, self.norm.weight, self.norm.bias, norm)
+        # The bias of the projection is added where its SiLU is: so is its gradient.
+        mixed_TX = functional.linear(x_hat_TD, self.uvqk.weight)
+        u_TX, *parts = fused.silu_parts(mixed_TX, self.uvqk.bias, values, values)
+        v_THV, q_THA, k_THA = (part.unflatten(1, (config.heads, -1)) for part in parts)
+        bias = view.bias(self._table(self.position_HP), self._table(self.time_HQ))
+        attended_THV = attend_rows(config, q_THA, k_THA, v_THV, view, None, bias)
+        gate_TX = fused.norm_gate(
+            attended_THV.flatten(1),
+            u_TX,
+            gate_bias[:values],
+            Norm(GATE_EPS),
+            view.dropout(config.dropout, self.site),
+        )
+        return Pending(x_TD, self.out(gate_TX)), k_THA, v_THV
 
     def keys_and_values(self, x_TD: Tensor, view: View, past: Past) -> tuple[Tensor, Tensor]:
         """What `forward` gives of them, bit for bit, without its output.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,8 @@ from nestpipe.jagged import Join, offsets_of, rows_within
 from nestpipe.kernels.attention.fused import AttentionForm, train_attention
 from nestpipe.kernels.attention.inference import attend, attend_with_past, prefix_pointers
 from nestpipe.kernels.attention.reference import Mask, RelativeBias, hstu_attention
-from nestpipe.models.draws import dropout, of_each_row
+from nestpipe.kernels.block.forms import Dropout, PointwiseForm, chosen_kernels
+from nestpipe.models.draws import dropout, kernel_dropout, of_each_row
 
 # Shapes: B samples, T rows of all samples together, D model width, H heads, A width of queries and
 # keys, V width of values
@@ -35,7 +36,8 @@ class EncoderOptions:
     """Share of numbers set to 0 in training, of inputs and in each block; which ones follows from
     the seed, the sample, the pass and the position alone."""
     position_buckets: int = 64
-    """Distances that the position bias tells apart; all longer ones share the last bucket."""
+    """Distances that the position bias tells apart; all longer ones share the last bucket. 0, hstu
+    alone: there is no such bias."""
     time_buckets: int = 0
     """Powers of two of time that the time bias tells apart; 0: times are not read."""
     time: Literal["own", "next"] = "own"
@@ -56,13 +58,24 @@ class EncoderOptions:
     attention: AttentionForm = "auto"
     """Form of attention in training: kernels that keep no score in memory (`fused`, GPUs alone), or
     `plain`; `auto`: the kernels where they are proven."""
+    pointwise: PointwiseForm = "auto"
+    """Form of what stands between a block's products in training (norms, SiLU, gate, dropout,
+    residual): one kernel for each step (`fused`, GPUs alone), or `plain`; `auto`: the kernels where
+    they are proven."""
     checkpoint_activations: bool = False
     """Keep the input of a block alone, and compute the rest again in the backward pass: less
     memory, about a third more compute. The result is the same."""
 
     def __post_init__(self) -> None:
-        positive("position_buckets", self.position_buckets)
-        for name in ("time_buckets", "weight_std", "feed_forward", "max_attention"):
+        if self.kind == "fuxi":
+            positive("position_buckets", self.position_buckets)
+        for name in (
+            "position_buckets",
+            "time_buckets",
+            "weight_std",
+            "feed_forward",
+            "max_attention",
+        ):
             not_negative(name, getattr(self, name))
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"dropout is {self.dropout}; give 0 or more, and less than 1")
@@ -247,9 +260,31 @@ class View:
         """The rows after dropout at a place of the encoder, where there is dropout."""
         return x_TD if self.draws_T is None else dropout(x_TD, self.draws_T, share, site=site)
 
+    def dropout(self, share: float, site: int) -> Dropout | None:
+        """The same as a kernel wants it."""
+        return None if self.draws_T is None else kernel_dropout(self.draws_T, share, site=site)
+
     def bias(self, position_HP: Tensor | None, time_HQ: Tensor | None) -> RelativeBias:
         """The tables, with the times that they are looked up by."""
         return RelativeBias(position_HP, time_HQ, self.times_T, self.query_times_T)
+
+
+class Pending(NamedTuple):
+    """Rows, and what is yet to be added to them: the next block's kernel adds and norms at once."""
+
+    x_TD: Tensor
+    added_TD: Tensor | None = None
+
+    def total(self) -> Tensor:
+        return self.x_TD if self.added_TD is None else self.x_TD + self.added_TD
+
+
+def pointwise_by_kernels(config: HstuConfig, x_TD: Tensor, past: Past) -> bool:
+    """Whether kernels compute what stands between a block's products: in training alone."""
+    channels = 3 if config.kind == "fuxi" else 1
+    widest = max(config.dim, channels * config.heads * config.value_dim)
+    training = torch.is_grad_enabled() and past is None
+    return training and chosen_kernels(x_TD, config.pointwise, widest)
 
 
 def attend_rows(

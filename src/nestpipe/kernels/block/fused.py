@@ -1,0 +1,219 @@
+"""The steps between a block's products by kernels, with gradients.
+
+Each keeps its inputs alone, most of which others keep anyway, and computes norms and activations
+again in the backward pass. The same input gives the same bits, and a row's result is a function of
+that row. `models/hstu.py` and `models/fuxi.py` have the plain form of each.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from nestpipe.kernels.block.forms import Dropout, Norm
+
+# Shapes: T rows of all samples together, D columns of a row, W columns of all projections, U those
+# of the gate, C those of one projection, N positions
+
+
+def add_norm(
+    x_TD: Tensor,
+    added_TD: Tensor | None,
+    weight_D: Tensor | None,
+    bias_D: Tensor | None,
+    norm: Norm,
+    dropout: Dropout | None = None,
+) -> tuple[Tensor, Tensor]:
+    """x + added, and the norm of it in the type that products have here, after dropout."""
+    return _AddNorm.apply(x_TD, added_TD, weight_D, bias_D, norm, dropout)
+
+
+def norm_gate(
+    x_TD: Tensor,
+    gate_TD: Tensor,
+    bias_D: Tensor | None,
+    norm: Norm,
+    dropout: Dropout | None = None,
+) -> Tensor:
+    """The norm of x times SiLU(gate + bias), after dropout.
+
+    The bias gets no gradient here: `silu_parts`, which the gate comes from, has all of it.
+    """
+    return _NormGate.apply(x_TD, gate_TD, bias_D, norm, dropout)
+
+
+def silu_parts(
+    mixed_TW: Tensor, bias_W: Tensor | None, gate_width: int, value_width: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gate, values, queries and keys of packed projections; queries are as wide as keys.
+
+    The gate is as it came, for `norm_gate`; the others are SiLU(mixed + bias).
+    """
+    return _SiluParts.apply(mixed_TW, bias_W, gate_width, value_width)
+
+
+def gated_silu(mixed_TW: Tensor) -> Tensor:
+    """SiLU of the first half of the columns times the second half."""
+    return _GatedSilu.apply(mixed_TW)
+
+
+def add_positions(
+    rows_TD: Tensor, position_DN: Tensor, positions_T: Tensor, scale: float
+) -> Tensor:
+    """`scale` times each row, plus the column of its position."""
+    return _AddPositions.apply(rows_TD, position_DN, positions_T, scale)
+
+
+def product_dtype(x: Tensor) -> torch.dtype:
+    """The type in which products of x are computed: autocast's, where that is on."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+class _AddNorm(torch.autograd.Function):
+    """Keeps the sum, which is the block's residual."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TD: Tensor,
+        added_TD: Tensor | None,
+        weight_D: Tensor | None,
+        bias_D: Tensor | None,
+        norm: Norm,
+        dropout: Dropout | None,
+    ) -> tuple[Tensor, Tensor]:
+        from nestpipe.kernels.block.launch import run_add_norm  # needs triton
+
+        x_TD = x_TD.contiguous()
+        added_TD = None if added_TD is None else added_TD.contiguous()
+        dtype = product_dtype(x_TD)
+        summed_TD, out_TD = run_add_norm(x_TD, added_TD, weight_D, bias_D, norm, dropout, dtype)
+        ctx.save_for_backward(summed_TD, weight_D)
+        ctx.norm, ctx.dropout = norm, dropout
+        ctx.added_dtype = None if added_TD is None else added_TD.dtype
+        ctx.set_materialize_grads(False)
+        return summed_TD, out_TD
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # type: ignore[override]
+        ctx: Any, grad_summed_TD: Tensor | None, grad_out_TD: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        from nestpipe.kernels.block.launch import run_add_norm_backward  # needs triton
+
+        summed_TD, weight_D = ctx.saved_tensors
+        if grad_out_TD is None:
+            grad_out_TD = torch.zeros_like(summed_TD)
+        if grad_summed_TD is not None:
+            grad_summed_TD = grad_summed_TD.contiguous()
+        grads = run_add_norm_backward(
+            summed_TD,
+            weight_D,
+            ctx.norm,
+            ctx.dropout,
+            grad_summed_TD,
+            grad_out_TD.contiguous(),
+            ctx.added_dtype,
+        )
+        return *grads, None, None
+
+
+class _NormGate(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TD: Tensor,
+        gate_TD: Tensor,
+        bias_D: Tensor | None,
+        norm: Norm,
+        dropout: Dropout | None,
+    ) -> Tensor:
+        from nestpipe.kernels.block.launch import run_norm_gate  # needs triton
+
+        x_TD = x_TD.contiguous()
+        assert gate_TD.stride(1) == 1, "columns of the gate are side by side"
+        ctx.save_for_backward(x_TD, gate_TD, bias_D)
+        ctx.norm, ctx.dropout = norm, dropout
+        return run_norm_gate(x_TD, gate_TD, bias_D, norm, dropout)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out_TD: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        from nestpipe.kernels.block.launch import run_norm_gate_backward  # needs triton
+
+        grads = run_norm_gate_backward(
+            *ctx.saved_tensors, ctx.norm, ctx.dropout, grad_out_TD.contiguous()
+        )
+        return *grads, None, None, None
+
+
+class _SiluParts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, mixed_TW: Tensor, bias_W: Tensor | None, gate_width: int, value_width: int
+    ) -> tuple[Tensor, ...]:
+        from nestpipe.kernels.block.launch import run_silu  # needs triton
+
+        mixed_TW = mixed_TW.contiguous()
+        ctx.save_for_backward(mixed_TW, bias_W)
+        width = (mixed_TW.shape[1] - gate_width - value_width) // 2
+        parts = run_silu(mixed_TW, bias_W, gate_width).split([value_width, width, width], dim=1)
+        return mixed_TW.detach()[:, :gate_width], *parts
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        from nestpipe.kernels.block.launch import run_silu_backward  # needs triton
+
+        mixed_TW, bias_W = ctx.saved_tensors
+        whole = [grad.contiguous() for grad in grads]
+        grad_TW, grad_bias_W = run_silu_backward(mixed_TW, bias_W, whole)
+        return grad_TW, grad_bias_W, None, None
+
+
+class _GatedSilu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, mixed_TW: Tensor) -> Tensor:
+        from nestpipe.kernels.block.launch import run_gated_silu  # needs triton
+
+        mixed_TW = mixed_TW.contiguous()
+        ctx.save_for_backward(mixed_TW)
+        return run_gated_silu(mixed_TW)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TC: Tensor) -> Tensor:  # type: ignore[override]
+        from nestpipe.kernels.block.launch import run_gated_silu_backward  # needs triton
+
+        (mixed_TW,) = ctx.saved_tensors
+        return run_gated_silu_backward(mixed_TW, grad_TC.contiguous())
+
+
+class _AddPositions(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows_TD: Tensor, position_DN: Tensor, positions_T: Tensor, scale: float
+    ) -> Tensor:
+        ctx.save_for_backward(positions_T)
+        ctx.scale, ctx.num_positions = scale, position_DN.shape[1]
+        # Rows of the table side by side, so that each is read in one piece.
+        picked_TD = position_DN.T.contiguous().index_select(0, positions_T)
+        return torch.add(picked_TD, rows_TD, alpha=scale)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        from nestpipe.kernels.block.launch import sum_by_position  # needs triton
+
+        (positions_T,) = ctx.saved_tensors
+        wants_rows, wants_table, *_ = ctx.needs_input_grad
+        grad_rows_TD = grad_TD * ctx.scale if wants_rows else None
+        grad_DN = None
+        if wants_table:
+            grad_TD = grad_TD.contiguous()
+            grad_DN = sum_by_position(grad_TD, positions_T, ctx.num_positions).T.contiguous()
+        return grad_rows_TD, grad_DN, None, None
