@@ -38,8 +38,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from nestpipe.checkpoint.folder import newest, write_checkpoint
-from nestpipe.checkpoint.manifest import FORMAT, MANIFEST, Manifest, hash_of_body
+from nestpipe.checkpoint.folder import (
+    FORMAT,
+    MANIFEST,
+    Manifest,
+    hash_of_body,
+    newest,
+    write_checkpoint,
+)
 from nestpipe.config import build, load
 from nestpipe.data import open_source
 from nestpipe.data.config import DataConfig

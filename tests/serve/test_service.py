@@ -21,8 +21,7 @@ import numpy as np
 import pytest
 import torch
 
-from nestpipe.checkpoint.folder import write_checkpoint
-from nestpipe.checkpoint.manifest import Manifest
+from nestpipe.checkpoint.folder import Manifest, write_checkpoint
 from nestpipe.errors import CheckpointError, DataError, NestpipeError, RunError, ShedError
 from nestpipe.models import HstuConfig, HstuRanker
 from nestpipe.serve.engine.instance import Instance

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from nestpipe.batch import Batch
-from nestpipe.comm.mesh import Mesh, make_mesh
+from nestpipe.comm.communicator import Mesh, make_mesh
 from nestpipe.config import build
 from nestpipe.embedding.optimizers import OPTIMIZERS
 from nestpipe.errors import ConfigError

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nestpipe.config.values import positive
+from nestpipe.config.load import positive
 from nestpipe.data.clustering import Balance, How, count_keys_sent, partition
 from nestpipe.data.order import Permutation, draw, mix, uniform
 from nestpipe.errors import ConfigError, DataError

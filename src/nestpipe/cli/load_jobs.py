@@ -224,7 +224,7 @@ def _measures(where: Where, settings: LoadSettings, longest: int) -> Generator[d
     clock = RealClock()
     if where.url is not None:
         require("httpx")
-        from nestpipe.config.access import read_token
+        from nestpipe.config.sections import read_token
         from nestpipe.serve.http.client import Client
 
         token = read_token(where.token_file, os.environ)

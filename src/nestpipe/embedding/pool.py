@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from nestpipe.config.values import memory_size, show_memory
+from nestpipe.config.load import memory_size, show_memory
 from nestpipe.embedding.routing.owners import WorkingSet
 from nestpipe.embedding.store.protocol import RowStore, StoreLayout
 from nestpipe.embedding.transports import has_triton

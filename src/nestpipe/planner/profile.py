@@ -23,7 +23,7 @@ from nestpipe.batch import Batch
 from nestpipe.comm import Communicator
 from nestpipe.data import Source, StreamingSource
 from nestpipe.errors import ConfigError
-from nestpipe.planner.candidates import LEAST_SAMPLES, Candidate
+from nestpipe.planner.choice import LEAST_SAMPLES, Candidate
 from nestpipe.runtime import Work
 from nestpipe.schedule import Kind, Op, Retrieval
 from nestpipe.sim.job_costs import JobProfile, ProfiledRun, draw_of

@@ -21,8 +21,7 @@ from typing import Any
 
 from nestpipe.deprecated import WORDS, current_word
 from nestpipe.errors import ParseError
-from nestpipe.schedule.op import Kind, Lane, Op
-from nestpipe.schedule.schedule import DRAINING, How, Schedule, Shape, Step
+from nestpipe.schedule.schedule import DRAINING, How, Kind, Lane, Op, Schedule, Shape, Step
 from nestpipe.trace import Span, Trace
 
 _TOLD_FIRST = [

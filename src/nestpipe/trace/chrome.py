@@ -11,7 +11,7 @@ from typing import cast
 
 from nestpipe.deprecated import current_word
 from nestpipe.errors import ConfigError, ParseError
-from nestpipe.trace.draw_style import lane_order, sublines
+from nestpipe.trace.draw import lane_order, sublines
 from nestpipe.trace.span import Fact, Span, Trace
 
 Event = dict[str, object]

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from html import escape
 
 from nestpipe.errors import ConfigError
-from nestpipe.trace import draw_style
-from nestpipe.trace.draw_style import (
+from nestpipe.trace import draw
+from nestpipe.trace.draw import (
     SHORTEST,
     codes_for,
     is_nominal,
@@ -116,24 +116,24 @@ def _op(page: Page, span: Span, y: float) -> Iterator[str]:
     x = page.x(span.start) + 0.5
     # A hair of paper between neighbours; ops too short to see still get a visible sliver.
     room = max(page.x(span.end) - x - 0.5, 0.8)
-    paint = draw_style.paint_of(span.kind, span.batch)
+    paint = draw.paint_of(span.kind, span.batch)
     marked = span.name in page.marks
     yield (
         f'<rect class="np-op{" np-marked" if marked else ""}" x="{x:.2f}" y="{y:.2f}"'
         f' width="{room:.2f}" height="{_BLOCK:g}" rx="{min(4.0, room / 4):.2f}"'
-        f' fill="{draw_style.fill(paint)}"'
-        f' stroke="{draw_style.MARK if marked else draw_style.edge(paint)}">'
+        f' fill="{draw.fill(paint)}"'
+        f' stroke="{draw.MARK if marked else draw.edge(paint)}">'
         f"<title>{escape(_tooltip(page, span))}</title></rect>"
     )
     yield from _label(page, span, x + room / 2, y, room)
     if marked:
         tip = f"M{x + room / 2 - 5:.2f} {y - 9:.2f} h10 l-5 7 z"
-        yield f'<path class="np-pointer" d="{tip}" fill="{draw_style.MARK}"/>'
+        yield f'<path class="np-pointer" d="{tip}" fill="{draw.MARK}"/>'
 
 
 def _label(page: Page, span: Span, middle: float, y: float, room: float) -> Iterator[str]:
     """The longest form of the op's name that stays inside its block, or nothing."""
-    style = "light" if draw_style.is_dark(draw_style.paint_of(span.kind, span.batch)) else "dark"
+    style = "light" if draw.is_dark(draw.paint_of(span.kind, span.batch)) else "dark"
     for label in (span.name, short_label(span, page.codes)):
         if label_width(len(label), LABEL) + 5 <= room:
             yield text(middle, y + _BLOCK / 2 + 4, label, f"label np-{style}")
@@ -191,19 +191,19 @@ _MONO = "ui-monospace,'DejaVu Sans Mono',Menlo,Consolas,monospace"
 
 # Every class has a prefix, because a page that inlines the drawing shares its style with it.
 _STYLE = f"""
-.np-trace text{{font:12px {_SANS};fill:{draw_style.FAINT_INK};white-space:pre}}
-.np-trace .np-title{{font-size:18px;font-weight:600;fill:{draw_style.INK}}}
-.np-trace .np-rank{{font-weight:600;fill:{draw_style.INK}}}
+.np-trace text{{font:12px {_SANS};fill:{draw.FAINT_INK};white-space:pre}}
+.np-trace .np-title{{font-size:18px;font-weight:600;fill:{draw.INK}}}
+.np-trace .np-rank{{font-weight:600;fill:{draw.INK}}}
 .np-trace .np-lane{{font-weight:600}}
 .np-trace .np-tick{{font-size:11px;text-anchor:middle}}
 .np-trace .np-codes{{font:{LABEL:g}px {_MONO}}}
 .np-trace .np-label{{font:{LABEL:g}px {_MONO};text-anchor:middle;pointer-events:none}}
 .np-trace .np-small{{font-size:{SMALL_LABEL:g}px}}
-.np-trace .np-dark{{fill:{draw_style.INK}}}
+.np-trace .np-dark{{fill:{draw.INK}}}
 .np-trace .np-light{{fill:#ffffff}}
-.np-strip{{fill:{draw_style.STRIP}}}
-.np-rule{{stroke:{draw_style.RULE};fill:none}}
-.np-op:hover{{stroke:{draw_style.INK};stroke-width:2}}
+.np-strip{{fill:{draw.STRIP}}}
+.np-rule{{stroke:{draw.RULE};fill:none}}
+.np-op:hover{{stroke:{draw.INK};stroke-width:2}}
 .np-marked{{stroke-width:2.5}}
 """
 
@@ -262,15 +262,15 @@ def clipped(content: str, most: int) -> str:
 
 def frame(page: Page, height: float, spans: Sequence[Span]) -> list[str]:
     """The opening of the file: size, style, patterns, and paper that also reads on a dark page."""
-    used = {draw_style.paint_of(span.kind, span.batch) for span in spans}
-    in_legend = {(family, draw_style.NEUTRAL) for family, _ in used}
+    used = {draw.paint_of(span.kind, span.batch) for span in spans}
+    in_legend = {(family, draw.NEUTRAL) for family, _ in used}
     return [
         '<svg xmlns="http://www.w3.org/2000/svg" class="np-trace" role="img"'
         f' viewBox="0 0 {page.width} {height:g}" width="{page.width}" height="{height:g}">',
         f"<style>{_STYLE}</style>",
-        "<defs>" + "".join(draw_style.patterns(used | in_legend)) + "</defs>",
+        "<defs>" + "".join(draw.patterns(used | in_legend)) + "</defs>",
         f'<rect x="0.5" y="0.5" width="{page.width - 1}" height="{height - 1:g}" rx="12"'
-        f' fill="{draw_style.PAPER}" stroke="{draw_style.RULE}"/>',
+        f' fill="{draw.PAPER}" stroke="{draw.RULE}"/>',
     ]
 
 
@@ -286,7 +286,7 @@ def legend(page: Page, spans: Sequence[Span], y: float) -> tuple[list[str], floa
             x, y = MARGIN, y + 22
         parts.append(
             f'<rect class="np-swatch" x="{x:.2f}" y="{y:g}" width="16" height="14" rx="3"'
-            f' fill="{draw_style.fill(paint)}" stroke="{draw_style.edge(paint)}"/>'
+            f' fill="{draw.fill(paint)}" stroke="{draw.edge(paint)}"/>'
         )
         parts.append(text(x + 22, y + 11.5, name, "note"))
         x += length
@@ -297,16 +297,16 @@ def legend(page: Page, spans: Sequence[Span], y: float) -> tuple[list[str], floa
     return parts, y
 
 
-def _swatches(spans: Sequence[Span]) -> Iterator[tuple[draw_style.Paint, str]]:
+def _swatches(spans: Sequence[Span]) -> Iterator[tuple[draw.Paint, str]]:
     batches = sorted({span.batch for span in spans})
-    shown = batches[: len(draw_style.HUES)]
+    shown = batches[: len(draw.HUES)]
     for batch in shown:
         again = ", then again" if batch == shown[-1] and len(batches) > len(shown) else ""
-        yield draw_style.paint_of("dense", batch), f"batch {batch}{again}"
-    families = {draw_style.paint_of(span.kind, span.batch)[0] for span in spans}
-    for family in (*draw_style.FAMILIES, draw_style.OTHER):
+        yield draw.paint_of("dense", batch), f"batch {batch}{again}"
+    families = {draw.paint_of(span.kind, span.batch)[0] for span in spans}
+    for family in (*draw.FAMILIES, draw.OTHER):
         if family in families:
-            yield (family, draw_style.NEUTRAL), family
+            yield (family, draw.NEUTRAL), family
 
 
 def _code_lines(page: Page) -> Iterator[str]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from nestpipe.checkpoint import disk
-from nestpipe.dashboard.recorder import FAILED, FINISHED, STOPPED, RunRecorder
+from nestpipe.dashboard.record import FAILED, FINISHED, STOPPED, RunRecorder
 from nestpipe.errors import ConfigError, NestpipeError
 from nestpipe.schedule import Kind
 from nestpipe.trace import Span

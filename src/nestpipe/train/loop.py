@@ -24,13 +24,13 @@ from nestpipe.checkpoint.folder import (
     flat,
     name_of,
     prune,
+    read_manifest,
     sign_of,
     verified,
 )
-from nestpipe.checkpoint.manifest import read_manifest
 from nestpipe.comm import Communicator, LocalCommunicator, connect
 from nestpipe.comm.peer_failure import StopRequest
-from nestpipe.dashboard.recorder import RunRecorder
+from nestpipe.dashboard.record import RunRecorder
 from nestpipe.data import Ranking
 from nestpipe.embedding.store.protocol import default_threads
 from nestpipe.errors import CheckpointError, ConfigError

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from nestpipe.batch import Batch
 from nestpipe.checkpoint import disk
 from nestpipe.comm import Communicator, LocalCommunicator
-from nestpipe.comm.mesh import make_mesh
+from nestpipe.comm.communicator import make_mesh
 from nestpipe.comm.process_group import DistributedCommunicator
 from nestpipe.config import Table
-from nestpipe.config.rates import first_match, rates_of, refuse_idle
+from nestpipe.config.sections import first_match, rates_of, refuse_idle
 from nestpipe.data import Source, StreamingSource
 from nestpipe.data.balance import WorkOf, deal_evenly
 from nestpipe.embedding.device_tables import DeviceTables, can_route_on_device

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nestpipe.comm import Communicator
-from nestpipe.comm.mesh import Mesh
+from nestpipe.comm.communicator import Mesh
 from nestpipe.data import StreamingSource
 from nestpipe.embedding.routing.lists import owner_of
 from nestpipe.errors import ConfigError

@@ -19,15 +19,19 @@ import torch
 
 from nestpipe.checkpoint import disk
 from nestpipe.checkpoint.folder import (
+    DENSE,
+    MANIFEST,
+    Manifest,
+    Parent,
     candidates,
     first_good,
     newest,
     open_checkpoint,
     paths_in,
+    read_manifest,
     verified,
     write_checkpoint,
 )
-from nestpipe.checkpoint.manifest import DENSE, MANIFEST, Manifest, Parent, read_manifest
 from nestpipe.comm import LocalCommunicator
 from nestpipe.config import build
 from nestpipe.errors import CheckpointError, NestpipeError, RunError

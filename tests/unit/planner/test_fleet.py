@@ -11,7 +11,7 @@ from nestpipe.cli.app import main
 from nestpipe.config import build, read
 from nestpipe.errors import ConfigError
 from nestpipe.planner import Candidate
-from nestpipe.planner.candidates import ProfilePredictor
+from nestpipe.planner.choice import ProfilePredictor
 from nestpipe.planner.fleet import (
     Assumptions,
     FleetPredictor,

@@ -51,8 +51,17 @@ from nestpipe.sim import (
     to_toml,
     usual_groups,
 )
-from nestpipe.sim.paper import ASSUMPTIONS, SYSTEMS, StepRange
-from nestpipe.sim.published import BEYOND, LARGEST, NESTPIPE, NESTPIPE_2D, SCALES, UNRECONCILED
+from nestpipe.sim.paper import (
+    ASSUMPTIONS,
+    BEYOND,
+    LARGEST,
+    NESTPIPE,
+    NESTPIPE_2D,
+    SCALES,
+    SYSTEMS,
+    UNRECONCILED,
+    StepRange,
+)
 from nestpipe.sim.report import BASE_WORKERS, plan_for, whole_intervals
 from nestpipe.trace import read_chrome, write_chrome
 

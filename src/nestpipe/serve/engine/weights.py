@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from nestpipe.checkpoint.folder import (
+    MANIFEST,
     Checkpoint,
+    Manifest,
     RowChange,
     candidates,
     first_good,
     open_noted,
 )
-from nestpipe.checkpoint.manifest import MANIFEST, Manifest
 from nestpipe.checkpoint.merging import newest_places
 from nestpipe.config import build
 from nestpipe.embedding.store.protocol import first_weights, round_to_bfloat16

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from nestpipe.config.access import is_authorised
+from nestpipe.config.sections import is_authorised
 from nestpipe.serve.http.bodies import HttpError, draining, shed
 from nestpipe.serve.settings import HttpSettings
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from nestpipe.batch import Batch
 from nestpipe.checkpoint import disk
-from nestpipe.checkpoint.manifest import MANIFEST
+from nestpipe.checkpoint.folder import MANIFEST
 from nestpipe.config import Table
 from nestpipe.embedding.store.protocol import round_to_bfloat16
 from nestpipe.errors import CheckpointError, ConfigError, DataError
