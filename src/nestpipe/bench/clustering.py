@@ -108,7 +108,7 @@ def steps(case: ClusteringCase, movielens: bool) -> int:
 def movielens_batches(case: ClusteringCase, path: Path) -> list[Jagged]:
     """The latest items of users drawn at random, one batch per draw."""
     try:
-        from nestpipe.data.readers.movielens import read_ratings
+        from nestpipe.data.readers.public import read_ratings
         from nestpipe.data.readers.text import Broken
     except ImportError:
         raise ConfigError(

@@ -51,7 +51,7 @@ from nestpipe.models import (
     LogisticRegression,
     SampledSoftmaxConfig,
 )
-from nestpipe.models.factory import is_own, make_own
+from nestpipe.models.protocol import is_own, make_own
 from nestpipe.train.checkpoint import describe_model, gathered_from_first, raise_everywhere
 from nestpipe.train.config import (
     DenseSettings,

@@ -40,9 +40,8 @@ from nestpipe.train.background import BackgroundWriter
 from nestpipe.train.checkpoint import LostParentError, gathered_from_first, raise_everywhere
 from nestpipe.train.evaluate import evaluate, popularity, popularity_auc
 from nestpipe.train.job import Job, JobConfig, RunConfig
-from nestpipe.train.loggers import MetricLoggers, recorded
+from nestpipe.train.loggers import MetricLoggers, Summary, Traffic, peak_tflops, recorded, summarise
 from nestpipe.train.ops import StepReport
-from nestpipe.train.summary import Summary, Traffic, peak_tflops, summarise
 from nestpipe.train.trainer import Trainer, choose_device
 
 log = logging.getLogger("nestpipe.train")

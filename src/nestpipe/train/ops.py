@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from nestpipe.batch import Batch
 from nestpipe.comm.communicator import Mesh
 from nestpipe.comm.peer_failure import STOP
-from nestpipe.data.balance import WorkOf, even_parts
-from nestpipe.data.clustering import How, micro_batches
+from nestpipe.data.clustering import How, WorkOf, even_parts, micro_batches
 from nestpipe.embedding.device_tables import DeviceTables
 from nestpipe.embedding.lookup import averaged
 from nestpipe.embedding.optimizers import constant
@@ -46,9 +45,8 @@ from nestpipe.models.protocol import (
 from nestpipe.runtime import StopSignal
 from nestpipe.schedule import Merge
 from nestpipe.schedule.schedule import Kind, Op
-from nestpipe.train.clipping import clip_factor, global_norm
 from nestpipe.train.dense_graphs import DenseGraphs
-from nestpipe.train.grad_buckets import GradBuckets
+from nestpipe.train.gradients import GradBuckets, clip_factor, global_norm
 
 K = Kind
 

@@ -23,7 +23,7 @@ from random import Random
 
 import numpy as np
 
-from nestpipe.serve.routing.router import Router, RouterSettings
+from nestpipe.serve.http.router import Router, RouterSettings
 from nestpipe.serve.settings import ServeSettings
 from nestpipe.serve.types import AdmissionOutcome, Answer, RankRequest, Signal
 from support.serving_world.checks import (

@@ -20,8 +20,8 @@ from nestpipe.loadtest.run import (
 from nestpipe.loadtest.settings import ARMS, WorkloadSettings, arms_of
 from nestpipe.loadtest.workload import Visit, legs
 from nestpipe.models import HstuConfig
+from nestpipe.serve.engine.admission import Costs, Fit, Work
 from nestpipe.serve.engine.calibration import lengths_up_to
-from nestpipe.serve.engine.cost_model import Costs, Fit, Work
 from nestpipe.serve.engine.rank_model import HstuRankModel
 from nestpipe.serve.settings import ServeSettings
 from nestpipe.serve.types import KV, AdmissionOutcome, Answer, Path, RealClock

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nestpipe.bench.planning.validate import SitePrediction, worst_first
+from nestpipe.bench.planning import SitePrediction, worst_first
 from nestpipe.cli.app import main
 from nestpipe.config import build, read
 from nestpipe.errors import ConfigError

@@ -13,20 +13,10 @@ from itertools import count
 import torch
 
 from nestpipe.errors import NestpipeError, RunError
-from nestpipe.serve.engine.admission import AdmissionPolicy
-from nestpipe.serve.engine.cost_model import Predicts, Work
-from nestpipe.serve.kv_cache.device_pool import Entry, KVSource
+from nestpipe.serve.engine.admission import AdmissionPolicy, Predicts, Work
+from nestpipe.serve.engine.kv_memory import Entry, KVSource
 from nestpipe.serve.settings import ServeSettings
-from nestpipe.serve.types import (
-    KV,
-    Answer,
-    History,
-    Path,
-    RankItem,
-    RankModel,
-    RankRequest,
-    Scores,
-)
+from nestpipe.serve.types import KV, Answer, History, Path, RankItem, RankModel, RankRequest, Scores
 
 _log = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ import threading
 import numpy as np
 
 from nestpipe.models import HstuConfig
+from nestpipe.serve.engine.admission import Costs
 from nestpipe.serve.engine.calibration import Calibration, Run
-from nestpipe.serve.engine.cost_model import Costs
 from nestpipe.serve.engine.instance import Instance
 from nestpipe.serve.engine.rank_model import HstuRankModel
 from nestpipe.serve.settings import ServeSettings

@@ -11,10 +11,10 @@ from nestpipe.errors import RunError, ShedError
 from nestpipe.models import HstuConfig
 from nestpipe.serve.engine.instance import Instance
 from nestpipe.serve.engine.rank_model import HstuRankModel
+from nestpipe.serve.http.bodies import RequestLimits
 from nestpipe.serve.http.client import read_stats
-from nestpipe.serve.http.limits import RequestLimits
 from nestpipe.serve.http.metrics import COUNTERS, GAUGES, Metrics, described, totals
-from nestpipe.serve.routing.router import Router, RouterSettings
+from nestpipe.serve.http.router import Router, RouterSettings
 from nestpipe.serve.settings import HttpSettings, ServeSettings
 from nestpipe.serve.types import AdmissionOutcome, Answer, History, RankRequest, RealClock, Signal
 

@@ -17,8 +17,8 @@ import pytest
 from nestpipe.errors import CheckpointError, ConfigError, DataError, RunError, ShedError
 from nestpipe.serve.http.apps import ServedApp, instance_app, router_app
 from nestpipe.serve.http.client import Client
+from nestpipe.serve.http.router import Ring
 from nestpipe.serve.http.worker import Server, bind_port, new_server
-from nestpipe.serve.routing.membership import Ring
 from nestpipe.serve.settings import HttpSettings, ServeSettings
 from nestpipe.serve.types import AdmissionOutcome, Answer, History, Path, RankRequest, Signal
 

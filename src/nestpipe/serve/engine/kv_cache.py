@@ -13,15 +13,15 @@ from enum import StrEnum
 from itertools import islice
 from typing import Any
 
-from nestpipe.serve.kv_cache.device_pool import (
+from nestpipe.serve.engine.kv_memory import (
     DevicePool,
     Entry,
     EntryState,
     FillQueue,
+    HostTier,
     KVSource,
     Need,
 )
-from nestpipe.serve.kv_cache.host_tier import HostTier
 from nestpipe.serve.types import KV
 
 

@@ -1,8 +1,12 @@
-"""The settings that `nestpipe plan` chooses, beside an exhaustive small grid that really runs.
+"""How right `nestpipe plan` and `simulate --job` are: their predictions beside real runs.
 
-`run_grid` starts ranks as hosts with shaped links, as `python -m nestpipe.bench.planning.grid
-FOLDER`. They profile the job, choose, and then run the choice and the grid in turns. Ratios are of
-steps of one call.
+A grid compares the settings that a plan chooses with an exhaustive small one. Its ranks profile the
+job, choose, and then run the choice and the grid in turns. Ratios are of steps of one call.
+
+To validate, a job is profiled on hosts with links of one speed. Every other network and number of
+ranks is predicted from that profile alone, and then really run; the worst errors are listed first.
+
+Ranks are hosts with shaped links, and run as `python -m nestpipe.bench.planning FOLDER`.
 """
 
 from __future__ import annotations
@@ -11,14 +15,14 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 
-from nestpipe.bench.machines import launch_on_hosts, shaped_hosts
+from nestpipe.bench.machines import bits_per_s, launch_on_hosts, shaped_hosts
 from nestpipe.comm import Communicator
 from nestpipe.config import build
 from nestpipe.errors import NestpipeError, RunError
@@ -31,10 +35,13 @@ from nestpipe.planner import (
     job_bench,
     profile_job,
 )
+from nestpipe.planner.fleet import Assumptions, FleetPredictor, Link, Machine, ProfiledOn, Site
 from nestpipe.planner.profile import FirstThinks, heard
+from nestpipe.sim.job_costs import profile_from_json
 from nestpipe.train.job import JobConfig
 from nestpipe.train.loop import communicator
 
+MODULE = "nestpipe.bench.planning"
 TASK, RESULT = "task.json", "result.json"
 GRID_COUNTS = (2, 4, 8)
 OFFERS = 3
@@ -106,26 +113,26 @@ def run_grid(
     config: JobConfig, rate: str, ranks: int, *, steps: int = 8, rounds: int = 3
 ) -> GridReading:
     """Measure one network."""
-    task = {"config": asdict(config), "steps": steps, "rounds": rounds}
-    found = run_on_hosts("nestpipe.bench.planning.grid", task, rate, ranks)
+    task = {"do": "grid", "config": asdict(config), "steps": steps, "rounds": rounds}
+    found = run_on_hosts(task, rate, ranks)
     measured = {Candidate(**one): float(ms) for one, ms in found["measured"]}
     offers = tuple(Candidate(**one) for one in found["offers"])
     return GridReading(rate, offers, found["predicted_ms"], measured)
 
 
-def run_on_hosts(module: str, task: Mapping[str, Any], rate: str, ranks: int) -> dict[str, Any]:
-    """Run a module of ours on so many hosts, with a task in a folder; what rank 0 left there."""
+def run_on_hosts(task: Mapping[str, Any], rate: str, ranks: int) -> dict[str, Any]:
+    """Do a task on so many hosts; what rank 0 left in its folder."""
     with tempfile.TemporaryDirectory(prefix="nestpipe-plan-") as name:
         folder = Path(name)
         (folder / TASK).write_text(json.dumps(task))
         with shaped_hosts(ranks, rate) as hosts:
-            status = launch_on_hosts(hosts, [sys.executable, "-m", module, name])
+            status = launch_on_hosts(hosts, [sys.executable, "-m", MODULE, name])
         if status != 0:
             raise RunError(f"the ranks on links of {rate} ended with status {status}; see above")
         return json.loads((folder / RESULT).read_text())
 
 
-def do_task(do: Any) -> None:
+def do_task() -> None:
     """In a rank that `run_on_hosts` started: do the task, and leave what came of it."""
     folder = Path(sys.argv[1])
     task = json.loads((folder / TASK).read_text())
@@ -133,7 +140,7 @@ def do_task(do: Any) -> None:
     torch.set_num_threads(config.run.threads or 1)
     try:
         comm = communicator(config)
-        result = do(task, config, comm)
+        result = DO[task["do"]](task, config, comm)
         if comm.rank == 0:
             (folder / RESULT).write_text(json.dumps(result))
         comm.barrier()
@@ -150,7 +157,7 @@ def say(comm: Communicator, line: str) -> None:
         sys.stderr.write(line + "\n")
 
 
-def _measure(task: Mapping[str, Any], config: JobConfig, comm: Communicator) -> dict[str, Any]:
+def _run_grid(task: Mapping[str, Any], config: JobConfig, comm: Communicator) -> dict[str, Any]:
     with job_bench(config, comm) as bench:
         offers, predicted_ms = _choose(bench)
         say(comm, f"chosen: {offers[0]}; running it beside the grid")
@@ -182,5 +189,101 @@ def _choose(bench: JobBench) -> tuple[list[Candidate], float]:
     return [Candidate(**one) for one in offers], float(told["ms"])
 
 
+VALIDATED = (
+    Candidate(retrieval="new"),
+    Candidate(plan="dual_buffer", retrieval="new"),
+    Candidate(plan="nested", retrieval="new", micro_batches=4),
+    Candidate(plan="nested", retrieval="new", micro_batches=8, exchange="window"),
+)
+Place = tuple[int, str]
+"""Hosts, and the speed of their links."""
+
+
+@dataclass(frozen=True, slots=True)
+class SitePrediction:
+    """One site and candidate."""
+
+    ranks: int
+    rate: str
+    candidate: Candidate
+    predicted_ms: float
+    measured_ms: float
+
+    @property
+    def error(self) -> float:
+        """By how much the prediction is off, as a part of the measured step."""
+        return self.predicted_ms / self.measured_ms - 1
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {**asdict(self), "error": self.error}
+
+
+def worst_first(found: Sequence[SitePrediction]) -> list[SitePrediction]:
+    """In the order in which they should be read."""
+    return sorted(found, key=lambda one: -abs(one.error))
+
+
+def validate(
+    config: JobConfig,
+    fitted_on: Place,
+    others: Sequence[Place],
+    *,
+    steps: int,
+    rounds: int,
+    tell: Callable[[object], None] = lambda _: None,
+) -> list[SitePrediction]:
+    """Profile one place, predict and measure the others; the worst first."""
+    base = {"config": asdict(config), "steps": steps, "rounds": rounds}
+    ranks, rate = fitted_on
+    found = run_on_hosts({**base, "do": "profile"}, rate, ranks)
+    tell(fitted_on)
+    predictor = FleetPredictor(
+        profile_from_json(found, "the profile"),
+        ProfiledOn(gb_per_s=bits_per_s(rate) / 8e9),
+        global_batch=config.run.batch,
+        per_worker=False,
+    )
+    compared: list[SitePrediction] = []
+    for count, speed in others:
+        read = run_on_hosts({**base, "do": "measure"}, speed, count)
+        steps_ms = {Candidate(**one): float(ms) for one, ms in read["measured"]}
+        site = site_of(count, speed)
+        for one, ms in steps_ms.items():
+            predicted = predictor.figures(site, one, Assumptions()).step_ms
+            compared.append(SitePrediction(count, speed, one, predicted, ms))
+        tell((count, speed))
+    return worst_first(compared)
+
+
+def site_of(ranks: int, rate: str) -> Site:
+    """Hosts of this machine: each has one of its cores, and shares it where they are more."""
+    cores = len(os.sched_getaffinity(0))
+    return Site(
+        machine=Machine(name="host"),
+        link=Link(name=rate, gb_per_s=bits_per_s(rate) / 8e9),
+        workers=ranks,
+        pools=tuple(rank % cores for rank in range(ranks)),
+    )
+
+
+def _profile(task: Mapping[str, Any], config: JobConfig, comm: Communicator) -> dict[str, Any]:
+    say(comm, f"profile: {comm.size} hosts")
+    with job_bench(config, comm) as bench:
+        return profile_job(bench, steps=max(8, int(task["steps"])), rounds=2).as_json()
+
+
+def _measure(task: Mapping[str, Any], config: JobConfig, comm: Communicator) -> dict[str, Any]:
+    say(comm, f"measure: {comm.size} hosts")
+    with job_bench(config, comm) as bench:
+        measured = check_candidates(
+            bench, VALIDATED, steps=int(task["steps"]), rounds=int(task["rounds"])
+        )
+    return {"measured": [[asdict(one), ms] for one, ms in measured.items()]}
+
+
+DO = {"grid": _run_grid, "profile": _profile, "measure": _measure}
+"""What a task may ask of the ranks."""
+
 if __name__ == "__main__":
-    do_task(_measure)
+    do_task()

@@ -21,7 +21,7 @@ from nestpipe.cli.options import (
     write_json,
     write_text,
 )
-from nestpipe.cli.planning.job import answer_job
+from nestpipe.cli.plan import answer_job
 from nestpipe.config import build, read
 from nestpipe.errors import ConfigError
 from nestpipe.schedule import PLANS, Exchange, Merge, Plan, PlanOptions

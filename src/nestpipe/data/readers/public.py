@@ -1,8 +1,16 @@
-"""KuaiRand: watch events joined with what is known of the user and the video beforehand.
+"""Public data sets as they are published: Criteo click logs, MovieLens, KuaiRand.
 
-Reads the published CSV files (log_standard_*, user_features_*, video_features_basic_*) and the same
-tables as Parquet. The video statistics are never read: they are averages over the whole period, the
-test days included. Nor is anything of the log that is only known after the video was shown.
+Criteo: label, 13 counts and 26 hexadecimal categories between tabs; gz allowed. A category's key is
+its hexadecimal number; an empty one is `MISSING`, an empty count is 0.
+
+MovieLens: `ratings.dat` (user::item::rating::time) and `ratings.csv`, held in memory. The parser
+streams, but both uses need all ratings at once: a split by time, a list per user. That takes 28
+bytes per rating.
+
+KuaiRand: watch events joined with what is known of the user and the video beforehand. Reads the
+published CSV files (log_standard_*, user_features_*, video_features_basic_*) and the same tables as
+Parquet. The video statistics are never read: they are averages over the whole period, the test days
+included. Nor is anything of the log that is only known after the video was shown.
 """
 
 from __future__ import annotations
@@ -18,30 +26,248 @@ import torch
 from numpy.typing import NDArray
 
 from nestpipe.batch import Batch
-from nestpipe.data.config import DataConfig, KuaiRandConfig, Split
+from nestpipe.data.config import DataConfig, KuaiRandConfig, MovieLensConfig, Split
 from nestpipe.data.readers import inputs, parquet
-from nestpipe.data.readers.columns import ColumnLayout
-from nestpipe.data.readers.inputs import find_files
+from nestpipe.data.readers.inputs import find_files, flat, keeps, split_path
+from nestpipe.data.readers.parquet import ColumnLayout
 from nestpipe.data.readers.text import Broken, RowError, TextFormat, rows, table, with_header
 from nestpipe.data.source import (
     DENSE,
     HISTORY,
     LABEL,
     MISSING,
+    TARGET,
     TIME,
     TIMESTAMPS,
     Chunk,
     Column,
+    Indexed,
     Stream,
     features_column,
+    from_memory,
+    history_column,
     keys_column,
     label_column,
     tensor,
     time_column,
     times_column,
 )
-from nestpipe.errors import DataError, MissingSplitError
+from nestpipe.errors import ConfigError, DataError, MissingSplitError
 from nestpipe.jagged import Jagged
+
+CRITEO_PATTERNS = ("*.tsv", "*.txt", "*.tsv.gz", "*.txt.gz", "day_*")
+COUNTS = tuple(f"I{i}" for i in range(1, 14))
+CATEGORIES = tuple(f"C{i}" for i in range(1, 27))
+CRITEO_FORMAT = TextFormat(
+    names=(LABEL, *COUNTS, *CATEGORIES),
+    types={
+        LABEL: pa.int64(),
+        **dict.fromkeys(COUNTS, pa.int64()),
+        **dict.fromkeys(CATEGORIES, pa.string()),
+    },
+    required=frozenset({LABEL}),
+    delimiter=b"\t",
+)
+CRITEO_COLUMNS = (
+    *(keys_column(name, single=True) for name in CATEGORIES),
+    features_column(COUNTS),
+    label_column(),
+)
+
+
+def open_criteo(config: DataConfig, split: Split) -> Stream:
+    """The rows of a file, or of all files of a folder. A file is one chunk."""
+    path, every = split_path(config, split)
+    files = find_files(path, CRITEO_PATTERNS, "Criteo files (.tsv, .txt, day_*)")
+    return Stream(
+        CRITEO_COLUMNS,
+        [_criteo_chunk(file, split, every, config.criteo.log_dense) for file in files],
+        window=config.shuffle_window,
+        shuffle=config.shuffle and split == "train",
+        broken=Broken(config.max_broken),
+        name=f"the {split} split of {path}",
+    )
+
+
+def _criteo_chunk(file: Path, split: Split, every: int, log_dense: bool) -> Chunk:
+    def parse(block: bytes, line: int) -> Batch:
+        found = table(block, CRITEO_FORMAT)
+        numbers = np.arange(line - 1, line - 1 + found.num_rows)
+        checked = criteo_batch(found, log_dense)
+        kept = keeps(numbers, split, every)
+        return checked if kept.all() else checked.select(tensor(np.flatnonzero(kept)))
+
+    def read(broken: Broken) -> Iterator[Batch]:
+        return rows(file, CRITEO_FORMAT, parse, broken)
+
+    return Chunk(read)
+
+
+def criteo_batch(found: pa.Table, log_dense: bool = True) -> Batch:
+    """Parsed columns as a batch; raises `RowError` where a label or a category makes no sense."""
+    label = found[LABEL].to_numpy()
+    if not np.isin(label, (0, 1)).all():
+        raise RowError(f"label is {label[~np.isin(label, (0, 1))][0]}, not 0 or 1")
+    counts = np.stack([flat(found[name]).fill_null(0).to_numpy() for name in COUNTS], axis=1)
+    dense = np.log1p(np.maximum(counts, 0)) if log_dense else counts
+    return Batch(
+        found.num_rows,
+        {LABEL: tensor(label.astype(np.float32)), DENSE: tensor(dense.astype(np.float32))},
+        {name: Jagged.one_each(tensor(hex_keys(flat(found[name]), name))) for name in CATEGORIES},
+    )
+
+
+def hex_keys(array: Any, name: str) -> NDArray[np.int64]:
+    """Hexadecimal numbers of up to 16 digits; `MISSING` where empty."""
+    coded = array.dictionary_encode()
+    known = [_from_hex(text, name) for text in coded.dictionary.to_pylist()]
+    keys = np.array([*known, MISSING & (1 << 64) - 1], dtype=np.uint64).view(np.int64)
+    return keys[coded.indices.fill_null(len(known)).to_numpy(zero_copy_only=False)]
+
+
+def _from_hex(text: str, name: str) -> int:
+    try:
+        if text.isalnum() and len(text) <= 16:
+            return int(text, 16)
+    except ValueError:
+        pass
+    raise RowError(f"{name} is {text[:40]!r}, no hexadecimal number")
+
+
+RATINGS_PATTERNS = ("ratings.dat", "ratings.csv", "ratings.dat.gz", "ratings.csv.gz")
+RATINGS_NAMES = ("userId", "movieId", "rating", "timestamp")
+RATINGS_TYPES: dict[str, pa.DataType] = {
+    "userId": pa.int64(),
+    "movieId": pa.int64(),
+    "rating": pa.float64(),
+    "timestamp": pa.int64(),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Ratings:
+    """All ratings, by column, the earliest first; at equal times the file's order is kept."""
+
+    user: NDArray[np.int64]
+    item: NDArray[np.int64]
+    rating: NDArray[np.float32]
+    time: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.user)
+
+
+def open_movielens(config: DataConfig, split: Split) -> Indexed:
+    """One split of the ratings, or of the users' sequences."""
+    broken = Broken(config.max_broken)
+    ratings = read_ratings(Path(config.path), broken)
+    make = rating_rows if config.movielens.use == "ratings" else sequences
+    columns, samples = make(ratings, config.movielens, split)
+    return Indexed(
+        columns,
+        samples.size,
+        from_memory(samples),
+        shuffle=config.shuffle and split == "train",
+        broken=broken,
+        name=f"the {split} split of {config.path}",
+    )
+
+
+def ratings_format(file: Path) -> TextFormat:
+    """How a ratings file is written, by its name and its header."""
+    form = TextFormat(names=RATINGS_NAMES, types=RATINGS_TYPES, required=frozenset(RATINGS_NAMES))
+    if ".csv" in file.suffixes:
+        return with_header(file, form)
+    return TextFormat(
+        names=RATINGS_NAMES, types=RATINGS_TYPES, required=frozenset(RATINGS_NAMES), delimiter=b"::"
+    )
+
+
+def read_ratings(path: Path, broken: Broken) -> Ratings:
+    """The ratings of a file, or of the one in a folder, ordered by time."""
+    file = find_files(path, RATINGS_PATTERNS, "ratings.dat or ratings.csv")[0]
+    form = ratings_format(file)
+
+    def parse(block: bytes, _: int) -> pa.Table:
+        found = table(block, form)
+        if not np.isfinite(found["rating"].to_numpy()).all():
+            raise RowError("rating is not finite")
+        return found
+
+    pieces = list(rows(file, form, parse, broken))
+    found = pa.concat_tables(pieces) if pieces else pa.table({name: [] for name in RATINGS_NAMES})
+    order = np.argsort(found["timestamp"].to_numpy(), kind="stable")
+    return Ratings(
+        found["userId"].to_numpy()[order].astype(np.int64),
+        found["movieId"].to_numpy()[order].astype(np.int64),
+        found["rating"].to_numpy()[order].astype(np.float32),
+        found["timestamp"].to_numpy()[order].astype(np.int64),
+    )
+
+
+def rating_rows(
+    ratings: Ratings, config: MovieLensConfig, split: Split
+) -> tuple[list[Column], Batch]:
+    """A sample per rating: user, item, and whether it is high. Split by time."""
+    held = round(len(ratings) * config.test_fraction)
+    ends = {"train": len(ratings) - 2 * held, "validation": len(ratings) - held}
+    part = {
+        "train": slice(0, ends["train"]),
+        "validation": slice(ends["train"], ends["validation"]),
+        "test": slice(ends["validation"], len(ratings)),
+    }[split]
+    label = (ratings.rating[part] >= config.liked_from).astype(np.float32)
+    samples = Batch(
+        len(label),
+        {LABEL: tensor(label), TIME: tensor(ratings.time[part])},
+        {
+            "user": Jagged.one_each(tensor(ratings.user[part])),
+            "item": Jagged.one_each(tensor(ratings.item[part])),
+        },
+    )
+    keys = [keys_column(name, single=True) for name in ("user", "item")]
+    return [*keys, label_column(), time_column()], samples
+
+
+def sequences(
+    ratings: Ratings, config: MovieLensConfig, split: Split
+) -> tuple[list[Column], Batch]:
+    """A sample per user: items in order of time, the last for test, the one before to validate.
+
+    Training has users with two or more items left to learn from; the others, users with three.
+    Where one item is held out, training has that to validate, too.
+    """
+    if split == "validation" and config.held_out == 1:
+        raise ConfigError("held_out is 1, so there is no validation split; use the test split")
+    order = np.argsort(ratings.user, kind="stable")
+    items, times = ratings.item[order], ratings.time[order]
+    _, begin, count = np.unique(ratings.user[order], return_index=True, return_counts=True)
+    held = {"train": config.held_out, "validation": 2, "test": 1}[split]
+    length = count - held
+    enough = length >= 2 if split == "train" else count >= 3
+    begin, length = begin[enough], length[enough]
+    kept = np.minimum(length, config.max_len)
+    lists = {
+        HISTORY: _ranges(items, begin + length - kept, kept),
+        TIMESTAMPS: _ranges(times, begin + length - kept, kept),
+    }
+    columns = [history_column(items=lambda: np.unique(items)), times_column()]
+    if split == "train":
+        return columns, Batch(len(kept), {}, lists)
+    columns += [Column(TARGET, "target", "int64"), time_column()]
+    held_out = {TARGET: tensor(items[begin + length]), TIME: tensor(times[begin + length])}
+    return columns, Batch(len(kept), held_out, lists)
+
+
+def _ranges(
+    values: NDArray[np.int64], begin: NDArray[np.int64], length: NDArray[np.int64]
+) -> Jagged:
+    """The values [begin, begin + length) of each sample."""
+    ends = np.cumsum(length)
+    within = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - length, length)
+    positions = np.repeat(begin, length) + within
+    return Jagged(tensor(values[positions]), tensor(length.astype(np.int64)))
+
 
 LOGS = ("log_standard_*.csv", "log_standard_*.csv.gz", "log_standard_*.parquet")
 LOG = ("user_id", "video_id", "date", "hourmin", "time_ms", "duration_ms", "tab")
