@@ -48,7 +48,7 @@ def describe(
     with _extra_needed():
         from nestpipe.data.describe import describe as read
         from nestpipe.data.describe import detect, find_tables
-        from nestpipe.data.readers.text import total_bytes
+        from nestpipe.data.text import total_bytes
     if path.startswith("kafka://"):
         _describe_topic(path, json)
         return
@@ -76,7 +76,7 @@ def describe(
 def _describe_topic(path: str, json: str | None) -> None:
     """What Kafka tells without reading messages."""
     from nestpipe.data.config import StreamConfig
-    from nestpipe.data.readers.logs import KafkaTopic
+    from nestpipe.data.logs import KafkaTopic
 
     topic = KafkaTopic(path, StreamConfig())
     bounds = topic.bounds()

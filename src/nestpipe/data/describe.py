@@ -21,14 +21,21 @@ import torch
 from numpy.typing import NDArray
 
 from nestpipe.config import positive
-from nestpipe.data import DataConfig, Source, SyntheticConfig, open_source
+from nestpipe.data import (
+    DataConfig,
+    Source,
+    SyntheticConfig,
+    inputs,
+    open_source,
+    parquet,
+    public_sets,
+)
 from nestpipe.data.config import Kind
+from nestpipe.data.inputs import find_files
 from nestpipe.data.order import draw
-from nestpipe.data.readers import inputs, parquet, public
-from nestpipe.data.readers.inputs import find_files
-from nestpipe.data.readers.public import column_type
-from nestpipe.data.readers.text import Broken, TextFormat, rows, table, with_header
+from nestpipe.data.public_sets import column_type
 from nestpipe.data.synthetic import write
+from nestpipe.data.text import Broken, TextFormat, rows, table, with_header
 from nestpipe.errors import DataError
 
 # What can be said of a column after one pass over it.
@@ -218,9 +225,9 @@ def detect(path: Path) -> Kind:
     """What the names of the files, or else their first line, say."""
     if not path.exists():
         raise DataError(f"there is no file or folder {str(path)!r}; check the path")
-    if path.name.startswith("log_standard_") or _has(path, public.LOGS):
+    if path.name.startswith("log_standard_") or _has(path, public_sets.LOGS):
         return "kuairand"
-    if path.name in public.RATINGS_PATTERNS or _has(path, public.RATINGS_PATTERNS):
+    if path.name in public_sets.RATINGS_PATTERNS or _has(path, public_sets.RATINGS_PATTERNS):
         return "movielens"
     if path.suffix in (".parquet", ".pq") or _has(path, parquet.PATTERNS):
         return "parquet"
@@ -236,11 +243,13 @@ def find_tables(path: Path, kind: Kind) -> list[DescribedTable]:
     if kind == "movielens":
         return [
             DescribedTable(
-                "ratings", find_files(path, public.RATINGS_PATTERNS, "ratings files")[:1]
+                "ratings", find_files(path, public_sets.RATINGS_PATTERNS, "ratings files")[:1]
             )
         ]
     if kind == "criteo":
-        return [DescribedTable("clicks", find_files(path, public.CRITEO_PATTERNS, "Criteo files"))]
+        return [
+            DescribedTable("clicks", find_files(path, public_sets.CRITEO_PATTERNS, "Criteo files"))
+        ]
     if kind == "parquet":
         return _parquet_tables(find_files(path, parquet.PATTERNS, "Parquet files"))
     raise DataError("synthetic data has no files; see nestpipe data synth")
@@ -248,7 +257,7 @@ def find_tables(path: Path, kind: Kind) -> list[DescribedTable]:
 
 def _kuairand_tables(path: Path) -> list[DescribedTable]:
     tables = [
-        DescribedTable("log", find_files(path, public.LOGS, "KuaiRand logs (log_standard_*)"))
+        DescribedTable("log", find_files(path, public_sets.LOGS, "KuaiRand logs (log_standard_*)"))
     ]
     for name in ("user_features", "video_features_basic", "user_history"):
         patterns = [f"{name}*{end}" for end in (".parquet", ".csv", ".csv.gz")]
@@ -283,7 +292,7 @@ def _pieces(file: Path, kind: Kind, broken: Broken, progress: Progress) -> Itera
     def parse(block: bytes, _: int) -> pa.Table:
         found = table(block, form)
         if kind == "criteo":
-            public.criteo_batch(found)  # only to refuse what training would refuse
+            public_sets.criteo_batch(found)  # only to refuse what training would refuse
         return found
 
     yield from rows(file, form, parse, broken, advance)
@@ -298,9 +307,9 @@ def _parquet_pieces(file: Path, progress: Progress) -> Iterator[Any]:
 
 def _form(file: Path, kind: Kind) -> TextFormat:
     if kind == "criteo":
-        return public.CRITEO_FORMAT
+        return public_sets.CRITEO_FORMAT
     if kind == "movielens":
-        return public.ratings_format(file)
+        return public_sets.ratings_format(file)
     form = with_header(file, TextFormat(names=(), types={}, quoted=True))
     is_log = file.name.startswith("log_")
     types = {name: pa.int64() if is_log else column_type(name) for name in form.names}
@@ -313,9 +322,9 @@ def _has(path: Path, patterns: Sequence[str]) -> bool:
 
 def _is_criteo(path: Path) -> bool:
     try:
-        file = find_files(path, public.CRITEO_PATTERNS, "Criteo files")[0]
+        file = find_files(path, public_sets.CRITEO_PATTERNS, "Criteo files")[0]
         one_line = TextFormat(names=("line",), types={}, delimiter=b"\t")
-        return len(with_header(file, one_line).names) == len(public.CRITEO_FORMAT.names)
+        return len(with_header(file, one_line).names) == len(public_sets.CRITEO_FORMAT.names)
     except DataError:
         return False
 

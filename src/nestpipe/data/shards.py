@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from nestpipe.batch import Batch, BatchLayout, PackedColumns
 from nestpipe.data.order import Order, ShardWindows, Share
-from nestpipe.data.readers.text import Broken
+from nestpipe.data.text import Broken
 from nestpipe.errors import DataError
 from nestpipe.jagged import Jagged
 from nestpipe.kernels.library import native_wanted

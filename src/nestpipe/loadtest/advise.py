@@ -24,7 +24,7 @@ from nestpipe.errors import ConfigError, DataError
 from nestpipe.loadtest.driver import percentile
 from nestpipe.loadtest.workload import Visit
 from nestpipe.serve.engine.admission import Costs, at_risk, fits_window
-from nestpipe.serve.settings import ServeSettings
+from nestpipe.serve.types import ServeSettings
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,6 @@ from nestpipe.serve.engine.rank_model import HstuRankModel
 from nestpipe.serve.http.metrics import totals
 from nestpipe.serve.http.router import Router, RouterSettings
 from nestpipe.serve.http.worker import gc_frozen
-from nestpipe.serve.settings import ServeSettings
 from nestpipe.serve.types import (
     KV,
     AdmissionOutcome,
@@ -48,6 +47,7 @@ from nestpipe.serve.types import (
     RankRequest,
     RankService,
     Scores,
+    ServeSettings,
     Signal,
 )
 

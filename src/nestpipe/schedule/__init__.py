@@ -43,8 +43,10 @@ from nestpipe.schedule.schedule import (
     Shape,
     Step,
     Tie,
+    from_text,
+    nominal_trace,
+    to_text,
 )
-from nestpipe.schedule.text import from_text, nominal_trace, to_text
 
 __all__ = [
     "COLLECTIVES",

@@ -35,8 +35,8 @@ from nestpipe.schedule.schedule import (
     Schedule,
     Shape,
     Tie,
+    nominal_trace,
 )
-from nestpipe.schedule.text import nominal_trace
 from nestpipe.trace import Trace, grid
 
 K = Kind

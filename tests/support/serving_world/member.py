@@ -20,8 +20,15 @@ from nestpipe.serve.engine.kv_cache import Acquired, Miss, Purpose
 from nestpipe.serve.engine.kv_memory import Entry, Need
 from nestpipe.serve.engine.state import EngineState
 from nestpipe.serve.http import router as ring_module
-from nestpipe.serve.settings import ServeSettings
-from nestpipe.serve.types import KV, AdmissionOutcome, Answer, PrefixKey, RankRequest, Signal
+from nestpipe.serve.types import (
+    KV,
+    AdmissionOutcome,
+    Answer,
+    PrefixKey,
+    RankRequest,
+    ServeSettings,
+    Signal,
+)
 from support.serving_world.model import FaultError, Model
 from support.serving_world.turns import Change, Thread, Turns
 

@@ -15,11 +15,18 @@ from hypothesis import strategies as st
 from nestpipe.batch import Batch
 from nestpipe.comm import LocalCommunicator
 from nestpipe.config import build
-from nestpipe.data import DataConfig, LogRange, Polled, StreamConfig, StreamingSource, open_source
-from nestpipe.data.readers import logs
-from nestpipe.data.readers.parquet import ColumnLayout
-from nestpipe.data.readers.text import Broken
+from nestpipe.data import (
+    DataConfig,
+    LogRange,
+    Polled,
+    StreamConfig,
+    StreamingSource,
+    logs,
+    open_source,
+)
+from nestpipe.data.parquet import ColumnLayout
 from nestpipe.data.streaming import choose_ranges, cut, share_in_turn, share_out
+from nestpipe.data.text import Broken
 from nestpipe.errors import ConfigError, DataError
 from nestpipe.jagged import Jagged
 from nestpipe.train import JobConfig, job, loop, make_job, train_job

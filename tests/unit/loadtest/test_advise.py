@@ -8,7 +8,7 @@ from nestpipe.loadtest.advise import Logged, Question, advise, log_of, sentences
 from nestpipe.loadtest.settings import WorkloadSettings
 from nestpipe.loadtest.workload import visits
 from nestpipe.serve.engine.admission import Costs, Fit, Work
-from nestpipe.serve.settings import ServeSettings
+from nestpipe.serve.types import ServeSettings
 
 KB = 1024
 COSTS = Costs(

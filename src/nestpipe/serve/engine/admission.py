@@ -20,8 +20,7 @@ from typing import Protocol, Self
 import numpy as np
 
 from nestpipe.errors import ConfigError, DataError, ParseError
-from nestpipe.serve.settings import ServeSettings
-from nestpipe.serve.types import AdmissionOutcome, Clock, History, RankRequest
+from nestpipe.serve.types import AdmissionOutcome, Clock, History, RankRequest, ServeSettings
 
 SAMPLES = 256
 """Live measurements that a bucket keeps."""

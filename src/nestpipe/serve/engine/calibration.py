@@ -22,8 +22,17 @@ from nestpipe.config import positive
 from nestpipe.serve.engine.admission import AdmissionControl, Costs, Sample, Work, fit
 from nestpipe.serve.engine.rank_model import HstuRankModel
 from nestpipe.serve.engine.scheduler import chunk_of, wait_for_device
-from nestpipe.serve.settings import ServeSettings
-from nestpipe.serve.types import KV, Clock, History, Ids, PrefixItem, RankItem, RankModel, RealClock
+from nestpipe.serve.types import (
+    KV,
+    Clock,
+    History,
+    Ids,
+    PrefixItem,
+    RankItem,
+    RankModel,
+    RealClock,
+    ServeSettings,
+)
 
 HIGH = 0.8
 """Quantile of the readings that counts: of five, the fourth."""

@@ -26,7 +26,6 @@ from nestpipe.serve.engine.scheduler import (
     wait_for_device,
 )
 from nestpipe.serve.engine.state import EngineState, Result, Task, need_of, new_state, start_thread
-from nestpipe.serve.settings import ServeSettings
 from nestpipe.serve.types import (
     KV,
     AdmissionOutcome,
@@ -37,6 +36,7 @@ from nestpipe.serve.types import (
     RankRequest,
     RealClock,
     Scores,
+    ServeSettings,
     Signal,
 )
 

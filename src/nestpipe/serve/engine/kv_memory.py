@@ -25,9 +25,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nestpipe.errors import CapacityError
+from nestpipe.errors import CapacityError, RunError
 from nestpipe.kernels.host_memory import PinnedMemory, map_pages
-from nestpipe.serve.types import KV, History, LayerEvents, PrefixKey, RankModel
+from nestpipe.serve.types import KV, History, PrefixKey, RankModel
 
 
 class EntryState(StrEnum):
@@ -408,6 +408,45 @@ class HostTier:
 
     def _drop(self, key: PrefixKey) -> None:
         self.num_bytes -= self._kept.pop(key).num_bytes
+
+
+class LayerEvents:
+    """Which layers of a prefix are readable, between the thread that copies and those that read.
+
+    One thread adds layers in order; any number of threads wait for them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._events: list[torch.cuda.Event | None] = []
+        self._failed = False
+        self._change = threading.Condition()
+
+    def add(self, event: torch.cuda.Event | None) -> None:
+        """The next layer is readable; with a CUDA event, once the device has reached it."""
+        with self._change:
+            self._events.append(event)
+            self._change.notify_all()
+
+    def fail(self) -> None:
+        """The copy failed: whoever waits for a layer gets an error."""
+        with self._change:
+            self._failed = True
+            self._change.notify_all()
+
+    def wait_for(self, layer: int) -> None:
+        """Return when kernels that this thread launches next may read the layer.
+
+        On a GPU the thread waits only until the copy is enqueued; its current stream then waits for
+        the copy's event.
+        """
+        with self._change:
+            self._change.wait_for(lambda: self._failed or layer < len(self._events))
+            if self._failed:
+                raise RunError("a prefix came back only in part; compute it again")
+            event = self._events[layer]
+        if event is not None:
+            torch.cuda.current_stream(self._device).wait_event(event)
 
 
 class Reload:

@@ -15,8 +15,17 @@ import torch
 from nestpipe.errors import NestpipeError, RunError
 from nestpipe.serve.engine.admission import AdmissionPolicy, Predicts, Work
 from nestpipe.serve.engine.kv_memory import Entry, KVSource
-from nestpipe.serve.settings import ServeSettings
-from nestpipe.serve.types import KV, Answer, History, Path, RankItem, RankModel, RankRequest, Scores
+from nestpipe.serve.types import (
+    KV,
+    Answer,
+    History,
+    Path,
+    RankItem,
+    RankModel,
+    RankRequest,
+    Scores,
+    ServeSettings,
+)
 
 _log = logging.getLogger(__name__)
 

@@ -44,7 +44,6 @@ from nestpipe.serve.engine.scheduler import (
     Predictions,
     RankQueue,
 )
-from nestpipe.serve.settings import ServeSettings
 from nestpipe.serve.types import (
     KV,
     AdmissionOutcome,
@@ -54,6 +53,7 @@ from nestpipe.serve.types import (
     RankModel,
     RankRequest,
     Scores,
+    ServeSettings,
     has_prefix,
 )
 

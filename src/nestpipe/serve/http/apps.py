@@ -48,8 +48,14 @@ from nestpipe.serve.http.requests import (
     media_type,
     validated,
 )
-from nestpipe.serve.settings import MOST_DEADLINE_S, HttpSettings, ServeSettings
-from nestpipe.serve.types import Answer, RankRequest, RankService
+from nestpipe.serve.types import (
+    MOST_DEADLINE_S,
+    Answer,
+    HttpSettings,
+    RankRequest,
+    RankService,
+    ServeSettings,
+)
 
 SAYS = {
     400: "The body cannot be parsed",

@@ -24,8 +24,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nestpipe.config.sections import is_authorised
 from nestpipe.errors import NestpipeError, ShedError
-from nestpipe.serve.settings import MOST_DEADLINE_S, HttpSettings, ServeSettings
-from nestpipe.serve.types import AdmissionOutcome, ClosingError, Path
+from nestpipe.serve.types import (
+    MOST_DEADLINE_S,
+    AdmissionOutcome,
+    ClosingError,
+    HttpSettings,
+    Path,
+    ServeSettings,
+)
 
 log = logging.getLogger("nestpipe.serve")
 

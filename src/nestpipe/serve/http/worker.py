@@ -35,8 +35,7 @@ from nestpipe.serve.engine.rank_model import HstuRankModel
 from nestpipe.serve.engine.score_model import open_model
 from nestpipe.serve.http.apps import ServedApp, answer_error
 from nestpipe.serve.http.bodies import shed
-from nestpipe.serve.settings import HttpSettings, ServeSettings
-from nestpipe.serve.types import has_prefix
+from nestpipe.serve.types import HttpSettings, ServeSettings, has_prefix
 
 log = logging.getLogger("nestpipe.serve")
 

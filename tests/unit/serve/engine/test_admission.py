@@ -26,8 +26,7 @@ from nestpipe.serve.engine.admission import (
     seconds_apart,
 )
 from nestpipe.serve.engine.calibration import calibrate, high
-from nestpipe.serve.settings import ServeSettings
-from nestpipe.serve.types import KV, AdmissionOutcome
+from nestpipe.serve.types import KV, AdmissionOutcome, ServeSettings
 
 MB = 2**20
 

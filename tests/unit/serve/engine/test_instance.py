@@ -19,7 +19,6 @@ from nestpipe.serve.engine.calibration import Probes
 from nestpipe.serve.engine.instance import Instance
 from nestpipe.serve.engine.kv_memory import Reload
 from nestpipe.serve.engine.state import ClosingError
-from nestpipe.serve.settings import ServeSettings
 from nestpipe.serve.types import (
     KV,
     AdmissionOutcome,
@@ -31,6 +30,7 @@ from nestpipe.serve.types import (
     RankModel,
     RankRequest,
     Scores,
+    ServeSettings,
     Signal,
 )
 

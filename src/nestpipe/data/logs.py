@@ -29,9 +29,9 @@ import pyarrow as pa
 import pyarrow.json as pa_json
 
 from nestpipe.batch import Batch
+from nestpipe.data import inputs
 from nestpipe.data.config import DataConfig, StreamConfig
-from nestpipe.data.readers import inputs
-from nestpipe.data.readers.parquet import (
+from nestpipe.data.parquet import (
     PATTERNS,
     ColumnLayout,
     check,
@@ -40,11 +40,11 @@ from nestpipe.data.readers.parquet import (
     row_group,
     to_batch,
 )
-from nestpipe.data.readers.sequences import find_layout
-from nestpipe.data.readers.text import Broken, RowError
+from nestpipe.data.sequences import find_layout
 from nestpipe.data.shards import concat
 from nestpipe.data.source import empty_batch
 from nestpipe.data.streaming import LogRange, Offsets, Polled
+from nestpipe.data.text import Broken, RowError
 from nestpipe.errors import ConfigError, DataError
 
 TAIL = 1 << 16

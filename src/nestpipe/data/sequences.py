@@ -11,8 +11,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from nestpipe.batch import Batch
+from nestpipe.data import inputs
 from nestpipe.data.config import DataConfig, ParquetConfig, Split
-from nestpipe.data.readers import inputs
 from nestpipe.data.source import (
     HISTORY,
     LABEL,

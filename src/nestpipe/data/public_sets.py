@@ -26,11 +26,10 @@ import torch
 from numpy.typing import NDArray
 
 from nestpipe.batch import Batch
+from nestpipe.data import inputs, parquet
 from nestpipe.data.config import DataConfig, KuaiRandConfig, MovieLensConfig, Split
-from nestpipe.data.readers import inputs, parquet
-from nestpipe.data.readers.inputs import find_files, flat, keeps, split_path
-from nestpipe.data.readers.parquet import ColumnLayout
-from nestpipe.data.readers.text import Broken, RowError, TextFormat, rows, table, with_header
+from nestpipe.data.inputs import find_files, flat, keeps, split_path
+from nestpipe.data.parquet import ColumnLayout
 from nestpipe.data.source import (
     DENSE,
     HISTORY,
@@ -52,6 +51,7 @@ from nestpipe.data.source import (
     time_column,
     times_column,
 )
+from nestpipe.data.text import Broken, RowError, TextFormat, rows, table, with_header
 from nestpipe.errors import ConfigError, DataError, MissingSplitError
 from nestpipe.jagged import Jagged
 

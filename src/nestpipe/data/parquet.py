@@ -20,9 +20,9 @@ import torch
 from numpy.typing import NDArray
 
 from nestpipe.batch import Batch
+from nestpipe.data import inputs
 from nestpipe.data.config import DataConfig, ParquetConfig, Split
-from nestpipe.data.readers import inputs
-from nestpipe.data.readers.inputs import (
+from nestpipe.data.inputs import (
     DataFile,
     RemoteFile,
     find_files,
@@ -33,14 +33,13 @@ from nestpipe.data.readers.inputs import (
     num_kept,
     split_path,
 )
-from nestpipe.data.readers.sequences import (
+from nestpipe.data.sequences import (
     SequenceLayout,
     broken_rows,
     check_types,
     find_layout,
 )
-from nestpipe.data.readers.sequences import to_batch as sequence_batch
-from nestpipe.data.readers.text import Broken
+from nestpipe.data.sequences import to_batch as sequence_batch
 from nestpipe.data.shards import Fill, PieceForm
 from nestpipe.data.source import (
     DENSE,
@@ -54,6 +53,7 @@ from nestpipe.data.source import (
     label_column,
     tensor,
 )
+from nestpipe.data.text import Broken
 from nestpipe.errors import DataError
 from nestpipe.jagged import Jagged
 from nestpipe.kernels.take import Filling, PieceColumns, RowForm
