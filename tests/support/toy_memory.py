@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from nestpipe.schedule import Exchange, Merge, Retrieval, Shape
 from nestpipe.schedule.effects import CARRIES, STATE
-from nestpipe.schedule.op import Kind, Op
+from nestpipe.schedule.schedule import Kind, Op
 
 K = Kind
 PRIME = 2_147_483_647

@@ -27,7 +27,7 @@ from nestpipe.kernels.block.forms import PointwiseForm
 from nestpipe.models import Hstu, HstuConfig, Tokens
 from nestpipe.models.protocol import in_precision
 from nestpipe.train.job import JobConfig, make_job
-from nestpipe.train.summary import Summary, peak_tflops, summarise
+from nestpipe.train.loggers import Summary, peak_tflops, summarise
 from nestpipe.train.trainer import choose_device
 
 # Shapes: B samples, T rows of all samples together, L rows of the longest, H heads, A width of a

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from nestpipe.config.values import memory_size, show_memory
+from nestpipe.config.load import memory_size, show_memory
 from nestpipe.embedding.routing.owners import WorkingSet
 from nestpipe.embedding.slot_transfer import SlotList, Told, fill_with_nan, slot_transfer
 from nestpipe.embedding.store.protocol import RowStore, StoreLayout

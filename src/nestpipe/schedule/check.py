@@ -24,10 +24,19 @@ from nestpipe.schedule.effects import (
     effects,
     reference_position,
 )
-from nestpipe.schedule.op import MICRO_KINDS, Kind, Op
 from nestpipe.schedule.options import Retrieval
-from nestpipe.schedule.schedule import DEVICE_NETWORKS, DRAINING, How, Schedule, Shape, Tie
-from nestpipe.schedule.text import nominal_trace
+from nestpipe.schedule.schedule import (
+    DEVICE_NETWORKS,
+    DRAINING,
+    MICRO_KINDS,
+    How,
+    Kind,
+    Op,
+    Schedule,
+    Shape,
+    Tie,
+    nominal_trace,
+)
 from nestpipe.trace import Trace, grid
 
 K = Kind

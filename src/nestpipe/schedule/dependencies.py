@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from nestpipe.schedule.op import Kind, Op
 from nestpipe.schedule.options import Exchange, Merge, Retrieval
-from nestpipe.schedule.schedule import Shape
+from nestpipe.schedule.schedule import Kind, Op, Shape
 
 K = Kind
 

@@ -13,9 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from nestpipe.schedule.op import Kind, Op
 from nestpipe.schedule.options import Exchange, Merge
-from nestpipe.schedule.schedule import Shape
+from nestpipe.schedule.schedule import Kind, Op, Shape
 
 K = Kind
 Cell = tuple[str, int]

@@ -22,8 +22,18 @@ import torch
 from torch import Tensor, nn
 
 from nestpipe.checkpoint import disk
-from nestpipe.checkpoint.folder import Checkpoint, RowChange, counted, name_of, open_checkpoint
-from nestpipe.checkpoint.manifest import DENSE, FileEntry, Manifest, Parent, write_manifest
+from nestpipe.checkpoint.folder import (
+    DENSE,
+    Checkpoint,
+    FileEntry,
+    Manifest,
+    Parent,
+    RowChange,
+    counted,
+    name_of,
+    open_checkpoint,
+    write_manifest,
+)
 from nestpipe.checkpoint.merging import (
     cut,
     merged_blocks,
@@ -32,8 +42,7 @@ from nestpipe.checkpoint.merging import (
     write_keys,
     write_rows,
 )
-from nestpipe.comm.communicator import Communicator
-from nestpipe.comm.mesh import Mesh
+from nestpipe.comm.communicator import Communicator, Mesh
 from nestpipe.embedding.lifecycle import Lifecycle
 from nestpipe.embedding.routing.lists import owner_of
 from nestpipe.embedding.store.protocol import RowStore

@@ -13,8 +13,15 @@ import pytest
 import torch
 
 from nestpipe.checkpoint import disk
-from nestpipe.checkpoint.folder import Checkpoint, newest, open_checkpoint, paths_in, verified
-from nestpipe.checkpoint.manifest import DENSE, read_manifest
+from nestpipe.checkpoint.folder import (
+    DENSE,
+    Checkpoint,
+    newest,
+    open_checkpoint,
+    paths_in,
+    read_manifest,
+    verified,
+)
 from nestpipe.checkpoint.merging import compact, difference, merged_rows
 from nestpipe.comm import LocalCommunicator
 from nestpipe.embedding.pool import RowPool
