@@ -38,20 +38,26 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from nestpipe.checkpoint.folder import newest, write_checkpoint
-from nestpipe.checkpoint.manifest import FORMAT, MANIFEST, Manifest, hash_of_body
+from nestpipe.checkpoint.folder import (
+    FORMAT,
+    MANIFEST,
+    Manifest,
+    hash_of_body,
+    newest,
+    write_checkpoint,
+)
 from nestpipe.config import build, load
 from nestpipe.data import open_source
 from nestpipe.data.config import DataConfig
-from nestpipe.data.readers.kuairand import USER_COUNTS, USER_KEYS
+from nestpipe.data.public_sets import USER_COUNTS, USER_KEYS
 from nestpipe.errors import NestpipeError, ScheduleError
 from nestpipe.models import HstuConfig, HstuRanker
 from nestpipe.schedule import PLANS, PlanOptions, check, plan
-from nestpipe.schedule.text import from_text, to_text
-from nestpipe.serve.engine.weights import read_weights
+from nestpipe.schedule.schedule import from_text, to_text
+from nestpipe.serve.engine.rank_model import read_weights
 from nestpipe.serve.http.bodies import MEDIA_TYPE, HttpError, pack
 from nestpipe.serve.http.requests import RequestReader, read_histories
-from nestpipe.serve.settings import HttpSettings, ServeSettings
+from nestpipe.serve.types import HttpSettings, ServeSettings
 from nestpipe.train.job import JobConfig
 
 HANG_S, MEMORY = 10, 6 << 30

@@ -40,8 +40,8 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 from nestpipe.errors import ConfigError, NestpipeError, RunError  # noqa: E402
 
 if TYPE_CHECKING:
-    from nestpipe.bench.lab import Comparison, LabReading, Peer, TableRow
     from nestpipe.bench.pipeline_cases import PipelineCase, Variant
+    from nestpipe.bench.torchrec_lab import Comparison, LabReading, Peer, TableRow
 
 
 def say(line: str) -> None:
@@ -76,7 +76,7 @@ def unpack() -> None:
 
 def find_peer(options: argparse.Namespace) -> Peer | None:
     """TorchRec, unless it is not wanted; a missing one is refused before anything runs."""
-    from nestpipe.bench.lab import Peer
+    from nestpipe.bench.torchrec_lab import Peer
 
     if options.no_peer:
         return None
@@ -87,7 +87,7 @@ def find_peer(options: argparse.Namespace) -> Peer | None:
 
 def compare(options: argparse.Namespace) -> None:
     """Both systems on each configuration, in the plans and forms that are asked for."""
-    from nestpipe.bench.lab import lab_variants
+    from nestpipe.bench.torchrec_lab import lab_variants
 
     def variants_of(case: PipelineCase) -> list[Variant]:
         micro_batches = options.micro_batches or [case.micro_batches]
@@ -99,7 +99,7 @@ def compare(options: argparse.Namespace) -> None:
 
 def table(options: argparse.Namespace) -> None:
     """Every exact plan, both baselines and TorchRec, as one table."""
-    from nestpipe.bench.lab import joined_parts, plan_table, table_variants
+    from nestpipe.bench.torchrec_lab import joined_parts, plan_table, table_variants
 
     def variants_of(case: PipelineCase) -> list[Variant]:
         return [] if options.peer_only else table_variants(case, options.forms)
@@ -119,7 +119,7 @@ def _run(
 
     Figures are written after each.
     """
-    from nestpipe.bench.lab import Comparison, joined_parts, lab_case, plan_table
+    from nestpipe.bench.torchrec_lab import Comparison, joined_parts, lab_case, plan_table
 
     cases = {config: _sized(lab_case(config, options.steps), options) for config in configs}
     planned = {config: variants_of(case) for config, case in cases.items()}
@@ -173,7 +173,7 @@ def _compare_one(
     peer: Peer | None,
     options: argparse.Namespace,
 ) -> Comparison:
-    from nestpipe.bench.lab import Comparison, time_nestpipe, time_torchrec
+    from nestpipe.bench.torchrec_lab import Comparison, time_nestpipe, time_torchrec
 
     theirs: list[LabReading] = []
     if peer:

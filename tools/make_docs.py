@@ -27,7 +27,7 @@ from nestpipe import deprecated
 from nestpipe.cli.app import app
 from nestpipe.config import Table
 from nestpipe.schedule import PlanOptions, nominal_trace, plan
-from nestpipe.serve.settings import HttpSettings, ServeSettings
+from nestpipe.serve.types import HttpSettings, ServeSettings
 from nestpipe.sim import Scale, chart, paper_cluster, scaling_curve
 from nestpipe.trace import svg
 from nestpipe.train.job import JobConfig

@@ -14,9 +14,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from nestpipe.dashboard.page import report_page
 from nestpipe.dashboard.record import RecordWriter, file_of
-from nestpipe.dashboard.server import Address, RunServer, listen, url_of
+from nestpipe.dashboard.server import Address, RunServer, listen, report_page, url_of
 from nestpipe.dashboard.view import RunFolder, page_data
 from support.chromium import Page, chromium
 from support.recorded_runs import about, point, written_run

@@ -86,6 +86,12 @@ LEAVING = [
     for n, optimizer in enumerate(OPTIMIZERS)
     for pin in (True, False)
 ]
+THREE = [
+    {**PLAIN, "plan": plan, "pin_rows": pin, "buffers": 3, "pool_rows": SMALL * 3 // 2}
+    for plan in ("nested", "dual_buffer")
+    for pin in (True, False)
+]
+"""Room is made one batch ahead: the pool holds little more than three batches."""
 """Rows are moved by the device and by the host, in a pool of little more than two batches."""
 BY_HOST = [
     {
@@ -101,7 +107,7 @@ BY_HOST = [
 ROUNDED = [{**PLAIN, "comm_dtype": "bfloat16", "micro_batches": micros} for micros in (1, 2)]
 
 
-@pytest.mark.parametrize("case", [*ALL_THERE, *LEAVING, *BY_HOST, *ROUNDED], ids=name_of)
+@pytest.mark.parametrize("case", [*ALL_THERE, *LEAVING, *THREE, *BY_HOST, *ROUNDED], ids=name_of)
 def test_a_pool_changes_no_bit(case):
     with world.counted_leavers() as left:
         figures = world.prove(case, LocalCommunicator(), DEVICE).figures()
@@ -115,8 +121,8 @@ def hasty_pool(monkeypatch):
     left: list[int] = []
     make_room = RowPool._make_room
 
-    def make_all_room(self: RowPool, stamp: int, least_free: int) -> list[SlotList]:
-        leaving = make_room(self, stamp, self.num_slots)
+    def make_all_room(self: RowPool, in_use_from: int, least_free: int) -> list[SlotList]:
+        leaving = make_room(self, in_use_from, self.num_slots)
         left.extend(of.count for of in leaving)
         return leaving
 

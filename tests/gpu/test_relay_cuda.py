@@ -13,9 +13,8 @@ import torch
 
 from nestpipe.models import HstuConfig
 from nestpipe.serve.engine.instance import Instance
+from nestpipe.serve.engine.kv_memory import Reload
 from nestpipe.serve.engine.rank_model import HstuRankModel
-from nestpipe.serve.kv_cache.host_tier import Reload
-from nestpipe.serve.settings import ServeSettings
 from nestpipe.serve.types import (
     KV,
     AdmissionOutcome,
@@ -26,6 +25,7 @@ from nestpipe.serve.types import (
     RankItem,
     RankRequest,
     Scores,
+    ServeSettings,
     Signal,
 )
 

@@ -162,21 +162,26 @@ THIRD_CASES = [
         name,
         PlanOptions(
             micro_batches=micro_batches,
-            retrieval=Retrieval.NEW,
+            retrieval=retrieval,
             stages=stages,
             merge_every=every,
             buffers=3,
         ),
         early=early,
     )
-    for name, micro_batches, stages, every, early in (
-        ("nested", 1, 4, 0, False),
-        ("nested", 2, 4, 0, False),
-        ("nested", 2, 4, 0, True),
-        ("nested", 3, 2, 0, True),
-        ("nested", 2, 1, 2, False),
-        ("dual_buffer", 2, 4, 1, False),
-        ("dual_buffer", 2, 1, 0, True),
+    for name, retrieval, micro_batches, stages, every, early in (
+        ("nested", Retrieval.NEW, 1, 4, 0, False),
+        ("nested", Retrieval.NEW, 2, 4, 0, False),
+        ("nested", Retrieval.NEW, 2, 4, 0, True),
+        ("nested", Retrieval.NEW, 3, 2, 0, True),
+        ("nested", Retrieval.NEW, 2, 1, 2, False),
+        ("dual_buffer", Retrieval.NEW, 2, 4, 1, False),
+        ("dual_buffer", Retrieval.NEW, 2, 1, 0, True),
+        ("nested", Retrieval.POOLED, 1, 4, 0, False),
+        ("nested", Retrieval.POOLED, 2, 2, 0, False),
+        ("nested", Retrieval.POOLED, 2, 1, 2, False),
+        ("dual_buffer", Retrieval.POOLED, 2, 4, 1, False),
+        ("dual_buffer", Retrieval.POOLED, 1, 1, 0, False),
     )
 ]
 """Rows are written back while the next are read."""

@@ -37,7 +37,7 @@ from nestpipe.checkpoint.merging import compact, difference
 from nestpipe.comm import LocalCommunicator
 from nestpipe.config import build
 from nestpipe.errors import CheckpointError
-from nestpipe.schedule.op import Kind, Op
+from nestpipe.schedule.schedule import Kind, Op
 from nestpipe.train import JobConfig, train_job
 from nestpipe.train.job import Job, prepare
 from nestpipe.train.ops import TrainingWork

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from nestpipe.cli.app import main
-from nestpipe.schedule.op import Op
+from nestpipe.schedule.schedule import Op
 from nestpipe.train.ops import TrainingWork
 
 SETTINGS = (

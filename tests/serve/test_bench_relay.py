@@ -14,8 +14,7 @@ from nestpipe.bench.relay_service import Reference, write_random
 from nestpipe.loadtest.run import RandomModel
 from nestpipe.loadtest.settings import LoadSettings, WorkloadSettings
 from nestpipe.serve.engine.rank_model import HstuRankModel
-from nestpipe.serve.settings import ServeSettings
-from nestpipe.serve.types import RealClock
+from nestpipe.serve.types import RealClock, ServeSettings
 
 SERVE = ServeSettings(target_ms=500.0, admission=False, max_events=256, device_mb=16, host_mb=16)
 WORKLOAD = WorkloadSettings(

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from nestpipe.serve.routing.nginx import nginx_config
+from nestpipe.serve.http.launch import nginx_config
 from support.programs import find
 
 NGINX = find("nginx")

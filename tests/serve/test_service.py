@@ -21,8 +21,7 @@ import numpy as np
 import pytest
 import torch
 
-from nestpipe.checkpoint.folder import write_checkpoint
-from nestpipe.checkpoint.manifest import Manifest
+from nestpipe.checkpoint.folder import Manifest, write_checkpoint
 from nestpipe.errors import CheckpointError, DataError, NestpipeError, RunError, ShedError
 from nestpipe.models import HstuConfig, HstuRanker
 from nestpipe.serve.engine.instance import Instance
@@ -30,8 +29,7 @@ from nestpipe.serve.engine.rank_model import HstuRankModel
 from nestpipe.serve.http.apps import ServedApp, instance_app
 from nestpipe.serve.http.bodies import MEDIA_TYPE
 from nestpipe.serve.http.client import Client, ranking_body, read_stats, signal_body
-from nestpipe.serve.settings import HttpSettings, ServeSettings
-from nestpipe.serve.types import History, RankItem, RankRequest, Signal
+from nestpipe.serve.types import History, HttpSettings, RankItem, RankRequest, ServeSettings, Signal
 
 CONFIG = HstuConfig(blocks=2, heads=2, dim=8, attention_dim=4, value_dim=4, max_len=64)
 ITEMS = 50

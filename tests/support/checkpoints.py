@@ -11,8 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from nestpipe.checkpoint.disk import write_tensors
-from nestpipe.checkpoint.folder import paths_in
-from nestpipe.checkpoint.manifest import MANIFEST, FileEntry, read_manifest, write_manifest
+from nestpipe.checkpoint.folder import MANIFEST, FileEntry, paths_in, read_manifest, write_manifest
 
 
 def only_checkpoint(folder: Path) -> Path:

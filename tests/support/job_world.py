@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from nestpipe.planner.candidates import Candidate
+from nestpipe.planner.choice import Candidate
 from nestpipe.schedule import Kind, Lane
-from nestpipe.schedule.op import Op
+from nestpipe.schedule.schedule import Op
 from nestpipe.sim.job_costs import JobProfile, ProfiledRun
 from nestpipe.sim.replay import replay_shared
 from nestpipe.trace import Trace

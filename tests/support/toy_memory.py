@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from nestpipe.schedule import Exchange, Merge, Retrieval, Shape
 from nestpipe.schedule.effects import CARRIES, STATE
-from nestpipe.schedule.op import Kind, Op
+from nestpipe.schedule.schedule import Kind, Op
 
 K = Kind
 PRIME = 2_147_483_647
@@ -65,7 +65,9 @@ class Rank:
     absent: list[dict[int, int]]
     """... of those that were not there, too ..."""
     victims: list[dict[int, int]]
-    """... and of those that made room for them."""
+    """... and of those that made room for them, or with three buffers for the next batch ..."""
+    urgent: list[dict[int, int]]
+    """... and with three buffers of those that `retrieve` itself stores."""
     received: list[dict[int, int]]
     sent: list[dict[int, int]]
     active: int = 0
@@ -87,7 +89,9 @@ class Rank:
     last_use: dict[int, int] = field(default_factory=dict[int, int])
     """... and the last batch that uses it."""
     places: int = 0
-    """Places in the pool: as many as two batches ever needed."""
+    """Places in the pool: as many as two batches ever needed, or three."""
+    room: dict[int, int] = field(default_factory=dict[int, int])
+    """With three buffers: places that were given up, and by which batch."""
     reports: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     """Batches with their totals, as they end."""
 
@@ -142,6 +146,7 @@ def new_world(
             seats=[{} for _ in range(shape.slots)],
             absent=[{} for _ in range(shape.slots)],
             victims=[dict.fromkeys(anything_odd, 0) for _ in range(shape.slots)],
+            urgent=[{} for _ in range(shape.slots)],
             marks=[anything] * shape.slots,
             received=[{} for _ in range(shape.places)],
             sent=[{} for _ in range(shape.receive)],
@@ -191,15 +196,23 @@ def _union(world: World, rank: Rank, t: int) -> None:
         rank.owned[t % slots] = keys
     rank.shared[t % slots] = rank.taken[t % slots] = frozenset()
     rank.seats[t % slots], rank.absent[t % slots], rank.victims[t % slots] = {}, {}, {}
-    _compare(world, rank, t, keys)
+    rank.urgent[t % slots] = {}
+    _compare(world, rank, t, keys, last=not world.shape.merges_replicas(t))
     if world.shape.merge_every:
         rank.touched[t % len(rank.touched)] = keys
 
 
-def _compare(world: World, rank: Rank, t: int, keys: frozenset[int]) -> None:
-    """Find which of these keys the batches before have too, or seat them in the pool."""
+def _compare(world: World, rank: Rank, t: int, keys: frozenset[int], *, last: bool) -> None:
+    """Find which of these keys the batches before have too, or seat them in the pool.
+
+    `last`: the batch has no others.
+    """
     slots = world.shape.slots
-    if world.shape.pooled:
+    if world.shape.stores_while_reading:
+        _seat_ahead(rank, t, t % slots, keys)
+        if last:
+            _give_up(rank, t, t % slots)
+    elif world.shape.pooled:
         _seat(rank, t, t % slots, keys)
     if world.shape.handover is K.SYNC:
         before = rank.owned[(t - 1) % slots] if t > 0 else frozenset[int]()
@@ -211,8 +224,7 @@ def _compare(world: World, rank: Rank, t: int, keys: frozenset[int]) -> None:
 def _seat(rank: Rank, t: int, slot: int, keys: frozenset[int]) -> None:
     """A place for each key; a row that batch t-1 and t do not use gives up its own."""
     rank.last_use |= dict.fromkeys(keys, t)
-    free = [key for key in rank.index if rank.last_use[key] < t - 1]
-    free.sort(key=lambda key: (key * 2_654_435_761 + t * 40_503) % PRIME)
+    free = _unused_since(rank, t - 1, t)
     for key in sorted(keys):
         if key not in rank.index:
             if free:
@@ -225,15 +237,54 @@ def _seat(rank: Rank, t: int, slot: int, keys: frozenset[int]) -> None:
         rank.seats[slot][key] = rank.index[key]
 
 
+def _seat_ahead(rank: Rank, t: int, slot: int, keys: frozenset[int]) -> None:
+    """The same where places are given up for the next batch.
+
+    Where they are too few, a row that batches t-2 to t do not use gives up its own at once.
+    """
+    rank.last_use |= dict.fromkeys(keys, t)
+    unused = _unused_since(rank, t - 2, t)
+    for key in sorted(keys):
+        if key not in rank.index:
+            room = [place for place, since in rank.room.items() if since < t]
+            if room:
+                del rank.room[room[0]]
+                rank.index[key] = room[0]
+            elif unused:
+                victim = unused.pop()
+                rank.urgent[slot][victim] = rank.index[key] = rank.index.pop(victim)
+            else:
+                rank.index[key] = rank.places
+                rank.places += 1
+            rank.absent[slot][key] = rank.index[key]
+        rank.seats[slot][key] = rank.index[key]
+
+
+def _give_up(rank: Rank, t: int, slot: int) -> None:
+    """Places for the next batch, when all keys of this one have theirs."""
+    leaving = _unused_since(rank, t - 1, t)
+    for victim in leaving[: (len(leaving) + 1) // 2]:  # never all, so that some are urgent
+        rank.victims[slot][victim] = place = rank.index.pop(victim)
+        rank.room[place] = t
+
+
+def _unused_since(rank: Rank, batch: int, t: int) -> list[int]:
+    """Keys in the pool that no batch from that one on uses, in an order of batch t's own."""
+    free = [key for key in rank.index if rank.last_use[key] < batch]
+    return sorted(free, key=lambda key: (key * 2_654_435_761 + t * 40_503) % PRIME)
+
+
 def _replica_union(world: World, rank: Rank, t: int) -> None:
     slot = t % world.shape.slots
     rank.owned[slot] = rank.own[slot] | rank.merged[slot]
-    _compare(world, rank, t, rank.merged[slot] - rank.own[slot])
+    _compare(world, rank, t, rank.merged[slot] - rank.own[slot], last=True)
 
 
 def _retrieve(world: World, rank: Rank, t: int) -> None:
     slot = t % world.shape.slots
     if world.shape.pooled:
+        for key, place in rank.urgent[slot].items():
+            rank.stored[key] = world.moved(K.WRITEBACK, rank.pool.get(place, GARBAGE_ROW))
         for key, place in rank.absent[slot].items():
             rank.pool[place] = world.moved(K.RETRIEVE, _stored(rank, key))
         return

@@ -14,8 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from nestpipe.schedule.effects import CARRIES
-from nestpipe.schedule.op import Kind, Op
-from nestpipe.schedule.schedule import DEVICE_NETWORKS, DRAINING, How, Schedule
+from nestpipe.schedule.schedule import DEVICE_NETWORKS, DRAINING, How, Kind, Op, Schedule
 from support.toy_memory import (
     MicroKeys,
     Row,

@@ -120,9 +120,9 @@ def plant(folder: Path, file: str, source: str) -> Path:
     ("file", "source", "sentence"),
     [
         (
-            "schedule/op.py",
+            "schedule/schedule.py",
             "x = 1\nfrom nestpipe.sim.clock import Clock",
-            "nestpipe/schedule/op.py:2 imports nestpipe.sim.clock, "
+            "nestpipe/schedule/schedule.py:2 imports nestpipe.sim.clock, "
             "but sim (layer 3) is above schedule (2)",
         ),
         (
@@ -132,9 +132,9 @@ def plant(folder: Path, file: str, source: str) -> Path:
             "but config is beside trace (layer 1)",
         ),
         (
-            "schedule/op.py",
+            "schedule/schedule.py",
             "from nestpipe import sim",
-            "nestpipe/schedule/op.py:1 imports nestpipe.sim, "
+            "nestpipe/schedule/schedule.py:1 imports nestpipe.sim, "
             "but sim (layer 3) is above schedule (2)",
         ),
         (
@@ -183,7 +183,10 @@ def test_a_planted_violation_is_caught(tmp_path: Path, file: str, source: str, s
         ("cli/app.py", "import torchlight"),
         ("runtime/lanes.py", "import torch\nfrom nestpipe.schedule import Op"),
         ("schedule/plans.py", "from nestpipe import __version__, errors"),
-        ("schedule/plans.py", "from . import op\nfrom .op import Op\nimport nestpipe.schedule.op"),
+        (
+            "schedule/plans.py",
+            "from . import op\nfrom .op import Op\nimport nestpipe.schedule.schedule",
+        ),
     ],
 )
 def test_what_is_allowed_is_let_through(tmp_path: Path, file: str, source: str):

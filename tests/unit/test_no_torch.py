@@ -48,7 +48,7 @@ def test_every_module_imports_without_torch(package: str):
 
 
 def test_the_modules_are_found():
-    assert {"nestpipe.schedule", "nestpipe.schedule.op"} <= set(modules_of("schedule"))
+    assert {"nestpipe.schedule", "nestpipe.schedule.schedule"} <= set(modules_of("schedule"))
     assert modules_of("errors") == ["nestpipe.errors"]
 
 

@@ -238,8 +238,8 @@ def hasty_pool(monkeypatch):
     left: list[int] = []
     make_room = RowPool._make_room
 
-    def make_all_room(pool: RowPool, stamp: int, least_free: int) -> list[SlotList]:
-        leaving = make_room(pool, stamp, pool.num_slots)
+    def make_all_room(pool: RowPool, in_use_from: int, least_free: int) -> list[SlotList]:
+        leaving = make_room(pool, in_use_from, pool.num_slots)
         left.extend(of.count for of in leaving)
         return leaving
 

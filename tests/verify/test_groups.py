@@ -12,15 +12,14 @@ import pytest
 import torch
 
 from nestpipe.batch import Batch
-from nestpipe.comm.mesh import Mesh, make_mesh
+from nestpipe.comm.communicator import Mesh, make_mesh
 from nestpipe.config import build
 from nestpipe.embedding.optimizers import OPTIMIZERS
 from nestpipe.errors import ConfigError
 from nestpipe.schedule import Retrieval
 from nestpipe.train.config import PipelineSettings
 from nestpipe.train.trainer import Trainer
-from nestpipe.train.verify import Trained, compare, verify
-from nestpipe.train.verify_groups import BOUND, Agreement, agreement
+from nestpipe.train.verify import BOUND, Agreement, Trained, agreement, compare, verify
 from support.examples import every
 from support.thread_ranks import run_ranks
 

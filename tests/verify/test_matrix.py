@@ -201,6 +201,16 @@ def test_rows_that_leave_a_pool_and_come_back_change_no_bit(make_world, case, ha
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("plan", ["nested", "dual_buffer"])
+def test_room_that_is_made_one_batch_ahead_changes_no_bit(make_world, ranks, plan, hasty_pool):
+    case = {"ranks": ranks, "plan": plan, "micro_batches": ranks, "retrieval": "pooled"}
+    verdict = prove(make_world, {**case, "keys": "coming back", "buffers": 3})
+    assert verdict.first_difference is None
+    assert verdict.identical
+    assert sum(hasty_pool) > 0
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_rows_that_leave_a_pool_unsaved_are_caught(make_world, ranks, hasty_pool, monkeypatch):
     monkeypatch.setattr(RowPool, "writeback", lambda pool, batch: 0)
     case = {"ranks": ranks, "plan": "nested", "micro_batches": 2, "retrieval": "pooled"}

@@ -16,7 +16,7 @@ from nestpipe.checkpoint.folder import Checkpoint, verified
 from nestpipe.comm import Communicator
 from nestpipe.config import build
 from nestpipe.embedding.store.ssd import SsdStore
-from nestpipe.serve.engine.weights import read_rows
+from nestpipe.serve.engine.rank_model import read_rows
 from nestpipe.train.background import BackgroundWriter
 from nestpipe.train.config import PipelineSettings
 from support.thread_ranks import run_ranks

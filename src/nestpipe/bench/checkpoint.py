@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median, quantiles
 
-from nestpipe.checkpoint.manifest import DENSE, read_manifest
+from nestpipe.checkpoint.folder import DENSE, read_manifest
 from nestpipe.config import positive
 from nestpipe.dashboard.server import Address, beside_training, listen
 from nestpipe.train.background import BackgroundWriter

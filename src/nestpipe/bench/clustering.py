@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nestpipe.config.values import positive
+from nestpipe.config.load import positive
 from nestpipe.data.clustering import Balance, How, count_keys_sent, partition
 from nestpipe.data.order import Permutation, draw, mix, uniform
 from nestpipe.errors import ConfigError, DataError
@@ -108,8 +108,8 @@ def steps(case: ClusteringCase, movielens: bool) -> int:
 def movielens_batches(case: ClusteringCase, path: Path) -> list[Jagged]:
     """The latest items of users drawn at random, one batch per draw."""
     try:
-        from nestpipe.data.readers.movielens import read_ratings
-        from nestpipe.data.readers.text import Broken
+        from nestpipe.data.public_sets import read_ratings
+        from nestpipe.data.text import Broken
     except ImportError:
         raise ConfigError(
             "reading MovieLens needs pyarrow; run pip install 'nestpipe[train]'"

@@ -84,6 +84,8 @@ class EmbeddingCase:
     share: float = 0.1
     """cache: the part of all rows that the device holds."""
     plan: str = "nested"
+    buffers: int = 0
+    """Neighbouring batches whose rows the device holds; 0: 3 in a cache, else 2."""
     distinct: int = -1
     """Different batches, used in turns; 0: every step has its own; -1: 6 in device memory, else 0.
     """
@@ -109,6 +111,7 @@ class EmbeddingCase:
             raise ConfigError(f"optimizer is {self.optimizer!r}; use one of {known}")
         in_memory = self.where == "hbm"
         defaults = {
+            "buffers": (self.buffers > 0, 3 if self.where == "cache" else 2),
             "rows": (self.rows > 0, 1_677_721 if in_memory else 8_000_000),
             "distinct": (self.distinct >= 0, 6 if in_memory else 0),
             "warm": (self.warm > 0, max(warm_steps(self.device), 12 if in_memory else 48)),
@@ -228,6 +231,7 @@ def make_trainer(case: EmbeddingCase) -> Trainer:
         pipeline=PipelineSettings(
             plan=case.plan,
             retrieval=case.retrieval,  # pyright: ignore[reportArgumentType]
+            buffers=case.buffers,
         ),
         device_memory=pool_memory(case),
     )
@@ -242,8 +246,11 @@ def pool_memory(case: EmbeddingCase) -> str:
     return f"{case.rows * case.tables * part * row_bytes / 1e9:.6f}GB"
 
 
-def store_rows(trainer: Trainer, batches: Sequence[Batch]) -> None:
-    """Store every row of the batches, as in a table that has been trained for long."""
+def store_rows(trainer: Trainer, batches: Sequence[Batch]) -> int:
+    """Store every row of the batches, as in a table that has been trained for long.
+
+    Returns how many; a GPU may reach them afterwards.
+    """
     (store,) = trainer.stores
     names = trainer.table_names
     rows_KW = torch.full((CHUNK, store.layout.width), 0.01)
@@ -253,16 +260,35 @@ def store_rows(trainer: Trainer, batches: Sequence[Batch]) -> None:
         for keys_K in every_K.split(CHUNK):
             counts = [len(keys_K) if table == number else 0 for table in range(len(names))]
             store.scatter(keys_K, counts, rows_KW[: len(keys_K)])
+    if trainer.device.type == "cuda" and store.abilities.pin is not None:
+        store.abilities.pin.pin()  # else the first batches would wait for it
+    return sum(store.num_rows())
+
+
+class PhaseLines:
+    """Lines on standard error that say what was done, and how long it took."""
+
+    def __init__(self, case: EmbeddingCase, system: str) -> None:
+        self._start, self._label = time.perf_counter(), f"{system}, {case.work}"
+
+    def __call__(self, done: str) -> None:
+        passed_s = time.perf_counter() - self._start
+        sys.stderr.write(f"{self._label}: {passed_s:6.1f} s, {done}\n")
+        sys.stderr.flush()
 
 
 def time_own(case: EmbeddingCase) -> dict[str, Any]:
     """Our rounds."""
+    tell = PhaseLines(case, NESTPIPE)
     clock, batches = StepClock(), make_batches(case)
+    tell(f"{len(batches)} batches drawn")
     with closing(make_trainer(case)) as trainer:
         if case.where != "hbm":
-            store_rows(trainer, batches)
+            tell(f"{store_rows(trainer, batches):,} rows stored")
         source = Repeated(batches, case.all_steps)
         trainer.fit(source, steps=case.all_steps, on_step=clock)  # type: ignore[arg-type]
+        tell(f"{case.all_steps} steps done")
+    tell("closed")
     rounds_ms = clock.rounds_ms(case.warm, case.steps, case.rounds)
     return {"form": f"{case.plan} {case.retrieval}", "rounds_ms": rounds_ms}
 
@@ -275,8 +301,11 @@ def time_peer(case: EmbeddingCase) -> dict[str, Any]:
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     device = torch.device(case.device)
+    tell = PhaseLines(case, FBGEMM)
     form, tables = make_peer(case, device)
+    tell("tables made")
     keys = [keys_T.to(device) for keys_T in case.draw_keys()]
+    tell(f"{len(keys)} batches drawn")
     offsets_T1 = torch.arange(case.tables * case.samples + 1, device=device)
     gradient_TD = case.make_gradient().to(device)
     done = 0
@@ -290,7 +319,10 @@ def time_peer(case: EmbeddingCase) -> dict[str, Any]:
         return (_now(device) - begin) * 1e3 / steps
 
     go(case.warm)
-    return {"form": form, "rounds_ms": [go(case.steps) for _ in range(case.rounds)]}
+    tell(f"{case.warm} steps to warm up done")
+    rounds_ms = [go(case.steps) for _ in range(case.rounds)]
+    tell("rounds done")
+    return {"form": form, "rounds_ms": rounds_ms}
 
 
 def make_peer(case: EmbeddingCase, device: torch.device) -> tuple[str, nn.Module]:

@@ -27,12 +27,11 @@ from nestpipe.bench.relay_service import (
     serving,
 )
 from nestpipe.errors import ConfigError
-from nestpipe.loadtest.driver import Record, Run
-from nestpipe.loadtest.report import report
+from nestpipe.loadtest.driver import Record, Run, report
 from nestpipe.loadtest.run import drive_service, measure_costs
 from nestpipe.loadtest.settings import LoadSettings, WorkloadSettings
 from nestpipe.loadtest.workload import Leg, legs, visits
-from nestpipe.serve.engine.cost_model import Costs
+from nestpipe.serve.engine.admission import Costs
 from nestpipe.serve.engine.rank_model import HstuRankModel
 from nestpipe.serve.types import Clock, History, RankItem, RankRequest, Signal
 

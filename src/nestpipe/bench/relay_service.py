@@ -23,10 +23,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from nestpipe.checkpoint.folder import write_checkpoint
-from nestpipe.checkpoint.manifest import Manifest
+from nestpipe.checkpoint.folder import Manifest, write_checkpoint
 from nestpipe.errors import RunError
-from nestpipe.loadtest.report import Report
+from nestpipe.loadtest.driver import Report
 from nestpipe.loadtest.run import RandomModel
 from nestpipe.serve.engine.rank_model import HstuRankModel
 from nestpipe.serve.http.client import Client

@@ -12,7 +12,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from nestpipe.config.values import fraction, positive
+from nestpipe.config.load import fraction, positive
 from nestpipe.embedding.store import RowStore, SsdOptions, open_store
 from nestpipe.embedding.store.protocol import MOST_THREADS, SsdTraffic, StoreLayout
 from nestpipe.errors import ConfigError

@@ -34,8 +34,7 @@ from nestpipe.checkpoint.disk import (
     sync_folder,
     write_tensors,
 )
-from nestpipe.checkpoint.folder import Checkpoint
-from nestpipe.checkpoint.manifest import DENSE
+from nestpipe.checkpoint.folder import DENSE, Checkpoint
 from nestpipe.checkpoint.merging import rows_in_part
 from nestpipe.errors import CheckpointError, ConfigError, DataError
 

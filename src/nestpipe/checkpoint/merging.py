@@ -23,8 +23,17 @@ from nestpipe.checkpoint.disk import (
     remove_leftovers,
     write_tensors,
 )
-from nestpipe.checkpoint.folder import Checkpoint, RowChange, flat, open_checkpoint, rows_file
-from nestpipe.checkpoint.manifest import DENSE, FileEntry, Manifest, write_manifest
+from nestpipe.checkpoint.folder import (
+    DENSE,
+    Checkpoint,
+    FileEntry,
+    Manifest,
+    RowChange,
+    flat,
+    open_checkpoint,
+    rows_file,
+    write_manifest,
+)
 from nestpipe.errors import CheckpointError
 
 # Shapes: K keys of a table, W weights and state of a row

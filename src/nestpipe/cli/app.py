@@ -26,15 +26,13 @@ from nestpipe.cli.bench import (
 from nestpipe.cli.bench_hstu import bench_hstu
 from nestpipe.cli.bench_pipeline import bench_pipeline
 from nestpipe.cli.bench_relay import bench_relay
-from nestpipe.cli.checkpoint import checkpoint_app
+from nestpipe.cli.checkpoint import checkpoint_app, export, import_weights
 from nestpipe.cli.data import bench_data, data_app
 from nestpipe.cli.draw import check, draw, show
-from nestpipe.cli.export import export, import_weights
 from nestpipe.cli.load import load
-from nestpipe.cli.planning.job import bench_simulate
-from nestpipe.cli.planning.plan import bench_plan, plan_job
-from nestpipe.cli.planning.simulate import simulate_app
+from nestpipe.cli.plan import bench_plan, bench_simulate, plan_job
 from nestpipe.cli.serve import serve
+from nestpipe.cli.simulate import simulate_app
 from nestpipe.cli.train import evaluate, train
 from nestpipe.cli.verify import verify
 from nestpipe.dashboard.server import with_address

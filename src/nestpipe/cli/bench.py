@@ -332,7 +332,7 @@ def bench_groups(
     """
     from nestpipe.bench.groups import group_variants, measure_groups
     from nestpipe.bench.pipeline_cases import PipelineCase, case_of
-    from nestpipe.comm.mesh import check_groups
+    from nestpipe.comm.communicator import check_groups
     from nestpipe.config import build
 
     chosen = build(PipelineCase, asdict(case_of(case)), overrides=set_ or [])

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from nestpipe.cli.load_jobs import require
+from nestpipe.cli.load import require
 from nestpipe.cli.options import (
     STDOUT,
     JsonFile,

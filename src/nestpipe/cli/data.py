@@ -16,8 +16,7 @@ from nestpipe.cli.options import STDOUT, JsonFile, console, progress_bar, write_
 from nestpipe.errors import ConfigError
 
 if TYPE_CHECKING:
-    from nestpipe.data.describe import DescribedTable, Description, Facts
-    from nestpipe.data.scan_bench import DataReading
+    from nestpipe.data.describe import DataReading, DescribedTable, Description, Facts
 
 MB = 1 << 20
 
@@ -49,7 +48,7 @@ def describe(
     with _extra_needed():
         from nestpipe.data.describe import describe as read
         from nestpipe.data.describe import detect, find_tables
-        from nestpipe.data.readers.text import total_bytes
+        from nestpipe.data.text import total_bytes
     if path.startswith("kafka://"):
         _describe_topic(path, json)
         return
@@ -77,7 +76,7 @@ def describe(
 def _describe_topic(path: str, json: str | None) -> None:
     """What Kafka tells without reading messages."""
     from nestpipe.data.config import StreamConfig
-    from nestpipe.data.readers.kafka import KafkaTopic
+    from nestpipe.data.logs import KafkaTopic
 
     topic = KafkaTopic(path, StreamConfig())
     bounds = topic.bounds()
@@ -145,7 +144,7 @@ def bench_data(
 
     Example: nestpipe bench data --samples 300000 --json -
     """
-    from nestpipe.data.scan_bench import DataCase, measure_data
+    from nestpipe.data.describe import DataCase, measure_data
 
     forms: tuple[Literal["clicks", "sequences"], ...] = ("clicks", "sequences")
     cases = [

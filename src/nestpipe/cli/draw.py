@@ -26,7 +26,6 @@ from nestpipe.cli.options import (
     write_json,
     write_text,
 )
-from nestpipe.dashboard.page import report_page
 from nestpipe.dashboard.server import (
     DEFAULT_HOST,
     DEFAULT_PORT,
@@ -35,6 +34,7 @@ from nestpipe.dashboard.server import (
     beside_training,
     checked_token,
     listen,
+    report_page,
     url_of,
 )
 from nestpipe.dashboard.view import RunFolder, page_data

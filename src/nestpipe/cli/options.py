@@ -26,7 +26,7 @@ from nestpipe.schedule import PLANS, PlanOptions, Schedule, from_text, plan
 
 if TYPE_CHECKING:
     from nestpipe.train.job import JobConfig
-    from nestpipe.train.summary import Summary
+    from nestpipe.train.loggers import Summary
 
 MOST_BATCHES = 1000
 

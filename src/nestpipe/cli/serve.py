@@ -72,7 +72,7 @@ def serve(
     """
     _check(checkpoint, instances, port, histories)
     _require("torch", "safetensors", "fastapi", "httpx", "prometheus_client", "uvicorn")
-    from nestpipe.config.access import read_token, require_token
+    from nestpipe.config.sections import read_token, require_token
     from nestpipe.serve.http import launch
 
     token = read_token(token_file, os.environ)

@@ -28,8 +28,7 @@ from nestpipe.errors import ConfigError
 
 if TYPE_CHECKING:
     from nestpipe.train.job import JobConfig
-    from nestpipe.train.verify import Verdict
-    from nestpipe.train.verify_groups import Agreement
+    from nestpipe.train.verify import Agreement, Verdict
 
 DEFAULT_PLAN = "nested"
 
@@ -103,8 +102,7 @@ def verify(
         raise typer.Exit(launch_ranks(ranks))
     quieten()
     from nestpipe.train.loop import communicator
-    from nestpipe.train.verify import verify_job
-    from nestpipe.train.verify_groups import verify_one_dimension
+    from nestpipe.train.verify import verify_job, verify_one_dimension
 
     comm = communicator(job_config)
     job_config = _chosen(job_config, plan, comm.size)

@@ -1,9 +1,7 @@
 """TOML files become frozen dataclasses here; what does not fit is one sentence for the user."""
 
-from nestpipe.config.load import build, load, override, read
-from nestpipe.config.rates import RateOptions
-from nestpipe.config.table import RowPolicy, Table
-from nestpipe.config.values import fraction, not_negative, positive
+from nestpipe.config.load import build, fraction, load, not_negative, override, positive, read
+from nestpipe.config.sections import RateOptions, RowPolicy, Table
 
 __all__ = [
     "RateOptions",

@@ -19,7 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from nestpipe.dashboard.record import (
+    FAILED,
     FOLDER,
+    RUNNING,
     Line,
     RankRecord,
     RecordReader,
@@ -27,7 +29,6 @@ from nestpipe.dashboard.record import (
     merged,
     thinned,
 )
-from nestpipe.dashboard.recorder import FAILED, RUNNING
 from nestpipe.errors import ConfigError
 from nestpipe.trace import IDLE
 

@@ -11,7 +11,6 @@ from nestpipe.data.config import (
     SyntheticConfig,
 )
 from nestpipe.data.ranking import Catalogue, Ranking, RankingOptions
-from nestpipe.data.readers.text import Broken
 from nestpipe.data.source import (
     DENSE,
     HISTORY,
@@ -26,6 +25,7 @@ from nestpipe.data.source import (
     open_source,
 )
 from nestpipe.data.streaming import LogRange, PartitionedLog, Polled, StreamingSource
+from nestpipe.data.text import Broken
 
 __all__ = [
     "DENSE",

@@ -1,12 +1,18 @@
-"""Cut a batch into micro-batches so that samples which share keys meet.
+"""Cut a batch into micro-batches: so that samples which share keys meet, or into even work.
 
 A key that two micro-batches have is sent twice where each asks for itself; docs/clustering.md says
 how much that is and what clustering saves.
+
+Histories differ in length, and the slowest part decides, so even work is not even counts. The work
+of a sample is what its model says, from its own lengths alone. Samples go by falling work, each to
+the part that has the least so far (LPT). The parts are a function of the work alone, so every rank
+finds the same ones without a word.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import heapq
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -17,6 +23,7 @@ from torch import Tensor
 
 from nestpipe.batch import Batch
 from nestpipe.data.order import Permutation, draw, mix
+from nestpipe.data.source import Source
 from nestpipe.errors import ConfigError
 from nestpipe.jagged import Jagged
 from nestpipe.kernels.clustering import ClusterTask, cluster
@@ -204,3 +211,53 @@ def _light_ends(parts: list[I64], tokens_B: I64) -> list[I64]:
     light, *rest = sorted(range(len(parts)), key=lambda part: int(tokens_B[parts[part]].sum()))
     inner, last = sorted(rest[1:]), rest[:1]
     return [parts[part] for part in (light, *inner, *last)]
+
+
+# Shapes: B samples, P parts
+
+WorkOf = Callable[[Batch], Tensor]
+"""(B,) how much work each sample is, in any unit."""
+
+
+def even_parts(work_B: Tensor, shares: Sequence[float]) -> list[Tensor]:
+    """The samples of each part, ascending; part p has about `shares[p]` of all work.
+
+    Equal work goes by the sample's place, equal parts by theirs: nothing is left to chance.
+    """
+    work = [float(of_sample) for of_sample in work_B.tolist()]
+    members: list[list[int]] = [[] for _ in shares]
+    parts = [(0.0, part) for part in range(len(shares))]
+    for sample in sorted(range(len(work)), key=lambda sample: -work[sample]):
+        load, part = heapq.heappop(parts)
+        members[part].append(sample)
+        heapq.heappush(parts, (load + work[sample] / shares[part], part))
+    return [torch.tensor(sorted(part), dtype=torch.int64) for part in members]
+
+
+def deal_evenly(
+    source: Source,
+    work_of: WorkOf,
+    *,
+    global_batch: int,
+    rank: int,
+    ranks: int,
+    seed: int,
+    epoch: int = 0,
+    start: int = 0,
+    offset: int = 0,
+) -> Iterator[Batch]:
+    """`source.batches`, where ranks have even work of the same global batches.
+
+    Each rank reads all of a batch and keeps its part: lengths are known only then.
+    """
+    whole = source.batches(
+        global_batch=global_batch,
+        rank=0,
+        ranks=1,
+        seed=seed,
+        epoch=epoch,
+        start=start,
+        **({"offset": offset} if offset else {}),
+    )
+    for batch in whole:
+        yield batch.select(even_parts(work_of(batch), [1.0] * ranks)[rank])

@@ -1,23 +1,41 @@
-"""What a path holds: the format, and facts about each column of each table."""
+"""What a path holds, the format and facts about each column of each table; and how fast it is read.
+
+The speed stands beside a plain Arrow scan of the same columns in the same run. Both are counted in
+processor time, so that a busy machine slows the two alike: samples per second of one core.
+"""
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
 from numpy.typing import NDArray
 
+from nestpipe.config import positive
+from nestpipe.data import (
+    DataConfig,
+    Source,
+    SyntheticConfig,
+    inputs,
+    open_source,
+    parquet,
+    public_sets,
+)
 from nestpipe.data.config import Kind
+from nestpipe.data.inputs import find_files
 from nestpipe.data.order import draw
-from nestpipe.data.readers import criteo, inputs, kuairand, movielens, parquet
-from nestpipe.data.readers.inputs import find_files
-from nestpipe.data.readers.kuairand import column_type
-from nestpipe.data.readers.text import Broken, TextFormat, rows, table, with_header
+from nestpipe.data.public_sets import column_type
+from nestpipe.data.synthetic import write
+from nestpipe.data.text import Broken, TextFormat, rows, table, with_header
 from nestpipe.errors import DataError
 
 # What can be said of a column after one pass over it.
@@ -207,9 +225,9 @@ def detect(path: Path) -> Kind:
     """What the names of the files, or else their first line, say."""
     if not path.exists():
         raise DataError(f"there is no file or folder {str(path)!r}; check the path")
-    if path.name.startswith("log_standard_") or _has(path, kuairand.LOGS):
+    if path.name.startswith("log_standard_") or _has(path, public_sets.LOGS):
         return "kuairand"
-    if path.name in movielens.PATTERNS or _has(path, movielens.PATTERNS):
+    if path.name in public_sets.RATINGS_PATTERNS or _has(path, public_sets.RATINGS_PATTERNS):
         return "movielens"
     if path.suffix in (".parquet", ".pq") or _has(path, parquet.PATTERNS):
         return "parquet"
@@ -224,10 +242,14 @@ def find_tables(path: Path, kind: Kind) -> list[DescribedTable]:
         return _kuairand_tables(path)
     if kind == "movielens":
         return [
-            DescribedTable("ratings", find_files(path, movielens.PATTERNS, "ratings files")[:1])
+            DescribedTable(
+                "ratings", find_files(path, public_sets.RATINGS_PATTERNS, "ratings files")[:1]
+            )
         ]
     if kind == "criteo":
-        return [DescribedTable("clicks", find_files(path, criteo.PATTERNS, "Criteo files"))]
+        return [
+            DescribedTable("clicks", find_files(path, public_sets.CRITEO_PATTERNS, "Criteo files"))
+        ]
     if kind == "parquet":
         return _parquet_tables(find_files(path, parquet.PATTERNS, "Parquet files"))
     raise DataError("synthetic data has no files; see nestpipe data synth")
@@ -235,7 +257,7 @@ def find_tables(path: Path, kind: Kind) -> list[DescribedTable]:
 
 def _kuairand_tables(path: Path) -> list[DescribedTable]:
     tables = [
-        DescribedTable("log", find_files(path, kuairand.LOGS, "KuaiRand logs (log_standard_*)"))
+        DescribedTable("log", find_files(path, public_sets.LOGS, "KuaiRand logs (log_standard_*)"))
     ]
     for name in ("user_features", "video_features_basic", "user_history"):
         patterns = [f"{name}*{end}" for end in (".parquet", ".csv", ".csv.gz")]
@@ -270,7 +292,7 @@ def _pieces(file: Path, kind: Kind, broken: Broken, progress: Progress) -> Itera
     def parse(block: bytes, _: int) -> pa.Table:
         found = table(block, form)
         if kind == "criteo":
-            criteo.to_batch(found)  # only to refuse what training would refuse
+            public_sets.criteo_batch(found)  # only to refuse what training would refuse
         return found
 
     yield from rows(file, form, parse, broken, advance)
@@ -285,9 +307,9 @@ def _parquet_pieces(file: Path, progress: Progress) -> Iterator[Any]:
 
 def _form(file: Path, kind: Kind) -> TextFormat:
     if kind == "criteo":
-        return criteo.FORMAT
+        return public_sets.CRITEO_FORMAT
     if kind == "movielens":
-        return movielens.ratings_format(file)
+        return public_sets.ratings_format(file)
     form = with_header(file, TextFormat(names=(), types={}, quoted=True))
     is_log = file.name.startswith("log_")
     types = {name: pa.int64() if is_log else column_type(name) for name in form.names}
@@ -300,8 +322,105 @@ def _has(path: Path, patterns: Sequence[str]) -> bool:
 
 def _is_criteo(path: Path) -> bool:
     try:
-        file = find_files(path, criteo.PATTERNS, "Criteo files")[0]
+        file = find_files(path, public_sets.CRITEO_PATTERNS, "Criteo files")[0]
         one_line = TextFormat(names=("line",), types={}, delimiter=b"\t")
-        return len(with_header(file, one_line).names) == len(criteo.FORMAT.names)
+        return len(with_header(file, one_line).names) == len(public_sets.CRITEO_FORMAT.names)
     except DataError:
         return False
+
+
+Form = Literal["clicks", "sequences"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataCase:
+    """What is read."""
+
+    form: Form
+    samples: int = 1_000_000
+    ranks: int = 1
+    batch: int = 4096
+    """Samples of a batch and rank."""
+    rounds: int = 3
+
+    def __post_init__(self) -> None:
+        for name in ("samples", "ranks", "batch", "rounds"):
+            positive(name, getattr(self, name))
+
+    @property
+    def world(self) -> SyntheticConfig:
+        """Clicks have 26 lists of 1 to 3 keys and 13 floats, sequences 10 to 50 items."""
+        if self.form == "sequences":
+            return SyntheticConfig(flavour="sequence", samples=self.samples)
+        return SyntheticConfig(samples=self.samples, keys_per_sample=(1, 3))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataReading:
+    """What was found, in samples per second of processor time."""
+
+    form: Form
+    samples: int
+    ranks: int
+    shards: int
+    scan: float
+    """A scan of all row groups by Arrow, on one thread, that looks at nothing."""
+    batches: float
+    """Shuffled batches, the first rank's."""
+
+    @property
+    def ratio(self) -> float:
+        """Of the scan."""
+        return self.batches / self.scan
+
+
+def measure_data(
+    case: DataCase, folder: Path, progress: Callable[[], object] = lambda: None
+) -> DataReading:
+    """Write the data once, then scan it and read it in turns; the median of the rounds."""
+    files = write(folder / case.form, case.world, files=1, force=True)
+    progress()
+    path = str(folder / case.form)
+    source = open_source(DataConfig(kind="parquet", path=path, test_path=path, threads=1))
+    scans: list[float] = []
+    batches: list[float] = []
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for turn in range(case.rounds + 1):
+            scan, mine = _per_second(lambda: _scan(files)), _per_second(lambda: _read(source, case))
+            if turn:  # the first round warms up
+                scans.append(scan)
+                batches.append(mine)
+            progress()
+    finally:
+        torch.set_num_threads(threads)
+    return DataReading(
+        form=case.form,
+        samples=case.samples,
+        ranks=case.ranks,
+        shards=getattr(source, "shards", 1),
+        scan=statistics.median(scans),
+        batches=statistics.median(batches),
+    )
+
+
+def _per_second(work: Callable[[], int]) -> float:
+    work()  # the other side has given memory back: whoever comes first pays for fresh pages
+    start = time.process_time()
+    samples = work()
+    return samples / (time.process_time() - start)
+
+
+def _scan(files: list[Path]) -> int:
+    rows = 0
+    for path in files:
+        file = pq.ParquetFile(path)
+        for piece in file.iter_batches(batch_size=65_536, use_threads=False):
+            rows += piece.num_rows
+    return rows
+
+
+def _read(source: Source, case: DataCase) -> int:
+    batches = source.batches(global_batch=case.batch * case.ranks, rank=0, ranks=case.ranks, seed=1)
+    return sum(batch.size for batch in batches)

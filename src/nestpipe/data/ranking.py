@@ -12,7 +12,6 @@ from torch import Tensor
 from nestpipe.batch import Batch
 from nestpipe.config import positive
 from nestpipe.data.order import U64, draw, mix
-from nestpipe.data.readers.text import Broken
 from nestpipe.data.source import (
     HISTORY,
     PASS,
@@ -28,6 +27,7 @@ from nestpipe.data.source import (
     time_column,
     times_column,
 )
+from nestpipe.data.text import Broken
 from nestpipe.errors import DataError
 from nestpipe.jagged import Jagged
 

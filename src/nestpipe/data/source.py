@@ -6,7 +6,7 @@ ranks see the same global batches, and a run that resumes at batch g sees what i
 
 An `Indexed` source has its samples by number. A `Stream` only reads them in passing: its chunks (a
 file, a row group) come in an order that the seed decides, are cut into windows, and each window is
-permuted. Where the chunks say how many samples they have, `data/sharded.py` deals them, so that
+permuted. Where the chunks say how many samples they have, `data/shards.py` deals them, so that
 each rank reads its share; else every rank reads and decodes all, and keeps its part of each batch.
 """
 
@@ -25,9 +25,8 @@ from torch import Tensor
 from nestpipe.batch import Batch
 from nestpipe.data.config import DataConfig, Split
 from nestpipe.data.order import Order, Permutation, Share, choose_shards, mix
-from nestpipe.data.readers.text import Broken
-from nestpipe.data.sharded import ShardedPass
-from nestpipe.data.windows import ColumnPiece, concat
+from nestpipe.data.shards import ColumnPiece, ShardedPass, concat
+from nestpipe.data.text import Broken
 from nestpipe.errors import ConfigError, DataError
 from nestpipe.jagged import Jagged
 
@@ -494,17 +493,17 @@ def open_source(config: DataConfig, split: Split = "train") -> Source:
 def _open_files(config: DataConfig, split: Split) -> Source:
     """Readers are imported when used: the made-up world does without Arrow."""
     if config.kind == "parquet":
-        from nestpipe.data.readers.parquet import open_parquet
+        from nestpipe.data.parquet import open_parquet
 
         return open_parquet(config, split)
     if config.kind == "movielens":
-        from nestpipe.data.readers.movielens import open_movielens
+        from nestpipe.data.public_sets import open_movielens
 
         return open_movielens(config, split)
     if config.kind == "kuairand":
-        from nestpipe.data.readers.kuairand import open_kuairand
+        from nestpipe.data.public_sets import open_kuairand
 
         return open_kuairand(config, split)
-    from nestpipe.data.readers.criteo import open_criteo
+    from nestpipe.data.public_sets import open_criteo
 
     return open_criteo(config, split)

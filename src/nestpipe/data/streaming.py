@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 from nestpipe.batch import Batch
 from nestpipe.data.config import DataConfig, Split, StreamConfig
+from nestpipe.data.inputs import is_uri
 from nestpipe.data.order import Share
-from nestpipe.data.readers.remote import is_uri
-from nestpipe.data.readers.text import Broken
+from nestpipe.data.shards import concat
 from nestpipe.data.source import Column, Source, empty_batch
-from nestpipe.data.windows import concat
+from nestpipe.data.text import Broken
 from nestpipe.errors import ConfigError, DataError, MissingSplitError, NestpipeError
 
 if TYPE_CHECKING:
-    from nestpipe.data.readers.columns import ColumnLayout
+    from nestpipe.data.parquet import ColumnLayout
 
 Offsets = Mapping[str, int]
 """For each partition that was read from, the offset of the next sample."""
@@ -273,7 +273,7 @@ def open_stream(config: DataConfig, split: Split) -> Source:
             raise MissingSplitError(
                 f"a stream has no {split} split; set data.{split}_path to Parquet files"
             )
-        from nestpipe.data.readers.parquet import open_parquet
+        from nestpipe.data.parquet import open_parquet
 
         return open_parquet(replace(config, kind="parquet", path=path), split)
     return StreamingSource(open_log(config), config.stream, broken=Broken(config.max_broken))
@@ -282,7 +282,7 @@ def open_stream(config: DataConfig, split: Split) -> Source:
 def open_log(config: DataConfig) -> PartitionedLog:
     """The topic that the path names, or the folder."""
     if config.path.startswith("kafka://"):
-        from nestpipe.data.readers.kafka import KafkaLog
+        from nestpipe.data.logs import KafkaLog
 
         return KafkaLog(config)
     if is_uri(config.path):
@@ -290,6 +290,6 @@ def open_log(config: DataConfig) -> PartitionedLog:
             f"path is {config.path!r}, which cannot be followed; give a folder, or "
             "kafka://host:9092/topic"
         )
-    from nestpipe.data.readers.tail import FolderLog
+    from nestpipe.data.logs import FolderLog
 
     return FolderLog(config)

@@ -21,8 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nestpipe.batch import BatchLayout, PackedColumns
-from nestpipe.comm.communicator import Communicator
-from nestpipe.comm.mesh import Mesh
+from nestpipe.comm.communicator import Communicator, Mesh
 from nestpipe.embedding.optimizers import RowOptimizer
 from nestpipe.embedding.pool import PoolRows, RowPool, SlotRows
 from nestpipe.embedding.routing.all_to_all import exchange

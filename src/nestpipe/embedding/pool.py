@@ -11,7 +11,6 @@ Which rows leave, and which slot a key gets, changes no result.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -19,24 +18,23 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from nestpipe.config.values import memory_size, show_memory
+from nestpipe.config.load import memory_size, show_memory
 from nestpipe.embedding.routing.owners import WorkingSet
+from nestpipe.embedding.slot_transfer import SlotList, Told, fill_with_nan, slot_transfer
 from nestpipe.embedding.store.protocol import RowStore, StoreLayout
-from nestpipe.embedding.transports import has_triton
 from nestpipe.errors import ConfigError
-from nestpipe.kernels.host_memory import empty
 from nestpipe.kernels.index import library
 from nestpipe.kernels.index.device_index import (
     COUNTERS,
     FREE_STAMP,
     DeviceIndex,
     FirstValues,
+    FoundSlots,
     KeyCells,
     PlainIndex,
 )
 from nestpipe.kernels.index.library import ask
 from nestpipe.kernels.index.steady import TermBuffers
-from nestpipe.kernels.library import native_wanted
 from nestpipe.kernels.rows.row_copy_tma import aligned_rows
 from nestpipe.kernels.rows.segments import Segments, lists_on
 
@@ -78,53 +76,6 @@ class SlotRows:
         self.write(rows_KW)
 
 
-class Told:
-    """Counters of an index as they are now; on a GPU a copy that is on its way."""
-
-    def __init__(self, counters: Tensor) -> None:
-        self._event: torch.cuda.Event | None = None
-        if counters.is_cuda:
-            self._numbers = torch.empty(len(counters), dtype=counters.dtype, pin_memory=True)
-            self._numbers.copy_(counters, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
-        else:
-            self._numbers = counters.clone()
-
-    def __getitem__(self, name: str) -> int:
-        """Wait for the copy, and read it."""
-        if self._event is not None:
-            self._event.synchronize()
-            self._event = None
-        return int(self._numbers[COUNTERS.index(name)])
-
-
-@dataclass(frozen=True, slots=True)
-class SlotList:
-    """Slots with the keys that they have at this time; the index may change later."""
-
-    slots_V: Tensor
-    keys_V: Tensor
-    tables_V: Tensor
-    told: Told
-    count_there: Tensor
-    """(1,) how many of them count, on the device"""
-    counter: str
-
-    @property
-    def count(self) -> int:
-        """How many of them count; waits for the device."""
-        return self.told[self.counter]
-
-    def by_table(self, num_tables: int) -> tuple[Tensor, Tensor, list[int]]:
-        """Slots on the device, keys on the host, table by table, and how many of each."""
-        n = self.count
-        tables_n, order_n = torch.sort(self.tables_V[:n], stable=True)
-        keys_n = self.keys_V[:n].index_select(0, order_n).cpu()
-        counts = torch.bincount(tables_n.cpu(), minlength=num_tables).tolist()
-        return self.slots_V[:n].index_select(0, order_n).long(), keys_n, counts
-
-
 @dataclass(slots=True)
 class Admission:
     """What one batch does to a pool."""
@@ -132,6 +83,9 @@ class Admission:
     slots_N: Tensor | None
     new: list[SlotList] = field(default_factory=list[SlotList])
     leaving: list[SlotList] = field(default_factory=list[SlotList])
+    """Rows that `writeback` of the batch before the last saves ..."""
+    urgent: list[SlotList] = field(default_factory=list[SlotList])
+    """... and those that `retrieve` itself saves, because this batch takes their slots already."""
     terms: TermBuffers | None = None
     """Slots and segments of a batch for which nothing moves, in memory that is used again."""
 
@@ -150,22 +104,7 @@ class RowPool:
         self.rows_SW = aligned_rows(num_slots, layout.width, device)
         self.index = DeviceIndex(num_slots, device) if by_kernels else PlainIndex(num_slots)
         self._first = _first_values(layout, device) if by_kernels else None
-        can = store.abilities
-        direct = (
-            device.type == "cuda"
-            and pin
-            and can.pin is not None
-            and has_triton()
-            and native_wanted()
-        )
-        self._locator = can.locate if direct else None
-        self._pinner = can.pin if direct else None
-        self._notes = can.notes
-        self._addresses_S = (
-            torch.zeros(num_slots, dtype=torch.int64, device=device) if direct else None
-        )
-        """Where the host store has the row of each slot; 0: not known."""
-        self._all_located = True
+        self._transfer = slot_transfer(store, self.rows_SW, layout.num_tables, pin=pin)
         self._sorts = by_kernels and ask(device, "nestpipe_sort_bytes", 1, 1) >= 0
         """Whether the library has a sort of its own."""
         self._free_terms: list[TermBuffers] = []
@@ -187,11 +126,17 @@ class RowPool:
         self._made_room = False
         """Whether rows have left in this run, so that a free slot may be yet to be saved."""
         self._recent_new, self._spare = 0, min(SPARE, num_slots // 16)
+        self._holds = 2
         self.poison = False
         """Fill the slots of rows that left with NaN, so that a late reader is found out."""
 
-    def begin_run(self) -> None:
-        """Batches are numbered from 0 again."""
+    def begin_run(self, holds: int = 2) -> None:
+        """Batches are numbered from 0 again.
+
+        `holds`: neighbouring batches whose rows are here together. With three, rows leave one batch
+        before their slots are needed, so that some are written while others are read.
+        """
+        self._holds = holds
         self._admitted.clear()
         self._made_room = False
         self._outside |= sum(self._store.num_rows()) > self._flushed
@@ -216,7 +161,7 @@ class RowPool:
         terms = self._room_for(len(keys_T))
         self._last_stamp = self._first_batch + batch
         terms.admit(keys_T, cells, self._last_stamp, outputs_T)
-        self._all_located = False
+        self._transfer.rows_were_made()
         self._admitted[batch] = Admission(None, terms=terms)
         return terms
 
@@ -249,35 +194,64 @@ class RowPool:
             self._make(found.new_slots_N)
             self._admitted[batch] = Admission(found.slots_N)
             return found.slots_N
-        leaving = [] if sure else self._make_room(stamp, self._recent_new * 5 // 4 + self._spare)
-        found = self.index.find_or_insert(keys_N, cells, stamp)
-        new = [self._listed(found.new_slots_N, "num_new")]
-        while not sure and (missing := new[-1].told["num_missing"]):
-            gained = self._make_room(stamp, missing)
+        admitted = Admission(None)
+        if not sure and not self._makes_room_ahead:
+            admitted.leaving += self._make_room(stamp - 1, self._wanted_free)
+        found = self._insert(admitted, batch, keys_N, cells, sure=sure)
+        admitted.slots_N = found.slots_N
+        if not sure:
+            came = sum(of.count for of in admitted.new)
+            self._recent_new = max(self._recent_new * 3 // 4, came)
+            self._know_free(admitted.new[-1].told)
+        if not sure and self._makes_room_ahead:
+            admitted.leaving += self._make_room(stamp - 1, self._wanted_free)
+        if self._outside or self._made_room:
+            for of in admitted.new:
+                self._transfer.expect(of, leaving=False)
+        self._admitted[batch] = admitted
+        return found.slots_N
+
+    def _insert(
+        self, admitted: Admission, batch: int, keys_N: Tensor, cells: KeyCells, *, sure: bool
+    ) -> FoundSlots:
+        """A slot for every key; where too few are free, rows leave at once."""
+        stamp = self._first_batch + batch
+        while True:
+            found = self.index.find_or_insert(keys_N, cells, stamp)
+            admitted.new.append(self._listed(found.new_slots_N, "num_new"))
+            if sure or not (missing := admitted.new[-1].told["num_missing"]):
+                return found
+            gained = self._make_room(stamp + 1 - self._holds, missing)
             if not sum(of.count for of in gained):
                 raise self._too_small(batch, missing)
-            leaving += gained
-            found = self.index.find_or_insert(keys_N, cells, stamp)
-            new.append(self._listed(found.new_slots_N, "num_new"))
-        if not sure:
-            self._recent_new = max(self._recent_new * 3 // 4, sum(of.count for of in new))
-            self._know_free(new[-1].told)
-        self._admitted[batch] = Admission(found.slots_N, new, leaving)
-        return found.slots_N
+            (admitted.urgent if self._makes_room_ahead else admitted.leaving).extend(gained)
+
+    @property
+    def _makes_room_ahead(self) -> bool:
+        """Whether rows leave for the batch after: then reading need not wait for their writing."""
+        return self._holds > 2
+
+    @property
+    def _wanted_free(self) -> int:
+        """Slots that are free when a batch asks for new ones."""
+        return self._recent_new * 5 // 4 + self._spare
 
     def retrieve(self, batch: int) -> int:
         """Fill the slots of keys that were not here; returns how many rows the host store gave."""
         admitted = self._admitted[batch]
+        self._write_all(admitted.urgent)
         if batch < 2:  # no op of this run writes them before
             self._write_all(admitted.leaving)
-        if self._outside:
-            return sum(self._read(of) for of in admitted.new)
+        came = 0
         for of in admitted.new:
-            self._make(of.slots_V, of)
-        return 0
+            if self._outside or of.located is not None:
+                came += self._transfer.read(of)
+            else:
+                self._make(of.slots_V, of)
+        return came
 
     def writeback(self, batch: int) -> int:
-        """Save the rows whose slots the batch after the next takes; returns how many."""
+        """Save the rows that leave by the union of the batch after the next; returns how many."""
         taking = self._admitted.get(batch + 2)
         return self._write_all(taking.leaving) if taking is not None else 0
 
@@ -355,11 +329,13 @@ class RowPool:
         """So many slots are free, before any key that is asked for from now on."""
         self._free_known, self._asked_since, self._next_told = told["free"], 0, None
 
-    def _make_room(self, stamp: int, least_free: int) -> list[SlotList]:
+    def _make_room(self, in_use_from: int, least_free: int) -> list[SlotList]:
+        """Let rows leave that no batch from that stamp on uses, so that as many slots are free."""
         least_free = min(least_free, self.num_slots)
         self._made_room = True
-        victims_V = self.index.choose_victims(stamp - 1, least_free)
+        victims_V = self.index.choose_victims(in_use_from, least_free)
         listed = self._listed(victims_V, "num_victims")
+        self._transfer.expect(listed, leaving=True)
         self.index.erase(victims_V, self.index.num_victims)
         self.index.rebuild()
         return [listed]
@@ -372,10 +348,14 @@ class RowPool:
         return SlotList(slots_V, keys_V, tables_V, Told(counters), counters[i : i + 1], counter)
 
     def _too_small(self, batch: int, missing: int) -> ConfigError:
-        need = f"batches {batch - 1} and {batch} of this run need" if batch else "batch 0 needs"
+        first, fewer = max(0, batch + 1 - self._holds), ""
+        need = f"batches {first} and {batch} of this run need" if batch else "batch 0 needs"
+        if batch > 1 and self._makes_room_ahead:
+            need = f"batches {first} to {batch} of this run need"
+            fewer = ", set pipeline.buffers = 2 to hold two batches only"
         return ConfigError(
             f"the pool of {self.num_slots:,} rows ({show_memory(self.num_bytes())}) is too small: "
-            f"{need} up to {missing:,} more; raise device_memory, or make batches smaller"
+            f"{need} up to {missing:,} more; raise device_memory{fewer}, or make batches smaller"
         )
 
     # Rows between slots and the host store
@@ -390,68 +370,18 @@ class RowPool:
         count = self.index.num_new if of is None else of.count_there
         keys = None if of is None else (of.keys_V, of.tables_V)
         self.index.write_first_rows(self._first, self.rows_SW, slots_V, count, keys)
-        self._all_located = False
-
-    def _read(self, of: SlotList) -> int:
-        if not of.count:
-            return 0
-        slots_n, keys_n, counts = of.by_table(self._layout.num_tables)
-        if self._located(slots_n, keys_n, counts):
-            self._copy(slots_n, to_store=False)
-        else:
-            rows_nW = self._staging(len(keys_n))
-            self._store.gather(keys_n, counts, rows_nW)
-            self.rows_SW.index_copy_(0, slots_n, rows_nW.to(self.device, non_blocking=True))
-        return len(keys_n)
+        self._transfer.rows_were_made()
 
     def _write_all(self, leaving: list[SlotList]) -> int:
         return sum(self._write(of) for of in leaving)
 
     def _write(self, of: SlotList) -> int:
-        n = of.count
-        if not n:
-            return 0
-        self._outside = True
-        if self._addresses_S is not None and self._all_located:
-            self._copy(of.slots_V[:n].long(), to_store=True)
-            if self._notes is not None and self._notes.tracking:
-                _, keys_n, counts = of.by_table(self._layout.num_tables)
-                self._notes.note(keys_n, counts)
-        else:
-            slots_n, keys_n, counts = of.by_table(self._layout.num_tables)
-            if self._located(slots_n, keys_n, counts):
-                self._copy(slots_n, to_store=True)
-            else:
-                rows_nW = self.rows_SW.index_select(0, slots_n).cpu().contiguous()
-                self._store.scatter(keys_n, counts, rows_nW)
+        written = self._transfer.write(of)
+        if written:
+            self._outside = True
         if self.poison:
-            self.rows_SW.index_fill_(0, of.slots_V[:n].long(), math.nan)
-        return n
-
-    def _located(self, slots_n: Tensor, keys_n: Tensor, counts: list[int]) -> bool:
-        """Find out where the host store has rows, so that the GPU can reach them itself."""
-        if self._addresses_S is None:
-            return False
-        assert self._locator is not None
-        assert self._pinner is not None
-        found = self._locator.locate(keys_n, counts)
-        if not self._pinner.pin():
-            self._addresses_S = None  # the system refuses: the host copies from now on
-            return False
-        addresses_n = found.addresses_K.pin_memory().to(self.device, non_blocking=True)
-        self._addresses_S.index_copy_(0, slots_n, addresses_n)
-        return True
-
-    def _copy(self, slots_n: Tensor, *, to_store: bool) -> None:
-        from nestpipe.kernels.rows.row_copy_triton import copy_rows_by_gpu
-
-        assert self._addresses_S is not None
-        # At full speed: a batch that lacks rows waits for nothing else as long.
-        copy_rows_by_gpu(self._addresses_S, slots_n, self.rows_SW, to_store=to_store, alone=True)
-
-    def _staging(self, count: int) -> Tensor:
-        on_gpu = self.device.type == "cuda"
-        return empty((count, self._layout.width), torch.float32, torch.device("cpu"), pinned=on_gpu)
+            fill_with_nan(self.rows_SW, of)
+        return written
 
 
 def _first_values(layout: StoreLayout, device: torch.device) -> FirstValues:

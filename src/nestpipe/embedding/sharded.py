@@ -18,7 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from nestpipe.comm.mesh import Mesh
+from nestpipe.comm.communicator import Mesh
 from nestpipe.embedding.buffers import RowBuffers
 from nestpipe.embedding.lifecycle import Lifecycle
 from nestpipe.embedding.lookup import lookup_rows, lookup_window

@@ -1,7 +1,7 @@
 """Samples picked from pieces of a data set by native code: neighbours of all columns in one call,
 or any of them in any order, column by column while each is still in the cache.
 
-The plain twin joins the pieces and selects from them; `data/sharded.py` has it.
+The plain twin joins the pieces and selects from them; `data/shards.py` has it.
 """
 
 from __future__ import annotations

@@ -17,20 +17,25 @@ from pathlib import Path
 
 from nestpipe.config import build, positive
 from nestpipe.errors import ConfigError
-from nestpipe.loadtest.driver import SIGNAL_THREADS, RealPace, Run, by_threads, drive
-from nestpipe.loadtest.report import Report, report
+from nestpipe.loadtest.driver import (
+    SIGNAL_THREADS,
+    RealPace,
+    Report,
+    Run,
+    by_threads,
+    drive,
+    report,
+)
 from nestpipe.loadtest.settings import TOLERANCE, Arm, LoadSettings, check_tolerance
 from nestpipe.loadtest.workload import Leg, legs, visits
 from nestpipe.models import HstuConfig
-from nestpipe.serve.engine.admission import AdmissionControl
+from nestpipe.serve.engine.admission import AdmissionControl, Costs, Fit, Work
 from nestpipe.serve.engine.calibration import calibrate, lengths_up_to, warm_up
-from nestpipe.serve.engine.cost_model import Costs, Fit, Work
 from nestpipe.serve.engine.instance import Instance
 from nestpipe.serve.engine.rank_model import HstuRankModel
 from nestpipe.serve.http.metrics import totals
+from nestpipe.serve.http.router import Router, RouterSettings
 from nestpipe.serve.http.worker import gc_frozen
-from nestpipe.serve.routing.router import Router, RouterSettings
-from nestpipe.serve.settings import ServeSettings
 from nestpipe.serve.types import (
     KV,
     AdmissionOutcome,
@@ -42,6 +47,7 @@ from nestpipe.serve.types import (
     RankRequest,
     RankService,
     Scores,
+    ServeSettings,
     Signal,
 )
 

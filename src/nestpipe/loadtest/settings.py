@@ -11,7 +11,7 @@ from typing import Literal
 
 from nestpipe.config import build, fraction, not_negative, positive
 from nestpipe.errors import ConfigError
-from nestpipe.serve.settings import ServeSettings
+from nestpipe.serve.types import ServeSettings
 
 TOLERANCE = 0.05
 """How close a search comes to the true value."""

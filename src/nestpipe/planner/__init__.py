@@ -1,13 +1,17 @@
 """Chooses settings for a job: before it runs, while it runs, and for machines not bought yet."""
 
 from nestpipe.planner.adaptive import AdaptiveRun, Choice, replay_choices
-from nestpipe.planner.candidates import (
+from nestpipe.planner.choice import (
     Candidate,
     HardwarePredictor,
+    PlanChoice,
+    Predicted,
     ProfilePredictor,
     Search,
+    checked,
+    choose,
+    config_text,
 )
-from nestpipe.planner.choice import PlanChoice, Predicted, checked, choose, config_text
 from nestpipe.planner.profile import JobBench, check_candidates, job_bench, profile_job
 
 __all__ = [

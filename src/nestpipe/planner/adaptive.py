@@ -23,9 +23,9 @@ from nestpipe.checkpoint import disk
 from nestpipe.checkpoint.folder import candidates, open_noted
 from nestpipe.comm import Communicator
 from nestpipe.errors import CheckpointError, ConfigError
-from nestpipe.planner.candidates import LEAST_SAMPLES
+from nestpipe.planner.choice import LEAST_SAMPLES
 from nestpipe.schedule import Kind, Plan
-from nestpipe.schedule.op import COLLECTIVES, MICRO_KINDS, Op
+from nestpipe.schedule.schedule import COLLECTIVES, MICRO_KINDS, Op
 from nestpipe.sim.job_costs import Split
 from nestpipe.sim.replay import Sharing, replay_shared
 from nestpipe.trace import Span, Trace, exposure, steady_interval

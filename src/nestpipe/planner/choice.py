@@ -1,22 +1,336 @@
-"""A choice of settings with its reason, and how sure its gain is."""
+"""The settings that a plan is chosen from, what the simulator says of each, and the choice.
+
+A choice comes with its reason, and with how sure its gain is.
+"""
 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Protocol
 
-from nestpipe.planner.candidates import (
-    FINAL_BATCHES,
-    Candidate,
-    Predictor,
-    Search,
-    Told,
-    quantiles,
+from nestpipe.errors import PlanError
+from nestpipe.schedule import (
+    Exchange,
+    Merge,
+    Plan,
+    PlanOptions,
+    Retrieval,
+    plan,
+    with_gradient_norm,
+    with_separate_dense_group,
+    with_separate_key_group,
 )
-from nestpipe.schedule import plan
-from nestpipe.sim import Figures
+from nestpipe.sim import Cluster, Figures, Scale, costs, figures, replay
+from nestpipe.sim.job_costs import JobCosts, JobProfile, RunForm, Split
+from nestpipe.sim.replay import replay_shared
+
+OVERLAPPING = ("frozen_window", "nested")
+"""Plans with a use for micro-batches."""
+UNSPLIT = ("serial", "sparse_dist", "dual_buffer")
+COUNTS = (2, 3, 4, 6, 8, 12, 16)
+ENDS = ((0.3, 0.3), (0.5, 0.5), (0.3, 1.0), (0.5, 1.0), (1.0, 0.5), (0.7, 0.7))
+"""First and last micro-batch over those in the middle."""
+LEAST_SAMPLES = 4
+"""Of a micro-batch of even size; smaller ones are never worth their messages."""
+SEARCH_BATCHES, FINAL_BATCHES = 16, 24
+"""Batches that are replayed while searching, and for the figures that are told."""
+EQUAL = 0.01
+"""Predictions within this part of each other are equal: then the plainer setting wins."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """One way to run a job; every field is a key of its config."""
+
+    plan: str = "serial"
+    micro_batches: int = 1
+    first: float = 1.0
+    last: float = 1.0
+    exchange: str = "micro"
+    retrieval: str = "whole"
+    buffers: int = 2
+    speculative_rows: bool = False
+    micro_batching: str = "contiguous"
+    comm_dtype: str = "float32"
+    groups: int = 1
+    threads: int = 0
+    device_memory: str = "auto"
+
+    @property
+    def form(self) -> RunForm:
+        """What of it changes what ops cost."""
+        return RunForm(**{f: getattr(self, f) for f in RunForm.__slots__})
+
+    @property
+    def split(self) -> Split:
+        return Split.of(self.micro_batches, self.first, self.last)
+
+    @property
+    def complexity(self) -> int:
+        """In how many settings it is not the plainest."""
+        plainest = Candidate()
+        return sum(getattr(self, f.name) != getattr(plainest, f.name) for f in fields(self))
+
+    def make_plan(self, device: str, ranks: int, *, gradient_norm: bool = False) -> Plan:
+        """Its plan, as `Trainer.placed` has it there; raises `PlanError` where there is none."""
+        merged: dict[str, Any] = {"merge": Merge.EXACT, "merge_every": 1} if self.groups > 1 else {}
+        made = plan(
+            self.plan,
+            PlanOptions(
+                micro_batches=self.micro_batches,
+                retrieval=Retrieval(self.retrieval),
+                exchange=Exchange(self.exchange),
+                speculative_rows=self.speculative_rows,
+                buffers=self.buffers,
+                **merged,
+            ),
+        )
+        made = with_gradient_norm(made) if gradient_norm else made
+        if device != "cuda":
+            return made
+        on_device = ranks == 1 and made.shape.pooled and self.micro_batches == 1
+        made = made if on_device else with_separate_key_group(made)
+        return made if ranks == 1 else with_separate_dense_group(made)
+
+    def sections(self) -> dict[str, dict[str, Any]]:
+        """Its settings as sections of a config, those of the pipeline in full."""
+        own = ("groups", "threads", "device_memory")
+        found = {"pipeline": {k: v for k, v in asdict(self).items() if k not in own}}
+        if self.groups > 1:
+            found["parallel"] = {"groups": self.groups, "merge": "exact", "merge_every": 1}
+        run: dict[str, Any] = {"threads": self.threads} if self.threads else {}
+        if self.retrieval == Retrieval.POOLED:
+            run["device_memory"] = self.device_memory
+        return found | ({"run": run} if run else {})
+
+    def __str__(self) -> str:
+        words = [self.plan, f"retrieval {self.retrieval}"]
+        if self.micro_batches > 1:
+            ends = (
+                "" if (self.first, self.last) == (1.0, 1.0) else f" {self.first:g}:1:{self.last:g}"
+            )
+            words.append(f"{self.micro_batches} micro-batches{ends}, exchange {self.exchange}")
+        words += [f"{self.buffers} buffers"] if self.buffers > 2 else []
+        words += ["speculative rows"] if self.speculative_rows else []
+        words += [self.micro_batching] if self.micro_batching != "contiguous" else []
+        words += [self.comm_dtype] if self.comm_dtype != "float32" else []
+        words += [f"{self.groups} groups"] if self.groups > 1 else []
+        words += [f"{self.threads} threads"] if self.threads else []
+        return ", ".join(words)
+
+
+class Predictor(Protocol):
+    """Says what a step of a candidate would be."""
+
+    def figures(
+        self, candidate: Candidate, *, batches: int = ..., seed: int | None = ...
+    ) -> Figures:
+        """The steady state; with a seed, with costs drawn anew from what is known of them."""
+        ...
+
+    def axes(self) -> Axes:
+        """What there is to choose from."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Axes:
+    """The values of each setting that a prediction can be made for."""
+
+    samples: int
+    """Of one rank's batch."""
+    ranks: int
+    retrievals: tuple[str, ...] = ("whole", "new")
+    exchanges: tuple[str, ...] = ("micro", "window")
+    micro_batchings: tuple[str, ...] = ("contiguous",)
+    comm_dtypes: tuple[str, ...] = ("float32",)
+    groups: tuple[int, ...] = (1,)
+    threads: tuple[int, ...] = (0,)
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Numbers of micro-batches; one rank has no exchange that they could hide."""
+        if self.ranks == 1:
+            return ()
+        return tuple(n for n in COUNTS if n * LEAST_SAMPLES <= self.samples)
+
+
+class ProfilePredictor:
+    """Predicts from serial runs of the job itself."""
+
+    def __init__(self, profile: JobProfile) -> None:
+        self.profile = profile
+        self._costs: dict[int | None, JobCosts] = {}
+
+    def costs(self, seed: int | None = None) -> JobCosts:
+        """Costs as measured, or as batches that are drawn anew from them would have them."""
+        if seed not in self._costs:
+            self._costs[seed] = JobCosts(self.profile, seed)
+        return self._costs[seed]
+
+    def figures(
+        self, candidate: Candidate, *, batches: int = SEARCH_BATCHES, seed: int | None = None
+    ) -> Figures:
+        """Replay the plan on the ranks of the profile."""
+        of = self.profile
+        made = candidate.make_plan(of.device, of.ranks, gradient_norm=of.gradient_norm)
+        cost_of = self.costs(seed).of(candidate.form, candidate.split, made.shape)
+        sharing = of.sharing(candidate.threads)
+        trace = replay_shared(made, cost_of, sharing, batches=batches, buckets=of.buckets)
+        return figures(trace, samples=of.samples)
+
+    def axes(self) -> Axes:
+        """What the profile has a run for."""
+        costs = self.costs()
+        return Axes(
+            samples=self.profile.samples if self.profile.split is not None else 1,
+            ranks=self.profile.ranks,
+            retrievals=tuple(costs.known("retrieval")),
+            exchanges=tuple(costs.known("exchange")),
+            micro_batchings=tuple(costs.known("micro_batching")),
+            comm_dtypes=tuple(costs.known("comm_dtype")),
+            groups=tuple(costs.known("groups")),
+            threads=tuple(costs.known("threads")),
+        )
+
+
+class HardwarePredictor:
+    """Predicts from a hardware file alone; nothing runs."""
+
+    def __init__(self, cluster: Cluster, workers: int, device: str) -> None:
+        self._cluster, self._workers, self._device = cluster, workers, device
+
+    def figures(
+        self, candidate: Candidate, *, batches: int = SEARCH_BATCHES, seed: int | None = None
+    ) -> Figures:
+        """Replay the plan on the cluster; a seed draws other stragglers."""
+        made = candidate.make_plan(self._device, self._workers)
+        scale = Scale(self._workers, candidate.groups)
+        wire = 2 if candidate.comm_dtype == "bfloat16" else self._cluster.workload.weight_bytes
+        cluster = replace(
+            self._cluster, workload=replace(self._cluster.workload, weight_bytes=wire)
+        )
+        stragglers = replace(cluster.stragglers, seed=cluster.stragglers.seed + (seed or 0))
+        played = replay(
+            made, costs(cluster, made.shape, scale), scale, batches=batches, stragglers=stragglers
+        )
+        return figures(played.trace, samples=cluster.workload.samples)
+
+    def axes(self) -> Axes:
+        """What a hardware file can tell apart: equal micro-batches, no clustering, no threads."""
+        pooled = (str(Retrieval.POOLED),) if self._device == "cuda" else ()
+        groups = (m for m in (2, 4, 8) if self._workers % m == 0 and self._workers // m > 1)
+        return Axes(
+            samples=self._cluster.workload.samples,
+            ranks=self._workers,
+            retrievals=("whole", "new", *pooled),
+            groups=(1, *groups),
+        )
+
+
+Told = Callable[[object], None]
+
+
+class Search:
+    """Every plan in its plain forms first, then one setting after the other from the best few."""
+
+    def __init__(self, predictor: Predictor, tell: Told = lambda _: None) -> None:
+        self._predictor, self._axes, self._tell = predictor, predictor.axes(), tell
+        self.found: dict[Candidate, Figures] = {}
+
+    def run(self, start: Candidate, beam: int = 3) -> list[Candidate]:
+        """All candidates that were looked at, the best first."""
+        self._look_at([start, *self._grid()])
+        while True:
+            best = self.ranked[:beam]
+            known = len(self.found)
+            before = self._step(best[0])
+            self._look_at(c for one in best for c in self._neighbours(one))
+            if len(self.found) == known or self._step(self.ranked[0]) > (1 - EQUAL / 2) * before:
+                return self.ranked
+
+    @property
+    def plainest(self) -> Candidate:
+        """The fastest of `serial`: what every gain is over."""
+        serial = [c for c in self.found if not plan(c.plan).shape.overlaps]
+        return min(serial, key=self._step)
+
+    @property
+    def ranked(self) -> list[Candidate]:
+        """By predicted step; of those that are as good as equal to the best, the plainest first."""
+        ordered = sorted(self.found, key=self._step)
+        most = (1 + EQUAL) * self._step(ordered[0])
+        equal = [c for c in ordered if self._step(c) <= most]
+        return [*sorted(equal, key=lambda c: (c.complexity, self._step(c))), *ordered[len(equal) :]]
+
+    def _step(self, candidate: Candidate) -> float:
+        return self.found[candidate].step_ms
+
+    def _look_at(self, candidates: Iterable[Candidate]) -> None:
+        for candidate in candidates:
+            if candidate in self.found:
+                continue
+            try:
+                self.found[candidate] = self._predictor.figures(candidate)
+            except PlanError:  # the plan has no use for one of the settings
+                continue
+            self._tell(candidate)
+
+    def _grid(self) -> Iterable[Candidate]:
+        axes = self._axes
+        for retrieval in axes.retrievals:
+            for name in UNSPLIT:
+                yield Candidate(plan=name, retrieval=retrieval)
+            for threads in axes.threads:
+                yield Candidate(retrieval=retrieval, threads=threads)
+            for name in OVERLAPPING:
+                for count in axes.counts:
+                    for exchange in axes.exchanges:
+                        yield Candidate(
+                            plan=name, retrieval=retrieval, micro_batches=count, exchange=exchange
+                        )
+
+    def _neighbours(self, one: Candidate) -> Iterable[Candidate]:
+        axes = self._axes
+        for retrieval in axes.retrievals:
+            yield replace(one, retrieval=retrieval, buffers=2)
+        for name, values in (
+            ("comm_dtype", axes.comm_dtypes),
+            ("groups", axes.groups),
+            ("threads", axes.threads),
+        ):
+            for value in values:
+                yield replace(one, **{name: value})
+        if one.plan not in OVERLAPPING or one.micro_batches == 1:
+            return
+        for exchange in axes.exchanges:
+            yield replace(one, exchange=exchange)
+        for how in axes.micro_batchings:
+            yield replace(one, micro_batching=how)
+        near = sorted(axes.counts, key=lambda count: abs(count - one.micro_batches))
+        for count in near[:3]:
+            yield replace(one, micro_batches=count)
+        if isinstance(self._predictor, ProfilePredictor):
+            for first, last in ENDS:
+                yield replace(one, first=first, last=last)
+        shape = plan(one.plan).shape
+        if not (shape.refreshes_ahead and shape.window_overlaps):
+            return
+        by_profile = isinstance(self._predictor, ProfilePredictor)
+        if by_profile and one.groups == 1 and one.retrieval != Retrieval.POOLED:
+            yield replace(one, speculative_rows=True)
+        if one.retrieval == Retrieval.NEW:
+            yield replace(one, buffers=3)
+
+
+def quantiles(values: Sequence[float]) -> tuple[float, float]:
+    """The range that four of five values are in."""
+    ordered = sorted(values)
+    last = len(ordered) - 1
+    return ordered[round(0.1 * last)], ordered[round(0.9 * last)]
+
 
 DRAWS = 16
 """How often costs are drawn anew to see how sure a gain is."""

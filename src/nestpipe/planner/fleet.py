@@ -16,7 +16,7 @@ import numpy as np
 
 from nestpipe.config import not_negative, positive
 from nestpipe.errors import ConfigError
-from nestpipe.planner.candidates import Candidate
+from nestpipe.planner.choice import Candidate
 from nestpipe.schedule import Kind, Op
 from nestpipe.sim import Figures, figures
 from nestpipe.sim.job_costs import JobCosts, JobProfile, Split

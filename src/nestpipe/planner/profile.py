@@ -23,14 +23,14 @@ from nestpipe.batch import Batch
 from nestpipe.comm import Communicator
 from nestpipe.data import Source, StreamingSource
 from nestpipe.errors import ConfigError
-from nestpipe.planner.candidates import LEAST_SAMPLES, Candidate
+from nestpipe.planner.choice import LEAST_SAMPLES, Candidate
 from nestpipe.runtime import Work
 from nestpipe.schedule import Kind, Op, Retrieval
 from nestpipe.sim.job_costs import JobProfile, ProfiledRun, draw_of
 from nestpipe.sim.trace_costs import WARM_UP
 from nestpipe.trace import Span, Trace
 from nestpipe.train.config import PipelineSettings
-from nestpipe.train.grad_buckets import buckets_of
+from nestpipe.train.gradients import buckets_of
 from nestpipe.train.job import JobConfig, make_job
 from nestpipe.train.trainer import Trainer
 

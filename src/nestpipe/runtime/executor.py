@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from nestpipe.runtime.lanes import ENDED, Act, Event, Lanes, Work
 from nestpipe.runtime.spans import HostSpans, Spans
 from nestpipe.schedule import COLLECTIVES, Kind, Op, Plan, Shape, Step
-from nestpipe.schedule.plans import Earlier, IssueOrder, SteadyTick
-from nestpipe.schedule.ticks import Slot
+from nestpipe.schedule.plans import Earlier, IssueOrder, Slot, SteadyTick
 from nestpipe.trace import Trace
 from nestpipe.trace.span import Fact
 

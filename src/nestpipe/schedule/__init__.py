@@ -11,7 +11,6 @@ from nestpipe.schedule.check import (
     redundant_ties,
     violations,
 )
-from nestpipe.schedule.op import COLLECTIVES, MICRO_KINDS, Kind, Lane, Op
 from nestpipe.schedule.options import (
     Exchange,
     Merge,
@@ -33,8 +32,21 @@ from nestpipe.schedule.plans import (
     with_separate_key_group,
     with_third_buffer,
 )
-from nestpipe.schedule.schedule import How, Schedule, Shape, Step, Tie
-from nestpipe.schedule.text import from_text, nominal_trace, to_text
+from nestpipe.schedule.schedule import (
+    COLLECTIVES,
+    MICRO_KINDS,
+    How,
+    Kind,
+    Lane,
+    Op,
+    Schedule,
+    Shape,
+    Step,
+    Tie,
+    from_text,
+    nominal_trace,
+    to_text,
+)
 
 __all__ = [
     "COLLECTIVES",

@@ -24,10 +24,19 @@ from nestpipe.schedule.effects import (
     effects,
     reference_position,
 )
-from nestpipe.schedule.op import MICRO_KINDS, Kind, Op
 from nestpipe.schedule.options import Retrieval
-from nestpipe.schedule.schedule import DEVICE_NETWORKS, DRAINING, How, Schedule, Shape, Tie
-from nestpipe.schedule.text import nominal_trace
+from nestpipe.schedule.schedule import (
+    DEVICE_NETWORKS,
+    DRAINING,
+    MICRO_KINDS,
+    How,
+    Kind,
+    Op,
+    Schedule,
+    Shape,
+    Tie,
+    nominal_trace,
+)
 from nestpipe.trace import Trace, grid
 
 K = Kind
@@ -272,6 +281,15 @@ def _fresh_rows(schedule: Schedule, order: HappensBefore) -> Iterator[Violation]
             if not order(writeback, retrieve):
                 yield _stale(shape, batch, earlier)
                 break
+        before = Op(K.RETRIEVE, batch - 1)
+        if shape.stores_while_reading and not order(before, retrieve):
+            yield Violation(
+                "freshness",
+                f"`{retrieve}` can read rows that `{before}` is about to store; "
+                f"make `{retrieve}` wait for `{before}`",
+                (before, retrieve),
+                (before, retrieve),
+            )
 
 
 def _stale(shape: Shape, batch: int, earlier: int) -> Violation:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from nestpipe.schedule.op import Kind, Op
 from nestpipe.schedule.options import Exchange, Merge, Retrieval
-from nestpipe.schedule.schedule import Shape
+from nestpipe.schedule.schedule import Kind, Op, Shape
 
 K = Kind
 
@@ -70,6 +69,9 @@ def _stale_mask(op: Op, shape: Shape) -> Iterator[Op]:
 def _retrieve(op: Op, shape: Shape) -> Iterator[Op]:
     yield shape.last_union(op.batch)
     yield Op(K.WRITEBACK, op.batch - shape.buffers)
+    if shape.stores_while_reading:
+        # What the batch before stored itself may come back with this one.
+        yield Op(K.RETRIEVE, op.batch - 1)
     if shape.takes_over:
         yield shape.last_write(op.batch - 2)
         if op.batch > 2:

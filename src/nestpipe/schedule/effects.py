@@ -4,7 +4,8 @@ The checker derives from this table which ops must not pass each other; it never
 came by its edges. A `Cell` is one piece of memory of one rank; cells with a number are used in turn
 (`("buffer", t % 2)`). Host memory is not a cell: which of its rows an op touches depends on
 the keys, so `check` has rules of its own for it. In a pool the cells of rows are: `buffer`, the
-places that `retrieve t` fills and `writeback t-2` has emptied, and `pool`, all that batches share.
+places that `retrieve t` fills and an earlier `writeback` emptied, and `pool`, all that batches
+share.
 """
 
 from __future__ import annotations
@@ -12,9 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from nestpipe.schedule.op import Kind, Op
 from nestpipe.schedule.options import Exchange, Merge
-from nestpipe.schedule.schedule import Shape
+from nestpipe.schedule.schedule import Kind, Op, Shape
 
 K = Kind
 Cell = tuple[str, int]

@@ -15,7 +15,7 @@ from typing import cast
 from nestpipe.config import fraction, not_negative, positive
 from nestpipe.errors import ConfigError
 from nestpipe.schedule import Exchange, Merge, Retrieval, Shape
-from nestpipe.schedule.op import Kind
+from nestpipe.schedule.schedule import Kind
 
 # The machines, and the work that one worker has per batch.
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from nestpipe.errors import ParseError
 from nestpipe.schedule import Exchange, Lane, Retrieval, Shape
-from nestpipe.schedule.op import COLLECTIVES, MICRO_KINDS, Kind, Op
+from nestpipe.schedule.schedule import COLLECTIVES, MICRO_KINDS, Kind, Op
 from nestpipe.sim.replay import USUAL_BUCKETS, CostOf, Sharing
 from nestpipe.sim.trace_costs import REFRESH_KINDS, WARM_UP, op_costs
 from nestpipe.trace import Span, Trace

@@ -13,9 +13,17 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from nestpipe.schedule.op import COLLECTIVES, REPLICA_KINDS, Kind, Lane, Op
 from nestpipe.schedule.plans import Plan
-from nestpipe.schedule.schedule import DRAINING, How, Step
+from nestpipe.schedule.schedule import (
+    COLLECTIVES,
+    DRAINING,
+    REPLICA_KINDS,
+    How,
+    Kind,
+    Lane,
+    Op,
+    Step,
+)
 from nestpipe.sim.costs import Costs, Scale, Stragglers
 from nestpipe.trace import Span, Trace
 

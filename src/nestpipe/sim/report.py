@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from html import escape
 
 from nestpipe.schedule import Plan, PlanOptions, plan
-from nestpipe.schedule.op import Kind
+from nestpipe.schedule.schedule import Kind
 from nestpipe.sim.costs import Cluster, Costs, Layout, Scale, costs, merged_bytes
 from nestpipe.sim.replay import replay
 from nestpipe.sim.trace_costs import FittedCosts

@@ -17,7 +17,8 @@ import numpy as np
 
 from nestpipe.errors import ParseError
 from nestpipe.schedule import Retrieval, Shape
-from nestpipe.schedule.op import (
+from nestpipe.schedule.plans import Plan
+from nestpipe.schedule.schedule import (
     COLLECTIVES,
     MICRO_KINDS,
     SPECULATIVE_KINDS,
@@ -25,7 +26,6 @@ from nestpipe.schedule.op import (
     Op,
     parse_kind,
 )
-from nestpipe.schedule.plans import Plan
 from nestpipe.sim.costs import Cluster, Costs, Scale, costs
 from nestpipe.sim.replay import USUAL_BUCKETS, CostOf, Sharing, replay_shared
 from nestpipe.trace import Span, Trace

@@ -1,8 +1,7 @@
 """Spans and traces, and every way to look at them; knows nothing of schedules or torch."""
 
-from nestpipe.trace.chrome import read_chrome, to_chrome, write_chrome
-from nestpipe.trace.draw_grid import grid
-from nestpipe.trace.draw_svg import svg
+from nestpipe.trace.draw import grid
+from nestpipe.trace.export import read_chrome, svg, to_chrome, write_chrome
 from nestpipe.trace.span import (
     IDLE,
     LANES,

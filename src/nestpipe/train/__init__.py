@@ -10,9 +10,9 @@ from nestpipe.train.config import (
 )
 from nestpipe.train.evaluate import evaluate
 from nestpipe.train.job import Job, JobConfig, make_job
+from nestpipe.train.loggers import Summary, Traffic, summarise
 from nestpipe.train.loop import TrainResult, train_job
 from nestpipe.train.ops import StepReport
-from nestpipe.train.summary import Summary, Traffic, summarise
 from nestpipe.train.trainer import Trainer
 
 __all__ = [

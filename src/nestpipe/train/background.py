@@ -22,8 +22,18 @@ import torch
 from torch import Tensor, nn
 
 from nestpipe.checkpoint import disk
-from nestpipe.checkpoint.folder import Checkpoint, RowChange, counted, name_of, open_checkpoint
-from nestpipe.checkpoint.manifest import DENSE, FileEntry, Manifest, Parent, write_manifest
+from nestpipe.checkpoint.folder import (
+    DENSE,
+    Checkpoint,
+    FileEntry,
+    Manifest,
+    Parent,
+    RowChange,
+    counted,
+    name_of,
+    open_checkpoint,
+    write_manifest,
+)
 from nestpipe.checkpoint.merging import (
     cut,
     merged_blocks,
@@ -32,8 +42,7 @@ from nestpipe.checkpoint.merging import (
     write_keys,
     write_rows,
 )
-from nestpipe.comm.communicator import Communicator
-from nestpipe.comm.mesh import Mesh
+from nestpipe.comm.communicator import Communicator, Mesh
 from nestpipe.embedding.lifecycle import Lifecycle
 from nestpipe.embedding.routing.lists import owner_of
 from nestpipe.embedding.store.protocol import RowStore
@@ -77,24 +86,29 @@ class TouchedKeys:
         self._sorted = torch.empty(0, dtype=torch.int64)
         self._recent: list[Tensor] = []
         self._num_recent = 0
+        self._lock = threading.RLock()
+        """Rows are located by one thread while another one writes some."""
 
     def add(self, keys_K: Tensor) -> None:
-        self._recent.append(keys_K.clone())
-        self._num_recent += len(keys_K)
-        if self._num_recent >= max(FEW_KEYS, len(self._sorted)):
-            self.ascending()
+        with self._lock:
+            self._recent.append(keys_K.clone())
+            self._num_recent += len(keys_K)
+            if self._num_recent >= max(FEW_KEYS, len(self._sorted)):
+                self.ascending()
 
     def drop(self, keys_K: Tensor) -> None:
         """Forget some."""
-        every = self.ascending()
-        self._sorted = every[~torch.isin(every, keys_K)]
+        with self._lock:
+            every = self.ascending()
+            self._sorted = every[~torch.isin(every, keys_K)]
 
     def ascending(self) -> Tensor:
         """All of them, in order."""
-        if self._recent:
-            self._sorted = torch.unique(torch.cat([self._sorted, *self._recent]))
-            self._recent, self._num_recent = [], 0
-        return self._sorted
+        with self._lock:
+            if self._recent:
+                self._sorted = torch.unique(torch.cat([self._sorted, *self._recent]))
+                self._recent, self._num_recent = [], 0
+            return self._sorted
 
 
 class TrackedStore:

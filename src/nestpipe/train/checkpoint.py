@@ -19,18 +19,21 @@ import torch
 from torch import Tensor, nn
 
 from nestpipe.checkpoint import disk
-from nestpipe.checkpoint.folder import Checkpoint, RowChange, counted, name_of, open_noted
-from nestpipe.checkpoint.manifest import (
+from nestpipe.checkpoint.folder import (
     DENSE,
+    Checkpoint,
     FileEntry,
     Manifest,
+    RowChange,
+    counted,
     finite,
     is_old,
+    name_of,
+    open_noted,
     write_manifest,
 )
 from nestpipe.checkpoint.merging import cut, rows_in_part, uses_of, write_keys, write_rows
-from nestpipe.comm.communicator import Communicator
-from nestpipe.comm.mesh import Mesh
+from nestpipe.comm.communicator import Communicator, Mesh
 from nestpipe.embedding.lifecycle import KnownUses, Lifecycle, RowLedger, RowLifecycle
 from nestpipe.embedding.routing.lists import owner_of
 from nestpipe.embedding.store.protocol import RowStore

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from nestpipe.config import RateOptions, Table, not_negative, positive
-from nestpipe.config.rates import first_match, rates_of, refuse_idle
-from nestpipe.config.values import fit_leaf, known_words, memory_size
+from nestpipe.config.load import fit_leaf, known_words, memory_size
+from nestpipe.config.sections import first_match, rates_of, refuse_idle
 from nestpipe.deprecated import renamed_fields
 from nestpipe.errors import ConfigError
 from nestpipe.schedule import (

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from nestpipe.checkpoint.folder import (
+    Manifest,
     Retention,
     candidates,
     first_good,
@@ -24,10 +25,9 @@ from nestpipe.checkpoint.folder import (
     open_checkpoint,
     open_noted,
 )
-from nestpipe.checkpoint.manifest import Manifest
 from nestpipe.comm import DEFAULT_TIMEOUT_S, Communicator
 from nestpipe.config import RowPolicy, Table, build, not_negative, positive
-from nestpipe.config.values import fit_leaf
+from nestpipe.config.load import fit_leaf
 from nestpipe.dashboard.record import FOLDER as RECORD_FOLDER
 from nestpipe.data import (
     HISTORY,
@@ -51,7 +51,7 @@ from nestpipe.models import (
     LogisticRegression,
     SampledSoftmaxConfig,
 )
-from nestpipe.models.factory import is_own, make_own
+from nestpipe.models.protocol import is_own, make_own
 from nestpipe.train.checkpoint import describe_model, gathered_from_first, raise_everywhere
 from nestpipe.train.config import (
     DenseSettings,

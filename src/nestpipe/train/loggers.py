@@ -1,7 +1,8 @@
-"""Where the figures of a run go: one protocol, and a class for each place.
+"""What a run says of its pipeline, and where such figures go: one protocol, a class for each place.
 
-TensorBoard and JSON lines are built in; Weights & Biases and MLflow are extras. Rank 0 alone logs.
-The record that the dashboard shows is written by every rank, each its own.
+A summary says where the time of a step goes, and how much moves in it. TensorBoard and JSON lines
+are built in; Weights & Biases and MLflow are extras. Rank 0 alone logs. The record that the
+dashboard shows is written by every rank, each its own.
 """
 
 from __future__ import annotations
@@ -12,20 +13,269 @@ import os
 import socket
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
 from importlib import import_module
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+import numpy as np
+
 from nestpipe.checkpoint import disk
-from nestpipe.dashboard.recorder import FAILED, FINISHED, STOPPED, RunRecorder
+from nestpipe.dashboard.record import FAILED, FINISHED, STOPPED, RunRecorder
 from nestpipe.errors import ConfigError, NestpipeError
-from nestpipe.schedule import Kind
-from nestpipe.trace import Span
+from nestpipe.jagged import Jagged
+from nestpipe.schedule import Kind, Lane
+from nestpipe.trace import (
+    IDLE,
+    USEFUL,
+    ShortTraceError,
+    Span,
+    Trace,
+    exposure,
+    lane_busy,
+    steady_interval,
+)
 from nestpipe.train.checkpoint import raise_everywhere
-from nestpipe.train.summary import SharedKeys
+from nestpipe.train.ops import StepReport
 
 if TYPE_CHECKING:
     from nestpipe.train.trainer import Trainer
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What one rank, or several together, moved in all batches so far."""
+
+    batches: int = 0
+    """Batches of all ranks that are counted here."""
+    rows_read: int = 0
+    rows_refreshed: int = 0
+    rows_written: int = 0
+    rows_compared: int = 0
+    """Rows of the batches that could share some with the batch before."""
+    keys_asked: int = 0
+    bytes_sent: int = 0
+    flops: float = 0.0
+
+    def count(self, report: StepReport, *, rows: int, compared: bool) -> None:
+        """Add a step that had `rows` rows; `compared`: to those of the batch before."""
+        self.batches += 1
+        self.rows_read += report.rows_read
+        self.rows_refreshed += report.rows_refreshed
+        self.rows_written += report.rows_written
+        self.rows_compared += rows if compared else 0
+        self.keys_asked += report.keys_asked
+        self.flops += report.flops
+
+    @classmethod
+    def total(cls, ranks: Sequence[Traffic]) -> Traffic:
+        """All ranks together."""
+        names = [field.name for field in fields(cls)]
+        return cls(**{name: sum(getattr(rank, name) for rank in ranks) for name in names})
+
+
+MOST_COMPARED = 1 << 16
+"""Keys that are compared with those of the batch before; of more, one in so many is taken."""
+
+
+class SharedKeys:
+    """How many keys of a batch the batch before had too, by samples, for plans that do not compare.
+
+    `hear` is told of every batch and keeps two in a row; whoever reads does the comparing.
+    """
+
+    def __init__(self, table_of: Mapping[str, str]) -> None:
+        self._table_of = table_of
+        self._pair: list[tuple[int, Sequence[Mapping[str, Jagged]]]] = []
+        self.shared = self.compared = 0
+
+    def hear(self, batch: int, keys: Sequence[Mapping[str, Jagged]]) -> None:
+        """Keep the batch, unless there are two already."""
+        pair = self._pair
+        if len(pair) < 2:
+            follows = bool(pair) and pair[0][0] == batch - 1
+            self._pair = [*pair, (batch, keys)] if follows else [(batch, keys)]
+
+    def read(self) -> tuple[int, int]:
+        """Keys that were shared and keys that were compared, ever."""
+        if len(pair := self._pair) == 2:
+            before, after = (self._of_tables(keys) for _, keys in pair)
+            self._pair = []
+            for table, keys in after.items():
+                self.compared += len(keys)
+                self.shared += int(np.isin(keys, before.get(table, keys[:0])).sum())
+        return self.shared, self.compared
+
+    def _of_tables(self, micros: Sequence[Mapping[str, Jagged]]) -> dict[str, np.ndarray]:
+        found: dict[str, list[np.ndarray]] = {}
+        for micro in micros:
+            for feature, of in micro.items():
+                table = self._table_of.get(feature, feature)
+                found.setdefault(table, []).append(of.values.numpy())
+        total = sum(len(part) for parts in found.values() for part in parts)
+        return {
+            table: np.unique(np.concatenate([_sample(part, total) for part in parts]))
+            for table, parts in found.items()
+        }
+
+
+def _sample(keys: np.ndarray, total: int) -> np.ndarray:
+    """One key in so many, always the same ones; keys that follow each other are spread."""
+    if total <= MOST_COMPARED:
+        return keys
+    bits = (total // MOST_COMPARED).bit_length()
+    mixed = keys.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    return keys[mixed >> np.uint64(64 - bits) == 0]
+
+
+@dataclass(frozen=True, slots=True)
+class KindTime:
+    """The time of one kind of op in a step, all micro-batches together."""
+
+    ms: float
+    hidden_ms: float
+    """Under dense compute or updates: it cost nothing."""
+    exposed_ms: float
+    """Without any of them beside it: the step is so much longer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """Figures of an average step, by the mean over ranks."""
+
+    batches: int
+    """Batches of the steady part of the trace, over which times are taken."""
+    step_ms: float
+    kinds: Mapping[str, KindTime]
+    """In the order of a batch's life."""
+    idle_ms: float
+    """No op ran at all."""
+    busiest_lane: str
+    busiest_ms: float
+    """What that lane worked; waiting for a peer inside a collective is not work."""
+    efficiency: float
+    """The busiest lane's part of the step: 1.0 is a pipeline at the speed of that lane."""
+    shared_keys: float | None
+    """Part of a batch's keys that the batch before had too; None: the plan does not compare."""
+    rows_read: float
+    rows_refreshed: float
+    rows_written: float
+    keys_asked: float
+    """Keys that a rank asks owners for, itself included."""
+    bytes_sent: float
+    tflops: float | None = None
+    """TFLOP/s of a rank's model over the whole step; None: the model does not know its work."""
+    mfu: float | None = None
+    """The same over the device's peak; None: that is not known either."""
+
+
+def summarise(trace: Trace, traffic: Traffic, peak_tflops: float | None = None) -> Summary:
+    """The figures of a trace, which holds one rank or all, and of what was moved meanwhile.
+
+    A trace of fewer than two batches has no steady part and raises `ShortTraceError`.
+    """
+    if not trace.spans:
+        raise ShortTraceError("the trace is empty; train at least 2 batches")
+    worked = without_waiting(trace)
+    steps = [_step_of(trace.of_rank(r), worked.of_rank(r)) for r in trace.ranks]
+    step_ms = fmean(step.ms for step in steps)
+    lanes = _mean([step.lanes for step in steps])
+    busiest = max(lanes, key=lambda lane: lanes[lane])
+    batches = max(1, traffic.batches)
+    compared = traffic.rows_compared
+    tflops = traffic.flops / batches / (step_ms * 1e9) if traffic.flops else None
+    return Summary(
+        batches=steps[0].batches,
+        step_ms=step_ms,
+        kinds=_kinds(steps),
+        idle_ms=fmean(step.exposed.get(IDLE, 0.0) for step in steps),
+        busiest_lane=busiest,
+        busiest_ms=lanes[busiest],
+        efficiency=lanes[busiest] / step_ms,
+        shared_keys=traffic.rows_refreshed / compared if compared else None,
+        rows_read=traffic.rows_read / batches,
+        rows_refreshed=traffic.rows_refreshed / batches,
+        rows_written=traffic.rows_written / batches,
+        keys_asked=traffic.keys_asked / batches,
+        bytes_sent=traffic.bytes_sent / batches,
+        tflops=tflops,
+        mfu=tflops / peak_tflops if tflops is not None and peak_tflops else None,
+    )
+
+
+PEAK_TFLOPS: Mapping[str, tuple[float, float]] = {
+    "H200": (989.0, 67.0),
+    "H100 PCIe": (756.0, 51.0),
+    "H100": (989.0, 67.0),
+    "A100": (312.0, 19.5),
+    "B200": (2250.0, 75.0),
+    "L40S": (362.0, 91.6),
+    "A10": (125.0, 31.2),
+    "T4": (65.0, 8.1),
+}
+"""By a part of the device's name, the more special first: dense bfloat16 (T4: float16) and float32
+products, without sparsity, as the data sheets have them."""
+
+
+def peak_tflops(device_name: str, precision: str, given: float = 0.0) -> float | None:
+    """What a device can do at most; None where nobody says."""
+    if given:
+        return given
+    found = next((peak for name, peak in PEAK_TFLOPS.items() if name in device_name), None)
+    return None if found is None else found[0 if precision == "bf16" else 1]
+
+
+def without_waiting(trace: Trace) -> Trace:
+    """Collectives as long as on the rank that came to them last: the others waited for it first."""
+    shortest: dict[str, float] = {}
+    for span in trace.spans:
+        if span.lane == Lane.NET:
+            shortest[span.name] = min(span.duration, shortest.get(span.name, span.duration))
+    spans = tuple(
+        replace(span, start=span.end - shortest[span.name]) if span.lane == Lane.NET else span
+        for span in trace.spans
+    )
+    return Trace(spans, trace.facts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """An average step of one rank."""
+
+    batches: int
+    ms: float
+    lanes: Mapping[str, float]
+    busy: Mapping[str, float]
+    exposed: Mapping[str, float]
+
+
+def _step_of(spans: Sequence[Span], worked: Sequence[Span]) -> _Step:
+    start, end, batches = steady_interval(spans)
+    split = exposure(spans, start, end)
+    return _Step(
+        batches,
+        (end - start) / batches,
+        {lane: ms / batches for lane, ms in lane_busy(worked, start, end).items()},
+        {kind: ms / batches for kind, ms in split.busy.items()},
+        {kind: ms / batches for kind, ms in split.exposed.items()},
+    )
+
+
+def _kinds(steps: Sequence[_Step]) -> dict[str, KindTime]:
+    busy, exposed = _mean([s.busy for s in steps]), _mean([s.exposed for s in steps])
+    times: dict[str, KindTime] = {}
+    for kind in Kind:
+        if kind in busy:
+            shown = busy[kind] if kind in USEFUL else exposed.get(kind, 0.0)
+            times[kind.value] = KindTime(busy[kind], max(0.0, busy[kind] - shown), shown)
+    return times
+
+
+def _mean(of_ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    names = dict.fromkeys(name for of_rank in of_ranks for name in of_rank)
+    return {name: fmean(of_rank.get(name, 0.0) for of_rank in of_ranks) for name in names}
+
 
 LoggerName = Literal["tensorboard", "jsonl", "wandb", "mlflow"]
 LINES = "metrics.jsonl"

@@ -24,13 +24,13 @@ from nestpipe.checkpoint.folder import (
     flat,
     name_of,
     prune,
+    read_manifest,
     sign_of,
     verified,
 )
-from nestpipe.checkpoint.manifest import read_manifest
 from nestpipe.comm import Communicator, LocalCommunicator, connect
 from nestpipe.comm.peer_failure import StopRequest
-from nestpipe.dashboard.recorder import RunRecorder
+from nestpipe.dashboard.record import RunRecorder
 from nestpipe.data import Ranking
 from nestpipe.embedding.store.protocol import default_threads
 from nestpipe.errors import CheckpointError, ConfigError
@@ -40,9 +40,8 @@ from nestpipe.train.background import BackgroundWriter
 from nestpipe.train.checkpoint import LostParentError, gathered_from_first, raise_everywhere
 from nestpipe.train.evaluate import evaluate, popularity, popularity_auc
 from nestpipe.train.job import Job, JobConfig, RunConfig
-from nestpipe.train.loggers import MetricLoggers, recorded
+from nestpipe.train.loggers import MetricLoggers, Summary, Traffic, peak_tflops, recorded, summarise
 from nestpipe.train.ops import StepReport
-from nestpipe.train.summary import Summary, Traffic, peak_tflops, summarise
 from nestpipe.train.trainer import Trainer, choose_device
 
 log = logging.getLogger("nestpipe.train")

@@ -17,10 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from nestpipe.batch import Batch
-from nestpipe.comm.mesh import Mesh
+from nestpipe.comm.communicator import Mesh
 from nestpipe.comm.peer_failure import STOP
-from nestpipe.data.balance import WorkOf, even_parts
-from nestpipe.data.clustering import How, micro_batches
+from nestpipe.data.clustering import How, WorkOf, even_parts, micro_batches
 from nestpipe.embedding.device_tables import DeviceTables
 from nestpipe.embedding.lookup import averaged
 from nestpipe.embedding.optimizers import constant
@@ -45,10 +44,9 @@ from nestpipe.models.protocol import (
 )
 from nestpipe.runtime import StopSignal
 from nestpipe.schedule import Merge
-from nestpipe.schedule.op import Kind, Op
-from nestpipe.train.clipping import clip_factor, global_norm
+from nestpipe.schedule.schedule import Kind, Op
 from nestpipe.train.dense_graphs import DenseGraphs
-from nestpipe.train.grad_buckets import GradBuckets
+from nestpipe.train.gradients import GradBuckets, clip_factor, global_norm
 
 K = Kind
 

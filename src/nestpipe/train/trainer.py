@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from nestpipe.batch import Batch
 from nestpipe.checkpoint import disk
 from nestpipe.comm import Communicator, LocalCommunicator
-from nestpipe.comm.mesh import make_mesh
+from nestpipe.comm.communicator import make_mesh
 from nestpipe.comm.process_group import DistributedCommunicator
 from nestpipe.config import Table
-from nestpipe.config.rates import first_match, rates_of, refuse_idle
+from nestpipe.config.sections import first_match, rates_of, refuse_idle
 from nestpipe.data import Source, StreamingSource
-from nestpipe.data.balance import WorkOf, deal_evenly
+from nestpipe.data.clustering import WorkOf, deal_evenly
 from nestpipe.embedding.device_tables import DeviceTables, can_route_on_device
 from nestpipe.embedding.lifecycle import AdmittedRows, Lifecycle, RowLifecycle
 from nestpipe.embedding.optimizers import RowOptimizer, row_optimizer
@@ -62,7 +62,8 @@ from nestpipe.train.config import (
     choose_pipeline,
 )
 from nestpipe.train.dense_graphs import DenseGraphs
-from nestpipe.train.grad_buckets import GradBuckets
+from nestpipe.train.gradients import GradBuckets
+from nestpipe.train.loggers import Traffic
 from nestpipe.train.ops import (
     MicroBatchSplitter,
     OnKeys,
@@ -70,7 +71,6 @@ from nestpipe.train.ops import (
     TrainingWork,
     drop_dense_faults,
 )
-from nestpipe.train.summary import Traffic
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,7 +353,7 @@ class Trainer:
             return self._sharded(plan, self._training_stores, training=True)
         self._pools = self._pools or self._open_pools()
         for pool in self._pools:
-            pool.begin_run()
+            pool.begin_run(plan.shape.buffers)
         if self.routes_on_device(plan):
             return DeviceTables(
                 self.groups,

@@ -14,15 +14,21 @@ from unittest.mock import patch
 from nestpipe.errors import RunError, ShedError
 from nestpipe.serve.engine import instance as instance_module
 from nestpipe.serve.engine import state as state_module
-from nestpipe.serve.engine.admission import AdmissionControl
-from nestpipe.serve.engine.cost_model import Costs, Fit, Work
+from nestpipe.serve.engine.admission import AdmissionControl, Costs, Fit, Work
 from nestpipe.serve.engine.instance import Instance, new_state
+from nestpipe.serve.engine.kv_cache import Acquired, Miss, Purpose
+from nestpipe.serve.engine.kv_memory import Entry, Need
 from nestpipe.serve.engine.state import EngineState
-from nestpipe.serve.kv_cache.cache import Acquired, Miss, Purpose
-from nestpipe.serve.kv_cache.device_pool import Entry, Need
-from nestpipe.serve.routing import membership as ring_module
-from nestpipe.serve.settings import ServeSettings
-from nestpipe.serve.types import KV, AdmissionOutcome, Answer, PrefixKey, RankRequest, Signal
+from nestpipe.serve.http import router as ring_module
+from nestpipe.serve.types import (
+    KV,
+    AdmissionOutcome,
+    Answer,
+    PrefixKey,
+    RankRequest,
+    ServeSettings,
+    Signal,
+)
 from support.serving_world.model import FaultError, Model
 from support.serving_world.turns import Change, Thread, Turns
 

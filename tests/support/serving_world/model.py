@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nestpipe.serve.kv_cache.host_tier import Reload
+from nestpipe.serve.engine.kv_memory import Reload
 from nestpipe.serve.types import KV, History, Ids, PrefixItem, RankItem, Scores
 from support.serving_world.turns import Change, Turns
 

@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from nestpipe.serve.engine.kv_cache import Cache
+from nestpipe.serve.engine.kv_memory import DevicePool, Entry, HostEntry, HostTier, KVSource, Need
 from nestpipe.serve.engine.state import EngineState
-from nestpipe.serve.kv_cache.cache import Cache
-from nestpipe.serve.kv_cache.device_pool import DevicePool, Entry, KVSource, Need
-from nestpipe.serve.kv_cache.host_tier import HostEntry, HostTier
-from nestpipe.serve.routing.router import _RoutedRanking
+from nestpipe.serve.http.router import _RoutedRanking
 from nestpipe.serve.types import History, PrefixKey
 from support.serving_world.turns import Change
 

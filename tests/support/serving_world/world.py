@@ -23,9 +23,8 @@ from random import Random
 
 import numpy as np
 
-from nestpipe.serve.routing.router import Router, RouterSettings
-from nestpipe.serve.settings import ServeSettings
-from nestpipe.serve.types import AdmissionOutcome, Answer, RankRequest, Signal
+from nestpipe.serve.http.router import Router, RouterSettings
+from nestpipe.serve.types import AdmissionOutcome, Answer, RankRequest, ServeSettings, Signal
 from support.serving_world.checks import (
     Asked,
     check_answer,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from nestpipe.bench.hstu_tasks import (
+from nestpipe.bench.hstu.tasks import (
     GlobalBatches,
     TasksCase,
     TasksRanker,

@@ -12,22 +12,23 @@ import pytest
 import torch
 from torch import nn
 
-from nestpipe.bench.lab import (
+from nestpipe.bench.pipeline_cases import CASES, SerialLoop, case_of
+from nestpipe.bench.pipeline_rank import make_batches, make_model
+from nestpipe.bench.torchrec_lab import (
     NESTPIPE,
     TORCHREC,
     Comparison,
     LabReading,
+    PeerTask,
     joined_parts,
     lab_case,
     lab_variants,
     plan_table,
+    read_readings,
     table_variants,
     time_nestpipe,
     timed_step,
 )
-from nestpipe.bench.pipeline_cases import CASES, SerialLoop, case_of
-from nestpipe.bench.pipeline_rank import make_batches, make_model
-from nestpipe.bench.torchrec_lab import PeerTask, read_readings
 from nestpipe.errors import ConfigError
 from nestpipe.trace import Span, Trace
 

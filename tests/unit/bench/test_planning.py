@@ -1,6 +1,6 @@
 """What `bench plan` makes of the steps that it measured."""
 
-from nestpipe.bench.planning.grid import GridReading, small_grid
+from nestpipe.bench.planning import GridReading, small_grid
 from nestpipe.planner import Candidate
 
 

@@ -23,12 +23,11 @@ from nestpipe.bench.relay_service import (
 from nestpipe.cli.app import main
 from nestpipe.config import build
 from nestpipe.errors import ConfigError
-from nestpipe.loadtest.driver import Record, Run
-from nestpipe.loadtest.report import report
+from nestpipe.loadtest.driver import Record, Run, report
 from nestpipe.loadtest.run import RandomModel
 from nestpipe.loadtest.settings import LoadSettings
 from nestpipe.loadtest.workload import Visit
-from nestpipe.serve.engine.cost_model import Costs, Fit, Work
+from nestpipe.serve.engine.admission import Costs, Fit, Work
 from nestpipe.serve.engine.rank_model import HstuRankModel
 from nestpipe.serve.types import Answer, History, Path, PrefixItem, RankItem, RankRequest
 

@@ -19,20 +19,24 @@ import torch
 
 from nestpipe.checkpoint import disk
 from nestpipe.checkpoint.folder import (
+    DENSE,
+    MANIFEST,
+    Manifest,
+    Parent,
     candidates,
     first_good,
     newest,
     open_checkpoint,
     paths_in,
+    read_manifest,
     verified,
     write_checkpoint,
 )
-from nestpipe.checkpoint.manifest import DENSE, MANIFEST, Manifest, Parent, read_manifest
 from nestpipe.comm import LocalCommunicator
 from nestpipe.config import build
 from nestpipe.errors import CheckpointError, NestpipeError, RunError
 from nestpipe.models import HstuConfig, HstuRanker
-from nestpipe.serve.engine.weights import read_weights
+from nestpipe.serve.engine.rank_model import read_weights
 from nestpipe.train import JobConfig, make_job, train_job
 from support.checkpoints import change_manifest, flip_bit, set_number
 from support.examples import num_examples

@@ -11,8 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nestpipe.checkpoint.folder import open_checkpoint, paths_in, verified
-from nestpipe.checkpoint.manifest import DENSE, Parent, read_manifest
+from nestpipe.checkpoint.folder import (
+    DENSE,
+    Parent,
+    open_checkpoint,
+    paths_in,
+    read_manifest,
+    verified,
+)
 from nestpipe.checkpoint.merging import compact, merged_rows
 from nestpipe.cli.app import main
 from support.checkpoints import change_manifest, flip_bit

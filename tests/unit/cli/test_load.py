@@ -8,15 +8,14 @@ import numpy as np
 import pytest
 
 from nestpipe.cli.app import main
-from nestpipe.cli.load_jobs import found_table, invalid_lines, results_table, step_line
+from nestpipe.cli.load import found_table, invalid_lines, results_table, step_line
 from nestpipe.cli.options import console
 from nestpipe.errors import RunError
-from nestpipe.loadtest.driver import FormulaService, VirtualTime, drive
-from nestpipe.loadtest.report import report
+from nestpipe.loadtest.driver import FormulaService, VirtualTime, drive, report
 from nestpipe.loadtest.run import Found, SearchStep
 from nestpipe.loadtest.settings import LoadSettings, WorkloadSettings
 from nestpipe.loadtest.workload import legs, visits
-from nestpipe.serve.engine.cost_model import Costs, Fit, Work
+from nestpipe.serve.engine.admission import Costs, Fit, Work
 from nestpipe.serve.types import Answer, Path
 
 TINY = (
@@ -211,7 +210,7 @@ def test_a_late_driver_is_said_aloud(capsys):
 
 
 def test_a_late_driver_ends_with_status_1(run, monkeypatch):
-    import nestpipe.loadtest.report as told
+    import nestpipe.loadtest.driver as told
 
     monkeypatch.setattr(told, "LATE_SHARE", -1.0)
     status, out, _ = run(*TINY, "--arms", "B")

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from nestpipe.checkpoint import disk
-from nestpipe.checkpoint.folder import paths_in, verified
-from nestpipe.checkpoint.manifest import DENSE, MANIFEST
+from nestpipe.checkpoint.folder import DENSE, MANIFEST, paths_in, verified
 from nestpipe.cli.app import main
 from nestpipe.embedding.store.host import NativeStore
 from nestpipe.train.ops import TrainingWork

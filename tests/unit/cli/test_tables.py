@@ -18,18 +18,18 @@ from nestpipe.bench.pipeline_report import PointReport, VariantReport
 from nestpipe.bench.relay_run import ARMS as RELAY_ARMS
 from nestpipe.bench.relay_run import RelayCase
 from nestpipe.bench.relay_service import Compared, Kill, RelayReading
-from nestpipe.cli import bench, bench_pipeline, bench_relay, load_jobs
+from nestpipe.cli import bench, bench_pipeline, bench_relay, load
+from nestpipe.cli import simulate as simulation
 from nestpipe.cli.options import summary_table
-from nestpipe.cli.planning import simulate as simulation
 from nestpipe.loadtest.advise import Memory
-from nestpipe.loadtest.report import Latency, Lengths, Report
+from nestpipe.loadtest.driver import Latency, Lengths, Report
 from nestpipe.loadtest.run import Found, SearchStep
 from nestpipe.loadtest.settings import ARMS, LoadSettings
 from nestpipe.runtime.spans import HostTime
 from nestpipe.schedule import Kind, PlanOptions, plan
 from nestpipe.serve.types import Path
 from nestpipe.sim import Scale, choose_groups, paper_cluster, paper_rows, scaling_curve
-from nestpipe.train.summary import KindTime, Summary
+from nestpipe.train.loggers import KindTime, Summary
 
 WIDTH = 100
 LATE = Latency(20_000, 12_245.7, 12_245.7, 31_456.7, 61_456.7)
@@ -71,10 +71,10 @@ def load_tables() -> list[Table]:
     }
     memory = [Memory(86_400.0, 1.0, 1.0, dict.fromkeys(("50 %", "80 %", "95 %"), 123_456.7))]
     return [
-        load_jobs.results_table(REPORTS, SETTINGS, 0.999),
-        load_jobs.paths_table(REPORTS),
-        load_jobs.found_table("length", found, SETTINGS),
-        load_jobs.memory_table(memory),
+        load.results_table(REPORTS, SETTINGS, 0.999),
+        load.paths_table(REPORTS),
+        load.found_table("length", found, SETTINGS),
+        load.memory_table(memory),
     ]
 
 

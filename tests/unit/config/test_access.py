@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from nestpipe.config.access import is_authorised, is_loopback, read_token, require_token
+from nestpipe.config.sections import is_authorised, is_loopback, read_token, require_token
 from nestpipe.errors import ConfigError
 
 TOKEN = "0123456789abcdef"

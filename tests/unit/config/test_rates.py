@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nestpipe.config import RateOptions
-from nestpipe.config.rates import first_match, rates_of, refuse_idle
+from nestpipe.config.sections import first_match, rates_of, refuse_idle
 from nestpipe.errors import ConfigError
 
 STEPS, LR = 40, 0.3

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from nestpipe.dashboard.metrics import METRICS, exposition
+from nestpipe.dashboard.server import METRICS, exposition
 from nestpipe.dashboard.view import RunFolder
 from support.recorded_runs import COMPUTE_MS, STEP_MS, written_run
 

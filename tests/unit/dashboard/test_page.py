@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from nestpipe.dashboard.page import live_page, report_page
+from nestpipe.dashboard.server import live_page, report_page
 from nestpipe.dashboard.view import RunFolder, page_data
 from support.recorded_runs import written_run
 

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from nestpipe.dashboard.record import file_of, read_record
-from nestpipe.dashboard.recorder import FAILED, FINISHED, RunRecorder
+from nestpipe.dashboard.record import FAILED, FINISHED, RunRecorder, file_of, read_record
 from nestpipe.trace import Span
 
 

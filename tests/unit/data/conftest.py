@@ -17,7 +17,7 @@ from nestpipe.data import (
     ParquetConfig,
     SyntheticConfig,
 )
-from nestpipe.data.readers.kuairand import USER_COUNTS, USER_KEYS
+from nestpipe.data.public_sets import USER_COUNTS, USER_KEYS
 from nestpipe.data.source import PASS, SAMPLE_ID
 
 KINDS = [

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from nestpipe.batch import Batch
 from nestpipe.data import DataConfig, SyntheticConfig, open_source
-from nestpipe.data.balance import deal_evenly, even_parts
-from nestpipe.data.clustering import partition
+from nestpipe.data.clustering import deal_evenly, even_parts, partition
 from nestpipe.data.source import HISTORY, SAMPLE_ID
 from nestpipe.jagged import Jagged
 

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nestpipe.data import DataConfig, MovieLensConfig, ParquetConfig, open_source
-from nestpipe.data.readers import text
+from nestpipe.data import DataConfig, MovieLensConfig, ParquetConfig, open_source, text
 from nestpipe.errors import DataError
 
 
@@ -73,7 +72,7 @@ def test_blank_lines_at_the_end_and_a_missing_last_line_end_are_fine(tmp_path):
 
 
 def test_lines_are_counted_over_many_blocks(tmp_path, monkeypatch):
-    monkeypatch.setattr("nestpipe.data.readers.text.BLOCK", 64)
+    monkeypatch.setattr("nestpipe.data.text.BLOCK", 64)
     lines = [GOOD] * 40 + ["1::2::3"] + [GOOD] * 40
     samples, broken = count(ratings(tmp_path, *lines, max_broken=5))
     assert samples == 78  # and one each to validate and to test

@@ -15,11 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nestpipe.batch import Batch
-from nestpipe.data import DataConfig, Source, open_source
+from nestpipe.data import DataConfig, Source, open_source, parquet, sequences
 from nestpipe.data.order import Permutation, Share, choose_shards, mix
-from nestpipe.data.readers import parquet, sequences
+from nestpipe.data.shards import DecodedPiece, Piece, pick, pick_plainly
 from nestpipe.data.source import Chunk, Stream, keys_column
-from nestpipe.data.windows import DecodedPiece, Piece, pick, pick_plainly
 from nestpipe.errors import ConfigError, DataError
 from nestpipe.jagged import Jagged
 from nestpipe.kernels.take import Filling, RowSpan, Target

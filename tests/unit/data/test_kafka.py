@@ -15,7 +15,7 @@ from nestpipe.cli.app import app
 from nestpipe.comm import LocalCommunicator
 from nestpipe.config import build
 from nestpipe.data import DataConfig, StreamConfig, StreamingSource, open_source
-from nestpipe.data.readers.kafka import KafkaTopic, from_environment
+from nestpipe.data.logs import KafkaTopic, from_environment
 from nestpipe.errors import ConfigError, DataError
 from nestpipe.train import JobConfig, train_job
 from nestpipe.train.job import prepare

@@ -22,8 +22,8 @@ from nestpipe.data import (
     Split,
     open_source,
 )
+from nestpipe.data.inputs import keeps, num_kept
 from nestpipe.data.order import text_key
-from nestpipe.data.readers.inputs import keeps, num_kept
 from nestpipe.errors import ConfigError, DataError
 
 KUAIRAND = Path(__file__).resolve().parents[4] / "shared" / "data" / "kuairand-pure"

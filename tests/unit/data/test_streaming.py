@@ -15,11 +15,18 @@ from hypothesis import strategies as st
 from nestpipe.batch import Batch
 from nestpipe.comm import LocalCommunicator
 from nestpipe.config import build
-from nestpipe.data import DataConfig, LogRange, Polled, StreamConfig, StreamingSource, open_source
-from nestpipe.data.readers import tail
-from nestpipe.data.readers.columns import ColumnLayout
-from nestpipe.data.readers.text import Broken
+from nestpipe.data import (
+    DataConfig,
+    LogRange,
+    Polled,
+    StreamConfig,
+    StreamingSource,
+    logs,
+    open_source,
+)
+from nestpipe.data.parquet import ColumnLayout
 from nestpipe.data.streaming import choose_ranges, cut, share_in_turn, share_out
+from nestpipe.data.text import Broken
 from nestpipe.errors import ConfigError, DataError
 from nestpipe.jagged import Jagged
 from nestpipe.train import JobConfig, job, loop, make_job, train_job
@@ -337,11 +344,11 @@ def test_a_file_that_a_rank_sees_late_is_waited_for(tmp_path, monkeypatch):
     gather = LocalCommunicator().all_gather_values
     source.decide({}, rank=0, global_batch=40, gather=gather)
     hidden = file.rename(tmp_path / "in/.0.parquet")
-    monkeypatch.setattr(tail.time, "sleep", lambda seconds: hidden.rename(file))
+    monkeypatch.setattr(logs.time, "sleep", lambda seconds: hidden.rename(file))
     (batch,) = source.batches(global_batch=40, rank=0, ranks=1)
     assert batch.size == 40
     file.unlink()
-    monkeypatch.setattr(tail, "LATE_S", 0.0)
+    monkeypatch.setattr(logs, "LATE_S", 0.0)
     with pytest.raises(DataError, match=r"0.parquet is gone, and 40 of its 40 rows were not"):
         list(source.batches(global_batch=40, rank=0, ranks=1))
 

@@ -9,10 +9,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nestpipe.embedding.pool import RowPool, SlotRows, pool_sizes, pools_on_one_device
+from nestpipe.embedding.slot_transfer import DirectTransfer, StagedTransfer
 from nestpipe.embedding.store import StoreLayout, open_store
+from nestpipe.embedding.store.host import NativeStore
 from nestpipe.embedding.store.protocol import RowStore
 from nestpipe.errors import ConfigError
 from nestpipe.kernels.index.device_index import KeyCells
+from nestpipe.kernels.rows.native import RowPointers
 
 CPU = torch.device("cpu")
 LAYOUT = StoreLayout(table_seeds=(5, 9), init_stds=(0.1, 0.2), dim=3, state_dim=2)
@@ -21,6 +24,22 @@ BATCH = st.lists(st.tuples(st.integers(0, 1), st.integers(-6, 6)), max_size=8, u
 
 def pool_of(slots: int, store: RowStore | None = None) -> RowPool:
     return RowPool(store or open_store(LAYOUT, native=False), slots, CPU)
+
+
+def reach_rows_by_address(pool: RowPool) -> list[int]:
+    """As with a pinned store on a GPU; how many rows are located ahead each time."""
+    store, located = pool._store, list[int]()
+    assert isinstance(store, NativeStore)
+    locate = store.locate
+
+    def counted(keys_K: Tensor, counts: list[int]) -> RowPointers:
+        located.append(len(keys_K))
+        return locate(keys_K, counts)
+
+    store.locate, store.pin = counted, lambda: True  # type: ignore[method-assign]
+    by_store = StagedTransfer(store, pool.rows_SW, LAYOUT.num_tables)
+    pool._transfer = DirectTransfer(store, pool.rows_SW, LAYOUT.num_tables, by_store)
+    return located
 
 
 def laid_out(batch: list[tuple[int, int]]) -> tuple[Tensor, KeyCells]:
@@ -33,13 +52,18 @@ def pairs(batch: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return [pair for table in range(2) for pair in batch if pair[0] == table]
 
 
-def train(pool: RowPool, batches: list[list[tuple[int, int]]], model: dict[tuple[int, int], float]):
-    """Ops in the order of the serial plan; each batch adds its number to every row that it uses."""
-    pool.begin_run()
+def train(
+    pool: RowPool,
+    batches: list[list[tuple[int, int]]],
+    model: dict[tuple[int, int], float],
+    holds: int = 2,
+):
+    """Rows are written as late as they may; each batch adds its number to every row it uses."""
+    pool.begin_run(holds)
     for t, batch in enumerate(batches):
         slots = pool.admit(t, *laid_out(batch))
-        if t >= 2:
-            pool.writeback(t - 2)
+        if t >= holds:
+            pool.writeback(t - holds)
         pool.retrieve(t)
         rows = SlotRows(pool.rows_SW, slots)
         rows_KW = rows.read()
@@ -48,14 +72,24 @@ def train(pool: RowPool, batches: list[list[tuple[int, int]]], model: dict[tuple
             model[pair] = model.get(pair, 0.0) + t + 1
         rows_KW[:, -1] += t + 1
         rows.write(rows_KW)
-        pool.forget(t - 1)
+        pool.forget(t - holds + 1)
+    for t in range(max(0, len(batches) - holds), len(batches)):
+        pool.writeback(t)
 
 
-@given(st.lists(st.lists(BATCH, max_size=8), min_size=1, max_size=3), st.integers(16, 30))
-def test_rows_that_leave_and_come_back_are_those_of_a_dictionary(runs, slots):
-    pool, model = pool_of(slots), {}
+RUNS = st.lists(st.lists(BATCH, max_size=8), min_size=1, max_size=3)
+
+
+@pytest.mark.parametrize("transfer", ["staged", "direct"])
+@pytest.mark.parametrize("holds", [2, 3])
+@given(runs=RUNS, more_slots=st.integers(0, 14))
+def test_rows_that_leave_and_come_back_are_those_of_a_dictionary(holds, transfer, runs, more_slots):
+    direct = transfer == "direct"
+    pool, model = pool_of(8 * holds + more_slots, open_store(LAYOUT, native=direct)), {}
+    if direct:
+        reach_rows_by_address(pool)
     for batches in runs:
-        train(pool, batches, model)
+        train(pool, batches, model, holds)
         pool.poison = True
     pool.flush()
     store = pool._store
@@ -64,6 +98,30 @@ def test_rows_that_leave_and_come_back_are_those_of_a_dictionary(runs, slots):
         rows_1W = torch.empty(1, LAYOUT.width)
         store.gather(torch.tensor([key]), [1 - table, table], rows_1W)
         assert rows_1W[0, -1].item() == value
+
+
+@pytest.mark.parametrize("transfer", ["staged", "direct"])
+def test_rows_whose_slots_are_needed_at_once_are_saved_before(transfer):
+    """Three batches fill the pool, so the fourth one takes slots that nobody has emptied."""
+    direct = transfer == "direct"
+    pool, model = pool_of(6, open_store(LAYOUT, native=direct)), {}
+    if direct:
+        reach_rows_by_address(pool)
+    twos = [[(0, key), (1, key)] for key in (1, 2, 3, 4, 1, 2, 3, 4, 1)]
+    train(pool, twos, model, holds=3)
+    assert model[0, 1] == 1 + 5 + 9
+
+
+def test_a_pool_too_small_for_three_batches_says_so_and_names_two():
+    pool = pool_of(5)
+    pool.begin_run(3)
+    for t in range(2):
+        pool.admit(t, *laid_out([(0, 2 * t), (0, 2 * t + 1)]))
+        pool.retrieve(t)
+    with pytest.raises(
+        ConfigError, match=r"batches 0 to 2 .* 1 more; .* pipeline.buffers = 2 to hold"
+    ):
+        pool.admit(2, *laid_out([(0, 4), (0, 5)]))
 
 
 def test_first_values_are_those_of_the_store():

@@ -4,12 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from nestpipe.loadtest.advise import Question, advise, sentences
-from nestpipe.loadtest.log import Logged, log_of
+from nestpipe.loadtest.advise import Logged, Question, advise, log_of, sentences
 from nestpipe.loadtest.settings import WorkloadSettings
 from nestpipe.loadtest.workload import visits
-from nestpipe.serve.engine.cost_model import Costs, Fit, Work
-from nestpipe.serve.settings import ServeSettings
+from nestpipe.serve.engine.admission import Costs, Fit, Work
+from nestpipe.serve.types import ServeSettings
 
 KB = 1024
 COSTS = Costs(

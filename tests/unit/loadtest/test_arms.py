@@ -20,11 +20,10 @@ from nestpipe.loadtest.run import (
 from nestpipe.loadtest.settings import ARMS, WorkloadSettings, arms_of
 from nestpipe.loadtest.workload import Visit, legs
 from nestpipe.models import HstuConfig
+from nestpipe.serve.engine.admission import Costs, Fit, Work
 from nestpipe.serve.engine.calibration import lengths_up_to
-from nestpipe.serve.engine.cost_model import Costs, Fit, Work
 from nestpipe.serve.engine.rank_model import HstuRankModel
-from nestpipe.serve.settings import ServeSettings
-from nestpipe.serve.types import KV, AdmissionOutcome, Answer, Path, RealClock
+from nestpipe.serve.types import KV, AdmissionOutcome, Answer, Path, RealClock, ServeSettings
 
 BASE = ServeSettings(target_ms=60_000, cut_length=24, device_mb=8, host_mb=8, life_s=30)
 WORKLOAD = WorkloadSettings(length=48, short=8, candidates=4, items=50, seconds=1)

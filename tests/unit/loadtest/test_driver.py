@@ -7,8 +7,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from nestpipe.loadtest.driver import FormulaService, RealPace, VirtualTime, by_threads, drive
-from nestpipe.loadtest.report import Latency, Report, percentile, report
+from nestpipe.loadtest.driver import (
+    FormulaService,
+    Latency,
+    RealPace,
+    Report,
+    VirtualTime,
+    by_threads,
+    drive,
+    percentile,
+    report,
+)
 from nestpipe.loadtest.settings import ARMS, WorkloadSettings, arms_of
 from nestpipe.loadtest.workload import Visit, legs, visits
 from nestpipe.serve.types import AdmissionOutcome, Answer, Path, RealClock

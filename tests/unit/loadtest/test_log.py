@@ -3,7 +3,7 @@
 import pytest
 
 from nestpipe.errors import NestpipeError
-from nestpipe.loadtest.log import Logged, log_of, read_log, write_log
+from nestpipe.loadtest.advise import Logged, log_of, read_log, write_log
 from nestpipe.loadtest.settings import WorkloadSettings
 from nestpipe.loadtest.workload import visits
 

@@ -3,9 +3,11 @@
 import pytest
 
 from nestpipe.errors import ConfigError
-from nestpipe.loadtest.driver import FormulaService, VirtualTime, drive
-from nestpipe.loadtest.report import (
+from nestpipe.loadtest.driver import (
+    FormulaService,
+    VirtualTime,
     check_plot,
+    drive,
     full_length_curve,
     p99_curve,
     plot_latencies,

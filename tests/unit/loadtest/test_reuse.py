@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nestpipe.loadtest.log import LoggedRequest, reuse, share_by_replay
-from nestpipe.serve.kv_cache.host_tier import HostTier
+from nestpipe.loadtest.advise import LoggedRequest, reuse, share_by_replay
+from nestpipe.serve.engine.kv_memory import HostTier
 from nestpipe.serve.types import KV, PrefixKey
 
 

@@ -3,8 +3,7 @@
 import pytest
 
 from nestpipe.errors import ConfigError
-from nestpipe.loadtest.driver import FormulaService, VirtualTime, drive
-from nestpipe.loadtest.report import Report, report
+from nestpipe.loadtest.driver import FormulaService, Report, VirtualTime, drive, report
 from nestpipe.loadtest.run import search
 from nestpipe.loadtest.settings import WorkloadSettings
 from nestpipe.loadtest.workload import Visit, legs

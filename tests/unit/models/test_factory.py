@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nestpipe.errors import ConfigError, NestpipeError
-from nestpipe.models.factory import make_own
+from nestpipe.models.protocol import make_own
 
 MODEL = """
     from dataclasses import dataclass

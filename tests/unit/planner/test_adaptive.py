@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from nestpipe.checkpoint.manifest import read_manifest
+from nestpipe.checkpoint.folder import read_manifest
 from nestpipe.comm import Communicator, LocalCommunicator
 from nestpipe.config import build
 from nestpipe.errors import CheckpointError, ConfigError

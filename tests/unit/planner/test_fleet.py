@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from nestpipe.bench.planning.validate import SitePrediction, worst_first
+from nestpipe.bench.planning import SitePrediction, worst_first
 from nestpipe.cli.app import main
 from nestpipe.config import build, read
 from nestpipe.errors import ConfigError
 from nestpipe.planner import Candidate
-from nestpipe.planner.candidates import ProfilePredictor
+from nestpipe.planner.choice import ProfilePredictor
 from nestpipe.planner.fleet import (
     Assumptions,
     FleetPredictor,

@@ -69,4 +69,4 @@ def test_options_that_a_plan_has_no_use_for_are_left_out() -> None:
     assert {name for name, of in used.items() if of.buffers == 3} == {"dual_buffer", "nested"}
     assert all(of.micro_batches == 2 for of in used.values())
     pooled = usable("nested", replace(options, retrieval=Retrieval.POOLED))
-    assert (pooled.speculative_rows, pooled.buffers) == (False, 2)
+    assert (pooled.speculative_rows, pooled.buffers) == (False, 3)

@@ -406,11 +406,6 @@ def test_a_reader_of_a_long_stream_remembers_only_recent_ops(
             "use retrieval new, or turn speculative_rows off",
         ),
         (
-            lambda: plan("nested", PlanOptions(retrieval=Retrieval.POOLED, buffers=3)),
-            "a pool has no use for a third buffer, because rows stay where they are; "
-            "use retrieval new, or two buffers",
-        ),
-        (
             lambda: with_early_rows(plan("nested", PlanOptions(merge_every=2))),
             "rows cannot be sent early where replicas are merged, which may change any row; "
             "use one group, or turn speculative_rows off",

@@ -4,7 +4,7 @@ import pytest
 
 from nestpipe.errors import ParseError
 from nestpipe.schedule import Kind, PlanOptions, plan
-from nestpipe.schedule.op import DENSE_GROUP_KINDS, REPLICA_KINDS, SPECULATIVE_KINDS
+from nestpipe.schedule.schedule import DENSE_GROUP_KINDS, REPLICA_KINDS, SPECULATIVE_KINDS
 from nestpipe.sim import Scale, Stragglers, costs, fit, paper_cluster, replay, simulate
 from nestpipe.trace import Span, Trace, read_chrome, write_chrome
 

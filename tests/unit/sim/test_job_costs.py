@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from nestpipe.errors import ParseError
-from nestpipe.planner.candidates import Candidate, ProfilePredictor
+from nestpipe.planner.choice import Candidate, ProfilePredictor
 from nestpipe.schedule import Kind, Op
 from nestpipe.sim import figures
 from nestpipe.sim.job_costs import JobCosts, JobProfile, Split, profile_from_json

@@ -15,8 +15,19 @@ from nestpipe.sim import (
     rows_as_json,
     simulate,
 )
-from nestpipe.sim.paper import FITTED, HOST_SPLIT, LAYOUT, OTHER_HOST_SPLIT, SYSTEMS, compute_ms
-from nestpipe.sim.published import BEYOND, LARGEST, MICROS, PUBLISHED, SCALES
+from nestpipe.sim.paper import (
+    BEYOND,
+    FITTED,
+    HOST_SPLIT,
+    LARGEST,
+    LAYOUT,
+    MICROS,
+    OTHER_HOST_SPLIT,
+    PUBLISHED,
+    SCALES,
+    SYSTEMS,
+    compute_ms,
+)
 
 SYSTEM_NAMES = [system.name for system in SYSTEMS]
 

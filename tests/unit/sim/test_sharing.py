@@ -18,7 +18,7 @@ from nestpipe.schedule import (
     with_separate_dense_group,
     with_separate_key_group,
 )
-from nestpipe.schedule.op import SPECULATIVE_KINDS
+from nestpipe.schedule.schedule import SPECULATIVE_KINDS
 from nestpipe.sim import Scale, figures, replay
 from nestpipe.sim.replay import Sharing, replay_shared
 from nestpipe.sim.trace_costs import BUCKETS, SerialCosts, SerialRuns

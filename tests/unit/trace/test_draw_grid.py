@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 
 from nestpipe.errors import ConfigError
 from nestpipe.trace import Span, Trace, grid
-from nestpipe.trace.draw_grid import lay_out
-from nestpipe.trace.draw_style import CODES, codes_for, short_label, sublines
+from nestpipe.trace.draw import CODES, codes_for, lay_out, short_label, sublines
 
 KINDS = (*CODES, "zebra", "zoom", "3d", "")
 

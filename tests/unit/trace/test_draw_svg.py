@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from nestpipe.errors import ConfigError
 from nestpipe.trace import Span, Trace, svg
-from nestpipe.trace.draw_svg import LABEL, SMALL_LABEL, label_width
+from nestpipe.trace.export import LABEL, SMALL_LABEL, label_width
 
 NAMESPACE = "{http://www.w3.org/2000/svg}"
 

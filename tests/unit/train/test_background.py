@@ -13,11 +13,19 @@ import pytest
 import torch
 
 from nestpipe.checkpoint import disk
-from nestpipe.checkpoint.folder import Checkpoint, newest, open_checkpoint, paths_in, verified
-from nestpipe.checkpoint.manifest import DENSE, read_manifest
+from nestpipe.checkpoint.folder import (
+    DENSE,
+    Checkpoint,
+    newest,
+    open_checkpoint,
+    paths_in,
+    read_manifest,
+    verified,
+)
 from nestpipe.checkpoint.merging import compact, difference, merged_rows
 from nestpipe.comm import LocalCommunicator
 from nestpipe.embedding.pool import RowPool
+from nestpipe.embedding.slot_transfer import DirectTransfer, StagedTransfer
 from nestpipe.embedding.store import open_store
 from nestpipe.embedding.store.protocol import StoreLayout
 from nestpipe.errors import CheckpointError
@@ -242,15 +250,18 @@ def test_rows_that_a_gpu_writes_by_itself_are_noted():
     layout = StoreLayout(table_seeds=(1, 2), init_stds=(0.1, 0.1), dim=3, state_dim=1)
     store = TrackedStore(open_store(layout, native=True))
     pool = RowPool(store, 8, torch.device("cpu"))
+    by_store = StagedTransfer(store, pool.rows_SW, layout.num_tables)
+    pool._transfer = direct = DirectTransfer(store, pool.rows_SW, layout.num_tables, by_store)
+    copied: list[bool] = []
+    direct._pinner.pin = lambda: True  # type: ignore[method-assign]
+    direct._copy = lambda slots_n, *, to_store: copied.append(to_store)  # type: ignore[method-assign]
     pool.begin_run()
     cells = KeyCells(torch.tensor([2, 3]))
     pool.admit(0, torch.tensor([5, 3, 7]), cells)
     pool.retrieve(0)
     store.track()
-    pool._addresses_S, copied = torch.zeros(8, dtype=torch.int64), []
-    pool._copy = lambda slots_n, *, to_store: copied.append(to_store)  # type: ignore[method-assign]
     pool.flush()
-    assert copied == [True]
+    assert copied == [False, True]
     assert [keys.tolist() for keys in store.touched()] == [[3, 5], [7]]
     store.close()
 

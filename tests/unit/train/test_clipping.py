@@ -9,8 +9,8 @@ import torch
 
 from nestpipe.config import build
 from nestpipe.errors import ConfigError
-from nestpipe.train.clipping import BINS, clip_factor, count_exactly, exact_total, global_norm
 from nestpipe.train.config import TrainSettings
+from nestpipe.train.gradients import BINS, clip_factor, count_exactly, exact_total, global_norm
 from support.thread_ranks import run_ranks
 
 CPU = torch.device("cpu")

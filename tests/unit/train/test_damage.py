@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from nestpipe.checkpoint.folder import open_checkpoint, paths_in
-from nestpipe.checkpoint.manifest import DENSE
+from nestpipe.checkpoint.folder import DENSE, open_checkpoint, paths_in
 from nestpipe.comm import LocalCommunicator
 from nestpipe.errors import CheckpointError
 from nestpipe.serve.engine.score_model import open_model

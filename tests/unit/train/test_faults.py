@@ -19,8 +19,8 @@ from nestpipe.errors import RunError
 from nestpipe.kernels.rows.native import Gradients
 from nestpipe.runtime import inject_delays
 from nestpipe.runtime.lanes import Work
-from nestpipe.schedule.op import Kind, Op
 from nestpipe.schedule.plans import with_separate_dense_group
+from nestpipe.schedule.schedule import Kind, Op
 from nestpipe.train import ops, train_job
 from nestpipe.train.job import prepare
 from nestpipe.train.ops import TrainingWork, drop_dense_faults, drop_row_faults

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from nestpipe.errors import RunError
-from nestpipe.train import grad_buckets
-from nestpipe.train.grad_buckets import GradBuckets, buckets_of
+from nestpipe.train import gradients
+from nestpipe.train.gradients import GradBuckets, buckets_of
 
 
 def layers(count: int = 4) -> nn.Sequential:
@@ -19,7 +19,7 @@ def layers(count: int = 4) -> nn.Sequential:
 @pytest.fixture(autouse=True)
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bucket for each layer."""
-    monkeypatch.setattr(grad_buckets, "BUCKET_BYTES", 36)
+    monkeypatch.setattr(gradients, "BUCKET_BYTES", 36)
 
 
 def taken(buckets: GradBuckets) -> tuple[Tensor | None, list[Tensor]]:

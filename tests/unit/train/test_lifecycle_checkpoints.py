@@ -21,7 +21,7 @@ from nestpipe.comm.communicator import Communicator
 from nestpipe.config import build
 from nestpipe.embedding.lifecycle import RowLifecycle
 from nestpipe.errors import ConfigError
-from nestpipe.serve.engine.weights import read_rows
+from nestpipe.serve.engine.rank_model import read_rows
 from nestpipe.train import train_job
 from nestpipe.train.config import PipelineSettings
 from nestpipe.train.job import LifecycleConfig, prepare

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from nestpipe.batch import Batch
-from nestpipe.checkpoint.folder import newest, paths_in
-from nestpipe.checkpoint.manifest import DENSE
+from nestpipe.checkpoint.folder import DENSE, newest, paths_in
 from nestpipe.comm import LocalCommunicator
 from nestpipe.config import build
 from nestpipe.data import DataConfig, SyntheticConfig, open_source

@@ -4,8 +4,8 @@ import pytest
 
 from nestpipe.schedule import Kind, Op, plan
 from nestpipe.trace import ShortTraceError, Span, Trace
+from nestpipe.train.loggers import Traffic, peak_tflops, summarise, without_waiting
 from nestpipe.train.ops import StepReport
-from nestpipe.train.summary import Traffic, peak_tflops, summarise, without_waiting
 
 STEP_MS = 10.0
 SHAPE = plan("nested").shape

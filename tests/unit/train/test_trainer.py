@@ -19,7 +19,7 @@ from nestpipe.jagged import Jagged
 from nestpipe.models import Loss
 from nestpipe.runtime import InlineLanes, ThreadLanes, inject_delays
 from nestpipe.train.config import DenseSettings, PipelineSettings, RowSettings, TrainSettings
-from nestpipe.train.summary import Traffic
+from nestpipe.train.loggers import Traffic
 from nestpipe.train.trainer import Trainer
 from support.checkpoints import only_checkpoint
 from support.thread_ranks import run_ranks

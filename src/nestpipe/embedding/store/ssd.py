@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nestpipe.config.values import memory_size, show_memory
+from nestpipe.config.load import memory_size, show_memory
 from nestpipe.embedding.store.host import exported, int64s, native_shape
 from nestpipe.embedding.store.protocol import (
     MOST_THREADS,

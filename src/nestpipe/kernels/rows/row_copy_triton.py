@@ -85,15 +85,17 @@ def copy_rows_by_gpu(
     *,
     to_store: bool,
     alone: bool = False,
+    in_order: bool = False,
 ) -> None:
     """Copy rows from where they live into a buffer on the device, or back.
 
     `addresses_K` and `positions_n` are on the device; None: all rows. `alone`: nothing else runs
-    beside it. The host does not wait.
+    beside it. `in_order`: positions are in the order of addresses. The host does not wait.
     """
     if not (len(rows_KW) if positions_n is None else len(positions_n)):
         return
-    positions_n = in_order_of_addresses(addresses_K, positions_n)
+    if positions_n is None or not in_order:
+        positions_n = in_order_of_addresses(addresses_K, positions_n)
     if can_copy_in_bulk(rows_KW):
         copy_rows_in_bulk(addresses_K, positions_n, rows_KW, to_store=to_store, alone=alone)
     else:

@@ -19,12 +19,20 @@ from time import perf_counter
 import numpy as np
 
 from nestpipe.config import positive
-from nestpipe.serve.engine.admission import AdmissionControl
-from nestpipe.serve.engine.cost_model import Costs, Sample, Work, fit
+from nestpipe.serve.engine.admission import AdmissionControl, Costs, Sample, Work, fit
 from nestpipe.serve.engine.rank_model import HstuRankModel
 from nestpipe.serve.engine.scheduler import chunk_of, wait_for_device
-from nestpipe.serve.settings import ServeSettings
-from nestpipe.serve.types import KV, Clock, History, Ids, PrefixItem, RankItem, RankModel, RealClock
+from nestpipe.serve.types import (
+    KV,
+    Clock,
+    History,
+    Ids,
+    PrefixItem,
+    RankItem,
+    RankModel,
+    RealClock,
+    ServeSettings,
+)
 
 HIGH = 0.8
 """Quantile of the readings that counts: of five, the fourth."""

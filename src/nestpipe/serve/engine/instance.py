@@ -12,9 +12,9 @@ from typing import Self
 import torch
 
 from nestpipe.errors import NestpipeError, RunError
-from nestpipe.serve.engine.admission import AdmissionPolicy, check_history, check_request
+from nestpipe.serve.engine.admission import AdmissionPolicy, Work, check_history, check_request
 from nestpipe.serve.engine.calibration import Recalibrate, recalibrated
-from nestpipe.serve.engine.cost_model import Work
+from nestpipe.serve.engine.kv_memory import Entry, Need, ReloadsByLayer, give_arena, hand_over_arena
 from nestpipe.serve.engine.scheduler import (
     PendingRanking,
     PlannedRanking,
@@ -26,9 +26,6 @@ from nestpipe.serve.engine.scheduler import (
     wait_for_device,
 )
 from nestpipe.serve.engine.state import EngineState, Result, Task, need_of, new_state, start_thread
-from nestpipe.serve.kv_cache.device_pool import Entry, Need
-from nestpipe.serve.kv_cache.host_tier import ReloadsByLayer, give_arena, hand_over_arena
-from nestpipe.serve.settings import ServeSettings
 from nestpipe.serve.types import (
     KV,
     AdmissionOutcome,
@@ -39,6 +36,7 @@ from nestpipe.serve.types import (
     RankRequest,
     RealClock,
     Scores,
+    ServeSettings,
     Signal,
 )
 

@@ -13,10 +13,8 @@ from itertools import count
 import torch
 
 from nestpipe.errors import NestpipeError, RunError
-from nestpipe.serve.engine.admission import AdmissionPolicy
-from nestpipe.serve.engine.cost_model import Predicts, Work
-from nestpipe.serve.kv_cache.device_pool import Entry, KVSource
-from nestpipe.serve.settings import ServeSettings
+from nestpipe.serve.engine.admission import AdmissionPolicy, Predicts, Work
+from nestpipe.serve.engine.kv_memory import Entry, KVSource
 from nestpipe.serve.types import (
     KV,
     Answer,
@@ -26,6 +24,7 @@ from nestpipe.serve.types import (
     RankModel,
     RankRequest,
     Scores,
+    ServeSettings,
 )
 
 _log = logging.getLogger(__name__)

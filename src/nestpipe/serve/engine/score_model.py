@@ -24,12 +24,13 @@ from nestpipe.data import Column
 from nestpipe.errors import CheckpointError, ConfigError, DataError, ModelError, RunError
 from nestpipe.jagged import Jagged
 from nestpipe.models import Dlrm, DlrmConfig, LogisticRegression, ScoringModel
-from nestpipe.models.factory import is_own, make_own
-from nestpipe.models.protocol import explained, keys_of
-from nestpipe.serve.engine.rank_model import HstuRankModel, choose_device, jagged
-from nestpipe.serve.engine.weights import (
+from nestpipe.models.protocol import explained, is_own, keys_of, make_own
+from nestpipe.serve.engine.rank_model import (
+    HstuRankModel,
     ItemRows,
+    choose_device,
     first_rows,
+    jagged,
     read_newest,
     read_rows,
     refuse_non_finite,

@@ -18,13 +18,7 @@ from functools import partial
 from nestpipe.errors import RunError, ShedError
 from nestpipe.serve.engine.admission import AdmissionPolicy, EngineLoad
 from nestpipe.serve.engine.calibration import Probes
-from nestpipe.serve.engine.scheduler import (
-    PendingRanking,
-    PlannedRanking,
-    Predictions,
-    RankQueue,
-)
-from nestpipe.serve.kv_cache.cache import (
+from nestpipe.serve.engine.kv_cache import (
     Acquired,
     Cache,
     Fill,
@@ -35,9 +29,21 @@ from nestpipe.serve.kv_cache.cache import (
     Use,
     Wait,
 )
-from nestpipe.serve.kv_cache.device_pool import DevicePool, Entry, EntryState, KVSource, Need
-from nestpipe.serve.kv_cache.host_tier import HostTier, ReloadsByLayer
-from nestpipe.serve.settings import ServeSettings
+from nestpipe.serve.engine.kv_memory import (
+    DevicePool,
+    Entry,
+    EntryState,
+    HostTier,
+    KVSource,
+    Need,
+    ReloadsByLayer,
+)
+from nestpipe.serve.engine.scheduler import (
+    PendingRanking,
+    PlannedRanking,
+    Predictions,
+    RankQueue,
+)
 from nestpipe.serve.types import (
     KV,
     AdmissionOutcome,
@@ -47,6 +53,7 @@ from nestpipe.serve.types import (
     RankModel,
     RankRequest,
     Scores,
+    ServeSettings,
     has_prefix,
 )
 

@@ -25,10 +25,12 @@ from nestpipe.serve.http.bodies import (
     ErrorAnswer,
     HealthAnswer,
     HttpError,
+    LimitsMiddleware,
     PrefetchAnswer,
     RankAnswer,
     ReloadAnswer,
     ReloadBody,
+    RequestLimits,
     User,
     of_fault,
     pack,
@@ -37,7 +39,6 @@ from nestpipe.serve.http.bodies import (
     split,
 )
 from nestpipe.serve.http.client import RETURNED, BackendPool, Call, RefusedError, Reply
-from nestpipe.serve.http.limits import LimitsMiddleware, RequestLimits
 from nestpipe.serve.http.metrics import CONTENT_TYPE, Metrics
 from nestpipe.serve.http.requests import (
     JSON,
@@ -47,8 +48,14 @@ from nestpipe.serve.http.requests import (
     media_type,
     validated,
 )
-from nestpipe.serve.settings import MOST_DEADLINE_S, HttpSettings, ServeSettings
-from nestpipe.serve.types import Answer, RankRequest, RankService
+from nestpipe.serve.types import (
+    MOST_DEADLINE_S,
+    Answer,
+    HttpSettings,
+    RankRequest,
+    RankService,
+    ServeSettings,
+)
 
 SAYS = {
     400: "The body cannot be parsed",

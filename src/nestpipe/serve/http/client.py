@@ -26,12 +26,12 @@ from nestpipe.errors import CheckpointError, DataError, NestpipeError, RunError,
 from nestpipe.serve.http.bodies import MEDIA_TYPE, cut, pack, split
 from nestpipe.serve.http.metrics import totals
 from nestpipe.serve.http.requests import WAITED_HEADER
-from nestpipe.serve.routing.router import Router, RouterSettings
-from nestpipe.serve.settings import HttpSettings
+from nestpipe.serve.http.router import Router, RouterSettings
 from nestpipe.serve.types import (
     AdmissionOutcome,
     Answer,
     History,
+    HttpSettings,
     Path,
     RankRequest,
     RealClock,

@@ -18,7 +18,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 from prometheus_client.registry import Collector
 
 from nestpipe.deprecated import old_metrics
-from nestpipe.serve.kv_cache.device_pool import EntryState
+from nestpipe.serve.engine.kv_memory import EntryState
 from nestpipe.serve.types import AdmissionOutcome, Path
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4

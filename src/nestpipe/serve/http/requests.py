@@ -30,13 +30,14 @@ from nestpipe.serve.http.bodies import (
     of_body,
     split,
 )
-from nestpipe.serve.settings import HttpSettings, ServeSettings
 from nestpipe.serve.types import (
     LEAST_DEADLINE_S,
     Context,
     History,
+    HttpSettings,
     Ids,
     RankRequest,
+    ServeSettings,
     Signal,
     Values,
 )

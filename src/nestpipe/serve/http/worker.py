@@ -29,14 +29,13 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from nestpipe.config import build
-from nestpipe.config.access import read_token, require_token
+from nestpipe.config.sections import read_token, require_token
 from nestpipe.errors import CheckpointError, ConfigError, NestpipeError, RunError
 from nestpipe.serve.engine.rank_model import HstuRankModel
 from nestpipe.serve.engine.score_model import open_model
 from nestpipe.serve.http.apps import ServedApp, answer_error
 from nestpipe.serve.http.bodies import shed
-from nestpipe.serve.settings import HttpSettings, ServeSettings
-from nestpipe.serve.types import has_prefix
+from nestpipe.serve.types import HttpSettings, ServeSettings, has_prefix
 
 log = logging.getLogger("nestpipe.serve")
 
@@ -377,7 +376,7 @@ def command_of(role: Role) -> list[str]:
 
 def environment_of(token: str | None, processes: int) -> Mapping[str, str]:
     """The environment of such a process: its share of the cores, and the token."""
-    from nestpipe.config.access import TOKEN_VARIABLE
+    from nestpipe.config.sections import TOKEN_VARIABLE
 
     found = dict(os.environ)
     found.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))

@@ -19,7 +19,7 @@ from torch.nn import functional
 from nestpipe.errors import ConfigError
 from nestpipe.kernels.attention.reference import pick_columns
 from nestpipe.kernels.block import fused
-from nestpipe.kernels.block.forms import Dropout, Norm, chosen_kernels
+from nestpipe.kernels.block.fused import Dropout, Norm, chosen_kernels
 from nestpipe.models import Hstu, HstuConfig, Tokens
 from nestpipe.models.draws import dropout, kernel_dropout
 

@@ -12,11 +12,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nestpipe.errors import ConfigError, ParseError
-from nestpipe.serve.engine.admission import AdmissionControl, EngineLoad, TokenBucket, seconds_apart
+from nestpipe.serve.engine.admission import (
+    ENOUGH,
+    KEEP_S,
+    AdmissionControl,
+    Costs,
+    EngineLoad,
+    Fit,
+    TokenBucket,
+    Work,
+    fit,
+    p99,
+    seconds_apart,
+)
 from nestpipe.serve.engine.calibration import calibrate, high
-from nestpipe.serve.engine.cost_model import ENOUGH, KEEP_S, Costs, Fit, Work, fit, p99
-from nestpipe.serve.settings import ServeSettings
-from nestpipe.serve.types import KV, AdmissionOutcome
+from nestpipe.serve.types import KV, AdmissionOutcome, ServeSettings
 
 MB = 2**20
 

@@ -7,12 +7,11 @@ import threading
 import numpy as np
 
 from nestpipe.models import HstuConfig
+from nestpipe.serve.engine.admission import Costs
 from nestpipe.serve.engine.calibration import Calibration, Run
-from nestpipe.serve.engine.cost_model import Costs
 from nestpipe.serve.engine.instance import Instance
 from nestpipe.serve.engine.rank_model import HstuRankModel
-from nestpipe.serve.settings import ServeSettings
-from nestpipe.serve.types import History, RankModel, RankRequest
+from nestpipe.serve.types import History, RankModel, RankRequest, ServeSettings
 
 PATIENCE_S = 60.0
 SETTINGS = ServeSettings(target_ms=0.2, chunk=32, max_events=256, max_candidates=8)

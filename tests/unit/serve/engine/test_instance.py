@@ -14,13 +14,11 @@ import pytest
 import torch
 
 from nestpipe.errors import DataError, RunError, ShedError
-from nestpipe.serve.engine.admission import EngineLoad
+from nestpipe.serve.engine.admission import EngineLoad, Work
 from nestpipe.serve.engine.calibration import Probes
-from nestpipe.serve.engine.cost_model import Work
 from nestpipe.serve.engine.instance import Instance
+from nestpipe.serve.engine.kv_memory import Reload
 from nestpipe.serve.engine.state import ClosingError
-from nestpipe.serve.kv_cache.host_tier import Reload
-from nestpipe.serve.settings import ServeSettings
 from nestpipe.serve.types import (
     KV,
     AdmissionOutcome,
@@ -32,6 +30,7 @@ from nestpipe.serve.types import (
     RankModel,
     RankRequest,
     Scores,
+    ServeSettings,
     Signal,
 )
 

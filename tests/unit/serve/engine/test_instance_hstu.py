@@ -8,7 +8,6 @@ import pytest
 from nestpipe.models import HstuConfig
 from nestpipe.serve.engine.instance import Instance
 from nestpipe.serve.engine.rank_model import HstuRankModel
-from nestpipe.serve.settings import ServeSettings
 from nestpipe.serve.types import (
     AdmissionOutcome,
     Answer,
@@ -16,6 +15,7 @@ from nestpipe.serve.types import (
     Path,
     RankItem,
     RankRequest,
+    ServeSettings,
     Signal,
 )
 

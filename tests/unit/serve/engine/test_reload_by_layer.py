@@ -16,24 +16,22 @@ import torch
 from nestpipe.errors import RunError
 from nestpipe.models import HstuConfig
 from nestpipe.models.hstu import HstuBlock
-from nestpipe.serve.engine.admission import EngineLoad
-from nestpipe.serve.engine.cost_model import Work
+from nestpipe.serve.engine.admission import EngineLoad, Work
 from nestpipe.serve.engine.instance import Instance
+from nestpipe.serve.engine.kv_memory import LayerEvents, Reload
 from nestpipe.serve.engine.rank_model import HstuRankModel
 from nestpipe.serve.engine.scheduler import AdmissionPolicy
-from nestpipe.serve.kv_cache.host_tier import Reload
-from nestpipe.serve.settings import ServeSettings
 from nestpipe.serve.types import (
     KV,
     AdmissionOutcome,
     Answer,
     History,
-    LayerEvents,
     Path,
     PrefixItem,
     RankItem,
     RankRequest,
     Scores,
+    ServeSettings,
     Signal,
 )
 

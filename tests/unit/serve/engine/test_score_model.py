@@ -15,8 +15,7 @@ from nestpipe.errors import CheckpointError, ConfigError, DataError, NestpipeErr
 from nestpipe.jagged import Jagged
 from nestpipe.serve.engine.instance import Instance
 from nestpipe.serve.engine.score_model import ScoreModel, open_model
-from nestpipe.serve.settings import ServeSettings
-from nestpipe.serve.types import Context, History, RankItem, RankRequest, Signal
+from nestpipe.serve.types import Context, History, RankItem, RankRequest, ServeSettings, Signal
 from nestpipe.train.job import JobConfig, make_job
 from support.own_model import write_own_model
 

@@ -13,14 +13,13 @@ from safetensors.torch import load_file
 
 from nestpipe.batch import Batch
 from nestpipe.checkpoint import disk
-from nestpipe.checkpoint.manifest import MANIFEST
+from nestpipe.checkpoint.folder import MANIFEST
 from nestpipe.config import Table
 from nestpipe.embedding.store.protocol import round_to_bfloat16
 from nestpipe.errors import CheckpointError, ConfigError, DataError
 from nestpipe.jagged import Jagged
 from nestpipe.models import HstuConfig, HstuRanker
-from nestpipe.serve.engine.rank_model import HstuRankModel
-from nestpipe.serve.engine.weights import FirstRows, ItemRows
+from nestpipe.serve.engine.rank_model import FirstRows, HstuRankModel, ItemRows
 from nestpipe.serve.types import History, PrefixItem, RankItem
 from nestpipe.train import Trainer, TrainSettings
 from nestpipe.train.config import RowSettings

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from nestpipe.serve.http.bodies import MEDIA_TYPE, BinaryError, HttpError, cut, pack, split
 from nestpipe.serve.http.client import ranking_body, signal_body
 from nestpipe.serve.http.requests import RequestReader
-from nestpipe.serve.settings import HttpSettings, ServeSettings
-from nestpipe.serve.types import History, RankRequest, Signal
+from nestpipe.serve.types import History, HttpSettings, RankRequest, ServeSettings, Signal
 
 HEADERS = {"content-type": MEDIA_TYPE}
 READER = RequestReader(ServeSettings(max_events=1000, max_candidates=100), HttpSettings())

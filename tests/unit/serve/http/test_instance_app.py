@@ -17,8 +17,16 @@ from nestpipe.serve.http.apps import ServedApp, instance_app
 from nestpipe.serve.http.bodies import MEDIA_TYPE
 from nestpipe.serve.http.client import ranking_body, read_answer, read_stats, signal_body
 from nestpipe.serve.http.requests import HistoryStore
-from nestpipe.serve.settings import HttpSettings, ServeSettings
-from nestpipe.serve.types import AdmissionOutcome, Answer, History, Path, RankRequest, Signal
+from nestpipe.serve.types import (
+    AdmissionOutcome,
+    Answer,
+    History,
+    HttpSettings,
+    Path,
+    RankRequest,
+    ServeSettings,
+    Signal,
+)
 
 SETTINGS = ServeSettings(max_events=50, max_candidates=10)
 TOKEN = "0123456789abcdef"

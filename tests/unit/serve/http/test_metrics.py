@@ -11,12 +11,20 @@ from nestpipe.errors import RunError, ShedError
 from nestpipe.models import HstuConfig
 from nestpipe.serve.engine.instance import Instance
 from nestpipe.serve.engine.rank_model import HstuRankModel
+from nestpipe.serve.http.bodies import RequestLimits
 from nestpipe.serve.http.client import read_stats
-from nestpipe.serve.http.limits import RequestLimits
 from nestpipe.serve.http.metrics import COUNTERS, GAUGES, Metrics, described, totals
-from nestpipe.serve.routing.router import Router, RouterSettings
-from nestpipe.serve.settings import HttpSettings, ServeSettings
-from nestpipe.serve.types import AdmissionOutcome, Answer, History, RankRequest, RealClock, Signal
+from nestpipe.serve.http.router import Router, RouterSettings
+from nestpipe.serve.types import (
+    AdmissionOutcome,
+    Answer,
+    History,
+    HttpSettings,
+    RankRequest,
+    RealClock,
+    ServeSettings,
+    Signal,
+)
 
 SMALL = HstuConfig(blocks=1, heads=1, dim=4, attention_dim=4, value_dim=4, max_len=16)
 IDS = np.arange(1, 4)

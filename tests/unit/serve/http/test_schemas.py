@@ -12,8 +12,15 @@ from hypothesis import HealthCheck, given, settings
 
 from nestpipe.serve.http.apps import ServedApp, instance_app
 from nestpipe.serve.http.worker import bind_port, new_server
-from nestpipe.serve.settings import HttpSettings, ServeSettings
-from nestpipe.serve.types import AdmissionOutcome, Answer, Path, RankRequest, Signal
+from nestpipe.serve.types import (
+    AdmissionOutcome,
+    Answer,
+    HttpSettings,
+    Path,
+    RankRequest,
+    ServeSettings,
+    Signal,
+)
 from support.examples import num_examples
 
 schemathesis = pytest.importorskip("schemathesis", reason="needs the dev extra")

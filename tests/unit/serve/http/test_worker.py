@@ -17,10 +17,18 @@ import pytest
 from nestpipe.errors import CheckpointError, ConfigError, DataError, RunError, ShedError
 from nestpipe.serve.http.apps import ServedApp, instance_app, router_app
 from nestpipe.serve.http.client import Client
+from nestpipe.serve.http.router import Ring
 from nestpipe.serve.http.worker import Server, bind_port, new_server
-from nestpipe.serve.routing.membership import Ring
-from nestpipe.serve.settings import HttpSettings, ServeSettings
-from nestpipe.serve.types import AdmissionOutcome, Answer, History, Path, RankRequest, Signal
+from nestpipe.serve.types import (
+    AdmissionOutcome,
+    Answer,
+    History,
+    HttpSettings,
+    Path,
+    RankRequest,
+    ServeSettings,
+    Signal,
+)
 
 SETTINGS = ServeSettings(max_events=5000, max_candidates=1000)
 TOKEN = "0123456789abcdef"

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from nestpipe.serve.kv_cache.cache import Cache, Fill, Load, Miss, Promised, Purpose, Use, Wait
-from nestpipe.serve.kv_cache.device_pool import DevicePool, Entry, EntryState, Need
-from nestpipe.serve.kv_cache.host_tier import HostTier
+from nestpipe.serve.engine.kv_cache import Cache, Fill, Load, Miss, Promised, Purpose, Use, Wait
+from nestpipe.serve.engine.kv_memory import DevicePool, Entry, EntryState, HostTier, Need
 from nestpipe.serve.types import KV, History
 
 SIGNAL, RANK, KEEP = Purpose.SIGNAL, Purpose.RANK, Purpose.RANK_AND_KEEP

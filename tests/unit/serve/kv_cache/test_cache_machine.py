@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from nestpipe.serve.kv_cache.cache import Cache, Fill, Load, Miss, Promised, Purpose, Use, Wait
-from nestpipe.serve.kv_cache.device_pool import DevicePool, Entry, EntryState, KVSource, Need
-from nestpipe.serve.kv_cache.host_tier import HostTier
+from nestpipe.serve.engine.kv_cache import Cache, Fill, Load, Miss, Promised, Purpose, Use, Wait
+from nestpipe.serve.engine.kv_memory import DevicePool, Entry, EntryState, HostTier, KVSource, Need
 from nestpipe.serve.types import KV, History, PrefixKey
 
 BYTES = 16

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from nestpipe.serve.kv_cache.device_pool import DevicePool, Entry, EntryState, KVSource, Need
+from nestpipe.serve.engine.kv_memory import DevicePool, Entry, EntryState, KVSource, Need
 from nestpipe.serve.types import KV, History
 
 

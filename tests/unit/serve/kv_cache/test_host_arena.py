@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nestpipe.errors import CapacityError
-from nestpipe.serve.kv_cache.host_tier import GRAIN, HostArena, give_arena, hand_over_arena
+from nestpipe.serve.engine.kv_memory import GRAIN, HostArena, give_arena, hand_over_arena
 from support.examples import examples
 
 SIZES = st.integers(0, 6 * GRAIN)

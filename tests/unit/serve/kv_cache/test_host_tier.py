@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nestpipe.serve.kv_cache.host_tier import HostTier
+from nestpipe.serve.engine.kv_memory import HostTier
 from nestpipe.serve.types import KV, PrefixKey
 
 

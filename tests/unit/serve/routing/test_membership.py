@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nestpipe.errors import RunError
-from nestpipe.serve.routing.membership import Membership, Ring, place
+from nestpipe.serve.http.router import Membership, Ring, place
 
 USERS = [f"user {number}" for number in range(4000)]
 THREE = ["10.0.0.1:9001", "10.0.0.2:9001", "10.0.0.3:9001"]
@@ -33,7 +33,7 @@ def test_places_are_these_in_every_process_and_release():
 
 def test_another_process_with_another_hash_seed_agrees():
     program = (
-        "from nestpipe.serve.routing.membership import Ring\n"
+        "from nestpipe.serve.http.router import Ring\n"
         f"print([Ring({THREE}).order(f'user {{n}}') for n in range(50)])"
     )
     said = subprocess.run(

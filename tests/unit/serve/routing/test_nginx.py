@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nestpipe.errors import ConfigError
-from nestpipe.serve.routing.nginx import nginx_config
+from nestpipe.serve.http.launch import nginx_config
 
 TWO = ["127.0.0.1:9001", "127.0.0.1:9002"]
 

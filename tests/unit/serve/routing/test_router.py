@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from nestpipe.errors import ConfigError, DataError, RunError, ShedError
-from nestpipe.serve.routing.membership import Ring
-from nestpipe.serve.routing.router import Router, RouterSettings
+from nestpipe.serve.http.router import Ring, Router, RouterSettings
 from nestpipe.serve.types import AdmissionOutcome, Answer, History, Path, RankRequest, Signal
 
 NAMES = ["a:1", "b:1", "c:1"]

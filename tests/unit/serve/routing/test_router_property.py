@@ -11,8 +11,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from nestpipe.serve.routing.membership import Ring
-from nestpipe.serve.routing.router import Router, RouterSettings
+from nestpipe.serve.http.router import Ring, Router, RouterSettings
 from nestpipe.serve.types import AdmissionOutcome, Answer, History, Path, RankRequest, Signal
 
 LIFE_S = 0.5

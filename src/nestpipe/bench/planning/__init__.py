@@ -1,1 +1,0 @@
-"""Planner and simulator beside what really runs."""

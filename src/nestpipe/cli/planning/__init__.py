@@ -1,1 +1,0 @@
-"""Commands that predict: which settings, how many workers, which machines."""

@@ -1,0 +1,316 @@
+"""What readers share: the files of a path, the rows of a split, Arrow columns as arrays.
+
+Files may lie in object stores and other file systems, by URI: Arrow's own, or any that fsspec
+knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+from pyarrow import fs as arrow_fs
+
+from nestpipe.data.config import DataConfig, Split
+from nestpipe.data.order import text_keys
+from nestpipe.data.source import MISSING, tensor
+from nestpipe.errors import ConfigError, DataError, MissingSplitError
+from nestpipe.jagged import Jagged
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteFile:
+    """A file of a file system that is not this machine's own."""
+
+    uri: str
+    path: str
+    """Within its file system."""
+    modified_ns: int
+    filesystem: Any = field(compare=False, repr=False)
+
+    def __str__(self) -> str:
+        return self.uri
+
+    @property
+    def parent(self) -> str:
+        return self.uri.rpartition("/")[0]
+
+
+DataFile = Path | RemoteFile
+
+
+def is_uri(path: str | Path) -> bool:
+    """Whether a path names its file system, as `s3://bucket/clicks`."""
+    return "://" in str(path)
+
+
+def modified_ns(file: DataFile) -> int:
+    """When a file was last written."""
+    return file.modified_ns if isinstance(file, RemoteFile) else file.stat().st_mtime_ns
+
+
+def find_remote_files(uri: str, patterns: Sequence[str], what: str) -> list[RemoteFile]:
+    """The file itself, or those below the folder that fit a pattern, sorted by name.
+
+    As on disk, names that begin with `.` or `_` are no data.
+    """
+    filesystem, top = open_filesystem(uri)
+    try:
+        (about,) = filesystem.get_file_info([top])
+        if about.type == arrow_fs.FileType.File:
+            return [_remote(uri, about, filesystem)]
+        found = filesystem.get_file_info(arrow_fs.FileSelector(top, recursive=True))
+    except (OSError, pa.ArrowException) as error:
+        reason = str(error).splitlines()[0]
+        raise DataError(f"cannot read {uri!r} ({reason}); check data.path") from None
+    files = [
+        _remote(f"{uri.rstrip('/')}/{below}", info, filesystem)
+        for info in found
+        for below in [info.path[len(top) :].strip("/")]
+        if info.type == arrow_fs.FileType.File
+        and any(fnmatch(info.base_name, pattern) for pattern in patterns)
+        and not any(part.startswith((".", "_")) for part in below.split("/"))
+    ]
+    if not files:
+        raise DataError(f"there are no {what} in {uri!r}; check data.path and data.kind")
+    return sorted(files, key=lambda file: file.path)
+
+
+def open_filesystem(uri: str) -> tuple[Any, str]:
+    """The file system of a URI, and the path within it."""
+    try:
+        return arrow_fs.FileSystem.from_uri(uri)
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+        pass  # none of Arrow's own
+    try:
+        import fsspec
+    except ImportError:
+        raise ConfigError(
+            f"reading {uri!r} needs fsspec; run pip install 'nestpipe[remote]'"
+        ) from None
+    try:
+        found, path = fsspec.core.url_to_fs(uri)
+    except (ValueError, ImportError) as error:
+        raise ConfigError(f"cannot open {uri!r}: {error}; check data.path") from None
+    return arrow_fs.PyFileSystem(arrow_fs.FSSpecHandler(found)), path
+
+
+def _remote(uri: str, info: Any, filesystem: Any) -> RemoteFile:
+    return RemoteFile(uri, info.path, info.mtime_ns or 0, filesystem)
+
+
+def find_files(path: str | Path, patterns: Sequence[str], what: str) -> list[Path]:
+    """The file itself, or those below the folder that fit a pattern, sorted by name.
+
+    Names and folders that begin with `.` or `_` are not data: other programs keep markers and
+    half-written files there.
+    """
+    if is_uri(path):
+        raise DataError(f"{str(path)!r} is a URI, which only Parquet is read from; copy the {what}")
+    top = Path(path)
+    if top.is_file():
+        return [top]
+    if not top.exists():
+        raise DataError(f"there is no file or folder {str(path)!r}; check data.path")
+    found = {
+        file
+        for pattern in patterns
+        for file in top.rglob(pattern)
+        if file.is_file()
+        and not any(part.startswith((".", "_")) for part in file.relative_to(top).parts)
+    }
+    if not found:
+        raise DataError(f"there are no {what} in {str(path)!r}; check data.path and data.kind")
+    return sorted(found)
+
+
+# Splits of data sets that come without one: other paths, or every N-th row.
+
+
+_PLACE: dict[Split, int] = {"test": 1, "validation": 2}
+"""Of every `test_every` rows of a file the last is for test, the one before for validation."""
+
+
+def split_path(config: DataConfig, split: Split) -> tuple[str, int]:
+    """The path of a split, and `test_every` where rows are to be picked from it (0: all)."""
+    paths: dict[Split, str] = {"test": config.test_path, "validation": config.validation_path}
+    if config.test_every:
+        return config.path, config.test_every
+    if split == "train":
+        return config.path, 0
+    if not paths[split]:
+        raise MissingSplitError(
+            f"there is no {split} split; set data.{split}_path or data.test_every"
+        )
+    return paths[split], 0
+
+
+def keeps(rows: NDArray[np.int64], split: Split, every: int) -> NDArray[np.bool_]:
+    """Which rows of a file, numbered from 0, belong to a split."""
+    if not every:
+        return np.ones(len(rows), dtype=bool)
+    place = every - rows % every
+    return place > 2 if split == "train" else place == _PLACE[split]
+
+
+def num_kept(begin: int, end: int, split: Split, every: int) -> int:
+    """How many of the rows [begin, end) `keeps` keeps."""
+    if not every:
+        return end - begin
+
+    def below(row: int) -> int:
+        whole, rest = divmod(row, every)
+        if split == "train":
+            return whole * (every - 2) + min(rest, every - 2)
+        return whole + (rest > every - _PLACE[split])
+
+    return below(end) - below(begin)
+
+
+# Arrow columns as keys and numbers.
+
+
+compute: Any = pc
+"""Arrow makes its functions while it is imported, where a type checker cannot see them."""
+
+
+def flat(column: Any) -> Any:
+    """One array, where a table may have several, with dictionaries looked up."""
+    array = column
+    if isinstance(column, pa.ChunkedArray):
+        array = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+    if isinstance(array, pa.ChunkedArray):  # nothing in it, or more than 2 GB
+        array = pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], array.type)
+    return array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
+
+
+def is_keys(kind: pa.DataType) -> bool:
+    """Whether a column can hold keys: whole numbers, strings, or lists of either."""
+    if is_list(kind):
+        return is_key(kind.value_type)
+    return is_key(kind)
+
+
+def is_key(kind: pa.DataType) -> bool:
+    """Whether a column can hold one key per row."""
+    if pa.types.is_dictionary(kind):
+        return is_key(kind.value_type)
+    return pa.types.is_integer(kind) or pa.types.is_boolean(kind) or is_text(kind)
+
+
+def is_number(kind: pa.DataType) -> bool:
+    """Whether a column can hold dense features or labels."""
+    return pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
+
+
+def is_text(kind: pa.DataType) -> bool:
+    """Whether a column holds strings."""
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
+
+
+def is_list(kind: pa.DataType) -> bool:
+    """Whether a column holds a list per row."""
+    return (
+        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    )
+
+
+def keys(column: Any) -> NDArray[np.int64]:
+    """A key per row: whole numbers as they are, strings hashed; `MISSING` where there is none.
+
+    Floats are taken too, where a reader knows that they are categories with gaps.
+    """
+    array = flat(column)
+    if is_text(array.type):
+        return _text_keys(array)
+    if pa.types.is_floating(array.type):
+        numbers = array.to_numpy(zero_copy_only=False)
+        known = np.isfinite(numbers)
+        return np.where(known, np.where(known, numbers, 0).astype(np.int64), MISSING)
+    if pa.types.is_uint64(array.type):  # the upper half of its range becomes negative
+        return array.fill_null(MISSING & (1 << 64) - 1).to_numpy().view(np.int64)
+    whole = array if array.type == pa.int64() else array.cast(pa.int64())
+    known = whole.fill_null(MISSING) if whole.null_count else whole
+    return known.to_numpy(zero_copy_only=False)
+
+
+def lists(column: Any) -> Jagged:
+    """A list of keys per row; no list is an empty one."""
+    values, offsets = list_arrays(flat(column))
+    return Jagged(tensor(values), tensor(np.diff(offsets)), tensor(offsets))
+
+
+def list_arrays(array: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The keys of all lists, and where each list begins and the last one ends."""
+    if not array.null_count and not pa.types.is_fixed_size_list(array.type):
+        offsets = array.offsets.to_numpy().astype(np.int64, copy=False)
+        known = offsets if offsets[0] == 0 else offsets - offsets[0]
+        return keys(values_of(array)), known
+    lengths = list_lengths(array)
+    if pa.types.is_fixed_size_list(array.type):
+        array = array.filter(array.is_valid())
+    return keys(array.flatten()), np.append(0, np.cumsum(lengths))
+
+
+def numbers(column: Any) -> NDArray[np.float32]:
+    """A float per row; nan where there is none."""
+    array = flat(column)
+    if pa.types.is_boolean(array.type):
+        array = array.cast(pa.int8())
+    found = array.to_numpy(zero_copy_only=False)
+    return found.astype(np.float32, copy=False)
+
+
+def is_null(column: Any) -> NDArray[np.bool_]:
+    """Which rows are empty."""
+    array = flat(column)
+    if not array.null_count:
+        return np.zeros(len(array), dtype=bool)
+    return array.is_null().to_numpy(zero_copy_only=False)
+
+
+def holes(array: Any) -> NDArray[np.bool_]:
+    """Which lists have a null inside."""
+    found = np.zeros(len(array), dtype=bool)
+    if array.flatten().null_count:
+        parents = compute.list_parent_indices(array).to_numpy(zero_copy_only=False)
+        found[parents[array.flatten().is_null().to_numpy(zero_copy_only=False)]] = True
+    return found
+
+
+def values_of(array: Any) -> Any:
+    """The entries of all lists, joined."""
+    if array.null_count or pa.types.is_fixed_size_list(array.type):
+        return array.flatten()
+    # The same, without Arrow's machinery for functions.
+    begin, end = array.offsets[0].as_py(), array.offsets[-1].as_py()
+    whole = array.values
+    return whole if end - begin == len(whole) else whole.slice(begin, end - begin)
+
+
+def list_lengths(array: Any) -> NDArray[np.int64]:
+    """How many entries each list has; no list is an empty one."""
+    if not array.null_count and not pa.types.is_fixed_size_list(array.type):
+        return np.diff(array.offsets.to_numpy()).astype(np.int64, copy=False)
+    lengths = compute.list_value_length(array).fill_null(0).cast(pa.int64())
+    return lengths.to_numpy(zero_copy_only=False)
+
+
+def need(kind: pa.DataType, wanted: bool, name: str, use: str, where: object) -> None:
+    """Refuse a column whose type does not fit its use."""
+    if not wanted:
+        raise DataError(f"column {name} of {where} is {kind}, which cannot be {use}; name another")
+
+
+def _text_keys(array: Any) -> NDArray[np.int64]:
+    coded = array.dictionary_encode()
+    table = np.append(text_keys(coded.dictionary.to_pylist()), MISSING)
+    codes = coded.indices.fill_null(len(table) - 1).to_numpy(zero_copy_only=False)
+    return table[codes]

@@ -1,1 +1,0 @@
-"""Which instance serves a user: consistent hashing, health checks, router, nginx."""
