@@ -137,7 +137,8 @@ class _FusedAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_THV: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         from nestpipe.kernels.attention import fused_launch as launch  # needs triton
 
-        inputs, rule = ctx.saved_tensors[:5], (*ctx.saved_tensors[5:], *ctx.rule)
+        saved = ctx.saved_tensors  # once: where activations are computed again, it gives them once
+        inputs, rule = saved[:5], (*saved[5:], *ctx.rule)
         problem = _problem_of(inputs, rule)
         wants_q, wants_k, wants_v, wants_position, wants_time, _ = ctx.needs_input_grad
         grads: list[Tensor | None] = [None] * 6
