@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from nestpipe.kernels.attention.reference import pick_columns
 from nestpipe.kernels.block import fused
-from nestpipe.kernels.block.forms import Norm, chosen_kernels
+from nestpipe.kernels.block.fused import Norm, chosen_kernels
 from nestpipe.models import Hstu, HstuConfig, Tokens
 from nestpipe.models.draws import dropout, kernel_dropout
 from nestpipe.models.protocol import in_precision

@@ -12,8 +12,8 @@ from nestpipe.cli.options import STDOUT, JsonFile, console, figures_table, summa
 from nestpipe.errors import ConfigError
 
 if TYPE_CHECKING:
-    from nestpipe.bench.hstu import AttentionReading, HstuCase
-    from nestpipe.bench.kernel_times import KernelTime
+    from nestpipe.bench.hstu.kernel_times import KernelTime
+    from nestpipe.bench.hstu.parts import AttentionReading, HstuCase
 
 PARTS = ("attention", "encoder", "step")
 
@@ -80,7 +80,7 @@ def bench_hstu(
     Example: nestpipe bench hstu --parts step --tasks 8 --batch 32 --head-dim 256 --items 50000000
     --positions 0 --plans nested,serial,sparse_dist --rounds 3
     """
-    from nestpipe.bench.hstu import HstuCase
+    from nestpipe.bench.hstu.parts import HstuCase
     from nestpipe.config import build
 
     chosen = parts.split(",")
@@ -122,7 +122,7 @@ def _numbers(name: str, text: str) -> list[int]:
 def _attention(cases: Sequence[HstuCase], biases: Sequence[str], json: str | None) -> list[Any]:
     from dataclasses import fields
 
-    from nestpipe.bench.hstu import HstuCase, measure_attention
+    from nestpipe.bench.hstu.parts import HstuCase, measure_attention
     from nestpipe.config import build
 
     names = [known.name for known in fields(HstuCase)]
@@ -156,7 +156,7 @@ def _figure(value: float | None) -> str:
 
 
 def _encoder(cases: Sequence[HstuCase], json: str | None, *, profile: bool) -> list[Any]:
-    from nestpipe.bench.hstu import measure_encoder
+    from nestpipe.bench.hstu.parts import measure_encoder
 
     table = figures_table("encoder, both directions", "", "", ("ms", "TFLOP/s", "MFU", "GB"))
     found: list[Any] = []
@@ -179,7 +179,7 @@ MOST_KERNELS = 24
 
 def _print_kernels(about: str, kernels: Sequence[KernelTime]) -> None:
     """What a forward and backward pass spends on each group, and on its longest kernels."""
-    from nestpipe.bench.kernel_times import group_ms
+    from nestpipe.bench.hstu.kernel_times import group_ms
 
     groups = ", ".join(f"{name} {ms:.2f} ms" for name, ms in group_ms(kernels).items())
     console().print(f"{about}: {groups}", markup=False)
@@ -189,7 +189,7 @@ def _print_kernels(about: str, kernels: Sequence[KernelTime]) -> None:
 
 
 def _step(cases: Sequence[HstuCase], json: str | None) -> list[Any]:
-    from nestpipe.bench.hstu import PUBLISHED_STEP, measure_step
+    from nestpipe.bench.hstu.parts import PUBLISHED_STEP, measure_step
 
     found: list[Any] = []
     for case in cases:
@@ -213,8 +213,8 @@ def _tasks(
 ) -> list[Any]:
     from dataclasses import fields
 
-    from nestpipe.bench.hstu import PUBLISHED_STEP, HstuCase
-    from nestpipe.bench.hstu_tasks import TasksCase, compare_plans
+    from nestpipe.bench.hstu.parts import PUBLISHED_STEP, HstuCase
+    from nestpipe.bench.hstu.tasks import TasksCase, compare_plans
     from nestpipe.config import build
 
     shared = {known.name for known in fields(TasksCase)} & {

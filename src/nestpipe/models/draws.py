@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nestpipe.batch import Batch
-from nestpipe.kernels.block.forms import Dropout
+from nestpipe.kernels.block.fused import Dropout
 
 # Shapes: B samples, T rows of all samples together, D width, M items drawn for a sample, J ranges
 # of items

@@ -18,7 +18,7 @@ from torch.nn import functional
 from nestpipe.jagged import offsets_of
 from nestpipe.kernels.attention.reference import NO_BIAS, bias_mixing
 from nestpipe.kernels.block import fused
-from nestpipe.kernels.block.forms import Norm
+from nestpipe.kernels.block.fused import Norm
 from nestpipe.models.sequence import (
     HstuConfig,
     Past,

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nestpipe.kernels.attention.reference import norm_gate, pick_columns
 from nestpipe.kernels.block import fused
-from nestpipe.kernels.block.forms import Norm
+from nestpipe.kernels.block.fused import Norm
 from nestpipe.models.fuxi import FuxiBlock
 from nestpipe.models.sequence import (
     HstuConfig,

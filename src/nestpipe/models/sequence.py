@@ -18,7 +18,7 @@ from nestpipe.jagged import Join, offsets_of, rows_within
 from nestpipe.kernels.attention.fused import AttentionForm, train_attention
 from nestpipe.kernels.attention.inference import attend, attend_with_past, prefix_pointers
 from nestpipe.kernels.attention.reference import Mask, RelativeBias, hstu_attention
-from nestpipe.kernels.block.forms import Dropout, PointwiseForm, chosen_kernels
+from nestpipe.kernels.block.fused import Dropout, PointwiseForm, chosen_kernels
 from nestpipe.models.draws import dropout, kernel_dropout, of_each_row
 
 # Shapes: B samples, T rows of all samples together, D model width, H heads, A width of queries and

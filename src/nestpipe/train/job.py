@@ -484,6 +484,7 @@ _HARMLESS = frozenset(
 """Keys of what is evaluated, not trained on, and of how fast data is read."""
 _FORMS: Mapping[str, Effect] = {
     "model.encoder.attention": "sums",
+    "model.encoder.pointwise": "sums",
     "model.encoder.checkpoint_activations": "none",
     "model.compile": "sums",
 }

@@ -10,7 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from nestpipe.bench.hstu import HstuCase, measure_attention, measure_encoder, measure_step
+from nestpipe.bench.hstu.parts import HstuCase, measure_attention, measure_encoder, measure_step
 from nestpipe.cli.app import app
 from nestpipe.errors import ConfigError
 

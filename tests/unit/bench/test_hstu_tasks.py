@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from nestpipe.bench.hstu_tasks import (
+from nestpipe.bench.hstu.tasks import (
     GlobalBatches,
     TasksCase,
     TasksRanker,
@@ -19,7 +20,6 @@ from nestpipe.bench.hstu_tasks import (
     store_rows,
     time_tasks,
 )
-from nestpipe.cli.app import app
 from nestpipe.comm import LocalCommunicator
 from nestpipe.errors import ConfigError
 
@@ -56,8 +56,8 @@ def test_the_loss_is_that_of_all_items_and_tasks():
     model, batch = TasksRanker(case), make_batches(case)[0]
     items = len(batch.sparse["history"].values)
     rows = {"history": torch.randn(items, 8), "user": torch.randn(4, 8)}
-    torch.nn.init.zeros_(model.head[2].weight)
-    torch.nn.init.zeros_(model.head[2].bias)
+    for parameter in model.head[2].parameters():
+        torch.nn.init.zeros_(parameter)
     loss = model.dense(rows, batch)
     assert loss.weight == items
     assert float(loss.total.detach()) == pytest.approx(items * 3 * math.log(2), rel=1e-5)
@@ -89,7 +89,7 @@ def test_every_plan_tells_its_share_of_a_peak(plan: str):
 
 
 def test_a_pool_may_be_smaller_than_what_host_memory_holds():
-    case = toy(stored=250, device_memory="100KB")
+    case = toy(stored=250, device_memory="40KB")
     trainer = make_trainer(case, LocalCommunicator())
     try:
         store_rows(trainer, 250)
@@ -97,19 +97,23 @@ def test_a_pool_may_be_smaller_than_what_host_memory_holds():
     finally:
         trainer.close()
     reading = time_tasks(LocalCommunicator(), case)
-    in_use, slots = reading.pool_slots
-    assert 0 < in_use <= slots < 290
+    assert 0 < reading.pool_rows < 500 <= reading.stored_rows
 
 
-def test_the_command_runs_plans_on_several_ranks(tmp_path):
+def test_the_command_runs_plans_on_several_ranks():
     sizes = (
         "--length 24 --items 300 --users 40 --head-dim 8 --batch 4 --heads 2 --blocks 1 --dim 16"
     )
     command = f"bench hstu --parts step --tasks 3 --table-dim 8 {sizes} --precision fp32 --ranks 2"
     command += " --plans nested,serial --balance samples,work --retrieval new --device cpu"
     command += " --warm 2 --steps 2 --rounds 1 --peak 0.5 --json -"
-    ran = CliRunner().invoke(app, command.split())
-    assert ran.exit_code == 0, ran.output
+    ran = subprocess.run(
+        [sys.executable, "-m", "nestpipe", *command.split()],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
     found = json.loads(ran.stdout)["step"]
     assert [(row["plan"], row["balance"]) for row in found] == [
         ("nested", "samples"),

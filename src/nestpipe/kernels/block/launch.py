@@ -12,8 +12,8 @@ import torch
 import triton
 from torch import Tensor
 
-from nestpipe.kernels.block import activation_kernels, norm_kernels
-from nestpipe.kernels.block.forms import Dropout, Norm
+from nestpipe.kernels.block import kernels
+from nestpipe.kernels.block.fused import Dropout, Norm
 
 # Shapes: T rows of all samples together, D columns of a row, W columns of all projections, U those
 # of the gate, P parts of a sum, N positions
@@ -66,7 +66,7 @@ def run_add_norm(
     tile = _row_tile(width)
     if total:
         with _device_of(x_TD):
-            norm_kernels.add_norm_forward[(triton.cdiv(total, tile["R"]),)](
+            kernels.add_norm_forward[(triton.cdiv(total, tile["R"]),)](
                 x_TD,
                 added_TD,
                 weight_D,
@@ -94,7 +94,7 @@ def run_add_norm_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of x, of what was added to it, and of the norm's weight and bias."""
     total, width = summed_TD.shape
-    tile = _row_tile(width)
+    tile = _row_tile(width) | {"num_warps": 8}  # two sums beside the rows: registers for both
     rows = max(_SUM_ROWS, tile["R"])
     parts = triton.cdiv(total, rows)
     grad_x_TD = torch.empty_like(summed_TD)
@@ -106,7 +106,7 @@ def run_add_norm_backward(
         sums_2PD = summed_TD.new_empty(2, parts, width, dtype=torch.float32)
     if total:
         with _device_of(summed_TD):
-            norm_kernels.add_norm_backward[(parts,)](
+            kernels.add_norm_backward[(parts,)](
                 summed_TD,
                 weight_D,
                 grad_summed_TD=grad_summed_TD,
@@ -138,7 +138,7 @@ def run_norm_gate(
     tile = _row_tile(width)
     if total:
         with _device_of(x_TD):
-            norm_kernels.norm_gate_forward[(triton.cdiv(total, tile["R"]),)](
+            kernels.norm_gate_forward[(triton.cdiv(total, tile["R"]),)](
                 x_TD,
                 gate_TD,
                 bias_D,
@@ -169,7 +169,7 @@ def run_norm_gate_backward(
     tile = _row_tile(width)
     if total:
         with _device_of(x_TD):
-            norm_kernels.norm_gate_backward[(triton.cdiv(total, tile["R"]),)](
+            kernels.norm_gate_backward[(triton.cdiv(total, tile["R"]),)](
                 x_TD,
                 gate_TD,
                 bias_D,
@@ -195,9 +195,7 @@ def run_silu(mixed_TW: Tensor, bias_W: Tensor | None, gate_width: int) -> Tensor
     grid = (triton.cdiv(total, tile["R"]), triton.cdiv(width - gate_width, tile["C"]))
     if total:
         with _device_of(mixed_TW):
-            activation_kernels.silu_forward[grid](
-                mixed_TW, bias_W, out_TC, total, width, gate_width, **tile
-            )
+            kernels.silu_forward[grid](mixed_TW, bias_W, out_TC, total, width, gate_width, **tile)
     return out_TC
 
 
@@ -220,7 +218,7 @@ def run_silu_backward(
         sums_PW = mixed_TW.new_empty(parts, width, dtype=torch.float32)
     if total:
         with _device_of(mixed_TW):
-            activation_kernels.silu_backward[(parts, blocks)](
+            kernels.silu_backward[(parts, blocks)](
                 mixed_TW,
                 bias_W,
                 *grads,
@@ -242,7 +240,7 @@ def run_gated_silu(mixed_TW: Tensor) -> Tensor:
     grid = (triton.cdiv(total, tile["R"]), triton.cdiv(width, tile["C"]))
     if total:
         with _device_of(mixed_TW):
-            activation_kernels.gated_silu_forward[grid](mixed_TW, out_TC, total, width, **tile)
+            kernels.gated_silu_forward[grid](mixed_TW, out_TC, total, width, **tile)
     return out_TC
 
 
@@ -254,9 +252,7 @@ def run_gated_silu_backward(mixed_TW: Tensor, grad_out_TC: Tensor) -> Tensor:
     grid = (triton.cdiv(total, tile["R"]), triton.cdiv(width, tile["C"]))
     if total:
         with _device_of(mixed_TW):
-            activation_kernels.gated_silu_backward[grid](
-                mixed_TW, grad_out_TC, out_TW, total, width, **tile
-            )
+            kernels.gated_silu_backward[grid](mixed_TW, grad_out_TC, out_TW, total, width, **tile)
     return out_TW
 
 
@@ -269,7 +265,7 @@ def sum_by_position(grad_TD: Tensor, positions_T: Tensor, num_positions: int) ->
     out_ND = grad_TD.new_empty(num_positions, width, dtype=torch.float32)
     grid = (num_positions, triton.cdiv(width, _POSITION_COLUMNS))
     with _device_of(grad_TD):
-        norm_kernels.sum_rows_by_position[grid](
+        kernels.sum_rows_by_position[grid](
             grad_TD, order_T, starts_N, out_ND, width, R=_POSITION_ROWS, D=_POSITION_COLUMNS
         )
     return out_ND

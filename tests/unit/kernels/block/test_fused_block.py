@@ -19,7 +19,7 @@ from torch.nn import functional
 from nestpipe.errors import ConfigError
 from nestpipe.kernels.attention.reference import pick_columns
 from nestpipe.kernels.block import fused
-from nestpipe.kernels.block.forms import Dropout, Norm, chosen_kernels
+from nestpipe.kernels.block.fused import Dropout, Norm, chosen_kernels
 from nestpipe.models import Hstu, HstuConfig, Tokens
 from nestpipe.models.draws import dropout, kernel_dropout
 
@@ -144,7 +144,7 @@ def compare_rows_alone_with_themselves_in_a_batch() -> None:
     def run(rows: slice) -> list[Tensor]:
         own = replace(rule, draws_T=state_T[rows])
         leaves = [x[rows].detach().requires_grad_(), added[rows].detach().requires_grad_()]
-        summed, normed = fused.add_norm(*leaves, weight, bias, LAYER, own)
+        summed, normed = fused.add_norm(leaves[0], leaves[1], weight, bias, LAYER, own)
         gated = fused.norm_gate(normed, leaves[1], None, LAYER, own)
         u, *parts = fused.silu_parts(gated, bias, 12, 12)
         made = fused.gated_silu(torch.cat([u, *parts], dim=1))
@@ -179,11 +179,11 @@ def compare_encoders() -> None:
     """Blocks of both kinds: output and gradients by kernels and by plain torch."""
     lengths_B = torch.tensor([9, 0, 17, 1])
     draws_B = torch.tensor([3, 5, 2**40, -7])
+    sizes: dict[str, Any] = {"dim": 24, "heads": 2, "attention_dim": 8, "value_dim": 12}
+    sizes |= {"max_len": 16, "time_buckets": 4}
     for kind, drop, again in (("hstu", 0.2, False), ("hstu", 0.0, True), ("fuxi", 0.2, False)):
-        config = HstuConfig(
-            kind=kind, dim=24, heads=2, attention_dim=8, value_dim=12, max_len=16, dropout=drop,
-            time_buckets=4, checkpoint_activations=again,
-        )  # fmt: skip
+        sizes |= {"kind": kind, "dropout": drop, "checkpoint_activations": again}
+        config = HstuConfig(**sizes)
         tokens = Tokens(lengths_B, torch.tensor([2, 0, 3, 1]), torch.arange(27) ** 2)
         tokens = replace(tokens, draws_B=draws_B if drop else None)
         found: list[list[Tensor]] = []

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from nestpipe.bench.kernel_times import KernelTime, kernel_times
+from nestpipe.bench.hstu.kernel_times import KernelTime, kernel_times
 from nestpipe.comm import LocalCommunicator
 from nestpipe.config import build, positive
 from nestpipe.errors import ConfigError
 from nestpipe.kernels.attention.fused import AttentionForm, train_attention
 from nestpipe.kernels.attention.reference import NO_BIAS, RelativeBias
-from nestpipe.kernels.block.forms import PointwiseForm
+from nestpipe.kernels.block.fused import PointwiseForm
 from nestpipe.models import Hstu, HstuConfig, Tokens
 from nestpipe.models.protocol import in_precision
 from nestpipe.train.job import JobConfig, make_job

@@ -3,7 +3,7 @@
 Items and users have tables of their own, narrower than the model. A user's row comes first, then
 those of the history; at each item a head predicts all tasks. Histories are mostly short, keys are
 Zipf, rows and weights are trained by Adam. Batches are made before the clock starts, and it starts
-behind the steps that a run traces. Ranks run as `python -m nestpipe.bench.hstu_tasks FOLDER`.
+behind the steps that a run traces. Ranks run as `python -m nestpipe.bench.hstu.tasks FOLDER`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from nestpipe.bench.machines import Job, do_jobs, run_jobs, start_ranks
 from nestpipe.bench.pipeline_rank import CHUNK, connect_ranks
 from nestpipe.comm import Communicator
 from nestpipe.config import Table, positive
-from nestpipe.config.values import known_words
+from nestpipe.config.sections import known_words
 from nestpipe.data.order import draw, mix
 from nestpipe.data.synthetic import zipf
 from nestpipe.embedding.routing.lists import owner_of
@@ -43,7 +43,7 @@ from nestpipe.train.trainer import Trainer, choose_device
 # Shapes: B samples, T rows of all samples together, I items of all histories together, D width of a
 # table's row, N tasks
 
-MODULE = "nestpipe.bench.hstu_tasks"
+MODULE = "nestpipe.bench.hstu.tasks"
 MOST_TASKS = 62
 """Labels of an item are the bits of one number."""
 
@@ -224,6 +224,7 @@ def _make_batch(case: TasksCase, numbers_B: np.ndarray[Any, np.dtype[np.int64]])
 
 
 def make_trainer(case: TasksCase, comm: Communicator) -> Trainer:
+    """Adam for rows and weights, as published."""
     settings = TrainSettings(
         batch=case.batch * comm.size,
         device=case.device,
@@ -266,8 +267,10 @@ class TasksReading:
     """Rows of the encoder in a mean step and rank."""
     stored_gb: float
     """Memory of rank 0's host store at the end."""
-    pool_slots: tuple[int, int]
-    """Slots of rank 0's pools in use, and all of them."""
+    stored_rows: int
+    """Rows of all tables in it."""
+    pool_rows: int
+    """Rows that rank 0's pool of device memory has room for."""
     memory_gb: float | None
     """Most device memory of rank 0 at a time; None on the host."""
 
@@ -276,31 +279,41 @@ def time_tasks(comm: Communicator, case: TasksCase) -> TasksReading:
     """Train on one plan; every rank calls it."""
     batches, clock = make_batches(case), StepClock()
     with closing(make_trainer(case, comm)) as trainer:
-        if case.stored:
-            store_rows(trainer, case.stored)
+        store_rows(trainer, case.stored)
         source: Any = GlobalBatches(batches)
         trainer.fit(source, steps=case.all_steps, on_step=clock)
-        work = [float(trainer.model.step_flops(batch).sum()) for batch in batches]  # type: ignore[operator]
-        on_gpu = trainer.device.type == "cuda"
-        name = torch.cuda.get_device_name(trainer.device) if on_gpu else ""
-        memory = torch.cuda.max_memory_allocated(trainer.device) / 1e9 if on_gpu else None
-        stored = sum(store.num_bytes() for store in trainer.stores) / 1e9
-        slots = trainer.pool_slots if case.retrieval == "pooled" else (0, 0)
-    rounds_ms = clock.rounds_ms(case.warm_steps, case.steps, case.rounds)
-    edges = range(case.warm_steps, case.all_steps, case.steps)
-    done = [sum(work[begin:end]) for begin, end in pairwise(list(edges)[: case.rounds + 1])]
+        rounds_ms = clock.rounds_ms(case.warm_steps, case.steps, case.rounds)
+        return _reading(case, trainer, batches[case.warm_steps :], rounds_ms)
+
+
+def _reading(
+    case: TasksCase, trainer: Trainer, batches: Sequence[Batch], rounds_ms: Sequence[float]
+) -> TasksReading:
+    """From the batches of the rounds, one round after the other."""
+    model, device = trainer.model, trainer.device
+    assert isinstance(model, TasksRanker)
+    ends = [number * case.steps for number in range(case.rounds + 1)]
+    timed = batches[: ends[-1]]
+    work = [float(model.step_flops(batch).sum()) / case.ranks for batch in timed]
+    done = [sum(work[begin:end]) for begin, end in pairwise(ends)]
+    tflops = sum(done) / (sum(rounds_ms) * case.steps) / 1e9
+    on_gpu = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if on_gpu else ""
     peak = peak_tflops(name, case.precision, case.peak_tflops)
-    tflops = [
-        w / case.ranks / (ms * case.steps) / 1e9 for w, ms in zip(done, rounds_ms, strict=True)
-    ]
-    mean_ms = sum(rounds_ms) / case.rounds
-    mean = sum(done) / case.ranks / (mean_ms * case.steps * case.rounds) / 1e9
-    timed = batches[case.warm_steps : case.warm_steps + case.steps * case.rounds]
-    rows = sum(len(batch.sparse["history"].values) + batch.size for batch in timed)
+    tokens = sum(len(batch.sparse["history"].values) + batch.size for batch in timed)
+    rounds = zip(done, rounds_ms, strict=True)
     return TasksReading(
-        tuple(rounds_ms), tuple(tflops), mean_ms, mean, mean / peak if peak else None,
-        rows / len(timed) / case.ranks, stored, slots, memory,
-    )  # fmt: skip
+        rounds_ms=tuple(rounds_ms),
+        rounds_tflops=tuple(flops / (ms * case.steps) / 1e9 for flops, ms in rounds),
+        step_ms=sum(rounds_ms) / case.rounds,
+        tflops=tflops,
+        mfu=tflops / peak if peak else None,
+        tokens=tokens / len(timed) / case.ranks,
+        stored_gb=sum(store.num_bytes() for store in trainer.stores) / 1e9,
+        stored_rows=sum(sum(store.num_rows()) for store in trainer.stores),
+        pool_rows=trainer.pool_slots()[1],
+        memory_gb=torch.cuda.max_memory_allocated(device) / 1e9 if on_gpu else None,
+    )
 
 
 def compare_plans(cases: Sequence[TasksCase], limit_s: float = 500.0) -> list[dict[str, Any]]:

@@ -1,0 +1,1 @@
+"""`nestpipe bench hstu`: attention alone, the encoder, and a whole step of a sequence model."""
