@@ -171,8 +171,6 @@ def rows_lead(micro_batches: int) -> int:
     return max(1, -(-micro_batches // 6))
 
 
-
-
 @dataclass(frozen=True, slots=True)
 class Plan:
     """An unbounded schedule: the bounds it keeps and the order of one tick."""

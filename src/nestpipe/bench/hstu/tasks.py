@@ -28,7 +28,7 @@ from nestpipe.bench.machines import Job, do_jobs, run_jobs, start_ranks
 from nestpipe.bench.pipeline_rank import CHUNK, connect_ranks
 from nestpipe.comm import Communicator
 from nestpipe.config import Table, positive
-from nestpipe.config.sections import known_words
+from nestpipe.config.load import known_words
 from nestpipe.data.order import draw, mix
 from nestpipe.data.synthetic import zipf
 from nestpipe.embedding.routing.lists import owner_of
@@ -37,7 +37,7 @@ from nestpipe.jagged import Jagged, Join
 from nestpipe.models import Hstu, HstuConfig, Tokens
 from nestpipe.models.protocol import Loss, full_precision
 from nestpipe.train.config import DenseSettings, PipelineSettings, RowSettings, TrainSettings
-from nestpipe.train.summary import peak_tflops
+from nestpipe.train.loggers import peak_tflops
 from nestpipe.train.trainer import Trainer, choose_device
 
 # Shapes: B samples, T rows of all samples together, I items of all histories together, D width of a
