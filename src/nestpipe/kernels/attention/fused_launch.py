@@ -73,8 +73,11 @@ class Tiles:
     """Of a pass for values alone; None: keys and values in one. Wide heads need registers more."""
 
     @classmethod
-    def of(cls, dtype: torch.dtype, width: int) -> Tiles:
-        """For heads of `width`. Products of float32 have no tensor cores, so tiles are small."""
+    def of(cls, dtype: torch.dtype, width: int, *, biased: bool = False) -> Tiles:
+        """For heads of `width`. Products of float32 have no tensor cores, so tiles are small.
+
+        `biased` frees registers, which changes no bit.
+        """
         if dtype == torch.float32:
             small = TileShape(32, 16, 8, 2) if width <= 64 else TileShape(16, 16, 8, 2)
             return cls(small, small, small)
@@ -82,7 +85,7 @@ class Tiles:
             tile = TileShape(128, 64, 4, 3)
             return cls(tile, TileShape(128, 64, 8, 3), TileShape(64, 128, 8, 3))
         if width <= 128:
-            tile = TileShape(64, 64, 4, 3, 168)
+            tile = TileShape(64, 64, 4, 3, None if biased else 168)
             return cls(tile, TileShape(128, 64, 8, 3), TileShape(32, 64, 4, 3))
         tile = TileShape(128, 64, 8, 2)
         keys, values = TileShape(32, 128, 8, 2), TileShape(64, 128, 8, 2)
@@ -242,9 +245,11 @@ def make_problem(
     offsets_B, num_targets_B = samples
     norm, scale, window, longest = rule
     width, value_width = q_THA.shape[2], v_THV.shape[2]
+    biased = bias.half_position_HP is not None or bias.half_time_HQ is not None
+    tiles = Tiles.of(q_THA.dtype, max(width, value_width), biased=biased)
     return Problem(
         copyable(q_THA), copyable(k_THA), copyable(v_THV), offsets_B, num_targets_B, bias, norm,
-        scale, window, longest, width, value_width, Tiles.of(q_THA.dtype, max(width, value_width)),
+        scale, window, longest, width, value_width, tiles,
     )  # fmt: skip
 
 
