@@ -60,6 +60,7 @@ CASES = {
     "50": Case([200, 77], [5, 5], heads=1, width=50, value_width=50),
     "uneven": Case([200, 77], [5, 5], heads=3, width=20, value_width=130),
     "long": Case([2500, 1111], [256, 0], time_buckets=16),
+    "512 positions": Case([1300, 700], [100, 0], 512, time_buckets=64, width=128, value_width=128),
     "many": Case([300] * 20, [64] * 20, heads=4, width=32, value_width=32, time_buckets=9),
 }
 
@@ -240,6 +241,65 @@ def test_other_samples_may_hold_anything(dtype: torch.dtype):
     for a, b in zip(found, clean, strict=True):
         assert torch.equal(a[:100], b[:100])
         assert torch.equal(a[400:], b[400:])
+
+
+TABLES = ["both", "wide tables", "512 positions", "window", "edges", "128", "256", "long", "many"]
+
+
+@pytest.mark.parametrize(("name", "dtype"), pairs_of(TABLES))
+def test_gradients_of_tables_in_cuda_are_those_of_the_twin(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+):
+    from nestpipe.kernels.attention import fused_launch
+
+    asked = []
+
+    def can_sum(problem: Any) -> bool:
+        asked.append(known(problem))
+        return asked[-1]
+
+    known = fused_launch.can_sum
+    world = World.of(CASES[name], dtype)
+    monkeypatch.setattr(fused_launch, "can_sum", can_sum)
+    found = world.run()
+    assert asked == [dtype != torch.float32]
+    monkeypatch.setattr(fused_launch, "can_sum", lambda _: False)
+    twin = world.run()
+    assert all(torch.equal(a, b) for a, b in zip(found[:4], twin[:4], strict=True))
+    # Both sum float32; tables have the rows' type, which may round a sum up or down.
+    bound = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
+    assert_near(found[4:], [x.double() for x in twin[4:]], bound)
+
+
+@pytest.mark.parametrize("name", ["no bias", "both", "128", "256", "window"])
+def test_a_graph_holds_both_directions_and_gives_the_same_bits(name: str):
+    world = World.of(CASES[name], torch.bfloat16)
+    case = world.case
+    leaves = [None if x is None else x.detach().clone().requires_grad_() for x in world.leaves]
+    wanted = [x for x in leaves if x is not None]
+    targets = None if case.targets is None else torch.tensor(case.targets, device="cuda")
+    offsets = torch.tensor([0, *itertools.accumulate(case.lengths)], device="cuda")
+    bias = RelativeBias(leaves[3], leaves[4], world.times if case.time_buckets else None)
+
+    def both() -> list[Tensor]:
+        q, k, v = wanted[:3]
+        out = train_attention(
+            q, k, v, offsets, norm=NORM, scale=SCALE, mask=Mask(targets), bias=bias,
+            max_attention=case.window, longest=max(case.lengths), form="fused",
+        )  # fmt: skip
+        return [out.detach(), *torch.autograd.grad(out, wanted, world.grad)]
+
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        both()
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        held = both()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(held, world.run(), strict=True))
 
 
 def test_no_score_is_kept():

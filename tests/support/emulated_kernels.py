@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from nestpipe.embedding import optimizers
+from nestpipe.kernels.attention import bias_gradient
 from nestpipe.kernels.build import (
     CUDA_HEADERS,
     CUDA_SOURCES,
@@ -28,7 +29,10 @@ from nestpipe.kernels.index import library
 from nestpipe.kernels.library import typed_cuda
 from nestpipe.kernels.rows import cuda, segments
 
-KERNELS = ("index", "dedup", "segments", "row_sums", "segment_sum", "update", "step")
+KERNELS = (
+    *("index", "dedup", "segments", "row_sums", "segment_sum", "update", "step"),
+    "bias_gradient",
+)
 FAKE_CUDA = Path(__file__).parent / "cuda_on_cpu"
 FLAGS = ["-std=c++17", "-O1", "-ffp-contract=off", "-DNESTPIPE_EMULATED", "-shared", "-fPIC"]
 
@@ -49,7 +53,7 @@ def emulated_kernels() -> ctypes.CDLL:
 
     key = hash_of((*FLAGS, *compiler), [*sources, *headers])
     made = ctypes.CDLL(str(built_once(f"libnestpipe-emulated-{key}.so", make)))
-    typed_cuda(made, ["nestpipe_segment_sum", "nestpipe_update_rows"])
+    typed_cuda(made, ["nestpipe_segment_sum", "nestpipe_update_rows", "nestpipe_bias_gradient"])
     return made
 
 
@@ -66,6 +70,21 @@ def rows_on_emulated_gpu() -> Iterator[list[str]]:
         patch.setattr(cuda, "launch", launch)
         patch.setattr(segments, "can_sum", lambda *_: True)
         patch.setattr(optimizers, "can_update", lambda *_: True)
+        yield called
+
+
+@contextmanager
+def biases_on_emulated_gpu() -> Iterator[list[str]]:
+    """Gradients of bias tables in host memory by the kernel; yields the names of those called."""
+    called: list[str] = []
+
+    def launch(device: torch.device, name: str, *arguments: object) -> int:
+        called.append(name)
+        return getattr(emulated_kernels(), name)(*arguments, None)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bias_gradient, "launch", launch)
+        patch.setattr(bias_gradient, "has_kernel", lambda _: True)
         yield called
 
 

@@ -128,7 +128,11 @@ def _attention(cases: Sequence[HstuCase], biases: Sequence[str], json: str | Non
     names = [known.name for known in fields(HstuCase)]
     columns = ("forward", "backward", "both", "torch fwd", "torch both", "peer fwd", "peer bwd")
     table = figures_table(
-        "attention, TFLOP/s", "peer: stated by NVIDIA for its kernel, H100", "", columns
+        "attention, TFLOP/s",
+        "peer: stated by NVIDIA for its kernel, H100; ms: both directions on the device, and as a "
+        "call that the host awaits",
+        "",
+        (*columns, "ms", "call ms"),
     )
     found: list[Any] = []
     for case in cases:
@@ -138,6 +142,8 @@ def _attention(cases: Sequence[HstuCase], biases: Sequence[str], json: str | Non
             found.append({"length": case.length, "head_dim": case.head_dim, "bias": bias})
             found[-1] |= asdict(reading)
             about = f"{case.batch} x {case.length}, d {case.head_dim}, bias {bias}, {reading.form}"
+            if reading.peer is not None:
+                about += f" (torch: {reading.peer})"
             table.add_row(about, *_cells(reading))
     if json != STDOUT:
         console().print(table)
@@ -148,7 +154,8 @@ def _cells(reading: AttentionReading) -> list[str]:
     forward, backward = reading.published or (None, None)
     figures = [reading.forward, reading.backward, reading.both]
     peers = [reading.peer_forward, reading.peer_both, forward, backward]
-    return [_figure(value) for value in (*figures, *peers)]
+    times = [reading.both_ms, reading.call_both_ms]
+    return [_figure(value) for value in (*figures, *peers, *times)]
 
 
 def _figure(value: float | None) -> str:

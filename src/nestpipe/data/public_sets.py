@@ -238,7 +238,9 @@ def sequences(
     Where one item is held out, training has that to validate, too.
     """
     if split == "validation" and config.held_out == 1:
-        raise ConfigError("held_out is 1, so there is no validation split; use the test split")
+        raise MissingSplitError(
+            "held_out is 1, so there is no validation split; use the test split"
+        )
     order = np.argsort(ratings.user, kind="stable")
     items, times = ratings.item[order], ratings.time[order]
     _, begin, count = np.unique(ratings.user[order], return_index=True, return_counts=True)

@@ -162,6 +162,7 @@ _CUDA_SIGNATURES = {
         *[c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64],
         c_void_p,
     ],
+    "nestpipe_bias_gradient": [c_void_p, c_int64, c_int, c_void_p],
 }
 
 
@@ -227,7 +228,7 @@ def cuda_library(device: int) -> ctypes.CDLL | None:
         return _begun(ctypes.CDLL(str(build_cuda())), device)
     except (CannotCompileError, OSError) as error:
         warnings.warn(
-            f"rows are moved and updated by slower kernels of torch and triton: {error}",
+            f"slower kernels of torch and triton do the work of those for GPUs: {error}",
             stacklevel=2,
         )
         return None

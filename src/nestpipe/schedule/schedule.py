@@ -416,6 +416,11 @@ class Step:
     """Ops that have started all their collectives when it starts its own."""
 
     @property
+    def joined(self) -> tuple[Op, ...]:
+        """Ops that have started when it starts, and may still run."""
+        return self.behind if self.alongside is None else (self.alongside, *self.behind)
+
+    @property
     def ties(self) -> tuple[Tie, ...]:
         with_it = () if self.alongside is None else (self.alongside,)
         groups = ((How.AFTER, self.after), (How.ALONGSIDE, with_it), (How.BEHIND, self.behind))

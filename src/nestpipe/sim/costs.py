@@ -102,6 +102,11 @@ class Stragglers:
     seed: int = 0
     """Seed of the random factors."""
 
+    @property
+    def none(self) -> bool:
+        """Whether all workers are alike."""
+        return not self.jitter and (not self.slow_share or self.slow_factor == 1.0)
+
     def __post_init__(self) -> None:
         not_negative("jitter", self.jitter)
         fraction("slow_share", self.slow_share)

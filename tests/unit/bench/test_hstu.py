@@ -31,6 +31,8 @@ def test_attention_is_timed_beside_torchs_where_sequences_are_as_long(lengths, b
     assert min(reading.forward, reading.backward, reading.both) > 0
     assert reading.form == "plain"
     assert (reading.peer_forward is not None) == (lengths == "full")
+    assert reading.peer == ("torch" if lengths == "full" else None)
+    assert reading.both_ms == reading.call_both_ms  # a host has no calls ahead
     assert reading.published is None
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from nestpipe.errors import ConfigError
 from nestpipe.loadtest.driver import (
     FormulaService,
     Latency,
@@ -14,10 +15,16 @@ from nestpipe.loadtest.driver import (
     Report,
     VirtualTime,
     by_threads,
+    check_plot,
     drive,
+    full_length_curve,
+    p99_curve,
     percentile,
+    plot_latencies,
+    plot_search,
     report,
 )
+from nestpipe.loadtest.run import SearchStep
 from nestpipe.loadtest.settings import ARMS, WorkloadSettings, arms_of
 from nestpipe.loadtest.workload import Visit, legs, visits
 from nestpipe.serve.types import AdmissionOutcome, Answer, Path, RealClock
@@ -247,3 +254,48 @@ def test_every_arm_meets_the_same_requests():
     assert [leg.due_s for leg in whole] == [leg.due_s for leg in legs(SETTINGS, made, cap=32)]
     assert [arm.letter for arm in arms_of("a, B,D")] == ["A", "B", "D"]
     assert list(ARMS) == list("ABCDEFGHI")
+
+
+PLOT_SETTINGS = WorkloadSettings(rate=20, seconds=2, length=128, delay_jitter=0)
+
+
+def plot_run(ms: float, **more):
+    service = FormulaService(time=VirtualTime(), full_ms=lambda length: ms, **more)
+    return drive(service, list(legs(PLOT_SETTINGS, visits(PLOT_SETTINGS))), service.time)
+
+
+def told(ms: float):
+    return report("", plot_run(ms), target_ms=50, seconds=2, warmup_s=0)
+
+
+def test_a_curve_ends_at_the_share_of_full_answers():
+    times_ms, shares = full_length_curve(plot_run(1))
+    assert times_ms == sorted(times_ms)
+    assert shares[-1] == 1
+    assert full_length_curve(plot_run(1, cut_length=64)) == ([], [])
+    shed = full_length_curve(plot_run(200, queue=1))[1]
+    assert 0 < shed[-1] < 1
+
+
+def test_p99_over_what_was_tried_is_in_order():
+    steps = [SearchStep(40, (told(10),), True), SearchStep(20, (told(5),), True)]
+    values, p99_ms = p99_curve(steps)
+    assert values == [20, 40]
+    assert p99_ms[0] < p99_ms[1]
+
+
+@pytest.mark.parametrize("kind", ["png", "svg"])
+def test_pictures_are_written(tmp_path, kind):
+    pytest.importorskip("matplotlib", reason="matplotlib is an extra")
+    path = tmp_path / "new" / f"a.{kind}"
+    check_plot(path)
+    plot_latencies(path, {"A": plot_run(1), "B": plot_run(1, cut_length=64)}, 50.0)
+    assert path.stat().st_size > 1000
+    path.unlink()
+    plot_search(path, {"A": [SearchStep(20, (told(5),), True)]}, 50.0, "requests per second")
+    assert path.stat().st_size > 1000
+
+
+def test_a_picture_of_an_unknown_kind_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="end its name in"):
+        check_plot(tmp_path / "a.txt")

@@ -11,7 +11,7 @@ import nestpipe
 from nestpipe.schedule import PLANS, PlanOptions, Retrieval, plan, usable
 
 SOURCES = Path(nestpipe.__file__).parent
-ALLOWED = {SOURCES / "schedule" / "plans.py", SOURCES / "bench" / "lab.py"}
+ALLOWED = {SOURCES / "schedule" / "plans.py", SOURCES / "bench" / "torchrec_lab.py"}
 """Where plans get their names, and where a report reads the labels of its own rows."""
 
 

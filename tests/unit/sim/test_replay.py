@@ -137,3 +137,15 @@ def test_1536_workers_times_50_batches_replay_within_the_look_ahead_memory():
     nested = plan("nested", PlanOptions(micro_batches=8))
     played = replay(nested, ONE_MS, Scale(1536), batches=50)
     assert len(played.update_ends) == 50
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_one_worker_stands_for_all_where_all_are_alike(name):
+    chosen = plan(name, PlanOptions(micro_batches=3))
+    costs_ms = {kind: 1.0 + 0.37 * place for place, kind in enumerate(Kind)}
+    one, each = (
+        replay(chosen, costs_ms, Scale(8, 2), batches=7, record=(0, 5), every_worker=every)
+        for every in (False, True)
+    )
+    assert one.trace == each.trace
+    assert one.update_ends.tolist() == each.update_ends.tolist()

@@ -1,6 +1,8 @@
 """How fast HSTU is: attention alone beside torch's, the encoder, and a whole training step.
 
 TFLOP/s count visible pairs once: two products forward, five backward, whatever is computed again.
+On a GPU attention's are of a CUDA graph of several calls: what the device needs. An ordinary call
+with a wait for its end stands beside, so that the host's share is seen.
 The encoder and the step count three times the forward products (docs/training.md).
 """
 
@@ -16,6 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nestpipe.bench.hstu.kernel_times import KernelTime, kernel_times
 from nestpipe.comm import LocalCommunicator
@@ -36,6 +39,10 @@ from nestpipe.train.trainer import choose_device
 POSITIONS, TIME_BUCKETS = 64, 32
 ZIPF_EXPONENT = 1.05
 """Of the lengths of a step's histories."""
+GRAPH_CALLS = 10
+"""Calls of attention in one CUDA graph."""
+PEER_BACKENDS = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION)
+"""Of torch's attention on a GPU; the fastest of them in this run is the yardstick."""
 BACKWARD = 2.5
 """Products of the backward pass over those of the forward pass."""
 
@@ -114,6 +121,16 @@ class HstuCase:
 
 
 @dataclass(frozen=True, slots=True)
+class CallSeconds:
+    """Of one call: forward, both directions, and both as an ordinary call that the host awaits."""
+
+    forward: float
+    both: float
+    awaited_forward: float
+    awaited_both: float
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionReading:
     """Attention alone, in TFLOP/s."""
 
@@ -122,6 +139,13 @@ class AttentionReading:
     both: float
     form: str
     """What ran: `fused` or `plain`."""
+    forward_ms: float
+    both_ms: float
+    call_forward_ms: float
+    """Of an ordinary call, which the host starts and waits for."""
+    call_both_ms: float
+    peer: str | None
+    """The fastest backend of torch's attention, forward and in both directions."""
     peer_forward: float | None
     """torch's scaled_dot_product_attention, causal, where all sequences are as long."""
     peer_both: float | None
@@ -164,16 +188,32 @@ def measure_attention(case: HstuCase) -> AttentionReading:
 
     pairs = float((lengths_B.double() * (lengths_B + 1) / 2).sum())
     flops = 4.0 * pairs * case.heads * case.head_dim
-    forward_s, both_s = _both_directions(attend, leaves, device, case.rounds)
-    peer = _torch_attention(case, device) if case.lengths == "full" else None
-    backward_s = max(both_s - forward_s, 1e-9)
+    form = _form(attend)
+    graph = device.type == "cuda" and form == "fused"  # the plain form may wait for the device
+    seconds = _both_directions(attend, leaves, device, case.rounds, graph=graph)
+    peers = _torch_attention(case, device) if case.lengths == "full" else {}
+    fastest = [
+        min(peers, key=lambda name: getattr(peers[name], direction), default=None)
+        for direction in ("forward", "both")
+    ]
+    rates = [
+        None if name is None else products * flops / getattr(peers[name], direction) / 1e12
+        for name, direction, products in zip(
+            fastest, ("forward", "both"), (1, 1 + BACKWARD), strict=True
+        )
+    ]
     return AttentionReading(
-        forward=flops / forward_s / 1e12,
-        backward=BACKWARD * flops / backward_s / 1e12,
-        both=(1 + BACKWARD) * flops / both_s / 1e12,
-        form=_form(attend),
-        peer_forward=None if peer is None else flops / peer[0] / 1e12,
-        peer_both=None if peer is None else (1 + BACKWARD) * flops / peer[1] / 1e12,
+        forward=flops / seconds.forward / 1e12,
+        backward=BACKWARD * flops / max(seconds.both - seconds.forward, 1e-9) / 1e12,
+        both=(1 + BACKWARD) * flops / seconds.both / 1e12,
+        form=form,
+        forward_ms=1e3 * seconds.forward,
+        both_ms=1e3 * seconds.both,
+        call_forward_ms=1e3 * seconds.awaited_forward,
+        call_both_ms=1e3 * seconds.awaited_both,
+        peer=" ".join(dict.fromkeys(name for name in fastest if name is not None)) or None,
+        peer_forward=rates[0],
+        peer_both=rates[1],
         published=PUBLISHED.get((case.length, case.head_dim)),
     )
 
@@ -186,8 +226,8 @@ def _form(attend: Callable[[], Tensor]) -> str:
     return "fused" if type(node).__name__.startswith("_FusedAttention") else "plain"
 
 
-def _torch_attention(case: HstuCase, device: torch.device) -> tuple[float, float]:
-    """Seconds forward and in both directions of the yardstick on the same sizes."""
+def _torch_attention(case: HstuCase, device: torch.device) -> dict[str, CallSeconds]:
+    """The yardstick on the same sizes, by backend; on the host torch's choice."""
     shape = (case.batch, case.heads, case.length, case.head_dim)
     leaves = [_drawn(shape, device, case.dtype, seed) for seed in range(3)]
 
@@ -195,12 +235,27 @@ def _torch_attention(case: HstuCase, device: torch.device) -> tuple[float, float
         query, key, value = leaves
         return functional.scaled_dot_product_attention(query, key, value, is_causal=True)
 
-    return _both_directions(attend, leaves, device, case.rounds)
+    if device.type != "cuda":
+        return {"torch": _both_directions(attend, leaves, device, case.rounds, graph=False)}
+    found: dict[str, CallSeconds] = {}
+    for backend in PEER_BACKENDS:
+        try:
+            with sdpa_kernel(backend):
+                seconds = _both_directions(attend, leaves, device, case.rounds, graph=True)
+        except RuntimeError:  # this backend has no such width or type
+            continue
+        found[backend.name.removesuffix("_ATTENTION").lower()] = seconds
+    return found
 
 
 def _both_directions(
-    attend: Callable[[], Tensor], leaves: list[Tensor], device: torch.device, rounds: int
-) -> tuple[float, float]:
+    attend: Callable[[], Tensor],
+    leaves: list[Tensor],
+    device: torch.device,
+    rounds: int,
+    *,
+    graph: bool,
+) -> CallSeconds:
     grad = torch.ones_like(attend())
 
     def forward() -> None:
@@ -210,7 +265,33 @@ def _both_directions(
     def both() -> None:
         torch.autograd.grad(attend(), leaves, grad)
 
-    return seconds_of(forward, device, rounds), seconds_of(both, device, rounds)
+    awaited = [seconds_of(work, device, rounds) for work in (forward, both)]
+    if not graph:
+        return CallSeconds(*awaited, *awaited)
+    return CallSeconds(*(graph_seconds_of(work, rounds) for work in (forward, both)), *awaited)
+
+
+def graph_seconds_of(work: Callable[[], None], rounds: int) -> float:
+    """Of one call on the device alone: the median of replays of a graph of several calls."""
+    graph, aside = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        for _ in range(3):
+            work()
+    torch.cuda.current_stream().wait_stream(aside)
+    with torch.cuda.graph(graph):
+        for _ in range(GRAPH_CALLS):
+            work()
+    taken: list[float] = []
+    for number in range(rounds + 3):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        if number >= 3:
+            taken.append(start.elapsed_time(end) / 1e3 / GRAPH_CALLS)
+    return statistics.median(taken)
 
 
 def measure_encoder(case: HstuCase, *, profile: bool = False) -> EncoderReading:

@@ -126,19 +126,26 @@ class _FusedAttention(torch.autograd.Function):
         time_HQ: Tensor | None,
         rule: tuple[Any, ...],
     ) -> Tensor:
-        from nestpipe.kernels.attention.fused_launch import run_forward  # needs triton
+        from nestpipe.kernels.attention import fused_launch as launch  # needs triton
 
-        ctx.save_for_backward(q_THA, k_THA, v_THV, position_HP, time_HQ, *rule[:3])
-        ctx.rule = rule[3:]
-        return run_forward(_problem_of((q_THA, k_THA, v_THV, position_HP, time_HQ), rule))
+        offsets_B, _, times_T, *_, longest = rule
+        prepared = launch.prepare_bias(
+            RelativeBias(position_HP, time_HQ, times_T), offsets_B, longest
+        )
+        ctx.save_for_backward(q_THA, k_THA, v_THV, position_HP, time_HQ, *rule[:2])
+        ctx.prepared, ctx.rule = prepared, rule[3:]
+        rows, samples = (q_THA, k_THA, v_THV), rule[:2]
+        return launch.run_forward(launch.make_problem(rows, samples, prepared, rule[3:]))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_THV: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         from nestpipe.kernels.attention import fused_launch as launch  # needs triton
 
-        inputs, rule = ctx.saved_tensors[:5], (*ctx.saved_tensors[5:], *ctx.rule)
-        problem = _problem_of(inputs, rule)
+        q_THA, k_THA, v_THV, position_HP, time_HQ, *samples = ctx.saved_tensors
+        rows, samples = (q_THA, k_THA, v_THV), tuple(samples)
+        problem = launch.make_problem(rows, samples, ctx.prepared, ctx.rule)
+        grad_THV = launch.copyable(grad_THV)
         wants_q, wants_k, wants_v, wants_position, wants_time, _ = ctx.needs_input_grad
         grads: list[Tensor | None] = [None] * 6
         wants_tables = wants_position or wants_time
@@ -150,18 +157,7 @@ class _FusedAttention(torch.autograd.Function):
         if wants_k or wants_v:
             grads[1], grads[2] = launch.run_backward_keys(problem, grad_THV)
         if sums_HXQ is not None:
-            tables = launch.run_bias_gradients(problem, grad_THV, sums_HXQ)
-            for at, (grad, table) in enumerate(zip(tables, inputs[3:], strict=True), start=3):
-                grads[at] = None if grad is None else grad.to(table.dtype)
+            grads[3], grads[4] = launch.run_bias_gradients(
+                problem, grad_THV, sums_HXQ, (position_HP, time_HQ)
+            )
         return tuple(grads)
-
-
-def _problem_of(inputs: Any, rule: tuple[Any, ...]) -> Any:
-    from nestpipe.kernels.attention.fused_launch import make_problem  # needs triton
-
-    q_THA, k_THA, v_THV, position_HP, time_HQ = inputs
-    offsets_B, num_targets_B, times_T, norm, scale, max_attention, longest = rule
-    bias = RelativeBias(position_HP, time_HQ, times_T)
-    return make_problem(
-        q_THA, k_THA, v_THV, offsets_B, num_targets_B, bias, norm, scale, max_attention, longest
-    )

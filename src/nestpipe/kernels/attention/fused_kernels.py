@@ -17,10 +17,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from nestpipe.kernels.attention.fused_biases import add_biases, add_by_time, is_near, kind_of
 from nestpipe.kernels.attention.fused_pairs import (
-    add_biases,
-    add_by_time,
-    even_biases,
     half_silu,
     half_silu_and_slope,
     keys_of_queries,
@@ -29,7 +27,6 @@ from nestpipe.kernels.attention.fused_pairs import (
     queries_of_keys,
     sample_rows,
     store_rows,
-    time_span,
     visible,
     zero_past_end,
 )
@@ -38,7 +35,7 @@ from nestpipe.kernels.attention.fused_pairs import (
 # of values, P and Q buckets of the biases
 
 
-@triton.jit(do_not_specialize=["units", "heads", "blocks", "group", "window"])
+@triton.jit(do_not_specialize=["side", "units", "heads", "blocks", "group", "window"])
 def attend_forward(
     q_HTA,
     k_HTA,
@@ -46,10 +43,12 @@ def attend_forward(
     out_THV,
     offsets_B,
     num_targets_B,
-    position_HP,
-    time_HQ,
+    half_position_HP,
+    half_time_HQ,
     times_T,
-    spans,
+    short_T,
+    kinds_BXY,
+    side,
     half_scale,
     inverse_norm,
     window,
@@ -75,37 +74,34 @@ def attend_forward(
     left, full_start, full_stop, own, num_left, num_right, num_masked = keys_of_queries(
         first, min(first + M, length), history, window, M, N
     )
-    span = time_span(spans, sample, start, length, first, M)
     query_M1 = first + tl.arange(0, M)[:, None]
     q_MA = q_HTA.load([head, start + first, 0]).reshape(M, A_BLOCK)
     sum_MV = tl.zeros([M, V_BLOCK], tl.float32)
+    kind = kind_of(kinds_BXY, sample, side, length, first, full_start, M, N)
     for key in range(full_start, full_stop, N):
+        next_kind = kind_of(kinds_BXY, sample, side, length, first, key + N, M, N)
+        near = is_near(first, key, history, half_position_HP, P, N)
         key_1N = key + tl.arange(0, N)[None, :]
-        key_span = time_span(spans, sample, start, length, key, N)
-        even, near, lowest, highest = even_biases(
-            first, key, span, key_span, history, head, position_HP, time_HQ, P, Q, N
-        )
         k_NA = k_HTA.load([head, start + key, 0]).reshape(N, A_BLOCK)
-        half_MN = tl.dot(q_MA, k_NA.T, input_precision="ieee") * half_scale + even
+        score_MN = tl.dot(q_MA, k_NA.T, input_precision="ieee")
         half_MN = add_biases(
-            half_MN, query_M1, key_1N, near, lowest, highest, span, key_span, start, length,
-            history, head, position_HP, time_HQ, times_T, P, Q, FAST,
+            score_MN, half_scale, query_M1, key_1N, key, near, kind, start, length, history, head,
+            half_position_HP, half_time_HQ, times_T, short_T, P, Q, FAST,
         )  # fmt: skip
         v_NV = v_HTV.load([head, start + key, 0]).reshape(N, V_BLOCK)
         weight_MN = half_silu(half_MN, FAST).to(v_NV.dtype)
         sum_MV = tl.dot(weight_MN, v_NV, sum_MV, input_precision="ieee")
+        kind = next_kind
     for number in range(num_masked):
         key = masked_keys(number, left, full_stop, own, num_left, num_right, N)
+        kind = kind_of(kinds_BXY, sample, side, length, first, key, M, N)
+        near = is_near(first, key, history, half_position_HP, P, N)
         key_1N = key + tl.arange(0, N)[None, :]
-        key_span = time_span(spans, sample, start, length, key, N)
-        even, near, lowest, highest = even_biases(
-            first, key, span, key_span, history, head, position_HP, time_HQ, P, Q, N
-        )
         k_NA = k_HTA.load([head, start + key, 0]).reshape(N, A_BLOCK)
-        half_MN = tl.dot(q_MA, k_NA.T, input_precision="ieee") * half_scale + even
+        score_MN = tl.dot(q_MA, k_NA.T, input_precision="ieee")
         half_MN = add_biases(
-            half_MN, query_M1, key_1N, near, lowest, highest, span, key_span, start, length,
-            history, head, position_HP, time_HQ, times_T, P, Q, FAST,
+            score_MN, half_scale, query_M1, key_1N, key, near, kind, start, length, history, head,
+            half_position_HP, half_time_HQ, times_T, short_T, P, Q, FAST,
         )  # fmt: skip
         seen_MN = visible(query_M1, key_1N, length, history, window)
         v_NV = v_HTV.load([head, start + key, 0]).reshape(N, V_BLOCK)
@@ -119,7 +115,7 @@ def attend_forward(
 # of values, P and Q buckets of the biases
 
 
-@triton.jit(do_not_specialize=["units", "heads", "blocks", "group", "window"])
+@triton.jit(do_not_specialize=["side", "units", "heads", "blocks", "group", "window"])
 def attend_backward_queries(
     q_HTA,
     k_HTA,
@@ -129,10 +125,12 @@ def attend_backward_queries(
     grad_time_XQ,
     offsets_B,
     num_targets_B,
-    position_HP,
-    time_HQ,
+    half_position_HP,
+    half_time_HQ,
     times_T,
-    spans,
+    short_T,
+    kinds_BXY,
+    side,
     half_scale,
     inverse_norm,
     window,
@@ -157,12 +155,16 @@ def attend_backward_queries(
     sample, head, rank = locate(units, heads, blocks, group)
     start, length, history = sample_rows(offsets_B, num_targets_B, sample)
     first = (tl.cdiv(length, M) - 1 - rank) * M
+    bucket_Q = tl.arange(0, Q_BLOCK)
+    sums_Q = tl.zeros([Q_BLOCK], tl.float32)
+    part = (head * (units // heads) + sample) * blocks + rank
     if first < 0:
+        if grad_time_XQ is not None:
+            tl.store(grad_time_XQ + part * Q_BLOCK + bucket_Q, sums_Q)
         return
     left, full_start, full_stop, own, num_left, num_right, num_masked = keys_of_queries(
         first, min(first + M, length), history, window, M, N
     )
-    span = time_span(spans, sample, start, length, first, M)
     query_M1 = first + tl.arange(0, M)[:, None]
     inside_M = first + tl.arange(0, M) < length
     q_MA = q_HTA.load([head, start + first, 0]).reshape(M, A_BLOCK)
@@ -170,43 +172,40 @@ def attend_backward_queries(
     sum_MA = tl.zeros([M, A_BLOCK], tl.float32)
     bucket = 0
     run_M = tl.zeros([M], tl.float32)
-    sums_Q = tl.zeros([Q_BLOCK], tl.float32)
+    kind = kind_of(kinds_BXY, sample, side, length, first, full_start, M, N)
     for key in range(full_start, full_stop, N):
+        next_kind = kind_of(kinds_BXY, sample, side, length, first, key + N, M, N)
+        near = is_near(first, key, history, half_position_HP, P, N)
         key_1N = key + tl.arange(0, N)[None, :]
-        key_span = time_span(spans, sample, start, length, key, N)
-        even, near, lowest, highest = even_biases(
-            first, key, span, key_span, history, head, position_HP, time_HQ, P, Q, N
-        )
         k_NA = k_HTA.load([head, start + key, 0]).reshape(N, A_BLOCK)
-        half_MN = tl.dot(q_MA, k_NA.T, input_precision="ieee") * half_scale + even
+        score_MN = tl.dot(q_MA, k_NA.T, input_precision="ieee")
         v_NV = v_HTV.load([head, start + key, 0]).reshape(N, V_BLOCK)
         grad_MN = tl.dot(grad_MV, v_NV.T, input_precision="ieee")
         half_MN = add_biases(
-            half_MN, query_M1, key_1N, near, lowest, highest, span, key_span, start, length,
-            history, head, position_HP, time_HQ, times_T, P, Q, FAST,
+            score_MN, half_scale, query_M1, key_1N, key, near, kind, start, length, history, head,
+            half_position_HP, half_time_HQ, times_T, short_T, P, Q, FAST,
         )  # fmt: skip
         _, slope_MN = half_silu_and_slope(half_MN, FAST)
         grad_MN *= slope_MN
         if grad_time_XQ is not None:
             bucket, run_M, sums_Q = add_by_time(
-                grad_MN, bucket, run_M, sums_Q, inside_M, query_M1, key_1N, near, lowest, highest,
-                span, key_span, length, start, times_T, Q_BLOCK,
+                grad_MN, bucket, run_M, sums_Q, inside_M, query_M1, key_1N, key, near, kind, start,
+                short_T, Q_BLOCK,
             )  # fmt: skip
         sum_MA = tl.dot(grad_MN.to(k_NA.dtype), k_NA, sum_MA, input_precision="ieee")
+        kind = next_kind
     for number in range(num_masked):
         key = masked_keys(number, left, full_stop, own, num_left, num_right, N)
+        kind = kind_of(kinds_BXY, sample, side, length, first, key, M, N)
+        near = is_near(first, key, history, half_position_HP, P, N)
         key_1N = key + tl.arange(0, N)[None, :]
-        key_span = time_span(spans, sample, start, length, key, N)
-        even, near, lowest, highest = even_biases(
-            first, key, span, key_span, history, head, position_HP, time_HQ, P, Q, N
-        )
         k_NA = k_HTA.load([head, start + key, 0]).reshape(N, A_BLOCK)
-        half_MN = tl.dot(q_MA, k_NA.T, input_precision="ieee") * half_scale + even
+        score_MN = tl.dot(q_MA, k_NA.T, input_precision="ieee")
         v_NV = v_HTV.load([head, start + key, 0]).reshape(N, V_BLOCK)
         grad_MN = tl.dot(grad_MV, v_NV.T, input_precision="ieee")
         half_MN = add_biases(
-            half_MN, query_M1, key_1N, near, lowest, highest, span, key_span, start, length,
-            history, head, position_HP, time_HQ, times_T, P, Q, FAST,
+            score_MN, half_scale, query_M1, key_1N, key, near, kind, start, length, history, head,
+            half_position_HP, half_time_HQ, times_T, short_T, P, Q, FAST,
         )  # fmt: skip
         _, slope_MN = half_silu_and_slope(half_MN, FAST)
         seen_MN = visible(query_M1, key_1N, length, history, window)
@@ -217,13 +216,11 @@ def attend_backward_queries(
     factor = half_scale * inverse_norm
     store_rows(grad_q_THA, sum_MA * factor, start, first, length, head, heads, A)
     if grad_time_XQ is not None:
-        bucket_Q = tl.arange(0, Q_BLOCK)
         sums_Q += tl.where(bucket_Q == bucket, tl.sum(run_M, 0), 0.0)
-        part = (head * (units // heads) + sample) * blocks + rank
         tl.store(grad_time_XQ + part * Q_BLOCK + bucket_Q, sums_Q)
 
 
-@triton.jit(do_not_specialize=["units", "heads", "blocks", "group", "window"])
+@triton.jit(do_not_specialize=["side", "units", "heads", "blocks", "group", "window"])
 def attend_backward_keys(
     q_HTA,
     k_HTA,
@@ -233,10 +230,12 @@ def attend_backward_keys(
     grad_v_THV,
     offsets_B,
     num_targets_B,
-    position_HP,
-    time_HQ,
+    half_position_HP,
+    half_time_HQ,
     times_T,
-    spans,
+    short_T,
+    kinds_BXY,
+    side,
     half_scale,
     inverse_norm,
     window,
@@ -263,27 +262,25 @@ def attend_backward_keys(
     begin, full_start, full_stop, num_early, num_masked = queries_of_keys(
         first, length, history, window, M, N
     )
-    span = time_span(spans, sample, start, length, first, N)
     key_N1 = first + tl.arange(0, N)[:, None]
     k_NA = k_HTA.load([head, start + first, 0]).reshape(N, A_BLOCK)
     v_NV = v_HTV.load([head, start + first, 0]).reshape(N, V_BLOCK)
     sum_NA = tl.zeros([N, A_BLOCK], tl.float32)
     sum_NV = tl.zeros([N, V_BLOCK], tl.float32)
+    kind = kind_of(kinds_BXY, sample, side, length, full_start, first, M, N)
     for query in range(full_start, full_stop, M):
+        next_kind = kind_of(kinds_BXY, sample, side, length, query + M, first, M, N)
+        near = is_near(query, first, history, half_position_HP, P, N)
         query_1M = query + tl.arange(0, M)[None, :]
-        query_span = time_span(spans, sample, start, length, query, M)
-        even, near, lowest, highest = even_biases(
-            query, first, query_span, span, history, head, position_HP, time_HQ, P, Q, N
-        )
         q_MA = q_HTA.load([head, start + query, 0]).reshape(M, A_BLOCK)
-        half_NM = tl.dot(k_NA, q_MA.T, input_precision="ieee") * half_scale + even
+        score_NM = tl.dot(k_NA, q_MA.T, input_precision="ieee")
         grad_MV = grad_HTV.load([head, start + query, 0]).reshape(M, V_BLOCK)
-        grad_NM = half_NM
+        grad_NM = score_NM
         if grad_k_THA is not None:
             grad_NM = tl.dot(v_NV, grad_MV.T, input_precision="ieee")
         half_NM = add_biases(
-            half_NM, query_1M, key_N1, near, lowest, highest, query_span, span, start, length,
-            history, head, position_HP, time_HQ, times_T, P, Q, FAST,
+            score_NM, half_scale, query_1M, key_N1, first, near, kind, start, length, history, head,
+            half_position_HP, half_time_HQ, times_T, short_T, P, Q, FAST,
         )  # fmt: skip
         weight_NM, slope_NM = half_silu_and_slope(half_NM, FAST)
         if grad_v_THV is not None:
@@ -291,23 +288,22 @@ def attend_backward_keys(
         if grad_k_THA is not None:
             grad_NM = (grad_NM * slope_NM).to(q_MA.dtype)
             sum_NA = tl.dot(grad_NM, q_MA, sum_NA, input_precision="ieee")
+        kind = next_kind
     for number in range(num_masked):
         late = full_stop + (number - num_early) * M
         query = tl.where(number < num_early, begin + number * M, late)
+        kind = kind_of(kinds_BXY, sample, side, length, query, first, M, N)
+        near = is_near(query, first, history, half_position_HP, P, N)
         query_1M = query + tl.arange(0, M)[None, :]
-        query_span = time_span(spans, sample, start, length, query, M)
-        even, near, lowest, highest = even_biases(
-            query, first, query_span, span, history, head, position_HP, time_HQ, P, Q, N
-        )
         q_MA = q_HTA.load([head, start + query, 0]).reshape(M, A_BLOCK)
-        half_NM = tl.dot(k_NA, q_MA.T, input_precision="ieee") * half_scale + even
+        score_NM = tl.dot(k_NA, q_MA.T, input_precision="ieee")
         grad_MV = grad_HTV.load([head, start + query, 0]).reshape(M, V_BLOCK)
-        grad_NM = half_NM
+        grad_NM = score_NM
         if grad_k_THA is not None:
             grad_NM = tl.dot(v_NV, grad_MV.T, input_precision="ieee")
         half_NM = add_biases(
-            half_NM, query_1M, key_N1, near, lowest, highest, query_span, span, start, length,
-            history, head, position_HP, time_HQ, times_T, P, Q, FAST,
+            score_NM, half_scale, query_1M, key_N1, first, near, kind, start, length, history, head,
+            half_position_HP, half_time_HQ, times_T, short_T, P, Q, FAST,
         )  # fmt: skip
         weight_NM, slope_NM = half_silu_and_slope(half_NM, FAST)
         seen_NM = visible(query_1M, key_N1, length, history, window)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,13 +15,18 @@ from torch import Tensor
 from torch.nn import functional
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nestpipe.kernels.attention.fused_bias_gradient import sum_bias_gradients
+from nestpipe.kernels.attention.bias_gradient import can_sum, sum_hard_tiles
+from nestpipe.kernels.attention.fused_bias_gradient import (
+    add_parts,
+    find_hard_tiles,
+    sum_bias_gradients,
+)
+from nestpipe.kernels.attention.fused_biases import BLOCK_ROWS, PAST_END, prepare_biases
 from nestpipe.kernels.attention.fused_kernels import (
     attend_backward_keys,
     attend_backward_queries,
     attend_forward,
 )
-from nestpipe.kernels.attention.fused_pairs import RANGE_ROWS, find_time_spans
 from nestpipe.kernels.attention.reference import RelativeBias
 
 # Shapes: B samples, T rows of all samples together, H heads, A width of queries and keys, V width
@@ -32,6 +37,7 @@ _CACHE_BYTES = 24 << 20
 _PARTS = 512
 """Programs that share the sum of the bias gradients. A constant, so that the order is one too."""
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+_HERE = nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +73,11 @@ class Tiles:
     """Of a pass for values alone; None: keys and values in one. Wide heads need registers more."""
 
     @classmethod
-    def of(cls, dtype: torch.dtype, width: int) -> Tiles:
-        """For heads of `width`. Products of float32 have no tensor cores, so tiles are small."""
+    def of(cls, dtype: torch.dtype, width: int, *, biased: bool = False) -> Tiles:
+        """For heads of `width`. Products of float32 have no tensor cores, so tiles are small.
+
+        `biased` frees registers, which changes no bit.
+        """
         if dtype == torch.float32:
             small = TileShape(32, 16, 8, 2) if width <= 64 else TileShape(16, 16, 8, 2)
             return cls(small, small, small)
@@ -76,11 +85,67 @@ class Tiles:
             tile = TileShape(128, 64, 4, 3)
             return cls(tile, TileShape(128, 64, 8, 3), TileShape(64, 128, 8, 3))
         if width <= 128:
-            tile = TileShape(64, 64, 4, 3, 168)
+            tile = TileShape(64, 64, 4, 3, None if biased else 168)
             return cls(tile, TileShape(128, 64, 8, 3), TileShape(32, 64, 4, 3))
         tile = TileShape(128, 64, 8, 2)
         keys, values = TileShape(32, 128, 8, 2), TileShape(64, 128, 8, 2)
         return cls(tile, TileShape(128, 32, 8, 2), keys, values)
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedBias:
+    """Tables and times as the kernels want them: small, made by forward and kept for backward."""
+
+    half_position_HP: Tensor | None = None
+    half_time_HQ: Tensor | None = None
+    """float32 and halved: kernels add them to half of a score."""
+    times_T: Tensor | None = None
+    short_T: Tensor | None = None
+    """The low half of each time."""
+    kinds_BXY: Tensor | None = None
+    """Lowest and highest bucket of time of every two blocks of rows."""
+    side: int = 0
+    """Blocks of the longest sample."""
+
+    @property
+    def num_positions(self) -> int:
+        return 1 if self.half_position_HP is None else self.half_position_HP.shape[1]
+
+    @property
+    def num_buckets(self) -> int:
+        return 1 if self.half_time_HQ is None else self.half_time_HQ.shape[1]
+
+
+def prepare_bias(bias: RelativeBias, offsets_B: Tensor, longest: int) -> PreparedBias:
+    """One kernel for all of it; without tables, nothing."""
+    position_HP, time_HQ, times_T = bias.position_HP, bias.time_HQ, bias.times_T
+    if position_HP is None and time_HQ is None:
+        return PreparedBias()
+    half_position_HP = half_time_HQ = short_T = kinds_BXY = None
+    samples, side = len(offsets_B) - 1, triton.cdiv(longest, BLOCK_ROWS.value)
+    if position_HP is not None:
+        half_position_HP = position_HP.new_empty(position_HP.shape, dtype=torch.float32)
+    if time_HQ is not None:
+        assert times_T is not None, "a bias by time needs the rows' times"
+        half_time_HQ = time_HQ.new_empty(time_HQ.shape, dtype=torch.float32)
+        short_T = times_T.new_empty(len(times_T) + PAST_END, dtype=torch.int32)
+        kinds_BXY = times_T.new_empty(samples, side, side, dtype=torch.int32)
+    programs = samples * side + 1 if time_HQ is not None else 1
+    tables = [
+        (0, 0, 0, 0) if table is None else (*table.shape, *table.stride())
+        for table in (position_HP, time_HQ)
+    ]
+    (heads, positions, *position_steps), (more_heads, buckets, *time_steps) = tables
+    with _device_of(offsets_B):
+        prepare_biases[(programs,)](
+            times_T, offsets_B, position_HP, time_HQ, half_position_HP, half_time_HQ, short_T,
+            kinds_BXY, side, max(heads, more_heads), positions, buckets, *position_steps,
+            *time_steps, Q=max(buckets, 1), Y=16,
+        )  # fmt: skip
+    return PreparedBias(
+        half_position_HP, half_time_HQ, None if time_HQ is None else times_T, short_T, kinds_BXY,
+        side,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +157,7 @@ class Problem:
     v_THV: Tensor
     offsets_B: Tensor
     num_targets_B: Tensor | None
-    bias: RelativeBias
-    """Tables are float32 and halved, as the kernels add them to half of a score."""
-    spans: Tensor | None
-    """Earliest and latest time of every few rows."""
+    bias: PreparedBias
     norm: float
     scale: float
     window: int | None
@@ -103,6 +165,8 @@ class Problem:
     width: int
     value_width: int
     tiles: Tiles
+    descriptors: dict[tuple[int, int], TensorDescriptor] = field(default_factory=dict)
+    """Made once: passes with the same number of rows share them."""
 
     @property
     def num_samples(self) -> int:
@@ -127,65 +191,66 @@ class Problem:
 
     def rows_of(self, x_THA: Tensor, rows: int, width: int) -> TensorDescriptor:
         """A descriptor of blocks of rows of one head; columns past `width` read as zeros."""
+        if found := self.descriptors.get((id(x_THA), rows)):
+            return found
         total, heads, _ = x_THA.shape
         row, head, _ = x_THA.stride()
         shape, strides = [heads, total, width], [head, row, 1]
-        return TensorDescriptor(x_THA, shape, strides, [1, rows, self.block])
+        made = TensorDescriptor(x_THA, shape, strides, [1, rows, self.block])
+        self.descriptors[id(x_THA), rows] = made  # which keeps the tensor, and so its id, alive
+        return made
 
     def with_tiles(self, **tiles: TileShape | None) -> Problem:
         return replace(self, tiles=replace(self.tiles, **tiles))
 
-    def order(self, rows: int) -> tuple[int, dict[str, int]]:
-        """Number of programs with a block of `rows` each, and what tells them their place."""
+    def order(self, rows: int) -> tuple[int, tuple[int, ...]]:
+        """Programs with a block of `rows` each; units, heads, blocks and group tell their place."""
         blocks = triton.cdiv(self.longest, rows)
         units = self.num_samples * self.heads
         unit_bytes = self.longest * (self.width + self.value_width) * self.q_THA.element_size()
         group = min(max(1, _CACHE_BYTES // max(1, unit_bytes)), units)
-        place = {"units": units, "heads": self.heads, "blocks": blocks, "group": group}
-        return units * blocks, place
+        return units * blocks, (units, self.heads, blocks, group)
 
-    def shared(self) -> dict[str, Any]:
-        """Arguments that all passes have."""
-        position_HP, time_HQ = self.bias.position_HP, self.bias.time_HQ
+    def shared(self) -> tuple[Any, ...]:
+        """Arguments that all passes have, up to the scale."""
+        bias = self.bias
+        return (
+            self.offsets_B, self.num_targets_B, bias.half_position_HP, bias.half_time_HQ,
+            bias.times_T, bias.short_T, bias.kinds_BXY, bias.side, 0.5 * self.scale,
+        )  # fmt: skip
+
+    def constants(self) -> dict[str, Any]:
+        """What the kernels are compiled for, besides the tile."""
         return {
-            "offsets_B": self.offsets_B,
-            "num_targets_B": self.num_targets_B,
-            "position_HP": position_HP,
-            "time_HQ": time_HQ,
-            "times_T": self.bias.times_T,
-            "half_scale": 0.5 * self.scale,
-            "window": self.window,
             "A_BLOCK": self.block,
             "V_BLOCK": self.block,
-            "P": 1 if position_HP is None else position_HP.shape[1],
-            "Q": 1 if time_HQ is None else time_HQ.shape[1],
+            "P": self.bias.num_positions,
+            "Q": self.bias.num_buckets,
             "FAST": self.q_THA.dtype != torch.float32 and not _INTERPRETED,
         }
 
 
 def make_problem(
-    q_THA: Tensor,
-    k_THA: Tensor,
-    v_THV: Tensor,
-    offsets_B: Tensor,
-    num_targets_B: Tensor | None,
-    bias: RelativeBias,
-    norm: float,
-    scale: float,
-    max_attention: int | None,
-    longest: int,
+    rows: tuple[Tensor, Tensor, Tensor],
+    samples: tuple[Any, ...],
+    bias: PreparedBias,
+    rule: tuple[Any, ...],
 ) -> Problem:
-    """Rows as the copy engine can read them, and tables as the kernels add them."""
-    assert bias.time_HQ is None or bias.times_T is not None, "a bias by time needs the rows' times"
-    times_T = None if bias.time_HQ is None else bias.times_T
-    halved = RelativeBias(_halved(bias.position_HP), _halved(bias.time_HQ), times_T)
+    """Rows as the copy engine can read them.
+
+    `samples` are where they start and their candidates; `rule` is norm, scale, how far a query
+    sees, and the longest sample.
+    """
+    q_THA, k_THA, v_THV = rows
+    offsets_B, num_targets_B = samples
+    norm, scale, window, longest = rule
     width, value_width = q_THA.shape[2], v_THV.shape[2]
-    q_THA, k_THA, v_THV = (_copyable(x) for x in (q_THA, k_THA, v_THV))
-    problem = Problem(
-        q_THA, k_THA, v_THV, offsets_B, num_targets_B, halved, None, norm, scale, max_attention,
-        longest, width, value_width, Tiles.of(q_THA.dtype, max(width, value_width)),
+    biased = bias.half_position_HP is not None or bias.half_time_HQ is not None
+    tiles = Tiles.of(q_THA.dtype, max(width, value_width), biased=biased)
+    return Problem(
+        copyable(q_THA), copyable(k_THA), copyable(v_THV), offsets_B, num_targets_B, bias, norm,
+        scale, window, longest, width, value_width, tiles,
     )  # fmt: skip
-    return replace(problem, spans=_time_spans(problem))
 
 
 def run_forward(problem: Problem) -> Tensor:
@@ -201,12 +266,13 @@ def run_forward(problem: Problem) -> Tensor:
             problem.rows_of(problem.k_THA, tile.keys, problem.width),
             problem.rows_of(problem.v_THV, tile.keys, problem.value_width),
             out_THV,
-            spans=problem.spans,
-            inverse_norm=1 / problem.norm,
+            *problem.shared(),
+            1 / problem.norm,
+            problem.window,
+            *place,
             V=problem.value_width,
+            **problem.constants(),
             **tile.options(),
-            **place,
-            **problem.shared(),
         )
     return out_THV
 
@@ -217,33 +283,34 @@ def run_backward_queries(
     """(T, H, A) the gradient of the queries, and (H, X, Q) sums for `run_bias_gradients`.
 
     `sum_scores`: whether to sum the gradients of scores by bucket of time where that is easy.
+    `grad_THV` is one that `copyable` has given.
     """
     grad_q_THA = problem.q_THA.new_empty(len(problem.q_THA), problem.heads, problem.width)
     tile = problem.tiles.backward_queries
     programs, place = problem.order(tile.queries)
-    shared = problem.shared()
-    buckets = triton.next_power_of_2(shared["Q"])
+    buckets = triton.next_power_of_2(problem.bias.num_buckets)
     sums_HXQ = None
     if sum_scores:
-        parts = programs // problem.heads
-        sums_HXQ = problem.q_THA.new_zeros(problem.heads, parts, buckets, dtype=torch.float32)
+        parts = programs // max(1, problem.heads)
+        sums_HXQ = problem.q_THA.new_empty(problem.heads, parts, buckets, dtype=torch.float32)
     if not programs or not len(grad_q_THA):
-        return grad_q_THA, sums_HXQ
+        return grad_q_THA, None if sums_HXQ is None else sums_HXQ.zero_()
     with _device_of(grad_q_THA):
         attend_backward_queries[(programs,)](
             problem.rows_of(problem.q_THA, tile.queries, problem.width),
             problem.rows_of(problem.k_THA, tile.keys, problem.width),
             problem.rows_of(problem.v_THV, tile.keys, problem.value_width),
-            problem.rows_of(_copyable(grad_THV), tile.queries, problem.value_width),
+            problem.rows_of(grad_THV, tile.queries, problem.value_width),
             grad_q_THA,
             sums_HXQ,
-            spans=problem.spans,
-            inverse_norm=1 / problem.norm,
+            *problem.shared(),
+            1 / problem.norm,
+            problem.window,
+            *place,
             A=problem.width,
             Q_BLOCK=buckets,
+            **problem.constants(),
             **tile.options(),
-            **place,
-            **shared,
         )
     return grad_q_THA, sums_HXQ
 
@@ -277,94 +344,125 @@ def run_backward_part(
             problem.rows_of(problem.q_THA, tile.queries, problem.width),
             problem.rows_of(problem.k_THA, tile.keys, problem.width),
             problem.rows_of(problem.v_THV, tile.keys, problem.value_width),
-            problem.rows_of(_copyable(grad_THV), tile.queries, problem.value_width),
+            problem.rows_of(grad_THV, tile.queries, problem.value_width),
             grad_k_THA,
             grad_v_THV,
-            spans=problem.spans,
-            inverse_norm=1 / problem.norm,
+            *problem.shared(),
+            1 / problem.norm,
+            problem.window,
+            *place,
             A=problem.width,
             V=problem.value_width,
+            **problem.constants(),
             **tile.options(),
-            **place,
-            **problem.shared(),
         )
 
 
 def run_bias_gradients(
-    problem: Problem, grad_THV: Tensor, sums_HXQ: Tensor
+    problem: Problem,
+    grad_THV: Tensor,
+    sums_HXQ: Tensor,
+    tables: tuple[Tensor | None, Tensor | None],
+    *,
+    twin: bool = False,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """(H, P) and (H, Q) float32 gradients of the tables, where there are tables.
+    """(H, P) and (H, Q) gradients of the tables, where there are tables.
 
-    `sums_HXQ` is what the pass of the queries has summed.
+    `sums_HXQ` is what the pass of the queries has summed. `twin` takes Triton's kernel also where
+    the one in CUDA would do.
     """
+    if not problem.num_samples or not len(problem.q_THA):
+        parts = (None, None)
+    elif not twin and can_sum(problem):
+        parts = sum_hard_tiles(problem, grad_THV, hard_tiles(problem))
+    else:
+        parts = sum_by_twin(problem, grad_THV)
+    position_HP, time_HQ = (None if t is None else t.new_empty(t.shape) for t in tables)
+    if parts == (None, None):
+        for grad in (position_HP, time_HQ):
+            if grad is not None:
+                grad.zero_()
+        return position_HP, time_HQ
+    num_parts = len(next(part for part in parts if part is not None)) // problem.heads
+    positions, wide = problem.bias.num_positions, 64
+    with _device_of(problem.q_THA):
+        add_parts[(problem.heads, triton.cdiv(positions, wide) + 1)](
+            *parts,
+            sums_HXQ,
+            position_HP,
+            time_HQ,
+            0.5 / problem.norm,  # 1/2 belongs to the slope of SiLU, which the kernels give twice
+            num_parts,
+            sums_HXQ.shape[1],
+            P=positions,
+            Q=problem.bias.num_buckets,
+            Q_BLOCK=sums_HXQ.shape[2],
+            X=16,
+            W=wide,
+        )
+    return position_HP, time_HQ
+
+
+def hard_tiles(problem: Problem) -> Tensor:
+    """(B, X, Y) 1 for each tile of the pass over queries that it leaves to others to sum."""
+    tile = problem.tiles.backward_queries
+    blocks, columns = (triton.cdiv(problem.longest, rows) for rows in (tile.queries, tile.keys))
+    shape = (problem.num_samples, blocks, columns)
+    hard_BXY = torch.empty(shape, dtype=torch.int8, device=problem.q_THA.device)
+    bias = problem.bias
+    if hard_BXY.numel():
+        with _device_of(hard_BXY):
+            find_hard_tiles[(problem.num_samples * blocks,)](
+                hard_BXY, problem.offsets_B, problem.num_targets_B, bias.half_position_HP,
+                bias.kinds_BXY, bias.side, problem.window, blocks, columns,
+                P=bias.num_positions, M=tile.queries, N=tile.keys, Y=64,
+            )  # fmt: skip
+    return hard_BXY
+
+
+def sum_by_twin(problem: Problem, grad_THV: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """(H * X, P) and (H * X, Q) parts of the gradients of the tables, of tiles that are hard."""
     # The same tiles as there, so that every one is in one of the two sums.
     tile, heads = replace(problem.tiles.backward_queries, stages=1), problem.heads
-    shared = problem.shared()
-    parts = max(1, _PARTS // heads)
+    bias, parts = problem.bias, max(1, _PARTS // heads)
     zeros = problem.q_THA.new_zeros
     position_XP = time_XQ = scratch_XMN = None
-    if problem.bias.position_HP is not None:
-        position_XP = zeros(heads * parts, shared["P"], dtype=torch.float32)
+    if bias.half_position_HP is not None:
+        position_XP = zeros(heads * parts, bias.num_positions, dtype=torch.float32)
         scratch_XMN = position_XP.new_empty(heads * parts, tile.queries * tile.keys)
-    if problem.bias.time_HQ is not None:
-        time_XQ = zeros(heads * parts, shared["Q"], dtype=torch.float32)
-    if problem.num_samples and len(problem.q_THA):
-        with _device_of(problem.q_THA):
-            sum_bias_gradients[(parts, heads)](
-                problem.rows_of(problem.q_THA, tile.queries, problem.width),
-                problem.rows_of(problem.k_THA, tile.keys, problem.width),
-                problem.rows_of(problem.v_THV, tile.keys, problem.value_width),
-                problem.rows_of(_copyable(grad_THV), tile.queries, problem.value_width),
-                position_XP,
-                time_XQ,
-                scratch_XMN,
-                spans=problem.spans,
-                samples=problem.num_samples,
-                blocks=triton.cdiv(problem.longest, tile.queries),
-                Q_BLOCK=triton.next_power_of_2(shared["Q"]),
-                **tile.options(),
-                **shared,
-            )
-    # 1/2 belongs to the slope of SiLU, which the kernels give twice.
-    factor = 0.5 / problem.norm
-    easy_HQ = sums_HXQ.sum(1)
-    grad_position_HP = grad_time_HQ = None
-    if position_XP is not None:
-        grad_position_HP = position_XP.view(heads, parts, -1).sum(1)
-        grad_position_HP[:, -1] += easy_HQ.sum(1)  # easy tiles are far away
-        grad_position_HP *= factor
-    if time_XQ is not None:
-        grad_time_HQ = (time_XQ.view(heads, parts, -1).sum(1) + easy_HQ[:, : shared["Q"]]) * factor
-    return grad_position_HP, grad_time_HQ
+    if bias.half_time_HQ is not None:
+        time_XQ = zeros(heads * parts, bias.num_buckets, dtype=torch.float32)
+    with _device_of(problem.q_THA):
+        sum_bias_gradients[(parts, heads)](
+            problem.rows_of(problem.q_THA, tile.queries, problem.width),
+            problem.rows_of(problem.k_THA, tile.keys, problem.width),
+            problem.rows_of(problem.v_THV, tile.keys, problem.value_width),
+            problem.rows_of(grad_THV, tile.queries, problem.value_width),
+            position_XP,
+            time_XQ,
+            scratch_XMN,
+            *problem.shared(),
+            problem.window,
+            problem.num_samples,
+            triton.cdiv(problem.longest, tile.queries),
+            Q_BLOCK=triton.next_power_of_2(bias.num_buckets),
+            **problem.constants(),
+            **tile.options(),
+        )
+    return position_XP, time_XQ
 
 
-def _time_spans(problem: Problem) -> Tensor | None:
-    times_T, samples = problem.bias.times_T, problem.num_samples
-    if times_T is None:
-        return None
-    rows = RANGE_ROWS.value
-    # Each sample starts at its first row // rows plus its number: room enough for its last block.
-    spans = times_T.new_empty(len(times_T) // rows + samples + 1, 2)
-    blocks = triton.cdiv(problem.longest, rows)
-    if samples and blocks:
-        with _device_of(times_T):
-            find_time_spans[(samples * blocks,)](times_T, problem.offsets_B, spans, blocks)
-    return spans
-
-
-def _halved(table_HP: Tensor | None) -> Tensor | None:
-    return None if table_HP is None else (table_HP.detach().float() * 0.5).contiguous()
-
-
-def _copyable(x_THA: Tensor) -> Tensor:
+def copyable(x_THA: Tensor) -> Tensor:
     """Rows and heads that start at 16 bytes, as the copy engine wants; a copy if they do not."""
     size = x_THA.element_size()
-    aligned = all(stride * size % 16 == 0 for stride in x_THA.stride()[:2])
-    if x_THA.stride(2) == 1 and aligned and x_THA.data_ptr() % 16 == 0:
+    row, head, step = x_THA.stride()
+    if step == 1 and not (row * size | head * size | x_THA.data_ptr()) % 16:
         return x_THA
     padding = -x_THA.shape[2] % (16 // size)
     return functional.pad(x_THA, (0, padding)).contiguous()
 
 
 def _device_of(x: Tensor) -> AbstractContextManager[Any]:
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+    if not x.is_cuda or x.get_device() == torch.cuda.current_device():
+        return _HERE
+    return torch.cuda.device(x.device)
