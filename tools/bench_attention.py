@@ -53,8 +53,8 @@ BOUND = 1e-2
 FAILURES = (RuntimeError, TritonError)
 """What a tile that does not fit raises; it must not end the others."""
 
-# Queries, keys, warps, stages, registers. Compiled ahead, few of them spill. Narrow tiles with short
-# queues and 168 registers let three programs share a processor.
+# Queries, keys, warps, stages, registers. Compiled ahead, few of them spill. Narrow tiles with
+# short queues and 168 registers let three programs share a processor.
 TILES: dict[tuple[str, int], list[TileShape]] = {
     ("forward", 128): [
         TileShape(64, 64, 4, 3, 168),

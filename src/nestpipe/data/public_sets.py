@@ -52,7 +52,7 @@ from nestpipe.data.source import (
     times_column,
 )
 from nestpipe.data.text import Broken, RowError, TextFormat, rows, table, with_header
-from nestpipe.errors import ConfigError, DataError, MissingSplitError
+from nestpipe.errors import DataError, MissingSplitError
 from nestpipe.jagged import Jagged
 
 CRITEO_PATTERNS = ("*.tsv", "*.txt", "*.tsv.gz", "*.txt.gz", "day_*")

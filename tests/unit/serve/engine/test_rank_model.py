@@ -53,6 +53,7 @@ class World:
             self.model.ranker.encoder.position_DN.mul_(20)
             for block in blocks_of(self.model):
                 assert block.time_HQ is not None
+                assert block.position_HP is not None
                 block.position_HP.mul_(20)
                 block.time_HQ.mul_(20)
         items_N = draw.integers(1, ITEMS + 1, LONG + SHORT)
@@ -126,6 +127,7 @@ class LooksRight(HstuBlock):
 
     def forward(self, x_TD: Tensor, view: Any, past: Any) -> tuple[Tensor, Tensor, Tensor]:
         out_TD, k_THA, v_THV = super().forward(x_TD, view, past)
+        assert isinstance(out_TD, Tensor)
         if past is not None:
             return out_TD, k_THA, v_THV
         u_THV, _, q_THA, _ = self._project(x_TD)
