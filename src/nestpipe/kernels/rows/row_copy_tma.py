@@ -18,7 +18,7 @@ WHOLE = 16
 """Bulk copies move multiples of so many bytes, from and to multiples of as many."""
 MOST_BYTES = 16 * 1024
 """Of a row: several must fit into shared memory."""
-BLOCKS, BLOCKS_ALONE = 2, 8
+BLOCKS, BLOCKS_ALONE = 2, 16
 """Of one warp each, beside dense compute and where nothing else runs."""
 
 
