@@ -1,6 +1,6 @@
 """`nestpipe bench checkpoint` and `bench dashboard`: what goes on beside training costs a job.
 
-The same trainer takes turns: some steps without checkpoints, as many with one after every so many.
+The same trainer takes turns: some steps in one go, as many with a checkpoint after every so many.
 Each interval with checkpoints begins with one and ends when it is written, so nothing is left out.
 Likewise for the dashboard: some steps without a record, as many with one and an open page.
 """
@@ -116,9 +116,9 @@ class _Turns:
     def without(self) -> float:
         """Samples per second of a turn without checkpoints."""
         self._job.trainer.track_rows(on=False)
+        self._job.trainer.comm.barrier()
         began = time.perf_counter()
-        for _ in range(self._case.intervals):
-            self.train(self._case.every)
+        self.train(self._case.intervals * self._case.every)
         return self._speed(began)
 
     def with_them(self) -> float:

@@ -72,7 +72,10 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], *, finite: bool = T
 
 def refuse_non_finite(tensor: Tensor, what: str) -> None:
     """Nothing that is NaN or inf is ever saved."""
-    if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+    if not tensor.is_floating_point() or not tensor.numel():
+        return
+    # One pass without a copy, and a NaN is both the least and the most.
+    if not bool(torch.isfinite(torch.stack(torch.aminmax(tensor.detach()))).all()):
         raise RunError(
             f"{what} holds NaN or inf, so the checkpoint is not written; go on from the one before "
             "with lower learning rates"

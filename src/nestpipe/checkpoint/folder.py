@@ -382,13 +382,31 @@ class Checkpoint:
                     raise damaged(path, "its contents are not those that were written")
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
+class KnownManifests:
+    """Manifests read before, taken again while their files are the same by inode, time and size."""
+
+    def __init__(self) -> None:
+        self._known: dict[Path, tuple[tuple[int, ...], Manifest]] = {}
+
+    def read(self, checkpoint: Path) -> Manifest:
+        try:
+            file = (checkpoint / MANIFEST).stat()
+        except OSError:
+            return read_manifest(checkpoint)
+        stamp = (file.st_ino, file.st_mtime_ns, file.st_size)
+        known = self._known.get(checkpoint)
+        if known is None or known[0] != stamp:
+            known = self._known[checkpoint] = (stamp, read_manifest(checkpoint))
+        return known[1]
+
+
+def open_checkpoint(path: Path, read: Callable[[Path], Manifest] = read_manifest) -> Checkpoint:
     """The checkpoint of that path; its files are compared by name and size, not read yet."""
     parents: list[Checkpoint] = []
-    newest = _open_one(path)
+    newest = _open_one(path, read)
     of = newest.manifest.parent
     while of is not None and len(parents) < MOST_PARENTS:
-        parent = _open_one(path.parent / of.name)
+        parent = _open_one(path.parent / of.name, read)
         if parent.manifest.hash != of.hash:
             raise damaged(path, f"{of.name} is not the checkpoint that it goes on from")
         parents.insert(0, parent)
@@ -396,10 +414,10 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(path, newest.manifest, tuple(parents))
 
 
-def _open_one(path: Path) -> Checkpoint:
+def _open_one(path: Path, read: Callable[[Path], Manifest]) -> Checkpoint:
     if not path.is_dir():
         raise CheckpointError(f"there is no checkpoint {str(path)!r}; check its name")
-    manifest = read_manifest(path)
+    manifest = read(path)
     named = _NAME.fullmatch(path.name)
     if named and int(named[1]) != manifest.step:
         raise damaged(path, f"it holds step {manifest.step}")

@@ -26,6 +26,7 @@ from nestpipe.checkpoint.folder import (
     DENSE,
     Checkpoint,
     FileEntry,
+    KnownManifests,
     Manifest,
     Parent,
     RowChange,
@@ -106,9 +107,16 @@ class TouchedKeys:
         """All of them, in order."""
         with self._lock:
             if self._recent:
-                self._sorted = torch.unique(torch.cat([self._sorted, *self._recent]))
+                self._sorted = _each_once([self._sorted, *self._recent])
                 self._recent, self._num_recent = [], 0
             return self._sorted
+
+
+def _each_once(parts: list[Tensor]) -> Tensor:
+    """All keys in order; numpy sorts by vector instructions, which torch on a CPU does not."""
+    keys_K = torch.cat(parts)
+    keys_K.numpy().sort()
+    return torch.unique_consecutive(keys_K)
 
 
 class TrackedStore:
@@ -226,6 +234,7 @@ class BackgroundWriter:
         self._folder, self._mesh, self._increments = folder, mesh, increments
         self._thread: threading.Thread | None = None
         self._fault: list[str] | None = None
+        self._manifests = KnownManifests()
         self.seconds = 0.0
         """Time that training has waited, for copies and for writes that were not done yet."""
         self.num_bytes = 0
@@ -291,7 +300,7 @@ class BackgroundWriter:
 
         def look() -> None:
             if parent is not None and self._mesh.world.rank == 0:
-                found.append(_opened(parent))
+                found.append(_opened(parent, self._manifests))
 
         raise_first(cast("list[list[str] | None]", self._everywhere(fault_of(look))))
         increment = bool(found) and len(found[0].parents) < self._increments
@@ -350,7 +359,9 @@ class BackgroundWriter:
         """This rank's files: what was touched alone, or merged with those of another checkpoint."""
         entries: dict[str, FileEntry] = {}
         shards = self._mesh.shards
-        merged = _opened(merge_with) if merge_with is not None and touched else None
+        merged = (
+            _opened(merge_with, self._manifests) if merge_with is not None and touched else None
+        )
         for table in touched:
             older = [] if merged is None else table.parent_streams(merged, shards)
             streams = [_read_from_parent(stream) for stream in older]
@@ -374,6 +385,7 @@ class BackgroundWriter:
             _refuse_lost_rows(counted(manifest.tables, entries), manifest.tables)
         write_manifest(partial, replace(manifest, files=entries))
         disk.publish(partial, target)
+        self._manifests.read(target)  # the next checkpoint asks for it while training waits
 
     def _start(self, target: Path, write: Callable[[], None]) -> None:
         def run() -> None:
@@ -416,9 +428,9 @@ def _noted(
         yield RowChange(keys, rows, known_uses(lifecycle, g, number, keys), 0)
 
 
-def _opened(parent: Path) -> Checkpoint:
+def _opened(parent: Path, manifests: KnownManifests) -> Checkpoint:
     try:
-        return open_checkpoint(parent)
+        return open_checkpoint(parent, manifests.read)
     except CheckpointError as error:
         raise LostParentError(str(error)) from None
 
