@@ -20,8 +20,8 @@ from nestpipe.comm import Communicator, connect
 from nestpipe.config import build
 from nestpipe.errors import NestpipeError
 from nestpipe.models import Loss
-from nestpipe.models.dense_shards import local, whole
 from nestpipe.train.config import TrainSettings
+from nestpipe.train.dense import local, whole
 from nestpipe.train.evaluate import evaluate
 from nestpipe.train.job import JobConfig, make_job
 from nestpipe.train.ops import StepReport

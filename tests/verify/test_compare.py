@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from nestpipe.config import build
+from nestpipe.embedding.store.host import PlainStore
 from nestpipe.embedding.store.protocol import StoreLayout
-from nestpipe.embedding.store.reference import PlainStore
 from nestpipe.train.config import PipelineSettings
 from nestpipe.train.verify import (
     Findings,

@@ -11,10 +11,9 @@ from itertools import combinations, product
 import pytest
 
 from nestpipe.config import build
-from nestpipe.embedding.buffers import RowBuffers
 from nestpipe.embedding.optimizers import OPTIMIZERS
 from nestpipe.embedding.pool import RowPool
-from nestpipe.embedding.sharded import ShardedTables
+from nestpipe.embedding.sharded import RowBuffers, ShardedTables
 from nestpipe.embedding.store.ssd import SsdStore
 from nestpipe.errors import RunError
 from nestpipe.train.config import PipelineSettings

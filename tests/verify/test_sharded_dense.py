@@ -10,9 +10,9 @@ from torch import nn
 from nestpipe.comm.process_group import DistributedCommunicator
 from nestpipe.config import build
 from nestpipe.errors import ConfigError
-from nestpipe.models.dense_shards import ShardedDense
 from nestpipe.schedule import plan
 from nestpipe.train.config import PipelineSettings, TrainSettings, choose_pipeline
+from nestpipe.train.dense import ShardedDense
 from nestpipe.train.trainer import refuse_overlap
 from support.thread_ranks import run_ranks
 from support.verify_world import Case, Model, make_trainer, verdicts_of

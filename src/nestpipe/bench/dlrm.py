@@ -33,7 +33,7 @@ from nestpipe.errors import ConfigError
 from nestpipe.jagged import Jagged
 from nestpipe.models.dlrm import Dlrm, DlrmConfig
 from nestpipe.runtime import StopSignal, run, spans_for
-from nestpipe.runtime.spans import KEEP_BATCHES, HostTime, HostTimes
+from nestpipe.runtime.executor import KEEP_BATCHES, HostTime, HostTimes
 from nestpipe.schedule import Kind, Op
 from nestpipe.train.config import DenseSettings, PipelineSettings, RowSettings, TrainSettings
 from nestpipe.train.trainer import Trainer

@@ -28,8 +28,16 @@ from nestpipe.bench.machines import (
     look_like_a_host,
     shaped_hosts,
 )
-from nestpipe.bench.pipeline_cases import CURVE, PipelineCase, SerialLoop, Variant
-from nestpipe.bench.pipeline_report import NET_CPU, PointReport, report, step_times
+from nestpipe.bench.pipeline_cases import (
+    CURVE,
+    NET_CPU,
+    PipelineCase,
+    PointReport,
+    SerialLoop,
+    Variant,
+    report,
+    step_times,
+)
 from nestpipe.comm import Communicator, LocalCommunicator, connect, launch
 from nestpipe.config import Table
 from nestpipe.embedding.routing.lists import owner_of
@@ -47,7 +55,7 @@ from nestpipe.sim.trace_costs import BUCKETS
 from nestpipe.trace import Span, Trace, read_chrome, write_chrome
 from nestpipe.trace.span import Fact
 from nestpipe.train.config import DenseSettings, PipelineSettings, RowSettings, TrainSettings
-from nestpipe.train.gradients import buckets_of
+from nestpipe.train.dense import buckets_of
 from nestpipe.train.trainer import Trainer
 
 MOVE_DRAW = 0.115

@@ -61,6 +61,7 @@ from nestpipe.bench.pipeline_cases import (
     case_of,
     check_names,
     serial_loops,
+    steady,
     variant_of,
 )
 from nestpipe.bench.pipeline_rank import (
@@ -70,7 +71,6 @@ from nestpipe.bench.pipeline_rank import (
     measure_rounds,
     read_rounds,
 )
-from nestpipe.bench.pipeline_report import steady
 from nestpipe.comm import launch
 from nestpipe.errors import ConfigError
 from nestpipe.schedule import Kind

@@ -24,17 +24,14 @@ from nestpipe.cli.bench import (
     bench_train,
 )
 from nestpipe.cli.bench_hstu import bench_hstu
-from nestpipe.cli.bench_pipeline import bench_pipeline
-from nestpipe.cli.bench_relay import bench_relay
+from nestpipe.cli.bench_runs import bench_pipeline, bench_relay
 from nestpipe.cli.checkpoint import checkpoint_app, export, import_weights
 from nestpipe.cli.data import bench_data, data_app
 from nestpipe.cli.draw import check, draw, show
-from nestpipe.cli.load import load
 from nestpipe.cli.plan import bench_plan, bench_simulate, plan_job
-from nestpipe.cli.serve import serve
+from nestpipe.cli.serve import load, serve
 from nestpipe.cli.simulate import simulate_app
-from nestpipe.cli.train import evaluate, train
-from nestpipe.cli.verify import verify
+from nestpipe.cli.train import evaluate, train, verify
 from nestpipe.dashboard.server import with_address
 from nestpipe.deprecated import RenamedWarning, current_flags
 from nestpipe.errors import NestpipeError, RunError

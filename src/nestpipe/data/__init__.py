@@ -10,7 +10,7 @@ from nestpipe.data.config import (
     StreamConfig,
     SyntheticConfig,
 )
-from nestpipe.data.ranking import Catalogue, Ranking, RankingOptions
+from nestpipe.data.sequences import Catalogue, Ranking, RankingOptions
 from nestpipe.data.source import (
     DENSE,
     HISTORY,

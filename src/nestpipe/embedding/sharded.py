@@ -5,11 +5,15 @@ The life of a batch: `dedup`, `counts`, `keys`, `union`, `retrieve`, (`sync`), t
 one op; the schedule decides when it runs.
 
 Keys are routed in host memory, also for a GPU: message sizes are then known without waiting for the
-device. Rows and gradients live on the device.
+device. Rows and gradients live on the device, in the buffers of the batches in flight. `retrieve`
+fills the idle buffer while the active one is in use. `sync` copies the rows that both batches have,
+after the active batch's update. `writeback` saves the rows that leave. How rows get from a store
+into a buffer and back is the transport's business.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,26 +23,39 @@ import torch
 from torch import Tensor
 
 from nestpipe.comm.communicator import Mesh
-from nestpipe.embedding.buffers import RowBuffers
 from nestpipe.embedding.lifecycle import Lifecycle
-from nestpipe.embedding.lookup import lookup_rows, lookup_window
 from nestpipe.embedding.optimizers import RowOptimizer
 from nestpipe.embedding.pool import PoolRows, RowPool, SlotRows
-from nestpipe.embedding.replica_sync import merge_gradients, merge_rows, merge_stored
-from nestpipe.embedding.replica_union import Replicas, ReplicaUnion
+from nestpipe.embedding.replicas import (
+    Replicas,
+    ReplicaUnion,
+    merge_gradients,
+    merge_rows,
+    merge_stored,
+)
 from nestpipe.embedding.routing.all_to_all import (
+    RowPatch,
     exchange,
+    exchange_stale_mask,
     in_rank_order,
     message_sizes,
     pack_requests,
+    send_patch,
     unpack_requests,
 )
 from nestpipe.embedding.routing.lists import KeyUnion, OwnerRequests
-from nestpipe.embedding.routing.owners import WorkingSet, make_working_set, union_of
-from nestpipe.embedding.routing.requests import Request, make_requests, make_window, requests_on
-from nestpipe.embedding.speculative import RowPatch, exchange_stale_mask, send_patch
+from nestpipe.embedding.routing.owners import RowSelection, WorkingSet, make_working_set, union_of
+from nestpipe.embedding.routing.requests import (
+    Request,
+    lookup_rows,
+    lookup_window,
+    make_requests,
+    make_window,
+    requests_on,
+)
 from nestpipe.embedding.store.protocol import RowStore
 from nestpipe.embedding.table_groups import TableGroup, check_features
+from nestpipe.embedding.transports import BufferRows, choose_transport
 from nestpipe.jagged import Jagged
 from nestpipe.kernels.rows.native import Gradients, RowPointers
 from nestpipe.kernels.rows.segments import (
@@ -57,6 +74,110 @@ from nestpipe.schedule import Exchange, Kind, Merge, Op, Retrieval, Shape
 
 # Shapes: P rows that come for a micro-batch, K rows of a working set, D weights, W weights and
 # state, R ranks, M micro-batches, C tables of a group, G groups
+
+
+class RowBuffers:
+    """The rows, with their state, of the batches in flight."""
+
+    def __init__(
+        self,
+        stores: Sequence[RowStore],
+        shape: Shape,
+        device: torch.device,
+        *,
+        in_place: bool,
+        pin: bool,
+    ) -> None:
+        """`in_place` and `pin`: what transports may do, see `choose_transport`."""
+        self._only_new = shape.retrieval is Retrieval.NEW
+        self._transports = [
+            choose_transport(store, shape, device, in_place=in_place, pin=pin) for store in stores
+        ]
+        self._rows: dict[int, list[BufferRows]] = {}
+        """[batch][group]"""
+        self.poison = False
+        """Fill a buffer with NaN before it is read into, so that a late reader is found out."""
+        self._num_buffers = shape.buffers
+
+    def of(self, batch: int) -> list[BufferRows]:
+        return self._rows[batch]
+
+    def retrieve(self, batch: int, working: Sequence[WorkingSet]) -> int:
+        """Rows from the stores into the idle buffer; returns how many were read."""
+        if self.poison:
+            self._poison(batch - self._num_buffers)
+        new = [self._new_rows(of_store) for of_store in working]
+        self._rows[batch] = [
+            transport.read(batch, of_store, chosen)
+            for transport, of_store, chosen in zip(self._transports, working, new, strict=True)
+        ]
+        self._carry_over(batch, working)
+        return sum(map(len, new))
+
+    def _new_rows(self, working: WorkingSet) -> RowSelection:
+        """Rows that no buffer has."""
+        here_K = working.shared_K
+        if working.carried_over is not None:
+            here_K = torch.cat([here_K, working.carried_over.positions_K])
+        return working.without(here_K) if self._only_new and len(here_K) else working.all_rows
+
+    def _poison(self, batch: int) -> None:
+        """Rows that the plan lets `retrieve` overwrite; memory is taken anew, so they linger."""
+        for rows in self._rows.get(batch, []):
+            if isinstance(rows, Tensor):
+                rows.fill_(math.nan)
+
+    def _carry_over(self, batch: int, working: Sequence[WorkingSet]) -> None:
+        """Rows that may not be back in their store yet, from the buffer where they still are."""
+        for g, of_store in enumerate(working):
+            if (carried := of_store.carried_over) is None:
+                continue
+            now_KW, older_KW = self._rows[batch][g], self._rows[batch - 2][g]
+            assert isinstance(now_KW, Tensor)
+            assert isinstance(older_KW, Tensor)
+            rows = older_KW.index_select(0, carried.older_there)
+            now_KW.index_copy_(0, carried.positions_there, rows)
+
+    def sync(self, batch: int, working: Sequence[WorkingSet]) -> int:
+        """Rows that the batch before had too, from its buffer; returns how many.
+
+        Rows that were carried over from an older batch count too.
+        """
+        if batch - 1 not in self._rows:
+            return 0
+        refreshed = 0
+        for of_store, now_KW, before_KW in zip(
+            working, self._rows[batch], self._rows[batch - 1], strict=True
+        ):
+            assert isinstance(now_KW, Tensor)
+            assert isinstance(before_KW, Tensor)
+            shared = before_KW.index_select(0, of_store.shared_before_there)
+            now_KW.index_copy_(0, of_store.shared_there, shared)
+            refreshed += len(of_store.shared_K)
+            if of_store.carried_over is not None:
+                refreshed += len(of_store.carried_over.positions_K)
+        return refreshed
+
+    def writeback(
+        self, batch: int, working: Sequence[WorkingSet], then: Sequence[WorkingSet] | None
+    ) -> int:
+        """Rows that leave the device into their stores; returns how many.
+
+        `then` is the working set of the next batch, where what it shares stays.
+        """
+        written = 0
+        for g, (transport, of_store) in enumerate(zip(self._transports, working, strict=True)):
+            leaving = of_store.all_rows if then is None else of_store.without(then[g].shared_before)
+            transport.write(batch, of_store, leaving, self._rows[batch][g])
+            written += len(leaving)
+        return written
+
+    def forget(self, batch: int) -> None:
+        """Drop the rows of a batch."""
+        self._rows.pop(batch, None)
+        for transport in self._transports:
+            transport.forget(batch)
+
 
 AnyRows = Tensor | RowPointers | SlotRows
 """The rows of a batch: in a buffer, where the host store has them, or in the slots of a pool."""

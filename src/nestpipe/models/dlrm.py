@@ -61,7 +61,7 @@ class Dlrm(nn.Module):
     """
 
     capturable = True
-    """Equal shapes launch equal kernels: see `train/dense_graphs.py`."""
+    """Equal shapes launch equal kernels: see `train/dense.py`."""
     _pairs: Tensor
 
     def __init__(self, config: DlrmConfig) -> None:

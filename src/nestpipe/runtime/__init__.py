@@ -2,10 +2,16 @@
 
 from nestpipe.deprecated import old_names
 from nestpipe.runtime.cuda import CudaLanes, CudaSpans, lanes_for, spans_for
-from nestpipe.runtime.executor import Batches, StopSignal, inject_delays, name_collectives, run
-from nestpipe.runtime.lanes import Act, Event, InlineLanes, LaneQueue, Lanes, Work
-from nestpipe.runtime.spans import HostSpans, Spans
-from nestpipe.runtime.thread_lanes import ThreadLanes
+from nestpipe.runtime.executor import (
+    Batches,
+    HostSpans,
+    Spans,
+    StopSignal,
+    inject_delays,
+    name_collectives,
+    run,
+)
+from nestpipe.runtime.lanes import Act, Event, InlineLanes, LaneQueue, Lanes, ThreadLanes, Work
 
 __all__ = [
     "Act",

@@ -16,9 +16,16 @@ from typing import Any, Protocol, Self
 
 import torch
 
-from nestpipe.runtime.lanes import Act, InlineLanes, Lanes
-from nestpipe.runtime.spans import KEEP_BATCHES, HostSpans, LastBatches, Spans, span_of, trace_of
-from nestpipe.runtime.thread_lanes import InlineQueue, LaneThread, Mark, ThreadLanes
+from nestpipe.runtime.executor import KEEP_BATCHES, HostSpans, LastBatches, Spans, span_of, trace_of
+from nestpipe.runtime.lanes import (
+    Act,
+    InlineLanes,
+    InlineQueue,
+    Lanes,
+    LaneThread,
+    Mark,
+    ThreadLanes,
+)
 from nestpipe.schedule import Lane, Op, Shape
 from nestpipe.trace import Span, Trace
 from nestpipe.trace.span import Fact

@@ -47,7 +47,7 @@ from nestpipe.errors import (
     RunError,
 )
 from nestpipe.models import Dlrm, HstuRanker, LogisticRegression
-from nestpipe.models.dense_shards import sharded_as, whole
+from nestpipe.train.dense import sharded_as, whole
 
 T = TypeVar("T")
 

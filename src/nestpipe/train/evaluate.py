@@ -14,7 +14,7 @@ from nestpipe.batch import Batch
 from nestpipe.comm import Communicator
 from nestpipe.comm.peer_failure import STOP
 from nestpipe.data import HISTORY, TARGET, Ranking, Source
-from nestpipe.embedding.lookup import averaged
+from nestpipe.embedding.routing.requests import averaged
 from nestpipe.embedding.sharded import ShardedTables
 from nestpipe.embedding.table_groups import mean_features
 from nestpipe.errors import DataError

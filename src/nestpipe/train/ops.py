@@ -21,8 +21,8 @@ from nestpipe.comm.communicator import Mesh
 from nestpipe.comm.peer_failure import STOP
 from nestpipe.data.clustering import How, WorkOf, even_parts, micro_batches
 from nestpipe.embedding.device_tables import DeviceTables
-from nestpipe.embedding.lookup import averaged
 from nestpipe.embedding.optimizers import constant
+from nestpipe.embedding.routing.requests import averaged
 from nestpipe.embedding.sharded import ShardedTables
 from nestpipe.embedding.table_groups import mean_features
 from nestpipe.errors import LossError, RunError
@@ -31,7 +31,6 @@ from nestpipe.kernels.index.segments import LARGEST
 from nestpipe.kernels.index.steady import StepNews
 from nestpipe.kernels.rows.native import Gradients
 from nestpipe.kernels.rows.segments import Segments, empty_rows, sum_segments
-from nestpipe.models.dense_shards import ShardedDense, local
 from nestpipe.models.metrics import click_sums
 from nestpipe.models.protocol import (
     DenseHalf,
@@ -45,8 +44,14 @@ from nestpipe.models.protocol import (
 from nestpipe.runtime import StopSignal
 from nestpipe.schedule import Merge
 from nestpipe.schedule.schedule import Kind, Op
-from nestpipe.train.dense_graphs import DenseGraphs
-from nestpipe.train.gradients import GradBuckets, clip_factor, global_norm
+from nestpipe.train.dense import (
+    DenseGraphs,
+    GradBuckets,
+    ShardedDense,
+    clip_factor,
+    global_norm,
+    local,
+)
 
 K = Kind
 

@@ -35,12 +35,11 @@ from nestpipe.errors import ConfigError
 from nestpipe.kernels.library import native_wanted
 from nestpipe.kernels.rows.segments import COMM_DTYPES
 from nestpipe.models.compiled import CompiledDense
-from nestpipe.models.dense_shards import ShardedDense
 from nestpipe.models.metrics import CLICK_BINS, read_click_sums
 from nestpipe.models.protocol import KnowsWork, RecModel
 from nestpipe.runtime import Lanes, StopSignal, Work, lanes_for, name_collectives, run, spans_for
 from nestpipe.runtime.cuda import RECORD_EVERY
-from nestpipe.runtime.spans import KEEP_BATCHES
+from nestpipe.runtime.executor import KEEP_BATCHES
 from nestpipe.schedule import (
     Kind,
     Merge,
@@ -61,8 +60,7 @@ from nestpipe.train.config import (
     TrainSettings,
     choose_pipeline,
 )
-from nestpipe.train.dense_graphs import DenseGraphs
-from nestpipe.train.gradients import GradBuckets
+from nestpipe.train.dense import DenseGraphs, GradBuckets, ShardedDense
 from nestpipe.train.loggers import Traffic
 from nestpipe.train.ops import (
     MicroBatchSplitter,

@@ -27,10 +27,10 @@ from nestpipe.data import Source, StreamingSource
 from nestpipe.embedding.routing.lists import owner_of
 from nestpipe.embedding.store.protocol import RowStore
 from nestpipe.errors import ConfigError, LossError, RunError
-from nestpipe.models.dense_shards import local
 from nestpipe.runtime import Work, inject_delays
 from nestpipe.train.checkpoint import snapshots
 from nestpipe.train.config import AUTO, ParallelSettings, PipelineSettings
+from nestpipe.train.dense import local
 from nestpipe.train.job import JobConfig, make_job
 from nestpipe.train.ops import StepReport
 from nestpipe.train.trainer import Trainer

@@ -28,7 +28,7 @@ from nestpipe.comm import LocalCommunicator
 from nestpipe.errors import ConfigError
 from nestpipe.runtime import InlineLanes, StopSignal
 from nestpipe.runtime import run as execute
-from nestpipe.runtime.spans import HostSpans, HostTimes
+from nestpipe.runtime.executor import HostSpans, HostTimes
 from nestpipe.schedule import Kind, PlanOptions, plan
 
 TINY = DlrmCase(

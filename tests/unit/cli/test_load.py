@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from nestpipe.cli.app import main
-from nestpipe.cli.load import found_table, invalid_lines, results_table, step_line
 from nestpipe.cli.options import console
+from nestpipe.cli.serve import found_table, invalid_lines, results_table, step_line
 from nestpipe.errors import RunError
 from nestpipe.loadtest.driver import FormulaService, VirtualTime, drive, report
 from nestpipe.loadtest.run import Found, SearchStep

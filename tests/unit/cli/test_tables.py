@@ -13,19 +13,24 @@ from rich.table import Table
 from nestpipe.bench.clustering import ClusteringReading
 from nestpipe.bench.dlrm import TORCHREC, DispatchReading, SideBySide, SideReading
 from nestpipe.bench.groups import GroupReading, group_variants
-from nestpipe.bench.pipeline_cases import EXACT_PLANS, case_of, variants_of
-from nestpipe.bench.pipeline_report import PointReport, VariantReport
+from nestpipe.bench.pipeline_cases import (
+    EXACT_PLANS,
+    PointReport,
+    VariantReport,
+    case_of,
+    variants_of,
+)
 from nestpipe.bench.relay_run import ARMS as RELAY_ARMS
 from nestpipe.bench.relay_run import RelayCase
 from nestpipe.bench.relay_service import Compared, Kill, RelayReading
-from nestpipe.cli import bench, bench_pipeline, bench_relay, load
+from nestpipe.cli import bench, bench_runs, serve
 from nestpipe.cli import simulate as simulation
 from nestpipe.cli.options import summary_table
 from nestpipe.loadtest.advise import Memory
 from nestpipe.loadtest.driver import Latency, Lengths, Report
 from nestpipe.loadtest.run import Found, SearchStep
 from nestpipe.loadtest.settings import ARMS, LoadSettings
-from nestpipe.runtime.spans import HostTime
+from nestpipe.runtime.executor import HostTime
 from nestpipe.schedule import Kind, PlanOptions, plan
 from nestpipe.serve.types import Path
 from nestpipe.sim import Scale, choose_groups, paper_cluster, paper_rows, scaling_curve
@@ -71,10 +76,10 @@ def load_tables() -> list[Table]:
     }
     memory = [Memory(86_400.0, 1.0, 1.0, dict.fromkeys(("50 %", "80 %", "95 %"), 123_456.7))]
     return [
-        load.results_table(REPORTS, SETTINGS, 0.999),
-        load.paths_table(REPORTS),
-        load.found_table("length", found, SETTINGS),
-        load.memory_table(memory),
+        serve.results_table(REPORTS, SETTINGS, 0.999),
+        serve.paths_table(REPORTS),
+        serve.found_table("length", found, SETTINGS),
+        serve.memory_table(memory),
     ]
 
 
@@ -88,7 +93,7 @@ def relay_tables() -> list[Table]:
     case = RelayCase(
         checkpoint=FilePath("x"), settings=SETTINGS, cap=512, rounds=5, fronts=("builtin", "nginx")
     )
-    return [bench_relay.times_table(case, readings), bench_relay.answers_table(readings)]
+    return [bench_runs.times_table(case, readings), bench_runs.answers_table(readings)]
 
 
 def pipeline_tables() -> list[Table]:
@@ -113,9 +118,9 @@ def pipeline_tables() -> list[Table]:
     )
     points = [PointReport(passes, seen) for passes in range(9)]
     return [
-        bench_pipeline.steps_table(case, points[0]),
-        bench_pipeline.lanes_table(points[0]),
-        bench_pipeline.curve_table("strict", points, lambda seen: seen.over_strict),
+        bench_runs.steps_table(case, points[0]),
+        bench_runs.lanes_table(points[0]),
+        bench_runs.curve_table("strict", points, lambda seen: seen.over_strict),
     ]
 
 

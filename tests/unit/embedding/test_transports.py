@@ -12,10 +12,10 @@ from torch import Tensor
 
 import nestpipe
 from nestpipe.embedding import transports
-from nestpipe.embedding.buffers import RowBuffers
-from nestpipe.embedding.replica_sync import read_rows, write_rows
+from nestpipe.embedding.replicas import read_rows, write_rows
 from nestpipe.embedding.routing.lists import OwnerRequests
 from nestpipe.embedding.routing.owners import WorkingSet, make_working_set
+from nestpipe.embedding.sharded import RowBuffers
 from nestpipe.embedding.store import open_store
 from nestpipe.embedding.store.protocol import RowStore, StoreAbilities, StoreLayout
 from nestpipe.embedding.transports import (
@@ -99,7 +99,7 @@ def run(
     store, transport, *, buffers: int, retrieval: Retrieval, monkeypatch: pytest.MonkeyPatch
 ) -> list[tuple[int, int]]:
     """Train on all batches with one transport; returns rows read and written, batch by batch."""
-    monkeypatch.setattr("nestpipe.embedding.buffers.choose_transport", lambda *_, **__: transport)
+    monkeypatch.setattr("nestpipe.embedding.sharded.choose_transport", lambda *_, **__: transport)
     shape = SimpleNamespace(retrieval=retrieval, buffers=buffers)
     held = RowBuffers([store], shape, CPU, in_place=True, pin=True)  # type: ignore[arg-type]
     sets = working_sets(buffers)

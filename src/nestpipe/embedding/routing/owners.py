@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from nestpipe.embedding.replica_union import ReplicaUnion
 from nestpipe.embedding.routing import native as native_routing
 from nestpipe.embedding.routing import reference as plain_routing
+from nestpipe.embedding.routing.all_to_all import stale_only, stale_rows
 from nestpipe.embedding.routing.lists import KeyUnion, KnownKeys, Neighbours, OwnerRequests
-from nestpipe.embedding.speculative import stale_only, stale_rows
 from nestpipe.kernels.library import native_wanted
 from nestpipe.kernels.rows.segments import Segments, lists_on, segments_on
+
+if TYPE_CHECKING:
+    from nestpipe.embedding.replicas import ReplicaUnion
 
 # Shapes: K unique keys of the owner, n some of them, R ranks, M micro-batches, C tables
 

@@ -41,7 +41,7 @@ def open_store(
         from nestpipe.embedding.store.host import NativeStore
 
         return NativeStore(layout, threads=threads)
-    from nestpipe.embedding.store.reference import PlainStore
+    from nestpipe.embedding.store.host import PlainStore
 
     return PlainStore(layout)
 

@@ -16,7 +16,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from nestpipe.config import Table
-from nestpipe.embedding.lookup import lookup_rows
 from nestpipe.embedding.routing import native as native_routing
 from nestpipe.embedding.routing import reference as plain_routing
 from nestpipe.embedding.routing.all_to_all import (
@@ -34,7 +33,7 @@ from nestpipe.embedding.routing.lists import (
     peers_then_self,
 )
 from nestpipe.embedding.routing.owners import make_working_set
-from nestpipe.embedding.routing.requests import Request, make_request
+from nestpipe.embedding.routing.requests import Request, lookup_rows, make_request
 from nestpipe.embedding.table_groups import TableGroup, group_tables
 from nestpipe.errors import ConfigError
 from nestpipe.jagged import Jagged

@@ -17,11 +17,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nestpipe.config import Table
-from nestpipe.embedding.lookup import lookup_window
 from nestpipe.embedding.routing.all_to_all import message_sizes, pack_requests, unpack_requests
 from nestpipe.embedding.routing.lists import owner_of, peers_then_self
 from nestpipe.embedding.routing.owners import WorkingSet, make_working_set
-from nestpipe.embedding.routing.requests import InWindow, Request, make_request, make_window
+from nestpipe.embedding.routing.requests import (
+    InWindow,
+    Request,
+    lookup_window,
+    make_request,
+    make_window,
+)
 from nestpipe.embedding.table_groups import TableGroup, group_tables
 from nestpipe.jagged import Jagged
 from nestpipe.kernels.rows.segments import Segments

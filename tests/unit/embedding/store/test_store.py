@@ -16,14 +16,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nestpipe.embedding.store import RowStore, SsdOptions, open_store
-from nestpipe.embedding.store.host import NativeStore
+from nestpipe.embedding.store.host import NativeStore, PlainStore
 from nestpipe.embedding.store.protocol import (
     StoreLayout,
     default_threads,
     first_weights,
     round_to_bfloat16,
 )
-from nestpipe.embedding.store.reference import PlainStore
 from nestpipe.embedding.store.ssd import FRAME_BYTES, row_bytes
 from nestpipe.errors import CapacityError, ConfigError
 from support.examples import examples

@@ -5,7 +5,20 @@ from statistics import median
 
 import pytest
 
-from nestpipe.bench.pipeline_cases import EXACT_PLANS, PipelineCase, Variant, case_of, variants_of
+from nestpipe.bench.pipeline_cases import (
+    EXACT_PLANS,
+    PipelineCase,
+    PointReport,
+    Variant,
+    VariantReport,
+    case_of,
+    collective_draw,
+    network_in_use,
+    report,
+    step_times,
+    variants_of,
+    without_waiting,
+)
 from nestpipe.bench.pipeline_rank import (
     joined,
     read_rounds,
@@ -13,15 +26,6 @@ from nestpipe.bench.pipeline_rank import (
     sharing_of,
     trace_file,
     write_task,
-)
-from nestpipe.bench.pipeline_report import (
-    PointReport,
-    VariantReport,
-    collective_draw,
-    network_in_use,
-    report,
-    step_times,
-    without_waiting,
 )
 from nestpipe.cli.app import main
 from nestpipe.errors import ConfigError

@@ -5,8 +5,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nestpipe.embedding.replica_sync import sum_of_touched, touched_are_fewer
-from nestpipe.embedding.replica_union import MergedKeys, Replicas, everyones_keys, extend_union
+from nestpipe.embedding.replicas import (
+    MergedKeys,
+    Replicas,
+    everyones_keys,
+    extend_union,
+    sum_of_touched,
+    touched_are_fewer,
+)
 from nestpipe.embedding.routing.lists import KeyUnion
 from nestpipe.kernels.rows.segments import Segments
 from nestpipe.schedule import Merge, PlanOptions, Retrieval, plan

@@ -4,8 +4,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nestpipe.embedding.routing.all_to_all import (
+    make_patch,
+    mask_sizes,
+    pack_mask,
+    stale_only,
+    stale_rows,
+)
 from nestpipe.embedding.routing.lists import peers_then_self
-from nestpipe.embedding.speculative import make_patch, mask_sizes, pack_mask, stale_only, stale_rows
 from nestpipe.kernels.rows.segments import Segments
 
 CPU = torch.device("cpu")
