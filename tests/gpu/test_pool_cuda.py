@@ -119,14 +119,18 @@ def test_a_pool_changes_no_bit(case):
 def hasty_pool(monkeypatch):
     """A pool that gives up every row that it may, in every batch; how many leave."""
     left: list[int] = []
-    make_room = RowPool._make_room
+    make_room, admit = RowPool._make_room, RowPool._admit
 
     def make_all_room(self: RowPool, in_use_from: int, least_free: int) -> list[SlotList]:
-        leaving = make_room(self, in_use_from, self.num_slots)
-        left.extend(of.count for of in leaving)
-        return leaving
+        return make_room(self, in_use_from, self.num_slots)
+
+    def count_leaving(self: RowPool, batch: int, *keys: Any, sure: bool) -> Tensor:
+        found = admit(self, batch, *keys, sure=sure)
+        left.extend(of.count for of in self._admitted[batch].leaving)
+        return found
 
     monkeypatch.setattr(RowPool, "_make_room", make_all_room)
+    monkeypatch.setattr(RowPool, "_admit", count_leaving)
     monkeypatch.setattr(RowPool, "_surely_free", lambda self, keys: False)
     return left
 

@@ -236,13 +236,17 @@ def make_world() -> type[World]:
 def hasty_pool(monkeypatch):
     """A pool that gives up every row that it may, in every batch; how many leave."""
     left: list[int] = []
-    make_room = RowPool._make_room
+    make_room, admit = RowPool._make_room, RowPool._admit
 
     def make_all_room(pool: RowPool, in_use_from: int, least_free: int) -> list[SlotList]:
-        leaving = make_room(pool, in_use_from, pool.num_slots)
-        left.extend(of.count for of in leaving)
-        return leaving
+        return make_room(pool, in_use_from, pool.num_slots)
+
+    def count_leaving(pool: RowPool, batch: int, *keys: Any, sure: bool) -> Tensor:
+        found = admit(pool, batch, *keys, sure=sure)
+        left.extend(of.count for of in pool._admitted[batch].leaving)
+        return found
 
     monkeypatch.setattr(RowPool, "_make_room", make_all_room)
+    monkeypatch.setattr(RowPool, "_admit", count_leaving)
     monkeypatch.setattr(RowPool, "_surely_free", lambda pool, keys: False)
     return left

@@ -12,6 +12,7 @@ Which rows leave, and which slot a key gets, changes no result.
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -88,6 +89,8 @@ class Admission:
     """... and those that `retrieve` itself saves, because this batch takes their slots already."""
     terms: TermBuffers | None = None
     """Slots and segments of a batch for which nothing moves, in memory that is used again."""
+    told: Told | None = None
+    """What the device says of it; whoever needs a number waits for it, but not `admit`."""
 
 
 class RowPool:
@@ -125,6 +128,8 @@ class RowPool:
         self._next_told: tuple[Told, int] | None = None
         self._made_room = False
         """Whether rows have left in this run, so that a free slot may be yet to be saved."""
+        self._untold: deque[Told] = deque()
+        """Of batches that may have made rows leave, those not yet looked at."""
         self._recent_new, self._spare = 0, min(SPARE, num_slots // 16)
         self._holds = 2
         self.poison = False
@@ -138,6 +143,7 @@ class RowPool:
         """
         self._holds = holds
         self._admitted.clear()
+        self._learn(wait=True)
         self._made_room = False
         self._outside |= sum(self._store.num_rows()) > self._flushed
         self._first_batch = self._last_stamp + 3
@@ -194,37 +200,55 @@ class RowPool:
             self._make(found.new_slots_N)
             self._admitted[batch] = Admission(found.slots_N)
             return found.slots_N
+        self._learn()
         admitted = Admission(None)
         if not sure and not self._makes_room_ahead:
             admitted.leaving += self._make_room(stamp - 1, self._wanted_free)
-        found = self._insert(admitted, batch, keys_N, cells, sure=sure)
+        found = self._insert(admitted, keys_N, cells, sure=sure)
         admitted.slots_N = found.slots_N
-        if not sure:
-            came = sum(of.count for of in admitted.new)
-            self._recent_new = max(self._recent_new * 3 // 4, came)
-            self._know_free(admitted.new[-1].told)
         if not sure and self._makes_room_ahead:
             admitted.leaving += self._make_room(stamp - 1, self._wanted_free)
-        if self._outside or self._made_room:
-            for of in admitted.new:
-                self._transfer.expect(of, leaving=False)
+        self._tell(admitted, sure=sure)
         self._admitted[batch] = admitted
         return found.slots_N
 
     def _insert(
-        self, admitted: Admission, batch: int, keys_N: Tensor, cells: KeyCells, *, sure: bool
+        self, admitted: Admission, keys_N: Tensor, cells: KeyCells, *, sure: bool
     ) -> FoundSlots:
-        """A slot for every key; where too few are free, rows leave at once."""
-        stamp = self._first_batch + batch
-        while True:
-            found = self.index.find_or_insert(keys_N, cells, stamp)
-            admitted.new.append(self._listed(found.new_slots_N, "num_new"))
-            if sure or not (missing := admitted.new[-1].told["num_missing"]):
-                return found
-            gained = self._make_room(stamp + 1 - self._holds, missing)
-            if not sum(of.count for of in gained):
-                raise self._too_small(batch, missing)
-            (admitted.urgent if self._makes_room_ahead else admitted.leaving).extend(gained)
+        """A slot for every key; where too few are free, rows leave at once.
+
+        It is the device that finds out whether they must, so that nobody waits here. Where even
+        that is not enough, `retrieve` says so.
+        """
+        stamp = self._last_stamp
+        found = self.index.find_or_insert(keys_N, cells, stamp)
+        if not sure:
+            urgent = self._make_urgent_room(stamp + 1 - self._holds, len(keys_N))
+            (admitted.urgent if self._makes_room_ahead else admitted.leaving).append(urgent)
+            found = self.index.insert_missing(found, keys_N, cells, stamp)
+        admitted.new.append(self._listed(found.new_slots_N, "num_new"))
+        return found
+
+    def _tell(self, admitted: Admission, *, sure: bool) -> None:
+        """Send all counts to the host by one copy, and say which rows will move."""
+        counters = self.index.counters.clone()
+        admitted.told = Told(counters)
+        for of in (*admitted.new, *admitted.leaving, *admitted.urgent):
+            of.tell(admitted.told, counters)
+        if not sure:
+            self._untold.append(admitted.told)
+        if self._outside or self._made_room:
+            for of in admitted.new:
+                self._transfer.expect(of, leaving=False)
+        for of in (*admitted.urgent, *admitted.leaving):
+            self._transfer.expect(of, leaving=True)
+
+    def _learn(self, *, wait: bool = False) -> None:
+        """What the device has said of earlier batches by now."""
+        while self._untold and (wait or self._untold[0].is_here):
+            told = self._untold.popleft()
+            self._recent_new = max(self._recent_new * 3 // 4, told["num_new"])
+            self._know_free(told)
 
     @property
     def _makes_room_ahead(self) -> bool:
@@ -239,6 +263,8 @@ class RowPool:
     def retrieve(self, batch: int) -> int:
         """Fill the slots of keys that were not here; returns how many rows the host store gave."""
         admitted = self._admitted[batch]
+        if admitted.told is not None and (missing := admitted.told["num_missing"]):
+            raise self._too_small(batch, missing)
         self._write_all(admitted.urgent)
         if batch < 2:  # no op of this run writes them before
             self._write_all(admitted.leaving)
@@ -271,7 +297,7 @@ class RowPool:
             keys_V = self.index.slot_keys_S[slots_V.long()]
             tables_V = self.index.slot_tables_S[slots_V.long()]
             all_V = torch.full((len(COUNTERS),), len(slots_V), dtype=torch.int32)
-            self._write(SlotList(slots_V, keys_V, tables_V, Told(all_V), all_V[:1], COUNTERS[0]))
+            self._write(SlotList(slots_V, keys_V, tables_V, COUNTERS[0], Told(all_V), all_V[:1]))
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self._dirty_from = self._last_stamp + 1
@@ -313,8 +339,11 @@ class RowPool:
     def _surely_free(self, keys: int) -> bool:
         """Whether so many keys find a slot without victims, for all that the host knows.
 
-        It asks again before it must know, so that it does not wait for the answer.
+        It asks again before it must know, so that it does not wait for the answer. Once rows have
+        left, free slots are few, and it is not asked any more.
         """
+        if self._made_room:
+            return False
         if self._next_told is None and 2 * self._asked_since > self._free_known:
             self._next_told = Told(self.index.counters), self._asked_since
         self._asked_since += keys
@@ -331,21 +360,29 @@ class RowPool:
 
     def _make_room(self, in_use_from: int, least_free: int) -> list[SlotList]:
         """Let rows leave that no batch from that stamp on uses, so that as many slots are free."""
-        least_free = min(least_free, self.num_slots)
+        victims_V = self.index.choose_victims(in_use_from, min(least_free, self.num_slots))
+        return [self._let_go(victims_V, "num_victims")]
+
+    def _make_urgent_room(self, in_use_from: int, keys: int) -> SlotList:
+        """The same for keys of this very batch that found no slot, if there are any."""
+        victims_V = self.index.choose_for_missing(in_use_from, keys)
+        return self._let_go(victims_V, "num_urgent")
+
+    def _let_go(self, victims_V: Tensor, counter: str) -> SlotList:
         self._made_room = True
-        victims_V = self.index.choose_victims(in_use_from, least_free)
-        listed = self._listed(victims_V, "num_victims")
-        self._transfer.expect(listed, leaving=True)
-        self.index.erase(victims_V, self.index.num_victims)
+        listed = self._listed(victims_V, counter)
+        self.index.erase(victims_V, self._counter(counter))
         self.index.rebuild()
-        return [listed]
+        return listed
 
     def _listed(self, slots_V: Tensor, counter: str) -> SlotList:
-        keys_V = self.index.slot_keys_S.index_select(0, slots_V)
-        tables_V = self.index.slot_tables_S.index_select(0, slots_V)
-        counters = self.index.counters.clone()
-        i = COUNTERS.index(counter)
-        return SlotList(slots_V, keys_V, tables_V, Told(counters), counters[i : i + 1], counter)
+        keys_V, tables_V = self.index.keys_of(slots_V, self._counter(counter))
+        return SlotList(slots_V, keys_V, tables_V, counter)
+
+    def _counter(self, name: str) -> Tensor:
+        """(1,) a number of the index, in device memory."""
+        i = COUNTERS.index(name)
+        return self.index.counters[i : i + 1]
 
     def _too_small(self, batch: int, missing: int) -> ConfigError:
         first, fewer = max(0, batch + 1 - self._holds), ""
@@ -368,6 +405,7 @@ class RowPool:
         assert isinstance(self.index, DeviceIndex)
         assert self._first is not None
         count = self.index.num_new if of is None else of.count_there
+        assert count is not None, "nobody has told yet"
         keys = None if of is None else (of.keys_V, of.tables_V)
         self.index.write_first_rows(self._first, self.rows_SW, slots_V, count, keys)
         self._transfer.rows_were_made()

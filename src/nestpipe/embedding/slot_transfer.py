@@ -44,6 +44,11 @@ class Told:
         else:
             self._numbers = counters.clone()
 
+    @property
+    def is_here(self) -> bool:
+        """Whether nobody would wait."""
+        return (event := self._event) is None or event.query()
+
     def __getitem__(self, name: str) -> int:
         """Wait for the copy, and read it."""
         if (event := self._event) is not None:  # several threads may ask
@@ -59,16 +64,23 @@ class SlotList:
     slots_V: Tensor
     keys_V: Tensor
     tables_V: Tensor
-    told: Told
-    count_there: Tensor
-    """(1,) how many of them count, on the device"""
     counter: str
+    """Of the index, which says how many of them count"""
+    told: Told | None = None
+    count_there: Tensor | None = None
+    """(1,) the counter's number, on the device"""
     located: Future[LocatedRows | None] | None = None
     """Where the host store has their rows, once somebody has asked it."""
+
+    def tell(self, told: Told, counters: Tensor) -> None:
+        """The counters as they are when the whole batch has its slots."""
+        i = COUNTERS.index(self.counter)
+        self.told, self.count_there = told, counters[i : i + 1]
 
     @property
     def count(self) -> int:
         """How many of them count; waits for the device."""
+        assert self.told is not None, "nobody has told yet"
         return self.told[self.counter]
 
     def by_table(self, num_tables: int) -> tuple[Tensor, Tensor, list[int]]:

@@ -144,6 +144,29 @@ def test_keys_that_found_no_slot_get_one_once_there_is_room():
     assert sorted(again.slots_N.tolist()) == sorted(slots_N[slots_N >= 0][:4].tolist())
 
 
+@pytest.mark.parametrize("in_use_from", [1, 2])
+def test_keys_without_a_slot_get_those_of_rows_that_the_device_lets_go(in_use_from: int):
+    """The host asks for no count: kernels read how many keys are without a slot."""
+    index, twin = DeviceIndex(12, CPU), PlainIndex(12)
+    for batch, keys in enumerate(([0, 1, 2, 3], [*range(4, 12)], [7, 20, 21, 22, 20, 21, 1])):
+        keys_N, cells = cells_of([keys])
+        founds = []
+        for of in (index, twin):
+            found = of.find_or_insert(keys_N, cells, batch)
+            victims_V = of.choose_for_missing(in_use_from, len(keys_N))
+            gone, _ = of.keys_of(victims_V, of.num_urgent)
+            assert set(gone[: int(of.num_urgent)].tolist()) <= {0, 1, 2, 3, *range(4, 12)} - {1, 7}
+            of.erase(victims_V, of.num_urgent)
+            found = of.insert_missing(found, keys_N, cells, batch)
+            founds.append([slot >= 0 for slot in found.slots_N.tolist()])
+            new = found.new_slots_N[: int(of.num_new)]
+            assert set(of.slot_keys_S[new.long()].tolist()) <= set(keys)
+            assert len(set(new.tolist())) == len(new)
+        assert founds[0] == founds[1] == [True] * len(keys)
+        names = ("free", "num_new", "num_missing", "num_urgent")
+        assert [counters(index)[n] for n in names] == [counters(twin)[n] for n in names]  # type: ignore[arg-type]
+
+
 def test_victims_are_the_oldest_and_never_in_flight():
     index = DeviceIndex(40, CPU)
     for batch in range(4):

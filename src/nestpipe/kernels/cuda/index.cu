@@ -37,6 +37,7 @@ struct Counters {
   int32_t num_missing;  // of the last call: keys, repeats included, that got none
   int32_t num_victims;  // of the last choice
   int32_t hand;         // the slot where the next choice begins
+  int32_t num_urgent;   // of the last choice for keys that got no slot
   // While a kernel runs; zero between kernels.
   int32_t taken, claimed, missing, blocks_done;
 };
@@ -159,6 +160,44 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+// The same for keys that got no slot, now that more are free; new slots go behind those before.
+__global__ void __launch_bounds__(kThreads)
+    insert_missing(const Index index, const Keys keys, int32_t batch, int32_t* slots,
+                   int32_t* new_slots) {
+  Counters& counters = *index.counters;
+  if (counters.num_missing == 0) return;
+  const int32_t free = counters.free, before = counters.num_new;
+  const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < keys.count;
+       i += step) {
+    if (slots[i] != kNone) continue;
+    const auto tag = static_cast<uint32_t>(keys.cells.table_of(keys.cells.cell_of(i))) + 1;
+    const int32_t slot = search(index, keys.keys[i], tag, free, new_slots + before);
+    slots[i] = slot;
+    use_slot(index, slot, batch);
+  }
+  if (is_last_block(&counters.blocks_done) && threadIdx.x == 0) {
+    const int32_t more = min(counters.taken, free);
+    counters.num_new = before + more;
+    counters.num_missing = counters.missing;
+    counters.free = free - more;
+    counters.used += counters.claimed;
+    counters.taken = counters.claimed = counters.missing = 0;
+  }
+}
+
+// The keys and tables of some slots, as they are now.
+__global__ void __launch_bounds__(kThreads)
+    list_keys(const Index index, const int32_t* slots, const int32_t* count, int64_t* keys,
+              int32_t* tables) {
+  const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < *count;
+       i += step) {
+    keys[i] = index.slot_keys[slots[i]];
+    tables[i] = index.slot_tables[slots[i]];
+  }
+}
+
 __global__ void __launch_bounds__(kThreads)
     find(const Index index, const Keys keys, int32_t* slots) {
   const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
@@ -243,7 +282,12 @@ struct Candidates {
   int32_t oldest_in_flight;
   int32_t least_free;  // so many slots are to be free in the end
   int64_t window;
+  bool urgent;  // instead, as many as the last call had keys without a slot
 };
+
+__device__ inline int32_t least_free_of(const Index& index, const Candidates& among) {
+  return among.urgent ? index.counters->num_missing : among.least_free;
+}
 
 __device__ inline int age_of(const Index& index, const Candidates& among, int64_t slot) {
   const int32_t stamp = index.stamps[slot];
@@ -260,7 +304,7 @@ __device__ inline int64_t slot_of(const Index& index, int64_t number) {
 __global__ void __launch_bounds__(kThreads)
     count_ages(const Index index, const Candidates among, int32_t* ages) {
   __shared__ int32_t counts[kAges];
-  if (index.counters->free >= among.least_free) return;
+  if (index.counters->free >= least_free_of(index, among)) return;
   for (int a = static_cast<int>(threadIdx.x); a < kAges; a += kThreads) counts[a] = 0;
   __syncthreads();
   const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
@@ -304,7 +348,7 @@ __global__ void __launch_bounds__(kThreads)
                    int32_t* victims) {
   __shared__ Limit limit;
   Counters& counters = *index.counters;
-  const int32_t wanted = max(0, among.least_free - counters.free);
+  const int32_t wanted = max(0, least_free_of(index, among) - counters.free);
   if (wanted > 0) set_limit(ages, wanted, &limit);
   const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
   for (int64_t n = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
@@ -316,7 +360,7 @@ __global__ void __launch_bounds__(kThreads)
     if (goes) victims[count_one(&counters.taken)] = static_cast<int32_t>(slot);
   }
   if (is_last_block(&counters.blocks_done) && threadIdx.x == 0) {
-    counters.num_victims = counters.taken;
+    (among.urgent ? counters.num_urgent : counters.num_victims) = counters.taken;
     const int64_t next = slot_of(index, wanted > 0 ? among.window % index.num_slots : 0);
     counters.hand = static_cast<int32_t>(next);
     counters.taken = counters.claimed = 0;
@@ -390,6 +434,23 @@ NESTPIPE_API int nestpipe_index_find_or_insert(const Index* index, const Keys* k
   return launch(find_or_insert, blocks, kThreads, stream, *index, *keys, batch, slots, new_slots);
 }
 
+// Gives slots to keys that `find_or_insert` left without one, where there are some by now. Nothing
+// happens where no key is without.
+NESTPIPE_API int nestpipe_index_insert_missing(const Index* index, const Keys* keys, int32_t batch,
+                                               int32_t* slots, int32_t* new_slots,
+                                               cudaStream_t stream) {
+  const int64_t blocks = blocks_for(keys->count, kThreads, kMostBlocks);
+  return launch(insert_missing, blocks, kThreads, stream, *index, *keys, batch, slots, new_slots);
+}
+
+// The keys and tables of some slots; `most` bounds their number, which stands in device memory.
+NESTPIPE_API int nestpipe_index_list(const Index* index, const int32_t* slots, const int32_t* count,
+                                     int64_t most, int64_t* keys, int32_t* tables,
+                                     cudaStream_t stream) {
+  const int64_t blocks = blocks_for(most, kThreads, kMostBlocks);
+  return launch(list_keys, blocks, kThreads, stream, *index, slots, count, keys, tables);
+}
+
 // The slot of every key, -1 where it has none.
 NESTPIPE_API int nestpipe_index_find(const Index* index, const Keys* keys, int32_t* slots,
                                      cudaStream_t stream) {
@@ -416,11 +477,13 @@ NESTPIPE_API int nestpipe_index_rebuild(const Index* index, int64_t most_used,
 }
 
 // Chooses slots to erase, so that `least_free` are free then; never one of a batch in flight.
-// `ages` is room for 1,024 counts, `victims` for `least_free` slots.
+// `ages` is room for 1,024 counts, `victims` for `least_free` slots. With `urgent` as many are to
+// be free as keys of the last call are without a slot, and `num_urgent` says how many are chosen.
 NESTPIPE_API int nestpipe_index_choose(const Index* index, int32_t oldest_in_flight,
-                                       int32_t least_free, int64_t window, int32_t* ages,
-                                       int32_t* victims, cudaStream_t stream) {
-  const Candidates among{oldest_in_flight, least_free, std::min(window, index->num_slots)};
+                                       int32_t least_free, int64_t window, int32_t urgent,
+                                       int32_t* ages, int32_t* victims, cudaStream_t stream) {
+  const Candidates among{oldest_in_flight, least_free, std::min(window, index->num_slots),
+                         urgent != 0};
   if (const int status = cudaMemsetAsync(ages, 0, sizeof(int32_t) * kAges, stream)) return status;
   const int64_t blocks = blocks_for(among.window, kThreads * 4, kMostBlocks);
   if (const int status = launch(count_ages, blocks, kThreads, stream, *index, among, ages)) {

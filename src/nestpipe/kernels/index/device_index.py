@@ -32,9 +32,9 @@ MOST_USED = 0.9
 """The share of places that keys, erased ones included, may take before a rebuild."""
 FREE_STAMP = -(2**31)
 AGES = 1024
-COUNTERS = ("free", "used", "num_new", "num_missing", "num_victims", "hand")
+COUNTERS = ("free", "used", "num_new", "num_missing", "num_victims", "hand", "num_urgent")
 """What the first numbers of `DeviceIndex.counters` mean; those after them are zero."""
-_ALL_COUNTERS = 10
+_ALL_COUNTERS = 11
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +132,11 @@ class DeviceIndex:
         """(1,) how many slots the last `choose_victims` found, in device memory."""
         return self.counters[4:5]
 
+    @property
+    def num_urgent(self) -> Tensor:
+        """(1,) how many slots the last `choose_for_missing` found, in device memory."""
+        return self.counters[6:7]
+
     def num_bytes(self) -> int:
         """Memory of the index, rows not counted."""
         parts = (self._places, self.slot_keys_S, self.slot_tables_S, self.stamps_S, self._free_S)
@@ -160,8 +165,32 @@ class DeviceIndex:
         """
         victims_V = torch.zeros(max(least_free, 0), dtype=torch.int32, device=self.device)
         window = self.num_slots if window is None else window
-        self._call("choose", oldest_in_flight, least_free, window, self._ages, victims_V)
+        self._call("choose", oldest_in_flight, least_free, window, 0, self._ages, victims_V)
         return victims_V
+
+    def choose_for_missing(self, oldest_in_flight: int, most: int) -> Tensor:
+        """(most,) slots to erase for keys that found none, `most` or fewer; `num_urgent` count.
+
+        The device knows how many keys those are; for none it chooses none.
+        """
+        victims_V = torch.zeros(most, dtype=torch.int32, device=self.device)
+        self._call("choose", oldest_in_flight, 0, self.num_slots, 1, self._ages, victims_V)
+        return victims_V
+
+    def insert_missing(
+        self, found: FoundSlots, keys_N: Tensor, cells: KeyCells, batch: int
+    ) -> FoundSlots:
+        """Give slots to keys that `find_or_insert` left without one, now that more are free."""
+        given = self._keys(keys_N, cells), batch, found.slots_N, found.new_slots_N
+        self._call("insert_missing", *given)
+        return found
+
+    def keys_of(self, slots_V: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+        """(V,) the keys and tables that some slots have now, the first `count` of them."""
+        keys_V = torch.empty(len(slots_V), dtype=torch.int64, device=self.device)
+        tables_V = torch.empty(len(slots_V), dtype=torch.int32, device=self.device)
+        self._call("list", slots_V, count, len(slots_V), keys_V, tables_V)
+        return keys_V, tables_V
 
     def erase(self, slots_V: Tensor, count: Tensor | None = None) -> None:
         """Forget the keys of some slots, of which the first `count` count; the slots are free."""
@@ -257,6 +286,29 @@ class PlainIndex:
         self._count(num_victims=len(victims_V))
         return victims_V
 
+    def choose_for_missing(self, oldest_in_flight: int, most: int) -> Tensor:
+        """Slots to erase for keys that found none."""
+        before = int(self.num_victims)
+        victims_V = self.choose_victims(oldest_in_flight, min(most, self.num_missing))
+        self._count(num_victims=before, num_urgent=len(victims_V))
+        return victims_V
+
+    def insert_missing(
+        self, found: FoundSlots, keys_N: Tensor, cells: KeyCells, batch: int
+    ) -> FoundSlots:
+        """Give slots to keys that `find_or_insert` left without one."""
+        if not self.num_missing:
+            return found
+        again = self.find_or_insert(keys_N, cells, batch)
+        new = torch.cat([found.new_slots_N, again.new_slots_N])
+        self._count(num_new=len(new))
+        return FoundSlots(again.slots_N, new)
+
+    def keys_of(self, slots_V: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys and tables that some slots have now."""
+        slots = slots_V[: int(count)].long()
+        return self.slot_keys_S[slots], self.slot_tables_S[slots]
+
     def erase(self, slots_V: Tensor, count: Tensor | None = None) -> None:
         """Forget the keys of some slots, of which the first `count` count."""
         slots_V = slots_V if count is None else slots_V[: int(count)]
@@ -269,9 +321,22 @@ class PlainIndex:
         self._count(free=len(self._free))
 
     @property
+    def num_new(self) -> Tensor:
+        """(1,) how many slots of the last `find_or_insert` are new."""
+        return self._counter("num_new")
+
+    @property
     def num_victims(self) -> Tensor:
         """(1,) how many slots the last `choose_victims` found."""
-        i = COUNTERS.index("num_victims")
+        return self._counter("num_victims")
+
+    @property
+    def num_urgent(self) -> Tensor:
+        """(1,) how many slots the last `choose_for_missing` found."""
+        return self._counter("num_urgent")
+
+    def _counter(self, name: str) -> Tensor:
+        i = COUNTERS.index(name)
         return self.counters[i : i + 1]
 
     def rebuild(self) -> None:
