@@ -15,10 +15,15 @@ PYTHONS = pytest.mark.parametrize("warm", [True, False], ids=["warm", "real"])
 
 
 @pytest.fixture
-def python(warm: bool) -> str:
-    if warm and sys.executable == REAL:
+def python(warm: bool, request: pytest.FixtureRequest) -> str:
+    return request.getfixturevalue("warm_python") if warm else REAL
+
+
+@pytest.fixture
+def warm_python() -> str:
+    if sys.executable == REAL:
         pytest.skip("processes of tests are interpreters of their own here")
-    return sys.executable if warm else REAL
+    return sys.executable
 
 
 def run(python: str, *arguments: str, **more: object) -> subprocess.CompletedProcess[str]:
@@ -107,6 +112,23 @@ def test_a_signal_reaches_it(python: str, number: signal.Signals, status: int):
             return
         threading.Event().wait(0.1)
     pytest.fail("it still runs")
+
+
+SIGNALS_ITS_FRONT = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
+os.kill(int(os.environ["FRONT"]), signal.SIGTERM)
+time.sleep(60)
+"""
+
+
+def test_a_signal_reaches_it_before_its_front_has_seen_that_it_runs(warm_python: str):
+    """The front yields its core to everybody, so the fork is far ahead of it."""
+    slow = "import os, sys; os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0)); "
+    slow += "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); "
+    slow += "os.environ['FRONT'] = str(os.getpid()); os.execv(sys.argv[1], sys.argv[1:])"
+    command = [REAL, "-c", slow, warm_python, "-c", SIGNALS_ITS_FRONT]
+    assert [run(*command).returncode for _ in range(10)] == [5] * 10
 
 
 def test_what_a_fork_cannot_be_is_an_interpreter_of_its_own():

@@ -101,6 +101,8 @@ def ask(arguments):
     }
     text = marshal.dumps(asked)
     rights = b"".join(number.to_bytes(4, sys.byteorder) for number in [*files, network])
+    # From here on a fork may run, and be signalled, before this process knows its number.
+    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
     link.sendmsg([len(text).to_bytes(8, "big")], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
     link.sendall(text)
     return link
@@ -125,6 +127,7 @@ def main():
     process = number_from(link)
     for number in FORWARDED:  # ignored ones too: the fork may have a mind of its own
         signal.signal(number, lambda number, _: os.kill(process, number))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
     for stream in (0, 1, 2):
         try:
             os.close(stream)  # who reads the other end waits for the fork alone
