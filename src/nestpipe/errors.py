@@ -1,5 +1,10 @@
 """Errors meant for people: one sentence that says what, which value, and what to do."""
 
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
 
 class NestpipeError(Exception):
     """The root of every error that a user can cause; the command line prints it and exits."""
@@ -67,3 +72,30 @@ class ShedError(NestpipeError):
     def __init__(self, message: str, retry_after_s: float = 1.0):
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class Speaker:
+    """Which rank tells people of an error that several may have: one of them, whichever has it.
+
+    What is wrong with an option is wrong on every rank. What is wrong with a file, or too large for
+    a pool, may be so on one rank alone, which then must say it.
+    """
+
+    def __init__(self) -> None:
+        self._claim: Callable[[str], bool] | None = None
+
+    def ranks_met(self, claim: Callable[[str], bool]) -> None:
+        """From now on ranks ask each other; `claim` is true for the first to name a kind."""
+        self._claim = claim
+
+    def may_say(self, error: NestpipeError) -> bool:
+        """Whether this process tells it; of a run that failed every rank tells its own part."""
+        if isinstance(error, RunError):
+            return True
+        if self._claim is None:
+            return os.environ.get("RANK", "0") == "0"
+        return self._claim(type(error).__name__)
+
+
+speaker = Speaker()
+"""Of this process."""

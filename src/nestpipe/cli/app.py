@@ -34,7 +34,7 @@ from nestpipe.cli.simulate import simulate_app
 from nestpipe.cli.train import evaluate, train, verify
 from nestpipe.dashboard.server import with_address
 from nestpipe.deprecated import RenamedWarning, current_flags
-from nestpipe.errors import NestpipeError, RunError
+from nestpipe.errors import NestpipeError, RunError, speaker
 
 app = typer.Typer(
     help="Exact, nested pipelining for recommendation models with very large tables.",
@@ -113,8 +113,7 @@ def _run(arguments: list[str]) -> int:
         sys.stdout.flush()
         return status if isinstance(status, int) else 0
     except NestpipeError as error:
-        # What is wrong with the input is the same on every rank; a failed run is not.
-        if os.environ.get("RANK", "0") == "0" or isinstance(error, RunError):
+        if speaker.may_say(error):
             _say(str(error))
         return error.exit_status
     except _UsageError as error:

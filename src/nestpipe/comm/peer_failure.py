@@ -203,6 +203,14 @@ class LostPeers:
         return ranks - {self._rank}
 
 
+def claim_kind(store: Store, kind: str) -> bool:
+    """Whether this rank is the first to tell people of an error of that kind."""
+    try:
+        return store.add(kind, 1) == 1
+    except RuntimeError:
+        return False  # the rank that held the store has ended, and has said why
+
+
 def _ranks(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 

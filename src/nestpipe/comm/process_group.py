@@ -17,6 +17,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,9 +40,9 @@ from nestpipe.comm.communicator import (
     own_subset,
     row_bytes,
 )
-from nestpipe.comm.peer_failure import CollectiveState, LostPeers, explain_sigterm
+from nestpipe.comm.peer_failure import CollectiveState, LostPeers, claim_kind, explain_sigterm
 from nestpipe.deprecated import warn
-from nestpipe.errors import ConfigError, NestpipeError, RunError
+from nestpipe.errors import ConfigError, NestpipeError, RunError, speaker
 
 if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
@@ -221,6 +222,7 @@ def connect(
     lost = LostPeers(PrefixStore("lost", store), rank, size, timeout_s)
     state = CollectiveState(rank, lost)
     explain_sigterm(state.sentence)
+    speaker.ranks_met(partial(claim_kind, PrefixStore("said", store)))
     everyone = list(range(size))
     groups: _Groups = dict.fromkeys(NETWORKS)
     if device.type == "cuda":

@@ -1,10 +1,14 @@
 """Who is named when a collective fails: reports of survivors, without a network."""
 
+from functools import partial
+
 import pytest
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.distributed_c10d import Store
 
 from nestpipe.comm import peer_failure as loss
-from nestpipe.comm.peer_failure import LostPeers
+from nestpipe.comm.peer_failure import LostPeers, claim_kind
+from nestpipe.errors import ConfigError, DataError, RunError, Speaker
 
 CLOSED = RuntimeError("Connection closed by peer")
 
@@ -53,3 +57,35 @@ def test_nobody_is_missing_when_all_report():
     first, second = peers(2)
     second.explain("`rows 1`", CLOSED, range(2))
     assert "every peer reports a failure too" in first.explain("`rows 1`", CLOSED, range(2))
+
+
+# Who tells people of an error that several ranks may have
+
+
+def test_before_ranks_meet_the_first_rank_tells(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    assert not Speaker().may_say(ConfigError("wrong on every rank"))
+    assert Speaker().may_say(RunError("failed here"))
+    monkeypatch.setenv("RANK", "0")
+    assert Speaker().may_say(ConfigError("wrong on every rank"))
+
+
+def test_of_ranks_that_met_the_first_to_have_an_error_tells(monkeypatch):
+    store, speakers = HashStore(), [Speaker(), Speaker()]
+    for speaker in speakers:
+        speaker.ranks_met(partial(claim_kind, store))
+    monkeypatch.setenv("RANK", "1")
+    assert speakers[1].may_say(DataError("of one rank alone"))
+    assert not speakers[0].may_say(DataError("found by another rank too"))
+    assert speakers[0].may_say(ConfigError("another thing"))
+    assert all(speaker.may_say(RunError("its own part")) for speaker in speakers)
+
+
+def test_where_the_store_is_gone_its_rank_has_told():
+    class Gone(Store):
+        def add(self, key: str, amount: int) -> int:
+            raise RuntimeError("Connection reset by peer")
+
+    speaker = Speaker()
+    speaker.ranks_met(partial(claim_kind, Gone()))
+    assert not speaker.may_say(ConfigError("wrong"))

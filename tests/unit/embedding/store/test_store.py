@@ -439,9 +439,13 @@ def test_every_byte_is_counted():
 
 
 COUNT_BYTES = """
-import resource, torch
+import ctypes, resource, torch
 from nestpipe.embedding.store.host import NativeStore
 from nestpipe.embedding.store.protocol import StoreLayout
+
+if hasattr(ctypes.CDLL(None), "mallopt"):
+    # A thread that first allocates maps 64 MiB, which it may never use; M_ARENA_MAX is -8.
+    ctypes.CDLL(None).mallopt(-8, 1)
 
 def mapped():
     return int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
