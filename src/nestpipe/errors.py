@@ -84,6 +84,10 @@ class Speaker:
     def __init__(self) -> None:
         self._claim: Callable[[str], bool] | None = None
 
+    def command_begins(self) -> None:
+        """Nobody has met yet: ranks of an earlier command in this process are none of this one."""
+        self._claim = None
+
     def ranks_met(self, claim: Callable[[str], bool]) -> None:
         """From now on ranks ask each other; `claim` is true for the first to name a kind."""
         self._claim = claim

@@ -108,6 +108,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _run(arguments: list[str]) -> int:
+    speaker.command_begins()
     try:
         status = app(arguments, prog_name="nestpipe", standalone_mode=False)
         sys.stdout.flush()

@@ -6,9 +6,10 @@ import pytest
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.distributed_c10d import Store
 
+from nestpipe.cli.app import main
 from nestpipe.comm import peer_failure as loss
 from nestpipe.comm.peer_failure import LostPeers, claim_kind
-from nestpipe.errors import ConfigError, DataError, RunError, Speaker
+from nestpipe.errors import ConfigError, DataError, RunError, Speaker, speaker
 
 CLOSED = RuntimeError("Connection closed by peer")
 
@@ -89,3 +90,11 @@ def test_where_the_store_is_gone_its_rank_has_told():
     speaker = Speaker()
     speaker.ranks_met(partial(claim_kind, Gone()))
     assert not speaker.may_say(ConfigError("wrong"))
+
+
+def test_a_second_command_in_the_same_process_tells_its_errors(capsys, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    speaker.ranks_met(lambda kind: False)  # as an earlier command left it
+    with pytest.raises(SystemExit, match="2"):
+        main(["draw", "nestd"])
+    assert "nestd" in capsys.readouterr().err

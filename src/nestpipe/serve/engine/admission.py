@@ -87,12 +87,13 @@ def _not_negative_least_squares(rows_ST: np.ndarray, wanted_S: np.ndarray) -> np
     """The best of all subsets of columns whose own least squares solution is not negative."""
     columns = range(rows_ST.shape[1])
     best_T, least = np.zeros(rows_ST.shape[1]), float(wanted_S @ wanted_S)
+    rounding = 1e-18 * least  # of errors that are squares: exact fits differ by less
     for size in range(1, len(columns) + 1):
         for chosen in map(list, combinations(columns, size)):
             solution = np.linalg.lstsq(rows_ST[:, chosen], wanted_S, rcond=None)[0]
             error = float(np.sum((rows_ST[:, chosen] @ solution - wanted_S) ** 2))
-            # The smaller set wins a tie, so noise in the last bit adds no factor.
-            if (solution >= 0).all() and error < least * (1 - 1e-9):
+            # The first and smaller set wins a tie, so noise in the last bit chooses no factor.
+            if (solution >= 0).all() and error < least * (1 - 1e-9) - rounding:
                 best_T, least = np.zeros(rows_ST.shape[1]), error
                 best_T[chosen] = solution
     return best_T
