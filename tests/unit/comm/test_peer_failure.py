@@ -73,13 +73,13 @@ def test_before_ranks_meet_the_first_rank_tells(monkeypatch):
 
 def test_of_ranks_that_met_the_first_to_have_an_error_tells(monkeypatch):
     store, speakers = HashStore(), [Speaker(), Speaker()]
-    for speaker in speakers:
-        speaker.ranks_met(partial(claim_kind, store))
+    for one in speakers:
+        one.ranks_met(partial(claim_kind, store))
     monkeypatch.setenv("RANK", "1")
     assert speakers[1].may_say(DataError("of one rank alone"))
     assert not speakers[0].may_say(DataError("found by another rank too"))
     assert speakers[0].may_say(ConfigError("another thing"))
-    assert all(speaker.may_say(RunError("its own part")) for speaker in speakers)
+    assert all(one.may_say(RunError("its own part")) for one in speakers)
 
 
 def test_where_the_store_is_gone_its_rank_has_told():
@@ -87,9 +87,9 @@ def test_where_the_store_is_gone_its_rank_has_told():
         def add(self, key: str, amount: int) -> int:
             raise RuntimeError("Connection reset by peer")
 
-    speaker = Speaker()
-    speaker.ranks_met(partial(claim_kind, Gone()))
-    assert not speaker.may_say(ConfigError("wrong"))
+    alone = Speaker()
+    alone.ranks_met(partial(claim_kind, Gone()))
+    assert not alone.may_say(ConfigError("wrong"))
 
 
 def test_a_second_command_in_the_same_process_tells_its_errors(capsys, monkeypatch):
