@@ -86,6 +86,29 @@ class Progress:
     """Of a stream: the offset of each partition after the last trained sample."""
 
 
+class Reading:
+    """Batches of an epoch that are being read, from where training stands.
+
+    A run that ends in the middle of an epoch, for a checkpoint or an evaluation, leaves it for the
+    next: reading anew would decode and shuffle the same window of samples once more.
+    """
+
+    def __init__(self, source: Source, place: tuple[int, int], batches: Iterator[Batch]) -> None:
+        """`place`: the epoch, and where in its samples the next batch begins."""
+        self.source, self.place = source, place
+        self.taken = 0
+        """Batches since it was made, or left for another run."""
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        batch = next(self._batches)
+        self.taken += 1
+        return batch
+
+
 class Trainer:
     """One rank's trainer; every rank makes one and calls the same methods."""
 
@@ -104,6 +127,8 @@ class Trainer:
     """Whether some rank wanted to stop, so that all have ended."""
     idle: bool = False
     """Whether the last `fit` ended because a stream had nothing more for a while."""
+    _left_open: Reading | None = None
+    """What the last run was reading, if it ended in the middle of an epoch."""
 
     def __init__(
         self,
@@ -209,6 +234,7 @@ class Trainer:
         resized = device_memory not in (None, self.settings.device_memory)
         memory = device_memory if device_memory is not None else self.settings.device_memory
         self.settings = replace(self.settings, pipeline=pipeline, device_memory=memory)
+        self._left_open = None  # the deal of samples may be another one
         self.plan = self._checked_plan()
         after = (self.plan.shape.overlaps, self.routes_on_device(self.plan))
         if after != before:
@@ -471,7 +497,8 @@ class Trainer:
         self, source: Source, most: int | None, on_step: Callable[[StepReport], None]
     ) -> bool:
         """Train on what is left of the epoch, at most so many steps; whether it ended."""
-        work = self._work(source, most, on_step)
+        reading = self._reading_from(source)
+        work = self._work(source, reading, most, on_step)
         self._run(work)
         # Who looks at rows now, or saves them, finds the same in every group.
         if work.tables.merge_is_due:
@@ -489,10 +516,19 @@ class Trainer:
             samples=self.progress.samples + trained * self.settings.batch,
         )
         self.stopped = work.stopped
+        # Where the end was found late, batches behind it are read already, and lost to the next.
+        goes_on = reading.taken == trained and not work.data_ended
+        if goes_on and not isinstance(source, StreamingSource):  # that decides block by block
+            reading.taken, reading.place = 0, self._place
+            self._left_open = reading
         return work.data_ended
 
     def _work(
-        self, source: Source, most: int | None, on_step: Callable[[StepReport], None]
+        self,
+        source: Source,
+        batches: Iterator[Batch],
+        most: int | None,
+        on_step: Callable[[StepReport], None],
     ) -> TrainingWork:
         """The acts of a run on what is left of the epoch."""
         tables = self._make_training_tables(self.plan)
@@ -502,7 +538,7 @@ class Trainer:
             model=self.model,
             tables=tables,
             dense_optimizer=self.dense_optimizer,
-            batches=self._batches_left(source),
+            batches=batches,
             empty=source.empty(),
             mesh=self.mesh,
             device=self.device,
@@ -525,6 +561,17 @@ class Trainer:
             dense_half=self.dense_half,
             graphs=self._graphs if isinstance(tables, DeviceTables) else None,
         )
+
+    @property
+    def _place(self) -> tuple[int, int]:
+        return self.progress.epoch, self.progress.samples
+
+    def _reading_from(self, source: Source) -> Reading:
+        """What the run before has left open, where training goes on from there."""
+        left, self._left_open = self._left_open, None
+        if left is not None and left.source is source and left.place == self._place:
+            return left
+        return Reading(source, self._place, self._batches_left(source))
 
     def _batches_left(self, source: Source) -> Iterator[Batch]:
         """This rank's part of each batch of the epoch that is not trained yet."""
@@ -781,6 +828,7 @@ class Trainer:
 
     def close(self) -> None:
         """Give the rows' memory back."""
+        self._left_open = None
         if self._grad_buckets is not None:
             self._grad_buckets.close()
         self._pools = []

@@ -9,7 +9,7 @@ from nestpipe.config import build
 from nestpipe.train import JobConfig, loop, make_job, train_job
 
 SAMPLES, BATCH = 96, 16
-DATA = {"synthetic": {"samples": SAMPLES, "num_tables": 2}}
+DATA = {"synthetic": {"samples": SAMPLES, "num_tables": 2, "test_samples": 64}}
 
 
 def steps_of_evaluations(monkeypatch: pytest.MonkeyPatch, **run: object) -> list[int]:

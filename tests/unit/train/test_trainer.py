@@ -1,6 +1,7 @@
 """The trainer: the same result on any number of ranks, with any plan, after any restart."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache
@@ -337,6 +338,47 @@ def test_a_restart_with_the_same_ranks_changes_no_bit(tmp_path):
     train(2, steps=25, save=tmp_path)
     resumed, _ = train(2, load=only_checkpoint(tmp_path))
     assert_identical(straight, resumed)
+
+
+class Passes(Samples):
+    """Notes where each pass over it began: epoch and batch."""
+
+    def __init__(self, samples: Batch) -> None:
+        super().__init__(samples)
+        self.begun: list[tuple[int, int]] = []
+
+    def batches(self, **given: int) -> Iterator[Batch]:
+        self.begun.append((given["epoch"], given["start"]))
+        return super().batches(**given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("plan", ["serial", "nested"])
+def test_a_run_in_pieces_reads_each_epoch_once(plan):
+    """Reading anew would decode and shuffle a window once more, at each checkpoint."""
+    source, losses = Passes(make_samples()), []
+    with closing(Trainer(Model(), TABLES, settings(plan=plan))) as trainer:
+        for _ in range(14):
+            trainer.fit(
+                source, epochs=2, steps=1, on_step=lambda report: losses.append(report.loss)
+            )  # type: ignore[arg-type]
+        found = outcome(trainer)
+    assert source.begun == [(0, 0), (1, 0)]
+    straight, expected = train(1, epochs=2, plan=plan)
+    assert losses == expected
+    assert_identical(found, straight)
+
+
+def test_a_run_that_goes_on_elsewhere_reads_anew(tmp_path):
+    source, other = Passes(make_samples()), Passes(make_samples(1))
+    with closing(Trainer(Model(), TABLES, settings())) as trainer:
+        trainer.fit(source, steps=2)  # type: ignore[arg-type]
+        trainer.save(tmp_path)
+        trainer.fit(other, steps=1)  # type: ignore[arg-type]
+        trainer.fit(source, steps=1)  # type: ignore[arg-type]
+        trainer.load(only_checkpoint(tmp_path))
+        trainer.fit(source, steps=1)  # type: ignore[arg-type]
+    assert source.begun == [(0, 0), (0, 3), (0, 2)]
+    assert other.begun == [(0, 2)]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
