@@ -6,6 +6,7 @@ from copy import deepcopy
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -355,12 +356,13 @@ class Passes(Samples):
 @pytest.mark.parametrize("plan", ["serial", "nested"])
 def test_a_run_in_pieces_reads_each_epoch_once(plan):
     """Reading anew would decode and shuffle a window once more, at each checkpoint."""
-    source, losses = Passes(make_samples()), []
+    source: Any = Passes(make_samples())
+    losses: list[float] = []
     with closing(Trainer(Model(), TABLES, settings(plan=plan))) as trainer:
         for _ in range(14):
             trainer.fit(
                 source, epochs=2, steps=1, on_step=lambda report: losses.append(report.loss)
-            )  # type: ignore[arg-type]
+            )
         found = outcome(trainer)
     assert source.begun == [(0, 0), (1, 0)]
     straight, expected = train(1, epochs=2, plan=plan)
@@ -369,14 +371,15 @@ def test_a_run_in_pieces_reads_each_epoch_once(plan):
 
 
 def test_a_run_that_goes_on_elsewhere_reads_anew(tmp_path):
-    source, other = Passes(make_samples()), Passes(make_samples(1))
+    source: Any = Passes(make_samples())
+    other: Any = Passes(make_samples(1))
     with closing(Trainer(Model(), TABLES, settings())) as trainer:
-        trainer.fit(source, steps=2)  # type: ignore[arg-type]
+        trainer.fit(source, steps=2)
         trainer.save(tmp_path)
-        trainer.fit(other, steps=1)  # type: ignore[arg-type]
-        trainer.fit(source, steps=1)  # type: ignore[arg-type]
+        trainer.fit(other, steps=1)
+        trainer.fit(source, steps=1)
         trainer.load(only_checkpoint(tmp_path))
-        trainer.fit(source, steps=1)  # type: ignore[arg-type]
+        trainer.fit(source, steps=1)
     assert source.begun == [(0, 0), (0, 3), (0, 2)]
     assert other.begun == [(0, 2)]
 
