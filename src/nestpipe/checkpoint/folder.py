@@ -389,15 +389,27 @@ class KnownManifests:
         self._known: dict[Path, tuple[tuple[int, ...], Manifest]] = {}
 
     def read(self, checkpoint: Path) -> Manifest:
-        try:
-            file = (checkpoint / MANIFEST).stat()
-        except OSError:
+        """The manifest, parsed now if it is not the one that was."""
+        stamp = _stamp_of(checkpoint / MANIFEST)
+        if stamp is None:
             return read_manifest(checkpoint)
-        stamp = (file.st_ino, file.st_mtime_ns, file.st_size)
         known = self._known.get(checkpoint)
         if known is None or known[0] != stamp:
             known = self._known[checkpoint] = (stamp, read_manifest(checkpoint))
         return known[1]
+
+    def knows(self, checkpoint: Checkpoint) -> bool:
+        """Whether the manifests of a checkpoint and its parents are still those that it has."""
+        found = ((of, _stamp_of(of.path / MANIFEST)) for of in checkpoint.chain)
+        return all(self._known.get(of.path) == (stamp, of.manifest) for of, stamp in found)
+
+
+def _stamp_of(file: Path) -> tuple[int, ...] | None:
+    try:
+        found = file.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size
 
 
 def open_checkpoint(path: Path, read: Callable[[Path], Manifest] = read_manifest) -> Checkpoint:

@@ -235,6 +235,8 @@ class BackgroundWriter:
         self._thread: threading.Thread | None = None
         self._fault: list[str] | None = None
         self._manifests = KnownManifests()
+        self._published: Checkpoint | None = None
+        """The last one, opened by the thread that wrote it."""
         self.seconds = 0.0
         """Time that training has waited, for copies and for writes that were not done yet."""
         self.num_bytes = 0
@@ -300,13 +302,20 @@ class BackgroundWriter:
 
         def look() -> None:
             if parent is not None and self._mesh.world.rank == 0:
-                found.append(_opened(parent, self._manifests))
+                found.append(self._opened_parent(parent))
 
         raise_first(cast("list[list[str] | None]", self._everywhere(fault_of(look))))
         increment = bool(found) and len(found[0].parents) < self._increments
         mine = [found[0].name, found[0].manifest.hash] if increment else None
         told = gathered_from_first(self._mesh.world, mine)
         return None if told is None else Parent(name=told[0], hash=told[1])
+
+    def _opened_parent(self, parent: Path) -> Checkpoint:
+        """Looking at every file of a long chain takes milliseconds in which training waits."""
+        last = self._published
+        if last is not None and last.path == parent and self._manifests.knows(last):
+            return last
+        return _opened(parent, self._manifests)
 
     def _everywhere(self, value: object) -> list[object]:
         return cast("list[object]", self._mesh.world.all_gather_values(value))
@@ -385,7 +394,7 @@ class BackgroundWriter:
             _refuse_lost_rows(counted(manifest.tables, entries), manifest.tables)
         write_manifest(partial, replace(manifest, files=entries))
         disk.publish(partial, target)
-        self._manifests.read(target)  # the next checkpoint asks for it while training waits
+        self._published = open_checkpoint(target, self._manifests.read)
 
     def _start(self, target: Path, write: Callable[[], None]) -> None:
         def run() -> None:
