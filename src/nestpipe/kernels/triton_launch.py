@@ -1,0 +1,173 @@
+"""Starts of Triton kernels that cost the host little.
+
+Triton binds the arguments of every start by name, asks which code they need and calls hooks: 10 to
+40 us. A `Starter` lets it do so once for every kind of arguments, and then calls the code's own
+launcher with them: a `Kind` is all that Triton compiles for. Which code runs, and so every bit of
+the result, is the same. `NESTPIPE_TRITON_LAUNCH=ordinary` takes Triton's way always, as the twin.
+"""
+
+# triton comes with torch's builds for GPUs, and with no other
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Hashable, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import triton
+from torch import Tensor
+from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+PROVEN = "3.6."
+"""Versions of Triton whose launcher takes arguments as they are given here."""
+MOST_KINDS = 256
+"""Of the arguments of one kernel; further ones go Triton's way."""
+SWITCH = "NESTPIPE_TRITON_LAUNCH"
+_INT32 = range(-(1 << 31), 1 << 31)
+Kind = Hashable
+
+
+class Constants:
+    """What a kernel is compiled for, and the compiler's options, by name; made by `constants`."""
+
+    __slots__ = ("named",)
+
+    def __init__(self, named: dict[str, Any]) -> None:
+        self.named = named
+
+
+@cache
+def constants(**named: Any) -> Constants:
+    """One object for equal values, so that a start need not compare them."""
+    return Constants(named)
+
+
+class Code(NamedTuple):
+    """What Triton has compiled, ready to be started."""
+
+    run: Callable[..., None]
+    function: Any
+    metadata: Any
+    constants: tuple[Any, ...]
+    """The last arguments."""
+
+
+class Starter:
+    """Starts one kernel, whose parameters are descriptors, tensors, numbers and constants in turn.
+
+    The launch is Triton's own where the fast way is not known to be right: `why_ordinary` says why.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self.why_ordinary = _why_ordinary(kernel)
+        self.codes: dict[Kind, Code | None] = {}
+        """By kind; None: Triton's way."""
+        if self.why_ordinary is None:
+            self._driver = triton.runtime.driver.active
+            free = {p.name for p in kernel.params if p.do_not_specialize}
+            self._names = [p.name for p in kernel.params if p.is_constexpr]
+            numbers = [p.name for p in kernel.params if not p.is_constexpr]
+            self._free = [name in free for name in numbers]
+
+    def __call__(
+        self,
+        grid: tuple[int, ...],
+        constants: Constants,
+        descriptors: Sequence[TensorDescriptor],
+        tensors: Sequence[Tensor | None],
+        numbers: Sequence[float | None],
+    ) -> None:
+        """Start the kernel on the current stream; None leaves an argument out."""
+        if self.why_ordinary is not None:
+            self.start_ordinarily(grid, constants, descriptors, tensors, numbers)
+            return
+        pointers, low_bits, types = [], 0, []
+        for tensor in tensors:
+            if tensor is None:
+                pointers.append(None)
+                types.append(None)
+            else:
+                pointers.append(pointer := tensor.data_ptr())
+                low_bits |= pointer
+                types.append(tensor.dtype)
+                types.append(tensor.get_device())
+        for descriptor in descriptors:
+            types.append(descriptor.base.dtype)
+            types.append(descriptor.block_shape[1])
+        device = self._driver.get_current_device()
+        kind = (constants, device, *types, *self._kinds_of(numbers, len(tensors), len(descriptors)))
+        code = self.codes.get(kind)
+        if code is None or low_bits & 15:
+            compiled = self.start_ordinarily(grid, constants, descriptors, tensors, numbers)
+            if not low_bits & 15 and kind not in self.codes and len(self.codes) < MOST_KINDS:
+                self.codes[kind] = self._code_of(compiled, constants)
+            return
+        rows, columns, planes = (*grid, 1, 1)[:3]
+        stream = self._driver.get_current_stream(device)
+        try:
+            code.run(
+                rows, columns, planes, stream, code.function, code.metadata, None, None, None,
+                *descriptors, *pointers, *numbers, *code.constants,
+            )  # fmt: skip
+        except (TypeError, ValueError, AttributeError, SystemError) as error:
+            self._give_up(error)
+            self.start_ordinarily(grid, constants, descriptors, tensors, numbers)
+
+    def start_ordinarily(
+        self,
+        grid: tuple[int, ...],
+        constants: Constants,
+        descriptors: Sequence[TensorDescriptor],
+        tensors: Sequence[Tensor | None],
+        numbers: Sequence[float | None],
+    ) -> Any:
+        """Triton's own way, the twin; the code that it chose."""
+        return self.kernel[grid](*descriptors, *tensors, *numbers, **constants.named)
+
+    def _kinds_of(
+        self, numbers: Sequence[float | None], num_tensors: int, num_descriptors: int
+    ) -> list[Any]:
+        """What Triton compiles for, of each number: its type, and whether it is 1 or has a 16."""
+        free = self._free
+        kinds: list[Any] = []
+        for place, number in enumerate(numbers, num_tensors + num_descriptors):
+            if isinstance(number, int):
+                kinds.append(number in _INT32)
+                if not free[place]:
+                    kinds.append(1 if number == 1 else number & 15 == 0)
+            else:
+                kinds.append(number.__class__)
+        return kinds
+
+    def _code_of(self, compiled: Any, constants: Constants) -> Code | None:
+        """None: what Triton returned is not what is known here."""
+        try:
+            last = tuple(constants.named[name] for name in self._names)
+            return Code(compiled.run, compiled.function, compiled.packed_metadata, last)
+        except (AttributeError, KeyError) as error:
+            self._give_up(error)
+            return None
+
+    def _give_up(self, error: Exception) -> None:
+        self.why_ordinary = f"{type(error).__name__}: {error}"
+        warnings.warn(
+            f"the kernel {self.kernel.__name__} is started Triton's way from now on, which costs "
+            f"the host more: {self.why_ordinary}",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+def _why_ordinary(kernel: Any) -> str | None:
+    """Why a kernel is started Triton's way; None: it need not be."""
+    if os.environ.get(SWITCH) == "ordinary":
+        return f"{SWITCH} is set"
+    if type(kernel) is not JITFunction:
+        return "the kernel is interpreted"
+    if not triton.__version__.startswith(PROVEN):
+        return f"Triton {triton.__version__} is not {PROVEN}x"
+    return None
