@@ -13,7 +13,8 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Hashable, Sequence
-from functools import cache
+from functools import cache, reduce
+from operator import or_
 from typing import Any, NamedTuple
 
 import triton
@@ -25,6 +26,8 @@ PROVEN = "3.6."
 """Versions of Triton whose launcher takes arguments as they are given here."""
 MOST_KINDS = 256
 """Of the arguments of one kernel; further ones go Triton's way."""
+MOST_NUMBERS = 4096
+"""Of which the kinds are remembered."""
 SWITCH = "NESTPIPE_TRITON_LAUNCH"
 _INT32 = range(-(1 << 31), 1 << 31)
 Kind = Hashable
@@ -66,6 +69,7 @@ class Starter:
         self.why_ordinary = _why_ordinary(kernel)
         self.codes: dict[Kind, Code | None] = {}
         """By kind; None: Triton's way."""
+        self._kinds: dict[tuple[float | None, ...], tuple[Any, ...]] = {}
         if self.why_ordinary is None:
             self._driver = triton.runtime.driver.active
             free = {p.name for p in kernel.params if p.do_not_specialize}
@@ -79,27 +83,22 @@ class Starter:
         constants: Constants,
         descriptors: Sequence[TensorDescriptor],
         tensors: Sequence[Tensor | None],
-        numbers: Sequence[float | None],
+        numbers: tuple[float | None, ...],
     ) -> None:
         """Start the kernel on the current stream; None leaves an argument out."""
         if self.why_ordinary is not None:
             self.start_ordinarily(grid, constants, descriptors, tensors, numbers)
             return
-        pointers, low_bits, types = [], 0, []
-        for tensor in tensors:
-            if tensor is None:
-                pointers.append(None)
-                types.append(None)
-            else:
-                pointers.append(pointer := tensor.data_ptr())
-                low_bits |= pointer
-                types.append(tensor.dtype)
-                types.append(tensor.get_device())
+        pointers = [None if x is None else x.data_ptr() for x in tensors]
+        types = [None if x is None else (x.dtype, x.get_device()) for x in tensors]
+        low_bits = reduce(or_, filter(None, pointers), 0)
         for descriptor in descriptors:
-            types.append(descriptor.base.dtype)
-            types.append(descriptor.block_shape[1])
+            types.append((descriptor.base.dtype, descriptor.block_shape[1]))
         device = self._driver.get_current_device()
-        kind = (constants, device, *types, *self._kinds_of(numbers, len(tensors), len(descriptors)))
+        kinds = self._kinds.get(numbers)
+        if kinds is None:
+            kinds = self._kinds_of(numbers, len(tensors) + len(descriptors))
+        kind = (constants, device, kinds, *types)
         code = self.codes.get(kind)
         if code is None or low_bits & 15:
             compiled = self.start_ordinarily(grid, constants, descriptors, tensors, numbers)
@@ -123,25 +122,25 @@ class Starter:
         constants: Constants,
         descriptors: Sequence[TensorDescriptor],
         tensors: Sequence[Tensor | None],
-        numbers: Sequence[float | None],
+        numbers: tuple[float | None, ...],
     ) -> Any:
         """Triton's own way, the twin; the code that it chose."""
         return self.kernel[grid](*descriptors, *tensors, *numbers, **constants.named)
 
-    def _kinds_of(
-        self, numbers: Sequence[float | None], num_tensors: int, num_descriptors: int
-    ) -> list[Any]:
+    def _kinds_of(self, numbers: tuple[float | None, ...], first: int) -> tuple[Any, ...]:
         """What Triton compiles for, of each number: its type, and whether it is 1 or has a 16."""
-        free = self._free
         kinds: list[Any] = []
-        for place, number in enumerate(numbers, num_tensors + num_descriptors):
+        for free, number in zip(self._free[first:], numbers, strict=True):
             if isinstance(number, int):
                 kinds.append(number in _INT32)
-                if not free[place]:
-                    kinds.append(1 if number == 1 else number & 15 == 0)
+                if not free:
+                    kinds.append("one" if number == 1 else number & 15 == 0)
             else:
                 kinds.append(number.__class__)
-        return kinds
+        if len(self._kinds) >= MOST_NUMBERS:  # batches have their own
+            self._kinds.clear()
+        self._kinds[numbers] = made = tuple(kinds)
+        return made
 
     def _code_of(self, compiled: Any, constants: Constants) -> Code | None:
         """None: what Triton returned is not what is known here."""

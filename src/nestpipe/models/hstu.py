@@ -201,7 +201,7 @@ class HstuBlock(nn.Module):
         config, weights = self.config, (self.uvqk.weight, self.out.weight)
         grad = torch.is_grad_enabled()
         asked = (id(config), x_TD.dtype, grad, *(of.dtype for of in weights))
-        known = view.facts.forms
+        known = view.forms
         if asked not in known:
             equal = config.attention_dim == config.value_dim
             own = all(of.dtype == torch.float32 for of in weights)
@@ -211,24 +211,31 @@ class HstuBlock(nn.Module):
 
     def _as_one_node(self, rows: Pending, view: View) -> Pending:
         """What `_by_kernels` computes, with less for the host to do."""
-        config, mask = self.config, view.mask
-        assert view.offsets_B is not None
-        rule = BlockRule(
-            Norm(self.norm.eps),
-            Norm(GATE_EPS),
-            view.dropout(config.dropout, self.site),
-            config.heads,
-            config.value_dim,
-            view.offsets_B,
-            mask.num_targets_B,
-            view.times_T,
-            view.facts,
-            (config.max_len, config.scale, config.max_attention or None, view.longest),
-        )
         uvqk, out, norm = self.uvqk, self.out, self.norm
         weights = (norm.weight, norm.bias, uvqk.weight, uvqk.bias, out.weight, out.bias)
         tables = self._table(self.position_HP), self._table(self.time_HQ)
-        return Pending(*fused.hstu_block(*rows, (*weights, *tables), rule))
+        dropout = view.dropout(self.config.dropout, self.site)
+        rule = self._rule(view)
+        return Pending(*fused.hstu_block(*rows, (*weights, *tables), rule, dropout))
+
+    def _rule(self, view: View) -> BlockRule:
+        """The same for all blocks of an encoder."""
+        config, known = self.config, view.rules
+        if id(config) not in known:
+            assert view.offsets_B is not None
+            window = config.max_attention or None
+            known[id(config)] = BlockRule(
+                Norm(self.norm.eps),
+                Norm(GATE_EPS),
+                config.heads,
+                config.value_dim,
+                view.offsets_B,
+                view.mask.num_targets_B,
+                view.times_T,
+                view.facts,
+                (config.max_len, config.scale, window, view.longest),
+            )
+        return known[id(config)]
 
     def _by_kernels(self, rows: Pending, view: View) -> tuple[Pending, Tensor, Tensor]:
         """The same with a kernel for each step between products; the sum is left to the next."""

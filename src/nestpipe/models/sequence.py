@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -18,7 +18,7 @@ from nestpipe.jagged import Join, offsets_of, rows_within
 from nestpipe.kernels.attention.fused import AttentionForm, BatchFacts, train_attention
 from nestpipe.kernels.attention.inference import attend, attend_with_past, prefix_pointers
 from nestpipe.kernels.attention.reference import Mask, RelativeBias, hstu_attention
-from nestpipe.kernels.block.fused import Dropout, PointwiseForm, chosen_kernels
+from nestpipe.kernels.block.fused import BlockRule, Dropout, PointwiseForm, chosen_kernels
 from nestpipe.models.draws import dropout, kernel_dropout, of_each_row
 
 # Shapes: B samples, T rows of all samples together, D model width, H heads, A width of queries and
@@ -233,6 +233,10 @@ class View:
     offsets_B: Tensor | None = None
     """(B + 1,) of keys and values; `View.of` sets it, so that blocks share it."""
     facts: BatchFacts = field(default_factory=BatchFacts)
+    forms: dict[Hashable, bool] = field(default_factory=dict)
+    """Whether kernels serve, by what is asked; blocks of one kind need not ask again."""
+    rules: dict[int, BlockRule] = field(default_factory=dict)
+    """What blocks of one encoder share, by the id of its config."""
 
     @classmethod
     def of(cls, tokens: Tokens, total: int, prefix: Prefix | PrefixParts | None) -> View:

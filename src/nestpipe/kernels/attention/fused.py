@@ -42,8 +42,6 @@ class BatchFacts:
     """`short_T` and `kinds_BXY` by the number of buckets."""
     hard: dict[Hashable, Tensor] = field(default_factory=dict)
     """`hard_tiles` by all that they depend on besides the samples."""
-    forms: dict[Hashable, bool] = field(default_factory=dict)
-    """Whether kernels serve, by what is asked; blocks of one kind need not ask again."""
 
 
 def train_attention(

@@ -149,7 +149,7 @@ def prepare_bias(
     if position_HP is None and time_HQ is None:
         return PreparedBias()
     half_position_HP = half_time_HQ = short_T = kinds_BXY = None
-    samples, side = len(offsets_B) - 1, _ceil(longest, BLOCK_ROWS.value)
+    samples, side = offsets_B.shape[0] - 1, _ceil(longest, BLOCK_ROWS.value)
     programs = 1  # the last one has the tables
     if position_HP is not None:
         half_position_HP = position_HP.new_empty(position_HP.shape, dtype=torch.float32)
@@ -193,9 +193,12 @@ def _halve_tables(
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Problem:
-    """One call: rows, samples, and how scores become weights."""
+    """One call: rows, samples, and how scores become weights. A value: nothing changes it.
+
+    It is not frozen because that triples the time to make one.
+    """
 
     q_THA: Tensor
     k_THA: Tensor
@@ -211,12 +214,18 @@ class Problem:
     value_width: int
     tiles: Tiles
     facts: BatchFacts
+    block: int
+    """Columns of a tile, for queries, keys and values alike.
+
+    With blocks of 16 and 32 in one kernel, the assembler of Triton 3.6 takes an operand of the
+    keys' gradient from a wrong address. Tiles of one width share theirs, and come out right.
+    """
     descriptors: dict[tuple[int, int], TensorDescriptor] = field(default_factory=dict)
     """Made once: passes with the same number of rows share them."""
 
     @property
     def num_samples(self) -> int:
-        return len(self.offsets_B) - 1
+        return self.offsets_B.shape[0] - 1
 
     @property
     def heads(self) -> int:
@@ -224,16 +233,7 @@ class Problem:
 
     @property
     def out_shape(self) -> tuple[int, int, int]:
-        return len(self.q_THA), self.heads, self.value_width
-
-    @property
-    def block(self) -> int:
-        """Columns of a tile, for queries, keys and values alike.
-
-        With blocks of 16 and 32 in one kernel, the assembler of Triton 3.6 takes an operand of the
-        keys' gradient from a wrong address. Tiles of one width share theirs, and come out right.
-        """
-        return max(16, _power_of_two(max(self.width, self.value_width)))
+        return self.q_THA.shape[0], self.heads, self.value_width
 
     def rows_of(self, x_THA: Tensor, rows: int, width: int) -> TensorDescriptor:
         """A descriptor of blocks of rows of one head; columns past `width` read as zeros."""
@@ -241,8 +241,11 @@ class Problem:
             return found
         total, heads, _ = x_THA.shape
         row, head, _ = x_THA.stride()
-        shape, strides = [heads, total, width], [head, row, 1]
-        made = TensorDescriptor(x_THA, shape, strides, [1, rows, self.block])
+        # Without the class's own checks: `copyable` has made sure of what they ask.
+        made = object.__new__(TensorDescriptor)
+        made.base, made.padding = x_THA, "zero"
+        made.shape, made.strides = [heads, total, width], [head, row, 1]
+        made.block_shape = [1, rows, self.block]
         self.descriptors[id(x_THA), rows] = made  # which keeps the tensor, and so its id, alive
         return made
 
@@ -314,11 +317,12 @@ def make_problem(
     norm, scale, window, longest = rule
     width, value_width = q_THA.shape[2], v_THV.shape[2]
     biased = bias.half_position_HP is not None or bias.half_time_HQ is not None
-    tiles = Tiles.of(q_THA.dtype, max(width, value_width), biased=biased)
+    widest = max(width, value_width)
+    tiles = Tiles.of(q_THA.dtype, widest, biased=biased)
     return Problem(
         copyable(q_THA), copyable(k_THA), copyable(v_THV), offsets_B, num_targets_B, bias, norm,
         scale, window, longest, width, value_width, tiles,
-        BatchFacts() if facts is None else facts,
+        BatchFacts() if facts is None else facts, max(16, _power_of_two(widest)),
     )  # fmt: skip
 
 
@@ -327,7 +331,7 @@ def run_forward(problem: Problem) -> Tensor:
     out_THV = problem.v_THV.new_empty(problem.out_shape)
     tile = problem.tiles.forward
     programs, place = problem.order(tile.queries)
-    if not programs or not len(out_THV):
+    if not programs or not out_THV.shape[0]:
         return out_THV
     with _device_of(out_THV):
         _FORWARD(
@@ -369,7 +373,7 @@ def run_backward_queries(
     `sum_scores`: whether to sum the gradients of scores by bucket of time where that is easy.
     `grad_THV` is one that `copyable` has given.
     """
-    grad_q_THA = problem.q_THA.new_empty(len(problem.q_THA), problem.heads, problem.width)
+    grad_q_THA = problem.q_THA.new_empty(problem.q_THA.shape[0], problem.heads, problem.width)
     tile = problem.tiles.backward_queries
     programs, place = problem.order(tile.queries)
     buckets = _power_of_two(problem.bias.num_buckets)
@@ -377,7 +381,7 @@ def run_backward_queries(
     if sum_scores:
         parts = programs // max(1, problem.heads)
         sums_HXQ = problem.q_THA.new_empty(problem.heads, parts, buckets, dtype=torch.float32)
-    if not programs or not len(grad_q_THA):
+    if not programs or not grad_q_THA.shape[0]:
         return grad_q_THA, None if sums_HXQ is None else sums_HXQ.zero_()
     with _device_of(grad_q_THA):
         _BACKWARD_QUERIES(
@@ -392,7 +396,7 @@ def run_backward_queries(
 
 def run_backward_keys(problem: Problem, grad_THV: Tensor) -> tuple[Tensor, Tensor]:
     """(T, H, A) and (T, H, V) the gradients of keys and values."""
-    total, tiles = len(problem.q_THA), problem.tiles
+    total, tiles = problem.q_THA.shape[0], problem.tiles
     grad_k_THA = problem.k_THA.new_empty(total, problem.heads, problem.width)
     grad_v_THV = problem.v_THV.new_empty(total, problem.heads, problem.value_width)
     if tiles.backward_values is None:
@@ -412,7 +416,7 @@ def run_backward_part(
 ) -> None:
     """Fills the gradients of keys, of values, or of both; None: that one is not wanted."""
     programs, place = problem.order(tile.keys)
-    if not programs or not len(problem.q_THA):
+    if not programs or not problem.q_THA.shape[0]:
         return
     with _device_of(problem.q_THA):
         _BACKWARD_KEYS(
@@ -437,19 +441,20 @@ def run_bias_gradients(
     `sums_HXQ` is what the pass of the queries has summed. `twin` takes Triton's kernel also where
     the one in CUDA would do.
     """
-    if not problem.num_samples or not len(problem.q_THA):
+    if not problem.num_samples or not problem.q_THA.shape[0]:
         parts = (None, None)
     elif not twin and can_sum(problem):
         parts = sum_hard_tiles(problem, grad_THV, hard_tiles(problem))
     else:
         parts = sum_by_twin(problem, grad_THV)
     position_HP, time_HQ = (None if t is None else t.new_empty(t.shape) for t in tables)
-    if parts == (None, None):
+    given = [part for part in parts if part is not None]
+    if not given:
         for grad in (position_HP, time_HQ):
             if grad is not None:
                 grad.zero_()
         return position_HP, time_HQ
-    num_parts = len(next(part for part in parts if part is not None)) // problem.heads
+    num_parts = given[0].shape[0] // problem.heads
     positions, wide = problem.bias.num_positions, 64
     with _device_of(problem.q_THA):
         wanted = constants(

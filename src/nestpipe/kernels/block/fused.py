@@ -41,11 +41,10 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class BlockRule:
-    """What a block of HSTU needs to know besides its rows and weights."""
+    """What blocks of HSTU need to know of a batch besides rows and weights."""
 
     norm: Norm
     gate_norm: Norm
-    dropout: Dropout | None
     heads: int
     width: int
     """Of a head's queries, keys, values and gate."""
@@ -146,7 +145,11 @@ def add_positions(
 
 
 def hstu_block(
-    x_TD: Tensor, added_TD: Tensor | None, weights: Sequence[Tensor | None], rule: BlockRule
+    x_TD: Tensor,
+    added_TD: Tensor | None,
+    weights: Sequence[Tensor | None],
+    rule: BlockRule,
+    dropout: Dropout | None = None,
 ) -> tuple[Tensor, Tensor]:
     """x + added, and what an HSTU block adds to that: one node of autograd.
 
@@ -154,7 +157,7 @@ def hstu_block(
     its bias, and the tables by position and by time, a line for each head. The functions above,
     `train_attention` and `linear` do the same in the same order, bit for bit.
     """
-    return _HstuBlock.apply(x_TD, added_TD, *weights, rule)
+    return _HstuBlock.apply(x_TD, added_TD, *weights, rule, dropout)
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
@@ -326,6 +329,7 @@ class _HstuBlock(torch.autograd.Function):
         position_HP: Tensor | None,
         time_HQ: Tensor | None,
         rule: BlockRule,
+        dropout: Dropout | None,
     ) -> tuple[Tensor, Tensor]:
         from nestpipe.kernels.attention import fused_launch as attention  # needs triton
         from nestpipe.kernels.block import launch  # needs triton
@@ -344,14 +348,14 @@ class _HstuBlock(torch.autograd.Function):
         prepared = attention.prepare_bias(bias, rule.offsets_B, longest, rule.facts)
         attended_THV = attention.run_forward(_problem(active_TC, prepared, rule))
         gated_TU = launch.run_norm_gate(
-            attended_THV.view(-1, values), mixed_TW, mix_bias_W, rule.gate_norm, rule.dropout
+            attended_THV.view(-1, values), mixed_TW, mix_bias_W, rule.gate_norm, dropout
         )
         out_TD = torch.addmm(out_bias_D.to(dtype), gated_TU, out_DU.t())
         ctx.save_for_backward(
             summed_TD, normed_TD, mixed_TW, active_TC, attended_THV, gated_TU, norm_D, mix_WD,
             mix_bias_W, out_DU, position_HP, time_HQ,
         )  # fmt: skip
-        ctx.rule, ctx.prepared = rule, prepared
+        ctx.rule, ctx.dropout, ctx.prepared = rule, dropout, prepared
         ctx.added_dtype = None if added_TD is None else added_TD.dtype
         ctx.set_materialize_grads(False)
         return summed_TD, out_TD
@@ -374,7 +378,7 @@ class _HstuBlock(torch.autograd.Function):
             grad_out_TD = torch.zeros_like(summed_TD, dtype=gated_TU.dtype)
         grad_out_DU, grad_out_bias_D = _weight_grads(grad_out_TD, gated_TU, needs[6:8])
         grad_attended_TU, grad_gate_TU = launch.run_norm_gate_backward(
-            attended_THV.view(-1, values), mixed_TW, mix_bias_W, rule.gate_norm, rule.dropout,
+            attended_THV.view(-1, values), mixed_TW, mix_bias_W, rule.gate_norm, ctx.dropout,
             torch.mm(grad_out_TD, out_DU),
         )  # fmt: skip
         problem = _problem(active_TC, ctx.prepared, rule)
@@ -382,8 +386,8 @@ class _HstuBlock(torch.autograd.Function):
             problem, grad_attended_TU.view_as(attended_THV), tuple(tables),
             (True, True, True, *needs[8:10]),
         )  # fmt: skip
-        assert grad_q is not None and grad_k is not None and grad_v is not None
-        parts = (grad_gate_TU, *(x.view(-1, values) for x in (grad_v, grad_q, grad_k)))
+        made = (x.view(-1, values) for x in (grad_v, grad_q, grad_k) if x is not None)
+        parts = (grad_gate_TU, *made)
         grad_mixed_TW, grad_mix_bias_W = launch.run_silu_backward(mixed_TW, mix_bias_W, parts)
         grad_mix_WD, _ = _weight_grads(grad_mixed_TW, normed_TD, (needs[4], False))
         grads = launch.run_add_norm_backward(
@@ -396,7 +400,7 @@ class _HstuBlock(torch.autograd.Function):
             ctx.added_dtype,
         )
         own = (grad_mix_WD, grad_mix_bias_W, grad_out_DU, grad_out_bias_D)
-        return *grads, *own, *grad_tables, None
+        return *grads, *own, *grad_tables, None, None
 
 
 def _problem(active_TC: Tensor, prepared: Any, rule: BlockRule) -> Any:
