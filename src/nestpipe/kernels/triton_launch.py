@@ -13,10 +13,12 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
 from functools import cache, reduce
 from operator import or_
 from typing import Any, NamedTuple
 
+import torch
 import triton
 from torch import Tensor
 from triton.runtime.jit import JITFunction
@@ -87,7 +89,9 @@ class Starter:
     ) -> None:
         """Start the kernel on the current stream; None leaves an argument out."""
         if self.why_ordinary is not None:
-            self.start_ordinarily(grid, constants, descriptors, tensors, numbers)
+            other = _other_device(tensors)
+            with torch.cuda.device(other) if other is not None else nullcontext():
+                self.start_ordinarily(grid, constants, descriptors, tensors, numbers)
             return
         pointers = [None if x is None else x.data_ptr() for x in tensors]
         types = [None if x is None else (x.dtype, x.get_device()) for x in tensors]
@@ -101,8 +105,11 @@ class Starter:
         kind = (constants, device, kinds, *types)
         code = self.codes.get(kind)
         if code is None or low_bits & 15:
-            compiled = self.start_ordinarily(grid, constants, descriptors, tensors, numbers)
-            if not low_bits & 15 and kind not in self.codes and len(self.codes) < MOST_KINDS:
+            other = _other_device(tensors)
+            with torch.cuda.device(other) if other is not None else nullcontext():
+                compiled = self.start_ordinarily(grid, constants, descriptors, tensors, numbers)
+            known = len(self.codes) == MOST_KINDS or kind in self.codes
+            if not (known or low_bits & 15 or other is not None):
                 self.codes[kind] = self._code_of(compiled, constants)
             return
         rows, columns, planes = (*grid, 1, 1)[:3]
@@ -159,6 +166,14 @@ class Starter:
             RuntimeWarning,
             stacklevel=3,
         )
+
+
+def _other_device(tensors: Sequence[Tensor | None]) -> torch.device | None:
+    """Where the tensors are, if that is not the current GPU; None: they are here."""
+    given = next((x for x in tensors if x is not None and x.is_cuda), None)
+    if given is None or given.get_device() == torch.cuda.current_device():
+        return None
+    return given.device
 
 
 def _why_ordinary(kernel: Any) -> str | None:

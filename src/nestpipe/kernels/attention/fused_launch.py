@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -40,7 +39,6 @@ _CACHE_BYTES = 24 << 20
 _PARTS = 512
 """Programs that share the sum of the bias gradients. A constant, so that the order is one too."""
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-_HERE = nullcontext()
 
 _FORWARD = Starter(attend_forward)
 _BACKWARD_QUERIES = Starter(attend_backward_queries)
@@ -183,14 +181,13 @@ def _halve_tables(
     """Fills what `prepare_bias` returns; one program leaves the times alone."""
     shapes = [(0, 0, 0, 0) if of is None else (*of.shape, *of.stride()) for of in tables]
     (heads, positions, *position_steps), (more_heads, buckets, *time_steps) = shapes
-    with _device_of(samples[1]):
-        _PREPARE_BIASES(
-            (programs,),
-            constants(Q=max(buckets, 1), Y=16),
-            (),
-            (*samples, *tables, *made),
-            (side, max(heads, more_heads), positions, buckets, *position_steps, *time_steps),
-        )
+    _PREPARE_BIASES(
+        (programs,),
+        constants(Q=max(buckets, 1), Y=16),
+        (),
+        (*samples, *tables, *made),
+        (side, max(heads, more_heads), positions, buckets, *position_steps, *time_steps),
+    )
 
 
 @dataclass(slots=True)
@@ -333,14 +330,13 @@ def run_forward(problem: Problem) -> Tensor:
     programs, place = problem.order(tile.queries)
     if not programs or not out_THV.shape[0]:
         return out_THV
-    with _device_of(out_THV):
-        _FORWARD(
-            (programs,),
-            problem.constants(tile, V=problem.value_width),
-            problem.descriptors_of(tile),
-            (out_THV, *problem.shared()),
-            problem.numbers(place),
-        )
+    _FORWARD(
+        (programs,),
+        problem.constants(tile, V=problem.value_width),
+        problem.descriptors_of(tile),
+        (out_THV, *problem.shared()),
+        problem.numbers(place),
+    )
     return out_THV
 
 
@@ -383,14 +379,13 @@ def run_backward_queries(
         sums_HXQ = problem.q_THA.new_empty(problem.heads, parts, buckets, dtype=torch.float32)
     if not programs or not grad_q_THA.shape[0]:
         return grad_q_THA, None if sums_HXQ is None else sums_HXQ.zero_()
-    with _device_of(grad_q_THA):
-        _BACKWARD_QUERIES(
-            (programs,),
-            problem.constants(tile, A=problem.width, Q_BLOCK=buckets),
-            problem.descriptors_of(tile, grad_THV),
-            (grad_q_THA, sums_HXQ, *problem.shared()),
-            problem.numbers(place),
-        )
+    _BACKWARD_QUERIES(
+        (programs,),
+        problem.constants(tile, A=problem.width, Q_BLOCK=buckets),
+        problem.descriptors_of(tile, grad_THV),
+        (grad_q_THA, sums_HXQ, *problem.shared()),
+        problem.numbers(place),
+    )
     return grad_q_THA, sums_HXQ
 
 
@@ -418,14 +413,13 @@ def run_backward_part(
     programs, place = problem.order(tile.keys)
     if not programs or not problem.q_THA.shape[0]:
         return
-    with _device_of(problem.q_THA):
-        _BACKWARD_KEYS(
-            (programs,),
-            problem.constants(tile, A=problem.width, V=problem.value_width),
-            problem.descriptors_of(tile, grad_THV),
-            (grad_k_THA, grad_v_THV, *problem.shared()),
-            problem.numbers(place),
-        )
+    _BACKWARD_KEYS(
+        (programs,),
+        problem.constants(tile, A=problem.width, V=problem.value_width),
+        problem.descriptors_of(tile, grad_THV),
+        (grad_k_THA, grad_v_THV, *problem.shared()),
+        problem.numbers(place),
+    )
 
 
 def run_bias_gradients(
@@ -456,18 +450,17 @@ def run_bias_gradients(
         return position_HP, time_HQ
     num_parts = given[0].shape[0] // problem.heads
     positions, wide = problem.bias.num_positions, 64
-    with _device_of(problem.q_THA):
-        wanted = constants(
-            P=positions, Q=problem.bias.num_buckets, Q_BLOCK=sums_HXQ.shape[2], X=16, W=wide
-        )
-        _ADD_PARTS(
-            (problem.heads, _ceil(positions, wide) + 1),
-            wanted,
-            (),
-            (*parts, sums_HXQ, position_HP, time_HQ),
-            # 1/2 belongs to the slope of SiLU, which the kernels give twice
-            (0.5 / problem.norm, num_parts, sums_HXQ.shape[1]),
-        )
+    wanted = constants(
+        P=positions, Q=problem.bias.num_buckets, Q_BLOCK=sums_HXQ.shape[2], X=16, W=wide
+    )
+    _ADD_PARTS(
+        (problem.heads, _ceil(positions, wide) + 1),
+        wanted,
+        (),
+        (*parts, sums_HXQ, position_HP, time_HQ),
+        # 1/2 belongs to the slope of SiLU, which the kernels give twice
+        (0.5 / problem.norm, num_parts, sums_HXQ.shape[1]),
+    )
     return position_HP, time_HQ
 
 
@@ -488,15 +481,14 @@ def _find_hard_tiles(problem: Problem) -> Tensor:
     shape = (problem.num_samples, blocks, columns)
     hard_BXY = torch.empty(shape, dtype=torch.int8, device=problem.q_THA.device)
     if hard_BXY.numel():
-        with _device_of(hard_BXY):
-            _FIND_HARD_TILES(
-                (problem.num_samples * blocks,),
-                constants(P=bias.num_positions, M=tile.queries, N=tile.keys, Y=64),
-                (),
-                (hard_BXY, problem.offsets_B, problem.num_targets_B, bias.half_position_HP,
-                 bias.kinds_BXY),
-                (bias.side, problem.window, blocks, columns),
-            )  # fmt: skip
+        _FIND_HARD_TILES(
+            (problem.num_samples * blocks,),
+            constants(P=bias.num_positions, M=tile.queries, N=tile.keys, Y=64),
+            (),
+            (hard_BXY, problem.offsets_B, problem.num_targets_B, bias.half_position_HP,
+             bias.kinds_BXY),
+            (bias.side, problem.window, blocks, columns),
+        )  # fmt: skip
     return hard_BXY
 
 
@@ -512,15 +504,14 @@ def sum_by_twin(problem: Problem, grad_THV: Tensor) -> tuple[Tensor | None, Tens
         scratch_XMN = position_XP.new_empty(heads * parts, tile.queries * tile.keys)
     if bias.half_time_HQ is not None:
         time_XQ = zeros(heads * parts, bias.num_buckets, dtype=torch.float32)
-    with _device_of(problem.q_THA):
-        blocks = _ceil(problem.longest, tile.queries)
-        _SUM_BIAS_GRADIENTS(
-            (parts, heads),
-            problem.constants(tile, Q_BLOCK=_power_of_two(bias.num_buckets)),
-            problem.descriptors_of(tile, grad_THV),
-            (position_XP, time_XQ, scratch_XMN, *problem.shared()),
-            (bias.side, 0.5 * problem.scale, problem.window, problem.num_samples, blocks),
-        )
+    blocks = _ceil(problem.longest, tile.queries)
+    _SUM_BIAS_GRADIENTS(
+        (parts, heads),
+        problem.constants(tile, Q_BLOCK=_power_of_two(bias.num_buckets)),
+        problem.descriptors_of(tile, grad_THV),
+        (position_XP, time_XQ, scratch_XMN, *problem.shared()),
+        (bias.side, 0.5 * problem.scale, problem.window, problem.num_samples, blocks),
+    )
     return position_XP, time_XQ
 
 
@@ -532,9 +523,3 @@ def copyable(x_THA: Tensor) -> Tensor:
         return x_THA
     padding = -x_THA.shape[2] % (16 // size)
     return functional.pad(x_THA, (0, padding)).contiguous()
-
-
-def _device_of(x: Tensor) -> AbstractContextManager[Any]:
-    if not x.is_cuda or x.get_device() == torch.cuda.current_device():
-        return _HERE
-    return torch.cuda.device(x.device)

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -40,7 +39,6 @@ _GATED_SILU = Starter(kernels.gated_silu_forward)
 _GATED_SILU_BACKWARD = Starter(kernels.gated_silu_backward)
 _SUM_BY_POSITION = Starter(kernels.sum_rows_by_position)
 _NO_DRAWS = (0, 0, 1.0)
-_HERE = nullcontext()
 
 
 def _ceil(number: int, unit: int) -> int:
@@ -105,14 +103,13 @@ def run_add_norm(
     rows, tile = _row_tile(width, norm.centred)
     draws_T, numbers = _drawn(dropout)
     if total:
-        with _device_of(x_TD):
-            _ADD_NORM(
-                (_ceil(total, rows),),
-                tile,
-                (),
-                (x_TD, added_TD, weight_D, bias_D, draws_T, summed_TD, out_TD),
-                (total, width, norm.eps, *numbers),
-            )
+        _ADD_NORM(
+            (_ceil(total, rows),),
+            tile,
+            (),
+            (x_TD, added_TD, weight_D, bias_D, draws_T, summed_TD, out_TD),
+            (total, width, norm.eps, *numbers),
+        )
     return summed_TD, out_TD
 
 
@@ -139,15 +136,14 @@ def run_add_norm_backward(
         weight_PD, bias_PD = sums_2PD.unbind()
     draws_T, numbers = _drawn(dropout)
     if total:
-        with _device_of(summed_TD):
-            _ADD_NORM_BACKWARD(
-                (parts,),
-                tile,
-                (),
-                (summed_TD, weight_D, draws_T, grad_summed_TD, grad_out_TD, grad_x_TD,
-                 grad_added_TD, weight_PD, bias_PD),
-                (total, width, norm.eps, *numbers),
-            )  # fmt: skip
+        _ADD_NORM_BACKWARD(
+            (parts,),
+            tile,
+            (),
+            (summed_TD, weight_D, draws_T, grad_summed_TD, grad_out_TD, grad_x_TD,
+             grad_added_TD, weight_PD, bias_PD),
+            (total, width, norm.eps, *numbers),
+        )  # fmt: skip
     grad_weight_D, grad_bias_D = (None, None) if sums_2PD is None else sums_2PD.sum(1).unbind()
     if added_dtype == summed_TD.dtype:
         grad_added_TD = grad_x_TD
@@ -163,14 +159,13 @@ def run_norm_gate(
     rows, tile = _row_tile(width, norm.centred)
     draws_T, numbers = _drawn(dropout)
     if total:
-        with _device_of(x_TD):
-            _NORM_GATE(
-                (_ceil(total, rows),),
-                tile,
-                (),
-                (x_TD, gate_TD, bias_D, draws_T, out_TD),
-                (total, width, gate_TD.stride(0), norm.eps, *numbers),
-            )
+        _NORM_GATE(
+            (_ceil(total, rows),),
+            tile,
+            (),
+            (x_TD, gate_TD, bias_D, draws_T, out_TD),
+            (total, width, gate_TD.stride(0), norm.eps, *numbers),
+        )
     return out_TD
 
 
@@ -189,14 +184,13 @@ def run_norm_gate_backward(
     rows, tile = _row_tile(width, norm.centred)
     draws_T, numbers = _drawn(dropout)
     if total:
-        with _device_of(x_TD):
-            _NORM_GATE_BACKWARD(
-                (_ceil(total, rows),),
-                tile,
-                (),
-                (x_TD, gate_TD, bias_D, draws_T, grad_out_TD, grad_x_TD, grad_gate_TD),
-                (total, width, gate_TD.stride(0), norm.eps, *numbers),
-            )
+        _NORM_GATE_BACKWARD(
+            (_ceil(total, rows),),
+            tile,
+            (),
+            (x_TD, gate_TD, bias_D, draws_T, grad_out_TD, grad_x_TD, grad_gate_TD),
+            (total, width, gate_TD.stride(0), norm.eps, *numbers),
+        )
     return grad_x_TD, grad_gate_TD
 
 
@@ -206,9 +200,8 @@ def run_silu(mixed_TW: Tensor, bias_W: Tensor | None, gate_width: int) -> Tensor
     out_TC = mixed_TW.new_empty(total, width - gate_width)
     rows, columns, tile = _column_tile(width - gate_width)
     if total:
-        with _device_of(mixed_TW):
-            grid = (_ceil(total, rows), _ceil(width - gate_width, columns))
-            _SILU(grid, tile, (), (mixed_TW, bias_W, out_TC), (total, width, gate_width))
+        grid = (_ceil(total, rows), _ceil(width - gate_width, columns))
+        _SILU(grid, tile, (), (mixed_TW, bias_W, out_TC), (total, width, gate_width))
     return out_TC
 
 
@@ -229,9 +222,8 @@ def run_silu_backward(
     if bias_W is not None:
         sums_PW = mixed_TW.new_empty(parts, width, dtype=torch.float32)
     if total:
-        with _device_of(mixed_TW):
-            tensors = (mixed_TW, bias_W, *grads, out_TW, sums_PW)
-            _SILU_BACKWARD((parts, blocks), tile, (), tensors, (total, *widths[:3]))
+        tensors = (mixed_TW, bias_W, *grads, out_TW, sums_PW)
+        _SILU_BACKWARD((parts, blocks), tile, (), tensors, (total, *widths[:3]))
     return out_TW, None if sums_PW is None else sums_PW.sum(0)
 
 
@@ -241,9 +233,8 @@ def run_gated_silu(mixed_TW: Tensor) -> Tensor:
     out_TC = mixed_TW.new_empty(total, width)
     rows, columns, tile = _column_tile(width)
     if total:
-        with _device_of(mixed_TW):
-            grid = (_ceil(total, rows), _ceil(width, columns))
-            _GATED_SILU(grid, tile, (), (mixed_TW, out_TC), (total, width))
+        grid = (_ceil(total, rows), _ceil(width, columns))
+        _GATED_SILU(grid, tile, (), (mixed_TW, out_TC), (total, width))
     return out_TC
 
 
@@ -253,9 +244,8 @@ def run_gated_silu_backward(mixed_TW: Tensor, grad_out_TC: Tensor) -> Tensor:
     out_TW = torch.empty_like(mixed_TW)
     rows, columns, tile = _column_tile(width)
     if total:
-        with _device_of(mixed_TW):
-            grid = (_ceil(total, rows), _ceil(width, columns))
-            _GATED_SILU_BACKWARD(grid, tile, (), (mixed_TW, grad_out_TC, out_TW), (total, width))
+        grid = (_ceil(total, rows), _ceil(width, columns))
+        _GATED_SILU_BACKWARD(grid, tile, (), (mixed_TW, grad_out_TC, out_TW), (total, width))
     return out_TW
 
 
@@ -268,12 +258,5 @@ def sum_by_position(grad_TD: Tensor, positions_T: Tensor, num_positions: int) ->
     out_ND = grad_TD.new_empty(num_positions, width, dtype=torch.float32)
     grid = (num_positions, _ceil(width, _POSITION_COLUMNS))
     tile = constants(R=_POSITION_ROWS, D=_POSITION_COLUMNS)
-    with _device_of(grad_TD):
-        _SUM_BY_POSITION(grid, tile, (), (grad_TD, order_T, starts_N, out_ND), (width,))
+    _SUM_BY_POSITION(grid, tile, (), (grad_TD, order_T, starts_N, out_ND), (width,))
     return out_ND
-
-
-def _device_of(x: Tensor) -> AbstractContextManager[Any]:
-    if not x.is_cuda or x.get_device() == torch.cuda.current_device():
-        return _HERE
-    return torch.cuda.device(x.device)
