@@ -61,9 +61,16 @@ class Code:
     def launch_metadata(self, *_: Any) -> None:
         """Nothing."""
 
-    def run(self, x: int, y: int, z: int, *arguments: Any) -> None:
-        """Note the start; behind the grid come seven values of the launcher's own."""
+    def __post_init__(self) -> None:
+        self.run: Any = self.note
+
+    def note(self, x: int, y: int, z: int, *arguments: Any) -> None:
+        """Note the start; behind the grid come six values of the launcher's own."""
         self.starts.append(Start(self, (x, y, z), arguments[6:]))
+
+    def note_inside(self, x: int, y: int, z: int, *arguments: Any) -> None:
+        """Note what the compiled launcher gets: ten values of its own, then tensor maps first."""
+        self.starts.append(Start(self, (x, y, z), arguments[10:]))
 
 
 def plain(argument: Any) -> Any:
@@ -90,6 +97,7 @@ def _take_over(starts: list[Start]) -> None:
 
     def compile_(self: Any, key: Any, signature: Any, device: int, *_: Any) -> Code:
         code = Code(self.__name__, starts)
+        code.run = _launcher(code, signature)
         self.device_caches[device][0][key] = code
         return code
 
@@ -97,9 +105,35 @@ def _take_over(starts: list[Start]) -> None:
         get_current_target=lambda: GPUTarget("cuda", 90, 32),
         get_current_device=lambda: 0,
         get_current_stream=lambda device: 0,
+        utils=SimpleNamespace(fill_tma_descriptor=_fill),
     )
     triton.runtime.driver.set_active(active)
     triton.runtime.jit.JITFunction._do_compile = compile_
+
+
+def _launcher(code: Code, signature: dict[str, Any]) -> Any:
+    """Triton's own, around one that is not compiled."""
+    from triton.backends.nvidia import driver  # pyright: ignore[reportMissingImports]
+
+    described = [x for x in signature.values() if isinstance(x, str) and "tensordesc" in x]
+    metas = [
+        {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [1, n], "fp4_padded": False}
+        for n, _ in enumerate(described)
+    ]
+    code.metadata.tensordesc_meta = metas
+    launcher = object.__new__(driver.CudaLauncher)
+    launcher.launch = driver.wrap_handle_tensordesc(code.note_inside, signature, metas)
+    launcher.launch_cooperative_grid, launcher.launch_pdl = 0, 0
+    launcher.num_ctas = 1
+    for name in ("global_scratch", "profile_scratch"):
+        setattr(launcher, f"{name}_size", 0)
+        setattr(launcher, f"{name}_align", 1)
+    return launcher
+
+
+def _fill(*given: Any) -> tuple[Any, ...]:
+    """A tensor map: what it is made of."""
+    return tuple(tuple(x) if isinstance(x, list) else x for x in given)
 
 
 @dataclass

@@ -53,9 +53,11 @@ def constants(**named: Any) -> Constants:
 class Code(NamedTuple):
     """What Triton has compiled, ready to be started."""
 
-    run: Callable[..., None]
-    function: Any
-    metadata: Any
+    launch: Callable[..., None]
+    head: tuple[Any, ...]
+    """Arguments behind grid and stream."""
+    maps: tuple[tuple[Any, ...], ...] | None
+    """Of each descriptor what its tensor map is made with; None: `launch` makes the maps itself."""
     constants: tuple[Any, ...]
     """The last arguments."""
 
@@ -115,9 +117,10 @@ class Starter:
         rows, columns, planes = (*grid, 1, 1)[:3]
         stream = self._driver.get_current_stream(device)
         try:
-            code.run(
-                rows, columns, planes, stream, code.function, code.metadata, None, None, None,
-                *descriptors, *pointers, *numbers, *code.constants,
+            first = descriptors if code.maps is None else self._tensor_maps(code.maps, descriptors)
+            code.launch(
+                rows, columns, planes, stream, *code.head, *first, *pointers, *numbers,
+                *code.constants,
             )  # fmt: skip
         except (TypeError, ValueError, AttributeError, SystemError) as error:
             self._give_up(error)
@@ -149,12 +152,26 @@ class Starter:
         self._kinds[numbers] = made = tuple(kinds)
         return made
 
+    def _tensor_maps(
+        self, maps: tuple[tuple[Any, ...], ...], descriptors: Sequence[TensorDescriptor]
+    ) -> list[Any]:
+        """Descriptors as the copy engine reads them, each with its shape and strides."""
+        fill, made = self._driver.utils.fill_tma_descriptor, []
+        for known, of in zip(maps, descriptors, strict=True):
+            made.append(fill(of.base.data_ptr(), *known, of.shape, of.strides, 0))
+            made += of.shape
+            made += of.strides
+        return made
+
     def _code_of(self, compiled: Any, constants: Constants) -> Code | None:
         """None: what Triton returned is not what is known here."""
         try:
             last = tuple(constants.named[name] for name in self._names)
-            return Code(compiled.run, compiled.function, compiled.packed_metadata, last)
-        except (AttributeError, KeyError) as error:
+            if inner := _inner_code(compiled, last):
+                return inner
+            head = (compiled.function, compiled.packed_metadata, None, None, None)
+            return Code(compiled.run, head, None, last)
+        except (AttributeError, ImportError, KeyError, ValueError) as error:
             self._give_up(error)
             return None
 
@@ -166,6 +183,33 @@ class Starter:
             RuntimeWarning,
             stacklevel=3,
         )
+
+
+def _inner_code(compiled: Any, last: tuple[Any, ...]) -> Code | None:
+    """The compiled launcher inside of Triton's Python around it; None: not what is known here.
+
+    That Python allocates memory where a kernel wants some, calls hooks and makes tensor maps.
+    """
+    outer, metas = compiled.run, getattr(compiled.metadata, "tensordesc_meta", None) or []
+    launch = getattr(outer, "launch", None)
+    if launch is None or outer.global_scratch_size or outer.profile_scratch_size:
+        return None
+    if metas:
+        names = launch.__code__.co_freevars
+        if "launcher" not in names or any(meta is None or meta["fp4_padded"] for meta in metas):
+            return None
+        launch = launch.__closure__[names.index("launcher")].cell_contents
+    flags = (outer.launch_cooperative_grid, outer.launch_pdl)
+    head = (compiled.function, *flags, None, None, compiled.packed_metadata, None, None, None)
+    return Code(launch, head, tuple(map(_known_of_map, metas)), last)
+
+
+def _known_of_map(meta: dict[str, Any]) -> tuple[Any, ...]:
+    """What a tensor map is made with, besides address, shape and strides."""
+    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+
+    element = TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]]
+    return meta["swizzle"], meta["elem_size"], element, meta["block_size"]
 
 
 def _other_device(tensors: Sequence[Tensor | None]) -> torch.device | None:

@@ -108,7 +108,7 @@ def a_launcher_that_refuses_is_replaced_by_tritons(starts: list[Start]) -> None:
         raise TypeError("function takes 9 arguments")
 
     for kind in starter.codes:
-        starter.codes[kind] = code._replace(run=refuse)
+        starter.codes[kind] = code._replace(launch=refuse)
     starts.clear()
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
