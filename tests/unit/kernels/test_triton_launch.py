@@ -18,10 +18,10 @@ import torch
 from support import triton_without_gpu
 from support.triton_without_gpu import HAS_TRITON, Start
 
-BLOCK = {"forward": (4, 16), "both": (9, 48)}
+BLOCK = {"forward": (4, 15), "both": (9, 42)}
 """Starts of kernels and operations of torch for a block without biases: of these 6 are products, 6
 casts of weights and of their gradients, 3 sums over rows, 15 new tensors, the rest views."""
-BIASED = {"forward": (5, 18), "both": (11, 55)}
+BIASED = {"forward": (5, 17), "both": (11, 49)}
 """The same with biases by position and by time."""
 
 

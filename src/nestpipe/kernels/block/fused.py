@@ -347,9 +347,7 @@ class _HstuBlock(torch.autograd.Function):
         *_, longest = rule.numbers
         prepared = attention.prepare_bias(bias, rule.offsets_B, longest, rule.facts)
         attended_THV = attention.run_forward(_problem(active_TC, prepared, rule))
-        gated_TU = launch.run_norm_gate(
-            attended_THV.view(-1, values), mixed_TW, mix_bias_W, rule.gate_norm, dropout
-        )
+        gated_TU = launch.run_norm_gate(attended_THV, mixed_TW, mix_bias_W, rule.gate_norm, dropout)
         out_TD = torch.addmm(out_bias_D.to(dtype), gated_TU, out_DU.t())
         ctx.save_for_backward(
             summed_TD, normed_TD, mixed_TW, active_TC, attended_THV, gated_TU, norm_D, mix_WD,
@@ -373,21 +371,19 @@ class _HstuBlock(torch.autograd.Function):
             mix_bias_W, out_DU, *tables,
         ) = ctx.saved_tensors  # fmt: skip
         rule, needs = ctx.rule, ctx.needs_input_grad
-        values = rule.heads * rule.width
         if grad_out_TD is None:
             grad_out_TD = torch.zeros_like(summed_TD, dtype=gated_TU.dtype)
         grad_out_DU, grad_out_bias_D = _weight_grads(grad_out_TD, gated_TU, needs[6:8])
-        grad_attended_TU, grad_gate_TU = launch.run_norm_gate_backward(
-            attended_THV.view(-1, values), mixed_TW, mix_bias_W, rule.gate_norm, ctx.dropout,
+        grad_attended_THV, grad_gate_TU = launch.run_norm_gate_backward(
+            attended_THV, mixed_TW, mix_bias_W, rule.gate_norm, ctx.dropout,
             torch.mm(grad_out_TD, out_DU),
         )  # fmt: skip
         problem = _problem(active_TC, ctx.prepared, rule)
         grad_q, grad_k, grad_v, *grad_tables = attention.run_backward(
-            problem, grad_attended_TU.view_as(attended_THV), tuple(tables),
+            problem, grad_attended_THV, tuple(tables),
             (True, True, True, *needs[8:10]),
         )  # fmt: skip
-        made = (x.view(-1, values) for x in (grad_v, grad_q, grad_k) if x is not None)
-        parts = (grad_gate_TU, *made)
+        parts = [x for x in (grad_gate_TU, grad_v, grad_q, grad_k) if x is not None]
         grad_mixed_TW, grad_mix_bias_W = launch.run_silu_backward(mixed_TW, mix_bias_W, parts)
         grad_mix_WD, _ = _weight_grads(grad_mixed_TW, normed_TD, (needs[4], False))
         grads = launch.run_add_norm_backward(

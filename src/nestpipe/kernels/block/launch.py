@@ -4,6 +4,7 @@
 # pyright: reportMissingImports=false, reportIndexIssue=false
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -153,9 +154,12 @@ def run_add_norm_backward(
 def run_norm_gate(
     x_TD: Tensor, gate_TD: Tensor, bias_D: Tensor | None, norm: Norm, dropout: Dropout | None
 ) -> Tensor:
-    """The norm of x times SiLU(gate + bias), after dropout, in the type of the gate."""
-    total, width = x_TD.shape
-    out_TD = torch.empty_like(x_TD, dtype=gate_TD.dtype)
+    """The norm of x times SiLU(gate + bias), after dropout, in the type of the gate.
+
+    A row of x may have several dimensions. The gate has at least as many columns as x.
+    """
+    total, width = x_TD.shape[0], math.prod(x_TD.shape[1:])
+    out_TD = gate_TD.new_empty(total, width)
     rows, tile = _row_tile(width, norm.centred)
     draws_T, numbers = _drawn(dropout)
     if total:
@@ -178,9 +182,9 @@ def run_norm_gate_backward(
     grad_out_TD: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of x and of the gate before its bias and SiLU."""
-    total, width = x_TD.shape
+    total, width = x_TD.shape[0], math.prod(x_TD.shape[1:])
     grad_x_TD = torch.empty_like(x_TD)
-    grad_gate_TD = torch.empty_like(x_TD, dtype=gate_TD.dtype)
+    grad_gate_TD = gate_TD.new_empty(total, width)
     rows, tile = _row_tile(width, norm.centred)
     draws_T, numbers = _drawn(dropout)
     if total:
@@ -210,10 +214,11 @@ def run_silu_backward(
 ) -> tuple[Tensor, Tensor | None]:
     """The gradient of all projections side by side, and of their bias.
 
-    `grads` are those of the gate before its SiLU, and of values, queries and keys after theirs.
+    `grads` are those of the gate before its SiLU, and of values, queries and keys after theirs; a
+    row may have several dimensions.
     """
     total, width = mixed_TW.shape
-    widths = [grad.shape[1] for grad in grads]
+    widths = [math.prod(grad.shape[1:]) for grad in grads]
     rows, columns, tile = _column_tile(min(widths), _BIAS_ROWS)
     parts = _ceil(total, rows)
     blocks = sum(_ceil(own, columns) for own in widths)
