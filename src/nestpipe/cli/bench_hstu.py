@@ -32,7 +32,7 @@ def bench_hstu(
     kind: Annotated[str, typer.Option(help="Blocks: hstu or fuxi.")] = "hstu",
     attention: Annotated[str, typer.Option(help="auto, fused or plain.")] = "auto",
     pointwise: Annotated[
-        str, typer.Option(help="Steps between products: auto, fused or plain.")
+        str, typer.Option(help="Steps between products: auto, fused, steps or plain.")
     ] = "auto",
     positions: Annotated[
         int, typer.Option(min=0, help="encoder, step: columns of the bias by position; 0: none.")
