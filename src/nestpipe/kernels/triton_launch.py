@@ -75,7 +75,7 @@ class Starter:
         """By kind; None: Triton's way."""
         self._kinds: dict[tuple[float | None, ...], tuple[Any, ...]] = {}
         if self.why_ordinary is None:
-            self._driver = triton.runtime.driver.active
+            self._driver: Any = None  # asked for where there is a GPU: not every import has one
             free = {p.name for p in kernel.params if p.do_not_specialize}
             self._names = [p.name for p in kernel.params if p.is_constexpr]
             numbers = [p.name for p in kernel.params if not p.is_constexpr]
@@ -100,6 +100,8 @@ class Starter:
         low_bits = reduce(or_, filter(None, pointers), 0)
         for descriptor in descriptors:
             types.append((descriptor.base.dtype, descriptor.block_shape[1]))
+        if self._driver is None:
+            self._driver = triton.runtime.driver.active
         device = self._driver.get_current_device()
         kinds = self._kinds.get(numbers)
         if kinds is None:
@@ -122,7 +124,7 @@ class Starter:
                 rows, columns, planes, stream, *code.head, *first, *pointers, *numbers,
                 *code.constants,
             )  # fmt: skip
-        except (TypeError, ValueError, AttributeError, SystemError) as error:
+        except (TypeError, ValueError, AttributeError, OverflowError, SystemError) as error:
             self._give_up(error)
             self.start_ordinarily(grid, constants, descriptors, tensors, numbers)
 
