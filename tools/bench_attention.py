@@ -2,6 +2,7 @@
 
     python tools/bench_attention.py --out attention.json
     python tools/bench_attention.py --only forward,keys --widths 128
+    python tools/bench_attention.py --only tiles --sizes 4x4096,32x512 --rep 10
     python tools/bench_attention.py --chosen --only check,nan,sdpa,forward,queries,keys,bias,whole
 
 Parts: check (against the plain form in float64), nan (where a result is not a number), sdpa, the
@@ -11,7 +12,8 @@ the tiles that users get, alone. Every check, and the table of every width, has 
 own: a kernel that writes where it must not ends the process it is in. Keys and values go in one
 pass, `keys`, or in two. A tile that does not compile or does not fit is reported and left out.
 TFLOP/s count half of the square: 2 products forward, 7 for both directions, whatever the kernels
-compute again. torch's figure is that of its fastest backend and layout.
+compute again. torch's figure is that of its fastest backend and layout. `tiles` stands for all
+passes. Of each tile it is said whether results have the bits of the tile that users get.
 """
 
 # triton comes with torch's builds for GPUs, and with no other
@@ -44,6 +46,7 @@ from nestpipe.kernels.attention.fused_launch import Problem, Tiles, TileShape
 from nestpipe.kernels.attention.reference import Mask, RelativeBias, hstu_attention
 
 HEADS, BATCH, LENGTH = 4, 4, 4096
+TILES_ALONE = "tiles"
 POSITIONS, TIME_BUCKETS = 64, 32
 PASSES = {"forward": 2, "queries": 3, "keys": 4, "only-keys": 3, "values": 2, "bias": 2}
 """Matrix products of each."""
@@ -53,43 +56,70 @@ BOUND = 1e-2
 FAILURES = (RuntimeError, TritonError)
 """What a tile that does not fit raises; it must not end the others."""
 
-# Queries, keys, warps, stages, registers. Compiled ahead, few of them spill. Narrow tiles with
-# short queues and 168 registers let three programs share a processor.
+# Queries, keys, warps, stages, registers. Compiled ahead for sm_90 (Triton 3.6): nearly none spills
+# more than 100 bytes. With biases and heads of 256, 64x64 w8 s2 of queries and of keys spill
+# nothing, where the chosen ones spill 90 bytes. Narrow tiles with short queues and 168 registers
+# let three programs share a processor.
 TILES: dict[tuple[str, int], list[TileShape]] = {
     ("forward", 128): [
         TileShape(64, 64, 4, 3, 168),
         TileShape(64, 64, 4, 3),
-        TileShape(64, 32, 4, 3, 168),
+        TileShape(64, 64, 4, 4, 168),
         TileShape(128, 64, 8, 3),
         TileShape(128, 128, 8, 2),
+        TileShape(128, 128, 8, 3),
     ],
     ("queries", 128): [
         TileShape(128, 64, 8, 3),
         TileShape(128, 64, 8, 2),
+        TileShape(128, 32, 8, 3),
         TileShape(64, 64, 4, 2),
-        TileShape(64, 32, 4, 2, 168),
+        TileShape(64, 64, 4, 3),
         TileShape(64, 32, 4, 3),
     ],
     ("keys", 128): [
         TileShape(32, 64, 4, 3),
-        TileShape(32, 64, 4, 2),
+        TileShape(32, 64, 4, 4),
         TileShape(32, 128, 8, 3),
+        TileShape(64, 64, 8, 2),
     ],
-    ("only-keys", 128): [TileShape(64, 64, 4, 2), TileShape(32, 64, 4, 2, 168)],
-    ("values", 128): [TileShape(64, 64, 4, 3, 168), TileShape(32, 64, 4, 3, 168)],
+    ("only-keys", 128): [
+        TileShape(64, 64, 4, 2),
+        TileShape(64, 64, 4, 3),
+        TileShape(64, 128, 8, 2),
+    ],
+    ("values", 128): [
+        TileShape(64, 64, 4, 3, 168),
+        TileShape(64, 128, 8, 3),
+        TileShape(128, 64, 4, 2),
+    ],
     ("forward", 256): [
         TileShape(128, 64, 8, 2),
-        TileShape(64, 32, 4, 2),
-        TileShape(128, 32, 8, 3),
         TileShape(128, 32, 8, 4),
+        TileShape(128, 32, 8, 3),
+        TileShape(64, 32, 4, 3),
+        TileShape(64, 64, 4, 2),
     ],
-    ("queries", 256): [TileShape(128, 32, 8, 2), TileShape(64, 32, 4, 2)],
-    ("keys", 256): [TileShape(32, 64, 8, 2)],
-    ("only-keys", 256): [TileShape(32, 128, 8, 2), TileShape(32, 64, 4, 2)],
-    ("values", 256): [
-        TileShape(64, 128, 8, 2),
+    ("queries", 256): [
+        TileShape(128, 32, 8, 2),
+        TileShape(64, 64, 8, 2),
+        TileShape(64, 32, 8, 3),
+        TileShape(64, 32, 4, 2),
+    ],
+    ("keys", 256): [
+        TileShape(32, 64, 8, 2),
+    ],
+    ("only-keys", 256): [
+        TileShape(32, 128, 8, 2),
+        TileShape(64, 64, 8, 2),
         TileShape(32, 64, 4, 2),
         TileShape(32, 128, 8, 3),
+    ],
+    ("values", 256): [
+        TileShape(64, 128, 8, 2),
+        TileShape(32, 128, 8, 3),
+        TileShape(32, 64, 4, 3),
+        TileShape(64, 64, 4, 3),
     ],
 }
 SHORT_TILES = [
@@ -174,6 +204,11 @@ class World:
         samples = (about["offsets_B"], about["targets"])
         return launch.make_problem((q, k, v), samples, prepared, rule)
 
+    @property
+    def name(self) -> str:
+        """How many samples of which length."""
+        return f"{len(self.lengths)}x{max(self.lengths)}"
+
     def flops(self, products: int) -> float:
         """Half of the square, `products` matrix products."""
         return products * HEADS * self.width * float(sum(n * n for n in self.lengths))
@@ -200,9 +235,9 @@ class Report:
         print(part, record, flush=True)
 
 
-def graph_ms(work: Callable[[], Any]) -> float:
+def graph_ms(work: Callable[[], Any], rep: int = 30) -> float:
     """Of one call on the device, by replays of a graph of many: the host's time is not in it."""
-    return triton.testing.do_bench_cudagraph(work, rep=30, return_mode="median")
+    return triton.testing.do_bench_cudagraph(work, rep=rep, return_mode="median")
 
 
 def tflops(world: World, products: int, ms: float) -> float:
@@ -215,8 +250,12 @@ def pass_of(part: str, problem: Problem, grad: Tensor) -> Callable[[], Any]:
     tiles, biased = problem.tiles, problem.bias.half_position_HP is not None
     grad_k, grad_v = torch.empty_like(problem.k_THA), torch.empty_like(problem.v_THV)
 
-    def half(tile: TileShape | None, *grads: Tensor | None) -> Callable[[], None]:
-        return lambda: launch.run_backward_part(problem, grad, tile or tiles.backward_keys, *grads)
+    def half(tile: TileShape | None, *grads: Tensor | None) -> Callable[[], Any]:
+        def work() -> Any:
+            launch.run_backward_part(problem, grad, tile or tiles.backward_keys, *grads)
+            return grads
+
+        return work
 
     def bias(*, twin: bool) -> Callable[[], Any]:
         _, sums_HXQ = launch.run_backward_queries(problem, grad, sum_scores=True)
@@ -286,12 +325,20 @@ def jobs_of(
     return list(dict.fromkeys(jobs))
 
 
+def results_of(work: Callable[[], Any]) -> list[Tensor]:
+    """Copies of what a pass writes."""
+    found = work()
+    found = found if isinstance(found, tuple) else (found,)
+    return [x.clone() for x in found if x is not None]
+
+
 def sweep(
-    part: str, world: World, good: list[Any], report: Report
+    part: str, world: World, good: list[Any], report: Report, rep: int
 ) -> tuple[TileShape, float] | None:
     """The fastest tile of a pass and its time."""
     rows, products = world.rows(), PASSES[part]
     problem = world.problem(rows)
+    known = results_of(pass_of(part, problem, rows[3])) if chosen_tile(part, world.width) else []
     found: list[tuple[float, TileShape]] = []
     for job in good:
         if job[:3] != (part, world.width, world.biased):
@@ -299,20 +346,39 @@ def sweep(
         tile = job[3]
         work = pass_of(part, problem.with_tiles(**{FIELDS[part]: tile}), rows[3])
         try:
-            ms = graph_ms(work)
+            bits = results_of(work)
+            ms = graph_ms(work, rep)
         except FAILURES as error:
             print("left out", part, tile, str(error).splitlines()[0][:150], flush=True)
             continue
         found.append((ms, tile))
+        # Sums by bucket have another shape where a block has other queries.
+        pairs = zip(bits[:1] if part == "queries" else bits, known, strict=False)
+        same = all(torch.equal(a, b) for a, b in pairs) if known else None
         report.add(
-            part, width=world.width, biased=world.biased, tile=asdict(tile), ms=round(ms, 4),
-            executed_tflops=round(tflops(world, products, ms), 1),
+            part, size=world.name, width=world.width, biased=world.biased, tile=asdict(tile),
+            ms=round(ms, 4), executed_tflops=round(tflops(world, products, ms), 1), same_bits=same,
         )  # fmt: skip
+        mark = " <- chosen" if tile == chosen_tile(part, world.width) else ""
+        rate, shape = tflops(world, products, ms), shown(tile)
+        report.say(f"  {part:9} {shape:22} {1e3 * ms:7.1f} us {rate:5.0f} same {same}{mark}")
     if not found:
         return None
     ms, tile = min(found, key=lambda pair: pair[0])
     report.best[part + "+bias" * world.biased, world.width] = tile
     return tile, ms
+
+
+def chosen_tile(part: str, width: int) -> TileShape | None:
+    """The tile that users get; None: they have no such pass."""
+    found = tiles_to_try(part, width, chosen=True)
+    return found[0] if found else None
+
+
+def shown(tile: TileShape) -> str:
+    """A tile in few letters."""
+    registers = f" r{tile.registers}" if tile.registers else ""
+    return f"{tile.queries}x{tile.keys} w{tile.warps} s{tile.stages}{registers}"
 
 
 def time_sdpa(world: World) -> dict[str, tuple[float, float]]:
@@ -322,7 +388,8 @@ def time_sdpa(world: World) -> dict[str, tuple[float, float]]:
         ["rows first", "heads first"],
         [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION],
     ):
-        rows = [x.view(BATCH, LENGTH, HEADS, -1).transpose(1, 2) for x in world.rows()]
+        shape = (len(world.lengths), world.lengths[0], HEADS, -1)
+        rows = [x.view(shape).transpose(1, 2) for x in world.rows()]
         if layout == "heads first":
             rows = [x.contiguous() for x in rows]
         q, k, v = (x.detach().requires_grad_() for x in rows[:3])
@@ -381,10 +448,20 @@ def time_whole(world: World, report: Report) -> None:
     report.say(f"{name}: {_rates(world, forward_ms, both_ms)}")
 
 
-def table_of(width: int, biased: bool, parts: list[str], good: list[Any]) -> Report:
+def tables_of(
+    width: int, biased: bool, parts: list[str], good: list[Any], sizes: list[list[int]], rep: int
+) -> Report:
+    """One table for each size, in one process."""
+    report = Report()
+    for lengths in sizes:
+        report.merge(table_of(World(lengths, width, biased), parts, good, rep))
+    return report
+
+
+def table_of(world: World, parts: list[str], good: list[Any], rep: int) -> Report:
     """Full-length sequences: torch, then every pass with its fastest tile."""
-    report, world = Report(), World([LENGTH] * BATCH, width, biased)
-    name = f"d={width}{' both biases' if biased else ''}"
+    report, width, biased = Report(), world.width, world.biased
+    name = f"{world.name} d={width}{' both biases' if biased else ''}"
     if "whole" in parts:
         time_whole(world, report)
     if not biased and "sdpa" in parts:
@@ -393,11 +470,9 @@ def table_of(width: int, biased: bool, parts: list[str], good: list[Any]) -> Rep
     for part in PASSES:
         if part == "bias" or not (part in parts or biased):
             continue
-        if fastest := sweep(part, world, good, report):
+        if fastest := sweep(part, world, good, report, rep):
             tile, times[part] = fastest
-            rate = tflops(world, PASSES[part], times[part])
-            shape = f"{tile.queries}x{tile.keys} w{tile.warps} s{tile.stages}"
-            shape += f" r{tile.registers}" if tile.registers else ""
+            rate, shape = tflops(world, PASSES[part], times[part]), shown(tile)
             report.say(f"{name} {part}: {times[part]:.3f} ms, {rate:.0f} executed, {shape}")
     if biased:
         rows = world.rows()
@@ -618,7 +693,14 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="file for all figures as JSON")
     parser.add_argument("--workers", type=int, default=12, help="processes that compile tiles")
     parser.add_argument("--compile-limit", type=float, default=150, help="seconds for all tiles")
+    parser.add_argument("--sizes", default="4x4096", help="of the tables: samples x rows")
+    parser.add_argument("--rep", type=int, default=30, help="ms of one of ten readings of a tile")
     options = parser.parse_args(arguments)
+    options.only = options.only.replace(TILES_ALONE, ",".join(p for p in PASSES if p != "bias"))
+    options.sizes = [
+        [int(rows)] * int(samples)
+        for samples, rows in (size.split("x") for size in options.sizes.split(","))
+    ]
     options.only, options.widths = (
         options.only.split(","),
         [int(w) for w in options.widths.split(",")],
@@ -670,7 +752,8 @@ def run_tables(options: argparse.Namespace, report: Report) -> None:
         return
     for width, biased in itertools.product(widths, [False, True]):
         if not biased or "bias" in parts:
-            report.merge(apart(120, table_of, width, biased, parts, good))
+            given = (width, biased, parts, good, options.sizes, options.rep)
+            report.merge(apart(120, tables_of, *given))
 
 
 def run_sizes(options: argparse.Namespace, report: Report) -> None:

@@ -190,3 +190,36 @@ def test_activations_computed_again_give_the_same_bits():
     _, kept = encoded(config, [200, 0, 33], "bf16")
     _, again = encoded(replace(config, checkpoint_activations=True), [200, 0, 33], "bf16")
     assert all(torch.equal(a, b) for a, b in zip(kept, again, strict=True))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("given", [{"dropout": 0.2}, {"time_buckets": 9}, {"position_buckets": 0}])
+def test_a_block_as_one_node_has_the_bits_of_its_steps_and_of_tritons_own_starts(
+    given: dict[str, Any], precision: str, monkeypatch: pytest.MonkeyPatch
+):
+    from nestpipe.kernels.triton_launch import Starter
+
+    sizes: dict[str, Any] = {"dim": 256, "heads": 2, "attention_dim": 64, "value_dim": 64}
+    config = HstuConfig(**sizes | given, max_len=300)
+    lengths_B = torch.tensor([300, 0, 1, 129], device="cuda")
+    draws_B = torch.arange(4, device="cuda") if config.dropout else None
+    tokens = Tokens(lengths_B, None, torch.arange(430, device="cuda") * 60, draws_B=draws_B)
+
+    def run(config: HstuConfig) -> list[Tensor]:
+        torch.manual_seed(0)
+        encoder, rows_TD = Hstu(config).cuda(), leaf(1, 430, 256)
+        with in_precision(rows_TD.device, precision):
+            out_TD = encoder(rows_TD, tokens)
+        leaves = [rows_TD, *encoder.parameters()]
+        return [out_TD.detach(), *torch.autograd.grad(out_TD, leaves, leaf(2, 430, 256).detach())]
+
+    run(config)  # Triton chooses the code in the first pass
+    found = [run(config), run(replace(config, pointwise="steps"))]
+
+    def ordinary(self: Starter, *arguments: Any) -> None:
+        self.start_ordinarily(*arguments)
+
+    monkeypatch.setattr(Starter, "__call__", ordinary)
+    found.append(run(config))
+    for others in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], others, strict=True))

@@ -10,9 +10,10 @@ from torch import nn
 from nestpipe.comm.process_group import DistributedCommunicator
 from nestpipe.config import build
 from nestpipe.errors import ConfigError
+from nestpipe.models.sequence import Pending
 from nestpipe.schedule import plan
 from nestpipe.train.config import PipelineSettings, TrainSettings, choose_pipeline
-from nestpipe.train.dense import ShardedDense
+from nestpipe.train.dense import ShardedDense, _use_all
 from nestpipe.train.trainer import refuse_overlap
 from support.thread_ranks import run_ranks
 from support.verify_world import Case, Model, make_trainer, verdicts_of
@@ -89,3 +90,16 @@ def test_on_gpus_auto_lets_its_collectives_take_turns():
     assert choose_pipeline(PipelineSettings(), "cuda", 2, sharded=True).pipeline.plan == "serial"
     assert choose_pipeline(PipelineSettings(), "cuda", 2).pipeline.plan == "nested"
     assert choose_pipeline(PipelineSettings(), "cuda", 1, sharded=True).pipeline.plan == "nested"
+
+
+def test_a_unit_may_leave_a_sum_to_the_next_one():
+    """As blocks of HSTU do by kernels: rows, and what is yet to be added to them."""
+    unit = nn.Linear(3, 3)
+    rows_TD = torch.ones(2, 3, requires_grad=True)
+    output = (Pending(rows_TD * 2, rows_TD * 3), None, None)
+    pending, *others = _use_all(["weight", "bias"])(unit, (), output)
+    assert others == [None, None]
+    pending.total().sum().backward()
+    assert rows_TD.grad is not None
+    assert rows_TD.grad.tolist() == [[5.0] * 3] * 2
+    assert all(p.grad is not None and not p.grad.any() for p in unit.parameters())

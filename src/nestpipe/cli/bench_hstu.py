@@ -12,8 +12,7 @@ from nestpipe.cli.options import STDOUT, JsonFile, console, figures_table, summa
 from nestpipe.errors import ConfigError
 
 if TYPE_CHECKING:
-    from nestpipe.bench.hstu.kernel_times import KernelTime
-    from nestpipe.bench.hstu.parts import AttentionReading, HstuCase
+    from nestpipe.bench.hstu.parts import AttentionReading, HstuCase, KernelTime
 
 PARTS = ("attention", "encoder", "step")
 
@@ -33,7 +32,7 @@ def bench_hstu(
     kind: Annotated[str, typer.Option(help="Blocks: hstu or fuxi.")] = "hstu",
     attention: Annotated[str, typer.Option(help="auto, fused or plain.")] = "auto",
     pointwise: Annotated[
-        str, typer.Option(help="Steps between products: auto, fused or plain.")
+        str, typer.Option(help="Steps between products: auto, fused, steps or plain.")
     ] = "auto",
     positions: Annotated[
         int, typer.Option(min=0, help="encoder, step: columns of the bias by position; 0: none.")
@@ -186,7 +185,7 @@ MOST_KERNELS = 24
 
 def _print_kernels(about: str, kernels: Sequence[KernelTime]) -> None:
     """What a forward and backward pass spends on each group, and on its longest kernels."""
-    from nestpipe.bench.hstu.kernel_times import group_ms
+    from nestpipe.bench.hstu.parts import group_ms
 
     groups = ", ".join(f"{name} {ms:.2f} ms" for name, ms in group_ms(kernels).items())
     console().print(f"{about}: {groups}", markup=False)

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from nestpipe.jagged import offsets_of
 from nestpipe.kernels.attention.reference import NO_BIAS, bias_mixing
 from nestpipe.kernels.block import fused
 from nestpipe.kernels.block.fused import Norm
@@ -64,9 +63,9 @@ class FuxiBlock(nn.Module):
             nn.init.xavier_uniform_(self.narrow.weight)
 
     def forward(
-        self, rows: Tensor | Pending, view: View, past: Past
+        self, rows: Tensor | Pending, view: View, past: Past, *, keeps: bool = False
     ) -> tuple[Tensor | Pending, Tensor, Tensor]:
-        """The block's output, and the keys and values of all rows."""
+        """The block's output, and the keys and values of all rows, whether or not they are kept."""
         assert not isinstance(past, PastParts), "FuXi is refused where a model is served"
         given = rows if isinstance(rows, Pending) else Pending(rows)
         if pointwise_by_kernels(self.config, given.x_TD, past):
@@ -99,10 +98,11 @@ class FuxiBlock(nn.Module):
         self, q_THA: Tensor, k_THA: Tensor, v_THV: Tensor, view: View, past: Past
     ) -> Tensor:
         """(T, C * H * V) what each row gathers by position, by time and by products."""
+        assert view.offsets_B is not None
         mixed = bias_mixing(
             len(q_THA),
             v_THV,
-            offsets_of(view.lengths_B),
+            view.offsets_B,
             mask=view.mask,
             bias=view.bias(self.position_1P, self.time_1Q),
             query_offsets_B=view.query_offsets_B,

@@ -22,9 +22,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from nestpipe.kernels.attention.fused import kernels_attend
 from nestpipe.kernels.attention.reference import norm_gate, pick_columns
 from nestpipe.kernels.block import fused
-from nestpipe.kernels.block.fused import Norm
+from nestpipe.kernels.block.fused import BlockRule, Norm, product_dtype
 from nestpipe.models.fuxi import FuxiBlock
 from nestpipe.models.sequence import (
     HstuConfig,
@@ -84,7 +85,7 @@ class Hstu(nn.Module):
         kept: list[tuple[Tensor, Tensor]] = []
         pasts = list(pasts_of_blocks(prefix, len(self.blocks)))
         for block, past in zip(self.blocks[:-1], pasts[:-1], strict=True):
-            rows, k_THA, v_THV = block(x_TD, view, past)
+            rows, k_THA, v_THV = block(x_TD, view, past, keeps=True)
             x_TD = _total(rows)
             kept.append((k_THA, v_THV))
         last = self.blocks[-1]
@@ -130,6 +131,14 @@ def _total(rows: Tensor | Pending) -> Tensor:
     return rows.total() if isinstance(rows, Pending) else rows
 
 
+def _kernels_serve(config: HstuConfig, x_TD: Tensor, view: View) -> bool:
+    """Whether kernels compute what stands between products, and attention as well."""
+    if not pointwise_by_kernels(config, x_TD, None):
+        return False
+    like_q_0HA = x_TD.new_empty(0, config.heads, config.value_dim, dtype=product_dtype(x_TD))
+    return kernels_attend(config.attention, like_q_0HA, config.value_dim, view.bias(None, None))
+
+
 def _computed_again(block: nn.Module, x_TD: Tensor, view: View) -> Tensor:
     """A block's output, of which the backward pass finds the input alone.
 
@@ -167,10 +176,15 @@ class HstuBlock(nn.Module):
             nn.init.zeros_(self.out.bias)
 
     def forward(
-        self, rows: Tensor | Pending, view: View, past: Past
-    ) -> tuple[Tensor | Pending, Tensor, Tensor]:
-        """The block's output, and the keys and values of all rows; parts of a past stay apart."""
+        self, rows: Tensor | Pending, view: View, past: Past, *, keeps: bool = False
+    ) -> tuple[Tensor | Pending, Tensor | None, Tensor | None]:
+        """The block's output, and the keys and values of all rows; parts of a past stay apart.
+
+        Where nobody `keeps` keys and values, there may be none.
+        """
         given = rows if isinstance(rows, Pending) else Pending(rows)
+        if not keeps and past is None and self._is_one_node(given.x_TD, view):
+            return self._as_one_node(given, view), None, None
         if pointwise_by_kernels(self.config, given.x_TD, past):
             return self._by_kernels(given, view)
         x_TD = given.total()
@@ -181,6 +195,47 @@ class HstuBlock(nn.Module):
         gate_TX = norm_gate(attended_THV, u_THV, GATE_EPS).flatten(1)
         gated_TD = self.out(view.dropped(gate_TX, self.config.dropout, self.site))
         return x_TD + gated_TD, k_THA, v_THV
+
+    def _is_one_node(self, x_TD: Tensor, view: View) -> bool:
+        """Whether kernels serve for all of the block; asked once for blocks of equal kind."""
+        config, weights = self.config, (self.uvqk.weight, self.out.weight)
+        grad = torch.is_grad_enabled()
+        asked = (id(config), x_TD.dtype, grad, *(of.dtype for of in weights))
+        known = view.forms
+        if asked not in known:
+            equal = config.attention_dim == config.value_dim
+            own = all(of.dtype == torch.float32 for of in weights)
+            steps = equal and own and config.pointwise != "steps"
+            known[asked] = steps and _kernels_serve(config, x_TD, view)
+        return known[asked]
+
+    def _as_one_node(self, rows: Pending, view: View) -> Pending:
+        """What `_by_kernels` computes, with less for the host to do."""
+        uvqk, out, norm = self.uvqk, self.out, self.norm
+        weights = (norm.weight, norm.bias, uvqk.weight, uvqk.bias, out.weight, out.bias)
+        tables = self._table(self.position_HP), self._table(self.time_HQ)
+        dropout = view.dropout(self.config.dropout, self.site)
+        rule = self._rule(view)
+        return Pending(*fused.hstu_block(*rows, (*weights, *tables), rule, dropout))
+
+    def _rule(self, view: View) -> BlockRule:
+        """The same for all blocks of an encoder."""
+        config, known = self.config, view.rules
+        if id(config) not in known:
+            assert view.offsets_B is not None
+            window = config.max_attention or None
+            known[id(config)] = BlockRule(
+                Norm(self.norm.eps),
+                Norm(GATE_EPS),
+                config.heads,
+                config.value_dim,
+                view.offsets_B,
+                view.mask.num_targets_B,
+                view.times_T,
+                view.facts,
+                (config.max_len, config.scale, window, view.longest),
+            )
+        return known[id(config)]
 
     def _by_kernels(self, rows: Pending, view: View) -> tuple[Pending, Tensor, Tensor]:
         """The same with a kernel for each step between products; the sum is left to the next."""
@@ -218,7 +273,9 @@ class HstuBlock(nn.Module):
 
     def _table(self, table_HP: Tensor | None) -> Tensor | None:
         """A table with a line for each head."""
-        return None if table_HP is None else table_HP.expand(self.config.heads, -1)
+        if table_HP is None or len(table_HP) == self.config.heads:
+            return table_HP
+        return table_HP.expand(self.config.heads, -1)
 
     def _project(self, x_TD: Tensor) -> tuple[Tensor, ...]:
         """Gate, values, queries and keys of every row."""

@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -15,10 +15,10 @@ from torch import Tensor
 from nestpipe.config import not_negative, positive
 from nestpipe.errors import ConfigError
 from nestpipe.jagged import Join, offsets_of, rows_within
-from nestpipe.kernels.attention.fused import AttentionForm, train_attention
+from nestpipe.kernels.attention.fused import AttentionForm, BatchFacts, train_attention
 from nestpipe.kernels.attention.inference import attend, attend_with_past, prefix_pointers
 from nestpipe.kernels.attention.reference import Mask, RelativeBias, hstu_attention
-from nestpipe.kernels.block.fused import Dropout, PointwiseForm, chosen_kernels
+from nestpipe.kernels.block.fused import BlockRule, Dropout, PointwiseForm, chosen_kernels
 from nestpipe.models.draws import dropout, kernel_dropout, of_each_row
 
 # Shapes: B samples, T rows of all samples together, D model width, H heads, A width of queries and
@@ -61,7 +61,8 @@ class EncoderOptions:
     pointwise: PointwiseForm = "auto"
     """Form of what stands between a block's products in training (norms, SiLU, gate, dropout,
     residual): one kernel for each step (`fused`, GPUs alone), or `plain`; `auto`: the kernels where
-    they are proven."""
+    they are proven. `steps`: as `fused`, but each step of hstu's block is called by itself; the
+    host has more to do."""
     checkpoint_activations: bool = False
     """Keep the input of a block alone, and compute the rest again in the backward pass: less
     memory, about a third more compute. The result is the same."""
@@ -229,6 +230,13 @@ class View:
     """What each row's time bias counts from, where that is not its own time."""
     draws_T: Tensor | None = None
     """64 bits of each new row, where there is dropout."""
+    offsets_B: Tensor | None = None
+    """(B + 1,) of keys and values; `View.of` sets it, so that blocks share it."""
+    facts: BatchFacts = field(default_factory=BatchFacts)
+    forms: dict[Hashable, bool] = field(default_factory=dict)
+    """Whether kernels serve, by what is asked; blocks of one kind need not ask again."""
+    rules: dict[int, BlockRule] = field(default_factory=dict)
+    """What blocks of one encoder share, by the id of its config."""
 
     @classmethod
     def of(cls, tokens: Tokens, total: int, prefix: Prefix | PrefixParts | None) -> View:
@@ -244,7 +252,8 @@ class View:
             # By row, not by position: candidates share one position.
             draws_T = None if draws_B is None else of_each_row(draws_B, new_B, rows_T)
             after = tokens.next_times_T
-            return cls(positions_T, new_B, longest, None, mask, times_T, None, after, draws_T)
+            known = (None, mask, times_T, None, after, draws_T, offsets_of(new_B))
+            return cls(positions_T, new_B, longest, *known)
         assert tokens.next_times_T is None, "a prefix is encoded by its rows' own times"
         assert tokens.draws_B is None, "a prefix is for inference, without dropout"
         past_B, num_past, past_times_T = _rows_of(prefix)
@@ -254,7 +263,10 @@ class View:
             times_T = join.rows(past_times_T, times_T)
         positions_T = positions_T + past_B[sample_T]
         longest = _largest(new_B if isinstance(prefix, PrefixParts) else join.lengths_B)
-        return cls(positions_T, join.lengths_B, longest, offsets_of(new_B), mask, times_T, join)
+        # Parts of a prefix are read where they are: nothing asks for offsets of all rows.
+        ends_B = None if isinstance(prefix, PrefixParts) else offsets_of(join.lengths_B)
+        known = (offsets_of(new_B), mask, times_T, join)
+        return cls(positions_T, join.lengths_B, longest, *known, offsets_B=ends_B)
 
     def dropped(self, x_TD: Tensor, share: float, site: int) -> Tensor:
         """The rows after dropout at a place of the encoder, where there is dropout."""
@@ -310,13 +322,14 @@ def attend_rows(
         assert window is None, "a window is refused where a model is served"
         rows = q_THA, k_THA, v_THV, past.keys, past.values
         return attend_with_past(*rows, view.query_offsets_B, pointers_3B=past.pointers_3B, **rule)
-    offsets_B = offsets_of(view.lengths_B)
-    rows = q_THA, k_THA, v_THV, offsets_B
+    assert view.offsets_B is not None
+    rows = q_THA, k_THA, v_THV, view.offsets_B
     own_time = bias.query_times_T is None
     if not torch.is_grad_enabled() and window is None and own_time:
         return attend(*rows, query_offsets_B=view.query_offsets_B, **rule)
     if view.query_offsets_B is None:
-        return train_attention(*rows, form=config.attention, max_attention=window, **rule)
+        rule |= {"max_attention": window, "facts": view.facts}
+        return train_attention(*rows, form=config.attention, **rule)
     queries = {"query_offsets_B": view.query_offsets_B, "max_attention": window}
     return hstu_attention(*rows, **queries, **rule)
 

@@ -258,7 +258,11 @@ def _use_all(names: Sequence[str]) -> Callable[[nn.Module, Any, Any], Any]:
         if not torch.is_grad_enabled():
             return output
         first, *others = output if isinstance(output, tuple) else (output,)
-        first = _UseAll.apply(first, *(unit.get_parameter(name) for name in names))
+        parameters = [unit.get_parameter(name) for name in names]
+        if isinstance(first, tuple):  # rows, and what is yet to be added to them
+            first = type(first)(_UseAll.apply(first[0], *parameters), *first[1:])
+        else:
+            first = _UseAll.apply(first, *parameters)
         # Who changes a view in place loses torch's hook on it, so torch warns of each.
         others = [of.clone() if isinstance(of, Tensor) and of._is_view() else of for of in others]
         return (first, *others) if isinstance(output, tuple) else first

@@ -114,8 +114,8 @@ def every_block(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, Tensor]]:
     seen: list[tuple[Tensor, Tensor]] = []
     forward = HstuBlock.forward
 
-    def kept_forward(block: HstuBlock, *given):
-        out, keys, values = forward(block, *given)
+    def kept_forward(block: HstuBlock, *given, **named):
+        out, keys, values = forward(block, *given, **named)
         seen.append((keys, values))
         return out, keys, values
 
@@ -154,9 +154,9 @@ def test_a_block_waits_for_its_past_and_not_for_that_of_later_ones(encoder, samp
     order: list[str] = []
     forward = HstuBlock.forward
 
-    def said_forward(block: HstuBlock, *given):
+    def said_forward(block: HstuBlock, *given, **named):
         order.append("block")
-        return forward(block, *given)
+        return forward(block, *given, **named)
 
     monkeypatch.setattr(HstuBlock, "forward", said_forward)
     with torch.no_grad():

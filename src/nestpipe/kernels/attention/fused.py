@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -32,6 +34,16 @@ PROVEN_CAPABILITY = 9
 AttentionForm = Literal["auto", "fused", "plain"]
 
 
+@dataclass(slots=True)
+class BatchFacts:
+    """What kernels find out about a batch's samples: once for all of its blocks and both passes."""
+
+    times: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """`short_T` and `kinds_BXY` by the number of buckets."""
+    hard: dict[Hashable, Tensor] = field(default_factory=dict)
+    """`hard_tiles` by all that they depend on besides the samples."""
+
+
 def train_attention(
     q_THA: Tensor,
     k_THA: Tensor,
@@ -45,13 +57,15 @@ def train_attention(
     bias: RelativeBias = NO_BIAS,
     max_attention: int | None = None,
     longest: int | None = None,
+    facts: BatchFacts | None = None,
 ) -> Tensor:
     """(T, H, V) the weighted sum of values that each query sees; differentiable.
 
     `auto` takes the kernels where they are proven, else `hstu_attention`, which they compute.
     `longest` is the length of the longest sample, or more; without it the host waits for the device
-    to say. By the kernels a sample's result has the same bits in any batch, and the same input
-    gives the same bits, gradients included.
+    to say. `facts` are the same object for all calls with the same samples, candidates and times.
+    By the kernels a sample's result has the same bits in any batch, and the same input gives the
+    same bits, gradients included.
     """
     rule: dict[str, Any] = {
         "norm": norm,
@@ -62,15 +76,20 @@ def train_attention(
         "longest": longest,
     }
     widest = max(q_THA.shape[2], v_THV.shape[2])
-    reason = None if form == "plain" else _why_not_fused(q_THA, widest, bias)
-    if form == "fused" and reason is not None:
-        raise ConfigError(f"attention is 'fused', but {reason}; use 'auto' or 'plain'")
-    if form == "plain" or reason is not None:
+    if not kernels_attend(form, q_THA, widest, bias):
         return hstu_attention(q_THA, k_THA, v_THV, offsets_B, **rule)
     # Columns of zeros add nothing to a product, and their own results are cut off.
     q_THA, k_THA, wide_v_THV = (_widened(x, widest) for x in (q_THA, k_THA, v_THV))
-    out_THV = attention_by_kernels(q_THA, k_THA, wide_v_THV, offsets_B, **rule)
+    out_THV = attention_by_kernels(q_THA, k_THA, wide_v_THV, offsets_B, facts=facts, **rule)
     return out_THV[:, :, : v_THV.shape[2]]
+
+
+def kernels_attend(form: AttentionForm, q_THA: Tensor, widest: int, bias: RelativeBias) -> bool:
+    """Whether kernels compute attention of queries such as these, in heads of such a width."""
+    reason = None if form == "plain" else _why_not_fused(q_THA, widest, bias)
+    if form == "fused" and reason is not None:
+        raise ConfigError(f"attention is 'fused', but {reason}; use 'auto' or 'plain'")
+    return form != "plain" and reason is None
 
 
 def _why_not_fused(q_THA: Tensor, width: int, bias: RelativeBias) -> str | None:
@@ -105,11 +124,13 @@ def attention_by_kernels(
     bias: RelativeBias = NO_BIAS,
     max_attention: int | None = None,
     longest: int | None = None,
+    facts: BatchFacts | None = None,
 ) -> Tensor:
     """`train_attention` by the kernels, wherever the tensors are."""
     if longest is None:
         longest = int(offsets_B.diff().max()) if len(offsets_B) > 1 else 0
-    rule = (offsets_B, mask.num_targets_B, bias.times_T, norm, scale, max_attention, longest)
+    numbers = (norm, scale, max_attention, longest)
+    rule = (offsets_B, mask.num_targets_B, bias.times_T, facts or BatchFacts(), *numbers)
     return _FusedAttention.apply(q_THA, k_THA, v_THV, bias.position_HP, bias.time_HQ, rule)
 
 
@@ -128,14 +149,14 @@ class _FusedAttention(torch.autograd.Function):
     ) -> Tensor:
         from nestpipe.kernels.attention import fused_launch as launch  # needs triton
 
-        offsets_B, _, times_T, *_, longest = rule
+        offsets_B, _, times_T, facts, *_, longest = rule
         prepared = launch.prepare_bias(
-            RelativeBias(position_HP, time_HQ, times_T), offsets_B, longest
+            RelativeBias(position_HP, time_HQ, times_T), offsets_B, longest, facts
         )
         ctx.save_for_backward(q_THA, k_THA, v_THV, position_HP, time_HQ, *rule[:2])
-        ctx.prepared, ctx.rule = prepared, rule[3:]
+        ctx.prepared, ctx.rule, ctx.facts = prepared, rule[4:], facts
         rows, samples = (q_THA, k_THA, v_THV), rule[:2]
-        return launch.run_forward(launch.make_problem(rows, samples, prepared, rule[3:]))
+        return launch.run_forward(launch.make_problem(rows, samples, prepared, rule[4:], facts))
 
     @staticmethod
     @once_differentiable
@@ -144,20 +165,6 @@ class _FusedAttention(torch.autograd.Function):
 
         q_THA, k_THA, v_THV, position_HP, time_HQ, *samples = ctx.saved_tensors
         rows, samples = (q_THA, k_THA, v_THV), tuple(samples)
-        problem = launch.make_problem(rows, samples, ctx.prepared, ctx.rule)
-        grad_THV = launch.copyable(grad_THV)
-        wants_q, wants_k, wants_v, wants_position, wants_time, _ = ctx.needs_input_grad
-        grads: list[Tensor | None] = [None] * 6
-        wants_tables = wants_position or wants_time
-        sums_HXQ = None
-        if wants_q or wants_tables:
-            grads[0], sums_HXQ = launch.run_backward_queries(
-                problem, grad_THV, sum_scores=wants_tables
-            )
-        if wants_k or wants_v:
-            grads[1], grads[2] = launch.run_backward_keys(problem, grad_THV)
-        if sums_HXQ is not None:
-            grads[3], grads[4] = launch.run_bias_gradients(
-                problem, grad_THV, sums_HXQ, (position_HP, time_HQ)
-            )
-        return tuple(grads)
+        problem = launch.make_problem(rows, samples, ctx.prepared, ctx.rule, ctx.facts)
+        wanted = ctx.needs_input_grad[:5]
+        return *launch.run_backward(problem, grad_THV, (position_HP, time_HQ), wanted), None

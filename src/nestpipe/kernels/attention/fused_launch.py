@@ -5,17 +5,18 @@
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from torch.nn import functional
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nestpipe.kernels.attention.bias_gradient import can_sum, sum_hard_tiles
+from nestpipe.kernels.attention.fused import BatchFacts
 from nestpipe.kernels.attention.fused_bias_gradient import (
     add_parts,
     find_hard_tiles,
@@ -28,6 +29,7 @@ from nestpipe.kernels.attention.fused_kernels import (
     attend_forward,
 )
 from nestpipe.kernels.attention.reference import RelativeBias
+from nestpipe.kernels.triton_launch import Constants, Starter, constants
 
 # Shapes: B samples, T rows of all samples together, H heads, A width of queries and keys, V width
 # of values, P and Q buckets of the biases, X parts of a sum
@@ -37,7 +39,24 @@ _CACHE_BYTES = 24 << 20
 _PARTS = 512
 """Programs that share the sum of the bias gradients. A constant, so that the order is one too."""
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-_HERE = nullcontext()
+
+_FORWARD = Starter(attend_forward)
+_BACKWARD_QUERIES = Starter(attend_backward_queries)
+_BACKWARD_KEYS = Starter(attend_backward_keys)
+_PREPARE_BIASES = Starter(prepare_biases)
+_FIND_HARD_TILES = Starter(find_hard_tiles)
+_SUM_BIAS_GRADIENTS = Starter(sum_bias_gradients)
+_ADD_PARTS = Starter(add_parts)
+
+
+def _ceil(number: int, unit: int) -> int:
+    """How many units hold so many."""
+    return -(-number // unit)
+
+
+def _power_of_two(number: int) -> int:
+    """The smallest that is not smaller."""
+    return 1 << max(0, number - 1).bit_length()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +92,7 @@ class Tiles:
     """Of a pass for values alone; None: keys and values in one. Wide heads need registers more."""
 
     @classmethod
+    @cache
     def of(cls, dtype: torch.dtype, width: int, *, biased: bool = False) -> Tiles:
         """For heads of `width`. Products of float32 have no tensor cores, so tiles are small.
 
@@ -116,41 +136,66 @@ class PreparedBias:
         return 1 if self.half_time_HQ is None else self.half_time_HQ.shape[1]
 
 
-def prepare_bias(bias: RelativeBias, offsets_B: Tensor, longest: int) -> PreparedBias:
-    """One kernel for all of it; without tables, nothing."""
+def prepare_bias(
+    bias: RelativeBias, offsets_B: Tensor, longest: int, facts: BatchFacts | None = None
+) -> PreparedBias:
+    """One kernel for all of it; without tables, nothing.
+
+    `facts` of the same samples and times save the larger part of it.
+    """
     position_HP, time_HQ, times_T = bias.position_HP, bias.time_HQ, bias.times_T
     if position_HP is None and time_HQ is None:
         return PreparedBias()
     half_position_HP = half_time_HQ = short_T = kinds_BXY = None
-    samples, side = len(offsets_B) - 1, triton.cdiv(longest, BLOCK_ROWS.value)
+    samples, side = offsets_B.shape[0] - 1, _ceil(longest, BLOCK_ROWS.value)
+    programs = 1  # the last one has the tables
     if position_HP is not None:
         half_position_HP = position_HP.new_empty(position_HP.shape, dtype=torch.float32)
     if time_HQ is not None:
         assert times_T is not None, "a bias by time needs the rows' times"
         half_time_HQ = time_HQ.new_empty(time_HQ.shape, dtype=torch.float32)
-        short_T = times_T.new_empty(len(times_T) + PAST_END, dtype=torch.int32)
-        kinds_BXY = times_T.new_empty(samples, side, side, dtype=torch.int32)
-    programs = samples * side + 1 if time_HQ is not None else 1
-    tables = [
-        (0, 0, 0, 0) if table is None else (*table.shape, *table.stride())
-        for table in (position_HP, time_HQ)
-    ]
-    (heads, positions, *position_steps), (more_heads, buckets, *time_steps) = tables
-    with _device_of(offsets_B):
-        prepare_biases[(programs,)](
-            times_T, offsets_B, position_HP, time_HQ, half_position_HP, half_time_HQ, short_T,
-            kinds_BXY, side, max(heads, more_heads), positions, buckets, *position_steps,
-            *time_steps, Q=max(buckets, 1), Y=16,
-        )  # fmt: skip
-    return PreparedBias(
-        half_position_HP, half_time_HQ, None if time_HQ is None else times_T, short_T, kinds_BXY,
-        side,
+        known = facts.times if facts is not None else {}
+        if (buckets := time_HQ.shape[1]) not in known:
+            programs += samples * side
+            known[buckets] = (
+                times_T.new_empty(len(times_T) + PAST_END, dtype=torch.int32),
+                times_T.new_empty(samples, side, side, dtype=torch.int32),
+            )
+        short_T, kinds_BXY = known[buckets]
+    else:
+        times_T = None
+    _halve_tables(
+        programs, side, (times_T, offsets_B), (position_HP, time_HQ),
+        (half_position_HP, half_time_HQ, short_T, kinds_BXY),
     )  # fmt: skip
+    return PreparedBias(half_position_HP, half_time_HQ, times_T, short_T, kinds_BXY, side)
 
 
-@dataclass(frozen=True, slots=True)
+def _halve_tables(
+    programs: int,
+    side: int,
+    samples: tuple[Tensor | None, Tensor],
+    tables: tuple[Tensor | None, Tensor | None],
+    made: tuple[Tensor | None, ...],
+) -> None:
+    """Fills what `prepare_bias` returns; one program leaves the times alone."""
+    shapes = [(0, 0, 0, 0) if of is None else (*of.shape, *of.stride()) for of in tables]
+    (heads, positions, *position_steps), (more_heads, buckets, *time_steps) = shapes
+    _PREPARE_BIASES(
+        (programs,),
+        constants(Q=max(buckets, 1), Y=16),
+        (),
+        (*samples, *tables, *made),
+        (side, max(heads, more_heads), positions, buckets, *position_steps, *time_steps),
+    )
+
+
+@dataclass(slots=True)
 class Problem:
-    """One call: rows, samples, and how scores become weights."""
+    """One call: rows, samples, and how scores become weights. A value: nothing changes it.
+
+    It is not frozen because that triples the time to make one.
+    """
 
     q_THA: Tensor
     k_THA: Tensor
@@ -165,12 +210,19 @@ class Problem:
     width: int
     value_width: int
     tiles: Tiles
+    facts: BatchFacts
+    block: int
+    """Columns of a tile, for queries, keys and values alike.
+
+    With blocks of 16 and 32 in one kernel, the assembler of Triton 3.6 takes an operand of the
+    keys' gradient from a wrong address. Tiles of one width share theirs, and come out right.
+    """
     descriptors: dict[tuple[int, int], TensorDescriptor] = field(default_factory=dict)
     """Made once: passes with the same number of rows share them."""
 
     @property
     def num_samples(self) -> int:
-        return len(self.offsets_B) - 1
+        return self.offsets_B.shape[0] - 1
 
     @property
     def heads(self) -> int:
@@ -178,16 +230,7 @@ class Problem:
 
     @property
     def out_shape(self) -> tuple[int, int, int]:
-        return len(self.q_THA), self.heads, self.value_width
-
-    @property
-    def block(self) -> int:
-        """Columns of a tile, for queries, keys and values alike.
-
-        With blocks of 16 and 32 in one kernel, the assembler of Triton 3.6 takes an operand of the
-        keys' gradient from a wrong address. Tiles of one width share theirs, and come out right.
-        """
-        return max(16, triton.next_power_of_2(max(self.width, self.value_width)))
+        return self.q_THA.shape[0], self.heads, self.value_width
 
     def rows_of(self, x_THA: Tensor, rows: int, width: int) -> TensorDescriptor:
         """A descriptor of blocks of rows of one head; columns past `width` read as zeros."""
@@ -195,39 +238,63 @@ class Problem:
             return found
         total, heads, _ = x_THA.shape
         row, head, _ = x_THA.stride()
-        shape, strides = [heads, total, width], [head, row, 1]
-        made = TensorDescriptor(x_THA, shape, strides, [1, rows, self.block])
+        # Without the class's own checks: `copyable` has made sure of what they ask.
+        made = object.__new__(TensorDescriptor)
+        made.base, made.padding = x_THA, "zero"
+        made.shape, made.strides = [heads, total, width], [head, row, 1]
+        made.block_shape = [1, rows, self.block]
         self.descriptors[id(x_THA), rows] = made  # which keeps the tensor, and so its id, alive
         return made
+
+    def descriptors_of(
+        self, tile: TileShape, grad_THV: Tensor | None = None
+    ) -> list[TensorDescriptor]:
+        """Of queries, keys and values, and of the gradient of the sums of values."""
+        found = [
+            self.rows_of(self.q_THA, tile.queries, self.width),
+            self.rows_of(self.k_THA, tile.keys, self.width),
+            self.rows_of(self.v_THV, tile.keys, self.value_width),
+        ]
+        if grad_THV is not None:
+            found.append(self.rows_of(grad_THV, tile.queries, self.value_width))
+        return found
 
     def with_tiles(self, **tiles: TileShape | None) -> Problem:
         return replace(self, tiles=replace(self.tiles, **tiles))
 
     def order(self, rows: int) -> tuple[int, tuple[int, ...]]:
         """Programs with a block of `rows` each; units, heads, blocks and group tell their place."""
-        blocks = triton.cdiv(self.longest, rows)
+        blocks = _ceil(self.longest, rows)
         units = self.num_samples * self.heads
         unit_bytes = self.longest * (self.width + self.value_width) * self.q_THA.element_size()
         group = min(max(1, _CACHE_BYTES // max(1, unit_bytes)), units)
         return units * blocks, (units, self.heads, blocks, group)
 
-    def shared(self) -> tuple[Any, ...]:
-        """Arguments that all passes have, up to the scale."""
+    def shared(self) -> tuple[Tensor | None, ...]:
+        """Tensors that all passes read."""
         bias = self.bias
         return (
             self.offsets_B, self.num_targets_B, bias.half_position_HP, bias.half_time_HQ,
-            bias.times_T, bias.short_T, bias.kinds_BXY, bias.side, 0.5 * self.scale,
+            bias.times_T, bias.short_T, bias.kinds_BXY,
         )  # fmt: skip
 
-    def constants(self) -> dict[str, Any]:
-        """What the kernels are compiled for, besides the tile."""
-        return {
-            "A_BLOCK": self.block,
-            "V_BLOCK": self.block,
-            "P": self.bias.num_positions,
-            "Q": self.bias.num_buckets,
-            "FAST": self.q_THA.dtype != torch.float32 and not _INTERPRETED,
-        }
+    def numbers(self, place: tuple[int, ...]) -> tuple[float | None, ...]:
+        """Numbers of the three passes; `place` is what `order` says."""
+        return (self.bias.side, 0.5 * self.scale, 1 / self.norm, self.window, *place)
+
+    def constants(self, tile: TileShape, **own: int) -> Constants:
+        """What a kernel is compiled for."""
+        fast = self.q_THA.dtype != torch.float32 and not _INTERPRETED
+        bias = self.bias
+        return _compiled_for(tile, self.block, bias.num_positions, bias.num_buckets, fast, **own)
+
+
+@cache
+def _compiled_for(
+    tile: TileShape, block: int, positions: int, buckets: int, fast: bool, **own: int
+) -> Constants:
+    shared = {"A_BLOCK": block, "V_BLOCK": block, "P": positions, "Q": buckets, "FAST": fast}
+    return constants(**shared, **own, **tile.options())
 
 
 def make_problem(
@@ -235,6 +302,7 @@ def make_problem(
     samples: tuple[Any, ...],
     bias: PreparedBias,
     rule: tuple[Any, ...],
+    facts: BatchFacts | None = None,
 ) -> Problem:
     """Rows as the copy engine can read them.
 
@@ -246,10 +314,12 @@ def make_problem(
     norm, scale, window, longest = rule
     width, value_width = q_THA.shape[2], v_THV.shape[2]
     biased = bias.half_position_HP is not None or bias.half_time_HQ is not None
-    tiles = Tiles.of(q_THA.dtype, max(width, value_width), biased=biased)
+    widest = max(width, value_width)
+    tiles = Tiles.of(q_THA.dtype, widest, biased=biased)
     return Problem(
         copyable(q_THA), copyable(k_THA), copyable(v_THV), offsets_B, num_targets_B, bias, norm,
         scale, window, longest, width, value_width, tiles,
+        BatchFacts() if facts is None else facts, max(16, _power_of_two(widest)),
     )  # fmt: skip
 
 
@@ -258,23 +328,37 @@ def run_forward(problem: Problem) -> Tensor:
     out_THV = problem.v_THV.new_empty(problem.out_shape)
     tile = problem.tiles.forward
     programs, place = problem.order(tile.queries)
-    if not programs or not len(out_THV):
+    if not programs or not out_THV.shape[0]:
         return out_THV
-    with _device_of(out_THV):
-        attend_forward[(programs,)](
-            problem.rows_of(problem.q_THA, tile.queries, problem.width),
-            problem.rows_of(problem.k_THA, tile.keys, problem.width),
-            problem.rows_of(problem.v_THV, tile.keys, problem.value_width),
-            out_THV,
-            *problem.shared(),
-            1 / problem.norm,
-            problem.window,
-            *place,
-            V=problem.value_width,
-            **problem.constants(),
-            **tile.options(),
-        )
+    _FORWARD(
+        (programs,),
+        problem.constants(tile, V=problem.value_width),
+        problem.descriptors_of(tile),
+        (out_THV, *problem.shared()),
+        problem.numbers(place),
+    )
     return out_THV
+
+
+def run_backward(
+    problem: Problem,
+    grad_THV: Tensor,
+    tables: tuple[Tensor | None, Tensor | None],
+    wanted: Sequence[bool],
+) -> tuple[Tensor | None, ...]:
+    """Gradients of queries, keys, values and of both tables; None in place of those not wanted."""
+    grad_THV = copyable(grad_THV)
+    wants_q, wants_k, wants_v, wants_position, wants_time = wanted
+    wants_tables = wants_position or wants_time
+    grads: list[Tensor | None] = [None] * 5
+    sums_HXQ = None
+    if wants_q or wants_tables:
+        grads[0], sums_HXQ = run_backward_queries(problem, grad_THV, sum_scores=wants_tables)
+    if wants_k or wants_v:
+        grads[1], grads[2] = run_backward_keys(problem, grad_THV)
+    if sums_HXQ is not None:
+        grads[3], grads[4] = run_bias_gradients(problem, grad_THV, sums_HXQ, tables)
+    return tuple(grads)
 
 
 def run_backward_queries(
@@ -285,39 +369,29 @@ def run_backward_queries(
     `sum_scores`: whether to sum the gradients of scores by bucket of time where that is easy.
     `grad_THV` is one that `copyable` has given.
     """
-    grad_q_THA = problem.q_THA.new_empty(len(problem.q_THA), problem.heads, problem.width)
+    grad_q_THA = problem.q_THA.new_empty(problem.q_THA.shape[0], problem.heads, problem.width)
     tile = problem.tiles.backward_queries
     programs, place = problem.order(tile.queries)
-    buckets = triton.next_power_of_2(problem.bias.num_buckets)
+    buckets = _power_of_two(problem.bias.num_buckets)
     sums_HXQ = None
     if sum_scores:
         parts = programs // max(1, problem.heads)
         sums_HXQ = problem.q_THA.new_empty(problem.heads, parts, buckets, dtype=torch.float32)
-    if not programs or not len(grad_q_THA):
+    if not programs or not grad_q_THA.shape[0]:
         return grad_q_THA, None if sums_HXQ is None else sums_HXQ.zero_()
-    with _device_of(grad_q_THA):
-        attend_backward_queries[(programs,)](
-            problem.rows_of(problem.q_THA, tile.queries, problem.width),
-            problem.rows_of(problem.k_THA, tile.keys, problem.width),
-            problem.rows_of(problem.v_THV, tile.keys, problem.value_width),
-            problem.rows_of(grad_THV, tile.queries, problem.value_width),
-            grad_q_THA,
-            sums_HXQ,
-            *problem.shared(),
-            1 / problem.norm,
-            problem.window,
-            *place,
-            A=problem.width,
-            Q_BLOCK=buckets,
-            **problem.constants(),
-            **tile.options(),
-        )
+    _BACKWARD_QUERIES(
+        (programs,),
+        problem.constants(tile, A=problem.width, Q_BLOCK=buckets),
+        problem.descriptors_of(tile, grad_THV),
+        (grad_q_THA, sums_HXQ, *problem.shared()),
+        problem.numbers(place),
+    )
     return grad_q_THA, sums_HXQ
 
 
 def run_backward_keys(problem: Problem, grad_THV: Tensor) -> tuple[Tensor, Tensor]:
     """(T, H, A) and (T, H, V) the gradients of keys and values."""
-    total, tiles = len(problem.q_THA), problem.tiles
+    total, tiles = problem.q_THA.shape[0], problem.tiles
     grad_k_THA = problem.k_THA.new_empty(total, problem.heads, problem.width)
     grad_v_THV = problem.v_THV.new_empty(total, problem.heads, problem.value_width)
     if tiles.backward_values is None:
@@ -337,25 +411,15 @@ def run_backward_part(
 ) -> None:
     """Fills the gradients of keys, of values, or of both; None: that one is not wanted."""
     programs, place = problem.order(tile.keys)
-    if not programs or not len(problem.q_THA):
+    if not programs or not problem.q_THA.shape[0]:
         return
-    with _device_of(problem.q_THA):
-        attend_backward_keys[(programs,)](
-            problem.rows_of(problem.q_THA, tile.queries, problem.width),
-            problem.rows_of(problem.k_THA, tile.keys, problem.width),
-            problem.rows_of(problem.v_THV, tile.keys, problem.value_width),
-            problem.rows_of(grad_THV, tile.queries, problem.value_width),
-            grad_k_THA,
-            grad_v_THV,
-            *problem.shared(),
-            1 / problem.norm,
-            problem.window,
-            *place,
-            A=problem.width,
-            V=problem.value_width,
-            **problem.constants(),
-            **tile.options(),
-        )
+    _BACKWARD_KEYS(
+        (programs,),
+        problem.constants(tile, A=problem.width, V=problem.value_width),
+        problem.descriptors_of(tile, grad_THV),
+        (grad_k_THA, grad_v_THV, *problem.shared()),
+        problem.numbers(place),
+    )
 
 
 def run_bias_gradients(
@@ -371,52 +435,60 @@ def run_bias_gradients(
     `sums_HXQ` is what the pass of the queries has summed. `twin` takes Triton's kernel also where
     the one in CUDA would do.
     """
-    if not problem.num_samples or not len(problem.q_THA):
+    if not problem.num_samples or not problem.q_THA.shape[0]:
         parts = (None, None)
     elif not twin and can_sum(problem):
         parts = sum_hard_tiles(problem, grad_THV, hard_tiles(problem))
     else:
         parts = sum_by_twin(problem, grad_THV)
     position_HP, time_HQ = (None if t is None else t.new_empty(t.shape) for t in tables)
-    if parts == (None, None):
+    given = [part for part in parts if part is not None]
+    if not given:
         for grad in (position_HP, time_HQ):
             if grad is not None:
                 grad.zero_()
         return position_HP, time_HQ
-    num_parts = len(next(part for part in parts if part is not None)) // problem.heads
+    num_parts = given[0].shape[0] // problem.heads
     positions, wide = problem.bias.num_positions, 64
-    with _device_of(problem.q_THA):
-        add_parts[(problem.heads, triton.cdiv(positions, wide) + 1)](
-            *parts,
-            sums_HXQ,
-            position_HP,
-            time_HQ,
-            0.5 / problem.norm,  # 1/2 belongs to the slope of SiLU, which the kernels give twice
-            num_parts,
-            sums_HXQ.shape[1],
-            P=positions,
-            Q=problem.bias.num_buckets,
-            Q_BLOCK=sums_HXQ.shape[2],
-            X=16,
-            W=wide,
-        )
+    wanted = constants(
+        P=positions, Q=problem.bias.num_buckets, Q_BLOCK=sums_HXQ.shape[2], X=16, W=wide
+    )
+    _ADD_PARTS(
+        (problem.heads, _ceil(positions, wide) + 1),
+        wanted,
+        (),
+        (*parts, sums_HXQ, position_HP, time_HQ),
+        # 1/2 belongs to the slope of SiLU, which the kernels give twice
+        (0.5 / problem.norm, num_parts, sums_HXQ.shape[1]),
+    )
     return position_HP, time_HQ
 
 
 def hard_tiles(problem: Problem) -> Tensor:
     """(B, X, Y) 1 for each tile of the pass over queries that it leaves to others to sum."""
-    tile = problem.tiles.backward_queries
-    blocks, columns = (triton.cdiv(problem.longest, rows) for rows in (tile.queries, tile.keys))
+    tile, bias, window = problem.tiles.backward_queries, problem.bias, problem.window
+    tables = (bias.half_position_HP is None, bias.half_time_HQ is None)
+    key = (tile.queries, tile.keys, bias.num_positions, bias.num_buckets, *tables, window)
+    known = problem.facts.hard
+    if key not in known:
+        known[key] = _find_hard_tiles(problem)
+    return known[key]
+
+
+def _find_hard_tiles(problem: Problem) -> Tensor:
+    tile, bias = problem.tiles.backward_queries, problem.bias
+    blocks, columns = (_ceil(problem.longest, rows) for rows in (tile.queries, tile.keys))
     shape = (problem.num_samples, blocks, columns)
     hard_BXY = torch.empty(shape, dtype=torch.int8, device=problem.q_THA.device)
-    bias = problem.bias
     if hard_BXY.numel():
-        with _device_of(hard_BXY):
-            find_hard_tiles[(problem.num_samples * blocks,)](
-                hard_BXY, problem.offsets_B, problem.num_targets_B, bias.half_position_HP,
-                bias.kinds_BXY, bias.side, problem.window, blocks, columns,
-                P=bias.num_positions, M=tile.queries, N=tile.keys, Y=64,
-            )  # fmt: skip
+        _FIND_HARD_TILES(
+            (problem.num_samples * blocks,),
+            constants(P=bias.num_positions, M=tile.queries, N=tile.keys, Y=64),
+            (),
+            (hard_BXY, problem.offsets_B, problem.num_targets_B, bias.half_position_HP,
+             bias.kinds_BXY),
+            (bias.side, problem.window, blocks, columns),
+        )  # fmt: skip
     return hard_BXY
 
 
@@ -432,23 +504,14 @@ def sum_by_twin(problem: Problem, grad_THV: Tensor) -> tuple[Tensor | None, Tens
         scratch_XMN = position_XP.new_empty(heads * parts, tile.queries * tile.keys)
     if bias.half_time_HQ is not None:
         time_XQ = zeros(heads * parts, bias.num_buckets, dtype=torch.float32)
-    with _device_of(problem.q_THA):
-        sum_bias_gradients[(parts, heads)](
-            problem.rows_of(problem.q_THA, tile.queries, problem.width),
-            problem.rows_of(problem.k_THA, tile.keys, problem.width),
-            problem.rows_of(problem.v_THV, tile.keys, problem.value_width),
-            problem.rows_of(grad_THV, tile.queries, problem.value_width),
-            position_XP,
-            time_XQ,
-            scratch_XMN,
-            *problem.shared(),
-            problem.window,
-            problem.num_samples,
-            triton.cdiv(problem.longest, tile.queries),
-            Q_BLOCK=triton.next_power_of_2(bias.num_buckets),
-            **problem.constants(),
-            **tile.options(),
-        )
+    blocks = _ceil(problem.longest, tile.queries)
+    _SUM_BIAS_GRADIENTS(
+        (parts, heads),
+        problem.constants(tile, Q_BLOCK=_power_of_two(bias.num_buckets)),
+        problem.descriptors_of(tile, grad_THV),
+        (position_XP, time_XQ, scratch_XMN, *problem.shared()),
+        (bias.side, 0.5 * problem.scale, problem.window, problem.num_samples, blocks),
+    )
     return position_XP, time_XQ
 
 
@@ -460,9 +523,3 @@ def copyable(x_THA: Tensor) -> Tensor:
         return x_THA
     padding = -x_THA.shape[2] % (16 // size)
     return functional.pad(x_THA, (0, padding)).contiguous()
-
-
-def _device_of(x: Tensor) -> AbstractContextManager[Any]:
-    if not x.is_cuda or x.get_device() == torch.cuda.current_device():
-        return _HERE
-    return torch.cuda.device(x.device)

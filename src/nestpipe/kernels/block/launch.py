@@ -4,16 +4,17 @@
 # pyright: reportMissingImports=false, reportIndexIssue=false
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from nestpipe.kernels.block import kernels
 from nestpipe.kernels.block.fused import Dropout, Norm
+from nestpipe.kernels.triton_launch import Constants, Starter, constants
 
 # Shapes: T rows of all samples together, D columns of a row, W columns of all projections, U those
 # of the gate, P parts of a sum, N positions
@@ -29,25 +30,62 @@ _COLUMNS = 256
 """Most columns of an activation's tile."""
 _POSITION_ROWS, _POSITION_COLUMNS = 16, 128
 
+_ADD_NORM = Starter(kernels.add_norm_forward)
+_ADD_NORM_BACKWARD = Starter(kernels.add_norm_backward)
+_NORM_GATE = Starter(kernels.norm_gate_forward)
+_NORM_GATE_BACKWARD = Starter(kernels.norm_gate_backward)
+_SILU = Starter(kernels.silu_forward)
+_SILU_BACKWARD = Starter(kernels.silu_backward)
+_GATED_SILU = Starter(kernels.gated_silu_forward)
+_GATED_SILU_BACKWARD = Starter(kernels.gated_silu_backward)
+_SUM_BY_POSITION = Starter(kernels.sum_rows_by_position)
+_NO_DRAWS = (0, 0, 1.0)
 
-def _row_tile(width: int) -> dict[str, int]:
+
+def _ceil(number: int, unit: int) -> int:
+    """How many units hold so many."""
+    return -(-number // unit)
+
+
+def _power_of_two(number: int) -> int:
+    """The smallest that is not smaller."""
+    return 1 << max(0, number - 1).bit_length()
+
+
+@cache
+def _row_tile(width: int, centred: bool) -> tuple[int, Constants]:
     """Whole rows: how many, how wide, and by how many warps."""
-    columns = max(16, triton.next_power_of_2(width))
+    columns = max(16, _power_of_two(width))
     rows = max(1, min(16, _TILE_VALUES // columns))
-    return {"R": rows, "D": columns, "num_warps": 4 if columns <= 4096 else 8}
+    warps = 4 if columns <= 4096 else 8
+    return rows, constants(R=rows, D=columns, CENTRE=centred, num_warps=warps)
 
 
-def _column_tile(width: int) -> dict[str, int]:
-    columns = max(16, min(_COLUMNS, triton.next_power_of_2(width)))
-    return {"R": _TILE_VALUES // columns, "C": columns, "num_warps": 4}
+@cache
+def _sum_tile(width: int, centred: bool) -> tuple[int, Constants]:
+    """The same with two sums beside the rows: registers for both."""
+    rows, made = _row_tile(width, centred)
+    total = max(_SUM_ROWS, rows)
+    return total, constants(**made.named | {"num_warps": 8, "ROWS": total})
 
 
-def _drawn(dropout: Dropout | None) -> dict[str, Any]:
+@cache
+def _column_tile(width: int, least_rows: int = 0) -> tuple[int, int, Constants]:
+    """Rows of a program and columns of a tile; several tiles of rows where rows are summed."""
+    columns = max(16, min(_COLUMNS, _power_of_two(width)))
+    rows = _TILE_VALUES // columns
+    tile = {"R": rows, "C": columns, "num_warps": 4}
+    if not least_rows:
+        return rows, columns, constants(**tile)
+    rows = max(least_rows, rows)
+    return rows, columns, constants(ROWS=rows, **tile)
+
+
+def _drawn(dropout: Dropout | None) -> tuple[Tensor | None, tuple[Any, ...]]:
     """Arguments of dropout; without it the kernels have none."""
     if dropout is None:
-        return {"draws_T": None, "site_bits": 0, "limit": 0, "factor": 1.0}
-    drawn = {"draws_T": dropout.draws_T, "site_bits": dropout.site_bits}
-    return {**drawn, "limit": dropout.limit, "factor": dropout.factor}
+        return None, _NO_DRAWS
+    return dropout.draws_T, (dropout.site_bits, dropout.limit, dropout.factor)
 
 
 def run_add_norm(
@@ -63,23 +101,16 @@ def run_add_norm(
     total, width = x_TD.shape
     summed_TD = x_TD.detach() if added_TD is None else torch.empty_like(x_TD)
     out_TD = torch.empty_like(x_TD, dtype=dtype)
-    tile = _row_tile(width)
+    rows, tile = _row_tile(width, norm.centred)
+    draws_T, numbers = _drawn(dropout)
     if total:
-        with _device_of(x_TD):
-            kernels.add_norm_forward[(triton.cdiv(total, tile["R"]),)](
-                x_TD,
-                added_TD,
-                weight_D,
-                bias_D,
-                summed_TD=summed_TD,
-                out_TD=out_TD,
-                total=total,
-                width=width,
-                eps=norm.eps,
-                CENTRE=norm.centred,
-                **_drawn(dropout),
-                **tile,
-            )
+        _ADD_NORM(
+            (_ceil(total, rows),),
+            tile,
+            (),
+            (x_TD, added_TD, weight_D, bias_D, draws_T, summed_TD, out_TD),
+            (total, width, norm.eps, *numbers),
+        )
     return summed_TD, out_TD
 
 
@@ -94,36 +125,27 @@ def run_add_norm_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of x, of what was added to it, and of the norm's weight and bias."""
     total, width = summed_TD.shape
-    tile = _row_tile(width) | {"num_warps": 8}  # two sums beside the rows: registers for both
-    rows = max(_SUM_ROWS, tile["R"])
-    parts = triton.cdiv(total, rows)
+    rows, tile = _sum_tile(width, norm.centred)
+    parts = _ceil(total, rows)
     grad_x_TD = torch.empty_like(summed_TD)
     grad_added_TD = None
     if added_dtype is not None and added_dtype != summed_TD.dtype:
         grad_added_TD = torch.empty_like(summed_TD, dtype=added_dtype)
-    sums_2PD = None
+    sums_2PD = weight_PD = bias_PD = None
     if weight_D is not None:
         sums_2PD = summed_TD.new_empty(2, parts, width, dtype=torch.float32)
+        weight_PD, bias_PD = sums_2PD.unbind()
+    draws_T, numbers = _drawn(dropout)
     if total:
-        with _device_of(summed_TD):
-            kernels.add_norm_backward[(parts,)](
-                summed_TD,
-                weight_D,
-                grad_summed_TD=grad_summed_TD,
-                grad_out_TD=grad_out_TD,
-                grad_x_TD=grad_x_TD,
-                grad_added_TD=grad_added_TD,
-                weight_PD=None if sums_2PD is None else sums_2PD[0],
-                bias_PD=None if sums_2PD is None else sums_2PD[1],
-                total=total,
-                width=width,
-                eps=norm.eps,
-                CENTRE=norm.centred,
-                ROWS=rows,
-                **_drawn(dropout),
-                **tile,
-            )
-    grad_weight_D, grad_bias_D = (None, None) if sums_2PD is None else sums_2PD.sum(1)
+        _ADD_NORM_BACKWARD(
+            (parts,),
+            tile,
+            (),
+            (summed_TD, weight_D, draws_T, grad_summed_TD, grad_out_TD, grad_x_TD,
+             grad_added_TD, weight_PD, bias_PD),
+            (total, width, norm.eps, *numbers),
+        )  # fmt: skip
+    grad_weight_D, grad_bias_D = (None, None) if sums_2PD is None else sums_2PD.sum(1).unbind()
     if added_dtype == summed_TD.dtype:
         grad_added_TD = grad_x_TD
     return grad_x_TD, grad_added_TD, grad_weight_D, grad_bias_D
@@ -132,25 +154,22 @@ def run_add_norm_backward(
 def run_norm_gate(
     x_TD: Tensor, gate_TD: Tensor, bias_D: Tensor | None, norm: Norm, dropout: Dropout | None
 ) -> Tensor:
-    """The norm of x times SiLU(gate + bias), after dropout, in the type of the gate."""
-    total, width = x_TD.shape
-    out_TD = torch.empty_like(x_TD, dtype=gate_TD.dtype)
-    tile = _row_tile(width)
+    """The norm of x times SiLU(gate + bias), after dropout, in the type of the gate.
+
+    A row of x may have several dimensions. The gate has at least as many columns as x.
+    """
+    total, width = x_TD.shape[0], math.prod(x_TD.shape[1:])
+    out_TD = gate_TD.new_empty(total, width)
+    rows, tile = _row_tile(width, norm.centred)
+    draws_T, numbers = _drawn(dropout)
     if total:
-        with _device_of(x_TD):
-            kernels.norm_gate_forward[(triton.cdiv(total, tile["R"]),)](
-                x_TD,
-                gate_TD,
-                bias_D,
-                out_TD=out_TD,
-                total=total,
-                width=width,
-                gate_stride=gate_TD.stride(0),
-                eps=norm.eps,
-                CENTRE=norm.centred,
-                **_drawn(dropout),
-                **tile,
-            )
+        _NORM_GATE(
+            (_ceil(total, rows),),
+            tile,
+            (),
+            (x_TD, gate_TD, bias_D, draws_T, out_TD),
+            (total, width, gate_TD.stride(0), norm.eps, *numbers),
+        )
     return out_TD
 
 
@@ -163,27 +182,19 @@ def run_norm_gate_backward(
     grad_out_TD: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of x and of the gate before its bias and SiLU."""
-    total, width = x_TD.shape
+    total, width = x_TD.shape[0], math.prod(x_TD.shape[1:])
     grad_x_TD = torch.empty_like(x_TD)
-    grad_gate_TD = torch.empty_like(x_TD, dtype=gate_TD.dtype)
-    tile = _row_tile(width)
+    grad_gate_TD = gate_TD.new_empty(total, width)
+    rows, tile = _row_tile(width, norm.centred)
+    draws_T, numbers = _drawn(dropout)
     if total:
-        with _device_of(x_TD):
-            kernels.norm_gate_backward[(triton.cdiv(total, tile["R"]),)](
-                x_TD,
-                gate_TD,
-                bias_D,
-                grad_out_TD=grad_out_TD,
-                grad_x_TD=grad_x_TD,
-                grad_gate_TD=grad_gate_TD,
-                total=total,
-                width=width,
-                gate_stride=gate_TD.stride(0),
-                eps=norm.eps,
-                CENTRE=norm.centred,
-                **_drawn(dropout),
-                **tile,
-            )
+        _NORM_GATE_BACKWARD(
+            (_ceil(total, rows),),
+            tile,
+            (),
+            (x_TD, gate_TD, bias_D, draws_T, grad_out_TD, grad_x_TD, grad_gate_TD),
+            (total, width, gate_TD.stride(0), norm.eps, *numbers),
+        )
     return grad_x_TD, grad_gate_TD
 
 
@@ -191,11 +202,10 @@ def run_silu(mixed_TW: Tensor, bias_W: Tensor | None, gate_width: int) -> Tensor
     """SiLU(mixed + bias) of the columns after those of the gate."""
     total, width = mixed_TW.shape
     out_TC = mixed_TW.new_empty(total, width - gate_width)
-    tile = _column_tile(width - gate_width)
-    grid = (triton.cdiv(total, tile["R"]), triton.cdiv(width - gate_width, tile["C"]))
+    rows, columns, tile = _column_tile(width - gate_width)
     if total:
-        with _device_of(mixed_TW):
-            kernels.silu_forward[grid](mixed_TW, bias_W, out_TC, total, width, gate_width, **tile)
+        grid = (_ceil(total, rows), _ceil(width - gate_width, columns))
+        _SILU(grid, tile, (), (mixed_TW, bias_W, out_TC), (total, width, gate_width))
     return out_TC
 
 
@@ -204,31 +214,21 @@ def run_silu_backward(
 ) -> tuple[Tensor, Tensor | None]:
     """The gradient of all projections side by side, and of their bias.
 
-    `grads` are those of the gate before its SiLU, and of values, queries and keys after theirs.
+    `grads` are those of the gate before its SiLU, and of values, queries and keys after theirs; a
+    row may have several dimensions.
     """
     total, width = mixed_TW.shape
-    widths = [grad.shape[1] for grad in grads]
-    tile = _column_tile(min(widths))
-    rows = max(_BIAS_ROWS, tile["R"])
-    parts = triton.cdiv(total, rows)
-    blocks = sum(triton.cdiv(own, tile["C"]) for own in widths)
+    widths = [math.prod(grad.shape[1:]) for grad in grads]
+    rows, columns, tile = _column_tile(min(widths), _BIAS_ROWS)
+    parts = _ceil(total, rows)
+    blocks = sum(_ceil(own, columns) for own in widths)
     out_TW = torch.empty_like(mixed_TW)
     sums_PW = None
     if bias_W is not None:
         sums_PW = mixed_TW.new_empty(parts, width, dtype=torch.float32)
     if total:
-        with _device_of(mixed_TW):
-            kernels.silu_backward[(parts, blocks)](
-                mixed_TW,
-                bias_W,
-                *grads,
-                out_TW,
-                sums_PW,
-                total,
-                *widths[:3],
-                ROWS=rows,
-                **tile,
-            )
+        tensors = (mixed_TW, bias_W, *grads, out_TW, sums_PW)
+        _SILU_BACKWARD((parts, blocks), tile, (), tensors, (total, *widths[:3]))
     return out_TW, None if sums_PW is None else sums_PW.sum(0)
 
 
@@ -236,11 +236,10 @@ def run_gated_silu(mixed_TW: Tensor) -> Tensor:
     """SiLU of the first half of the columns times the second half."""
     total, width = len(mixed_TW), mixed_TW.shape[1] // 2
     out_TC = mixed_TW.new_empty(total, width)
-    tile = _column_tile(width)
-    grid = (triton.cdiv(total, tile["R"]), triton.cdiv(width, tile["C"]))
+    rows, columns, tile = _column_tile(width)
     if total:
-        with _device_of(mixed_TW):
-            kernels.gated_silu_forward[grid](mixed_TW, out_TC, total, width, **tile)
+        grid = (_ceil(total, rows), _ceil(width, columns))
+        _GATED_SILU(grid, tile, (), (mixed_TW, out_TC), (total, width))
     return out_TC
 
 
@@ -248,11 +247,10 @@ def run_gated_silu_backward(mixed_TW: Tensor, grad_out_TC: Tensor) -> Tensor:
     """The gradient of both halves side by side."""
     total, width = grad_out_TC.shape
     out_TW = torch.empty_like(mixed_TW)
-    tile = _column_tile(width)
-    grid = (triton.cdiv(total, tile["R"]), triton.cdiv(width, tile["C"]))
+    rows, columns, tile = _column_tile(width)
     if total:
-        with _device_of(mixed_TW):
-            kernels.gated_silu_backward[grid](mixed_TW, grad_out_TC, out_TW, total, width, **tile)
+        grid = (_ceil(total, rows), _ceil(width, columns))
+        _GATED_SILU_BACKWARD(grid, tile, (), (mixed_TW, grad_out_TC, out_TW), (total, width))
     return out_TW
 
 
@@ -263,13 +261,7 @@ def sum_by_position(grad_TD: Tensor, positions_T: Tensor, num_positions: int) ->
     starts_N = torch.searchsorted(sorted_T, edges_N)
     width = grad_TD.shape[1]
     out_ND = grad_TD.new_empty(num_positions, width, dtype=torch.float32)
-    grid = (num_positions, triton.cdiv(width, _POSITION_COLUMNS))
-    with _device_of(grad_TD):
-        kernels.sum_rows_by_position[grid](
-            grad_TD, order_T, starts_N, out_ND, width, R=_POSITION_ROWS, D=_POSITION_COLUMNS
-        )
+    grid = (num_positions, _ceil(width, _POSITION_COLUMNS))
+    tile = constants(R=_POSITION_ROWS, D=_POSITION_COLUMNS)
+    _SUM_BY_POSITION(grid, tile, (), (grad_TD, order_T, starts_N, out_ND), (width,))
     return out_ND
-
-
-def _device_of(x: Tensor) -> AbstractContextManager[Any]:
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()

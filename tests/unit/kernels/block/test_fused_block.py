@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -17,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from nestpipe.errors import ConfigError
+from nestpipe.kernels.attention import fused as attention
 from nestpipe.kernels.attention.reference import pick_columns
 from nestpipe.kernels.block import fused
 from nestpipe.kernels.block.fused import Dropout, Norm, chosen_kernels
@@ -205,6 +208,63 @@ def compare_encoders() -> None:
         assert any(not torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+BLOCKS: list[dict[str, Any]] = [
+    {},
+    {"dropout": 0.2, "time_buckets": 4, "shared_bias": True},
+    {"affine_norm": False, "position_buckets": 0, "max_attention": 5},
+    {"checkpoint_activations": True, "time_buckets": 4, "heads": 1, "attention_dim": 20},
+]
+"""Of encoders, besides their sizes."""
+
+
+@contextmanager
+def kernels_everywhere() -> Iterator[None]:
+    """The host's rows may go to the kernels."""
+    with (
+        mock.patch("nestpipe.models.sequence.chosen_kernels", return_value=True),
+        mock.patch.object(attention, "_why_not_fused", return_value=None),
+    ):
+        yield
+
+
+def encoded(config: HstuConfig, lengths: Sequence[int], *, half: bool) -> list[Tensor]:
+    """Rows out of an encoder, and the gradients of all that it has."""
+    total = sum(lengths)
+    targets = torch.tensor([min(2, length) for length in lengths])
+    draws_B = torch.arange(len(lengths)) * 77 - 5 if config.dropout else None
+    tokens = Tokens(torch.tensor(lengths), targets, torch.arange(total) ** 2, draws_B=draws_B)
+    torch.manual_seed(0)
+    encoder, rows_TD = Hstu(config), leaf(1, total, config.dim)
+    with kernels_everywhere(), torch.autocast("cpu", torch.float16, enabled=half):
+        out_TD = encoder(rows_TD, tokens)
+        assert_nodes(out_TD, one=config.pointwise == "auto")
+    grad_TD = leaf(2, total, config.dim).detach()
+    with kernels_everywhere():  # what is computed again asks again
+        grads = torch.autograd.grad(out_TD, [rows_TD, *encoder.parameters()], grad_TD)
+    return [out_TD.detach(), *grads]
+
+
+def assert_nodes(out_TD: Tensor, *, one: bool) -> None:
+    """The result comes out of one node for a block, or of several."""
+    assert out_TD.grad_fn is not None
+    inputs = [node for node, _ in out_TD.grad_fn.next_functions if node is not None]
+    names = {type(node).__name__ for node in inputs}
+    assert ("_HstuBlockBackward" in names) == one, names
+
+
+def compare_a_block_as_one_node_with_its_steps() -> None:
+    """Bit for bit: output and every gradient, without and with products in half precision."""
+    for given, half in itertools.product(BLOCKS, (False, True)):
+        sizes: dict[str, Any] = {"dim": 24, "heads": 2, "attention_dim": 8, "max_len": 16, **given}
+        config = HstuConfig(**sizes, value_dim=sizes["attention_dim"])
+        steps = replace(config, pointwise="steps")
+        for lengths in ([9, 0, 17, 1], [0, 0]):
+            found = [encoded(of, lengths, half=half) for of in (config, steps)]
+            for number, (a, b) in enumerate(zip(*found, strict=True)):
+                assert a.dtype == b.dtype
+                assert torch.equal(a, b), (given, half, lengths, number)
+
+
 def compare_the_kernels_on_the_host() -> None:
     """For a process of its own, with TRITON_INTERPRET=1."""
     for total, width in ((1, 16), (37, 24), (70, 48), (5, 1000)):
@@ -222,6 +282,7 @@ def compare_the_kernels_on_the_host() -> None:
     compare_rows_alone_with_themselves_in_a_batch()
     compare_half_precision()
     compare_encoders()
+    compare_a_block_as_one_node_with_its_steps()
 
 
 def test_the_kernels_are_the_plain_form_where_triton_interprets_them():

@@ -83,9 +83,9 @@ class Log:
             copy(reload, layer)
             self.say(f"copied {layer}")
 
-        def said_forward(block: HstuBlock, *given):
+        def said_forward(block: HstuBlock, *given, **named):
             self.say("computed")
-            return forward(block, *given)
+            return forward(block, *given, **named)
 
         def said_wait_for(layer_events: LayerEvents, layer: int) -> None:
             self.say(f"wants {layer}")
