@@ -54,7 +54,7 @@ class CheckpointReading:
     with_them: tuple[float, ...]
     """... and with them."""
     waited_s: float
-    """Of the turns with checkpoints: seconds that training stood still for copies and writes."""
+    """Seconds that training stood still for a checkpoint, for copies and writes, in the mean."""
     bytes_written: int
     """By all ranks, a checkpoint in the mean."""
     bytes_of_rows: int
@@ -94,7 +94,7 @@ def measure_checkpoints(
     return CheckpointReading(
         tuple(without),
         tuple(with_them),
-        turns.waited_s,
+        turns.waited_s / written,
         turns.bytes_written // written,
         turns.bytes_of_rows // written,
         turns.bytes_touched // written,

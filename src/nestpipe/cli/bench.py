@@ -725,7 +725,8 @@ def checkpoint_lines(reading: CheckpointReading, case: CheckpointCase) -> str:
     kind = "a full checkpoint" if case.full else "an increment"
     return (
         f"samples/s without and with {kind} every {case.every} steps, turn by turn:\n{turns}\n"
-        f"throughput lost: {reading.cost:.1%} (median)\n"
+        f"throughput lost: {reading.cost:.1%} (median); training stood still for "
+        f"{1e3 * reading.waited_s:.1f} ms a checkpoint\n"
         f"written: {reading.bytes_written / 1e6:.2f} MB a checkpoint, {reading.bytes_ratio:.2f} x "
         f"the {reading.bytes_touched / 1e6:.2f} MB of touched rows"
     )

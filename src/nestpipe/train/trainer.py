@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -86,7 +87,7 @@ class Progress:
     """Of a stream: the offset of each partition after the last trained sample."""
 
 
-class Reading:
+class EpochReader:
     """Batches of an epoch that are being read, from where training stands.
 
     A run that ends in the middle of an epoch, for a checkpoint or an evaluation, leaves it for the
@@ -127,7 +128,7 @@ class Trainer:
     """Whether some rank wanted to stop, so that all have ended."""
     idle: bool = False
     """Whether the last `fit` ended because a stream had nothing more for a while."""
-    _left_open: Reading | None = None
+    _left_open: EpochReader | None = None
     """What the last run was reading, if it ended in the middle of an epoch."""
 
     def __init__(
@@ -566,12 +567,12 @@ class Trainer:
     def _place(self) -> tuple[int, int]:
         return self.progress.epoch, self.progress.samples
 
-    def _reading_from(self, source: Source) -> Reading:
+    def _reading_from(self, source: Source) -> EpochReader:
         """What the run before has left open, where training goes on from there."""
         left, self._left_open = self._left_open, None
         if left is not None and left.source is source and left.place == self._place:
             return left
-        return Reading(source, self._place, self._batches_left(source))
+        return EpochReader(source, self._place, self._batches_left(source))
 
     def _batches_left(self, source: Source) -> Iterator[Batch]:
         """This rank's part of each batch of the epoch that is not trained yet."""
@@ -741,8 +742,10 @@ class Trainer:
 
         Without a parent it must have been called before any row was there.
         """
+        began = time.perf_counter()
         for pool in self._pools:
             pool.flush()
+        writer.seconds += time.perf_counter() - began
         state = self._state(config, metrics)
         return writer.begin(
             parent,
