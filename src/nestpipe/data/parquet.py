@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
@@ -24,6 +25,7 @@ from nestpipe.data import inputs
 from nestpipe.data.config import DataConfig, ParquetConfig, Split
 from nestpipe.data.inputs import (
     DataFile,
+    PageReader,
     RemoteFile,
     find_files,
     find_remote_files,
@@ -56,6 +58,7 @@ from nestpipe.data.source import (
 from nestpipe.data.text import Broken
 from nestpipe.errors import DataError
 from nestpipe.jagged import Jagged
+from nestpipe.kernels.library import native_wanted
 from nestpipe.kernels.take import Filling, PieceColumns, RowForm
 
 log = logging.getLogger("nestpipe.data")
@@ -498,7 +501,7 @@ def _chunks(
 
         def read(broken: Broken, group: int = group, begin: int = begin) -> Iterator[Batch]:
             row = begin
-            for piece in row_group(path, group, layout.names, footer):
+            for piece in row_group_at_once(path, group, layout.names, footer):
                 numbers = np.arange(row, row + piece.num_rows)
                 row += piece.num_rows
                 kept = keeps(numbers, split, every)
@@ -544,12 +547,12 @@ class _ColumnsInTurn:
 
     def read(self, broken: Broken) -> Iterator[ColumnRows]:
         kept = keeps(np.arange(self.rows.start, self.rows.stop), self.split, self.every)
-        opened: list[pq.ParquetFile] = []
+        opened: list[ColumnDecoder] = []
 
         def decode(name: str) -> Any:
             if not opened:
-                opened.append(open_file(self.path, self.footer))
-            column = column_of(self.path, opened[0], self.group, name)
+                opened.append(ColumnDecoder(self.path, self.footer, self.group))
+            column = opened[0].column(name)
             return column.filter(pa.array(kept)) if self.every else column
 
         def refuse() -> NoReturn:
@@ -560,12 +563,43 @@ class _ColumnsInTurn:
         yield ColumnRows(int(kept.sum()), self.layout, self.path, decode, refuse)
 
 
-def column_of(path: DataFile, file: pq.ParquetFile, group: int, name: str) -> Any:
-    """One column of a row group; a damaged file is refused by name."""
-    try:
-        return file.read_row_group(group, columns=[name], use_threads=False)[name]
-    except (pa.ArrowException, OSError) as error:
-        raise unreadable(path, error) from None
+class ColumnDecoder:
+    """Columns of a whole row group, one at a time: by native code where it can, else by Arrow."""
+
+    def __init__(self, path: DataFile, footer: pq.FileMetaData, group: int) -> None:
+        self._path, self._group = path, group
+        self._file = open_file(path, footer)
+        local = isinstance(path, Path)
+        self._pages = PageReader(path, footer, self._file.schema_arrow) if local else None
+
+    def column(self, name: str) -> Any:
+        """One column; a damaged file is refused by name."""
+        found = self._pages.lists(self._group, name) if self._pages else None
+        if found is not None:
+            return found
+        try:
+            return self._file.read_row_group(self._group, columns=[name], use_threads=False)[name]
+        except (pa.ArrowException, OSError) as error:
+            raise unreadable(self._path, error) from None
+
+    def rows(self, names: Sequence[str]) -> pa.RecordBatch:
+        """Several columns as one piece."""
+        arrays = [inputs.flat(self.column(name)) for name in names]
+        return pa.RecordBatch.from_arrays(arrays, names=list(names))
+
+
+def row_group_at_once(
+    path: DataFile, group: int, columns: Sequence[str], footer: pq.FileMetaData
+) -> Iterator[pa.RecordBatch]:
+    """As `row_group`, which it leaves long row groups and those of other machines to.
+
+    What is decoded here has lists with offsets of 64 bits, whatever the file says.
+    """
+    rows = footer.row_group(group).num_rows
+    if native_wanted() and isinstance(path, Path) and 0 < rows <= PIECE:
+        yield ColumnDecoder(path, footer, group).rows(columns)
+    else:
+        yield from row_group(path, group, columns, footer)
 
 
 def _sequences(

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from nestpipe.batch import Batch
 from nestpipe.data import DataConfig, Source, open_source, parquet, sequences
+from nestpipe.data.inputs import PageReader
 from nestpipe.data.order import Permutation, Share, choose_shards, mix
 from nestpipe.data.shards import DecodedPiece, Piece, pick, pick_plainly
 from nestpipe.data.source import Chunk, Stream, keys_column
@@ -523,3 +524,105 @@ def test_a_sequence_has_a_name_that_no_order_changes(make, kind):
     assert {n: h for n, (h, _) in first.items()} == {n: h for n, (h, _) in second.items()}
     assert {turn for _, turn in first.values()} == {0}
     assert {turn for _, turn in second.values()} == {1}
+
+
+# Pages of Parquet that are decoded here, against Arrow.
+
+
+LISTS = st.lists(
+    st.lists(st.integers(-(2**63), 2**63 - 1) | st.integers(0, 3), max_size=9),
+    min_size=1,
+    max_size=60,
+)
+USUAL = {"use_dictionary": True, "compression": "zstd"}
+WRITTEN = [
+    USUAL,
+    {"use_dictionary": True, "compression": "snappy", "data_page_size": 64},
+    {"use_dictionary": True, "compression": "gzip", "dictionary_pagesize_limit": 64},
+    {"use_dictionary": False, "compression": "none", "data_page_size": 100},
+]
+"""The last but one begins with entries of a dictionary, and goes on without."""
+
+
+def list_type(outer: bool, inner: bool, large: bool) -> pa.Field:
+    values = pa.field("element", pa.int64(), nullable=inner)
+    return pa.field("keys", (pa.large_list if large else pa.list_)(values), nullable=outer)
+
+
+def write_lists(path: Path, rows: list, column: pa.Field, **options) -> pq.ParquetFile:
+    table = pa.table(
+        [pa.array([1] * len(rows)), pa.array(rows, column.type)],
+        pa.schema([pa.field("other", pa.int64()), column]),
+    )
+    pq.write_table(table, path, **{"row_group_size": 40, **options})
+    return pq.ParquetFile(path)
+
+
+def decoded(path: Path, file: pq.ParquetFile) -> list:
+    reader = PageReader(path, file.metadata, file.schema_arrow)
+    return [reader.lists(group, "keys") for group in range(file.num_row_groups)]
+
+
+@given(LISTS, st.booleans(), st.booleans(), st.booleans(), st.sampled_from(WRITTEN))
+def test_lists_that_are_decoded_here_are_those_of_arrow(
+    tmp_path_factory, rows, outer, inner, large, written
+):
+    path = tmp_path_factory.getbasetemp() / "lists.parquet"
+    file = write_lists(path, rows * 3, list_type(outer, inner, large), **written)
+    for group, found in enumerate(decoded(path, file)):
+        assert found is not None, "nothing is unusual in this file"
+        found.validate(full=True)
+        assert found.to_pylist() == file.read_row_group(group)["keys"].to_pylist()
+
+
+def test_long_runs_of_lists_are_those_of_arrow(tmp_path):
+    """Levels and entries of every width, over many pages."""
+    random = np.random.default_rng(0)
+    for bits in (0, 1, 2, 7, 12, 17):
+        lengths = random.integers(0 if bits % 2 else 1, 4, 30_000)
+        keys = random.integers(0, 1 << bits, lengths.sum())
+        rows = [part.tolist() for part in np.split(keys, np.cumsum(lengths)[:-1])]
+        path = tmp_path / f"{bits}.parquet"
+        column = list_type(True, True, True)
+        file = write_lists(path, rows, column, row_group_size=30_000, data_page_size=9_000)
+        (found,) = decoded(path, file)
+        assert found.equals(file.read()["keys"].combine_chunks().cast(found.type))
+
+
+@pytest.mark.parametrize(
+    ("rows", "column", "options"),
+    [
+        ([[1], None], list_type(True, True, False), {}),
+        ([[1], [None]], list_type(True, True, False), {}),
+        ([[1], [2]], pa.field("keys", pa.list_(pa.int32())), {}),
+        ([[1], [2]], pa.field("keys", pa.list_(pa.uint64())), {}),
+        ([1, 2], pa.field("keys", pa.int64()), {}),
+        ([[1], [2]], list_type(True, True, False), {"data_page_version": "2.0"}),
+        ([[1], [2]], list_type(True, True, False), {"write_page_checksum": True}),
+        ([[1], [2]], list_type(True, True, False), {"compression": "lz4"}),
+    ],
+)
+def test_what_is_unusual_in_a_column_is_left_to_arrow(tmp_path, rows, column, options):
+    path = tmp_path / "lists.parquet"
+    assert decoded(path, write_lists(path, rows, column, **options)) == [None]
+
+
+def test_no_damage_of_a_page_ends_the_process(tmp_path):
+    """Bytes that are changed or missing: lists of some kind, or Arrow's turn to say what it is."""
+    random = np.random.default_rng(1)
+    path = tmp_path / "lists.parquet"
+    rows = [[row % 5] * (row % 4) for row in range(300)]
+    for options in WRITTEN:
+        file = write_lists(path, rows, list_type(True, True, True), row_group_size=300, **options)
+        whole = path.read_bytes()
+        chunk = file.metadata.row_group(0).column(1)
+        begin = min(filter(None, (chunk.dictionary_page_offset, chunk.data_page_offset)))
+        for _ in range(300):
+            damaged = bytearray(whole)
+            for place in random.integers(begin, begin + chunk.total_compressed_size, 2):
+                damaged[place] = random.integers(256)
+            path.write_bytes(damaged if random.integers(8) else damaged[: place + 1])
+            (found,) = decoded(path, file)
+            if found is not None:
+                found.validate(full=True)
+                assert len(found) == 300
