@@ -508,7 +508,8 @@ def _chunks(
                 if not kept.all():
                     piece, numbers = piece.filter(pa.array(kept)), numbers[kept]
                 if isinstance(layout, SequenceLayout):
-                    yield _sequences(piece, layout, numbers, number, path, broken)
+                    ids = (number << FILE_BITS) + numbers
+                    yield to_sequences(piece, layout, numbers, ids, path, broken)
                 else:
                     yield to_batch(piece, layout, numbers, path, broken)
 
@@ -602,19 +603,19 @@ def row_group_at_once(
         yield from row_group(path, group, columns, footer)
 
 
-def _sequences(
+def to_sequences(
     piece: Any,
     layout: SequenceLayout,
     rows: np.ndarray,
-    file: int,
+    ids: np.ndarray,
     path: DataFile,
     broken: Broken,
 ) -> Batch:
-    """Rows as users' sequences, without those that are broken or too short."""
+    """Rows as users' sequences with these ids, without those that are broken or too short."""
     good = without(broken_rows(piece, layout), rows, path, broken)
     if not good.all():
-        piece, rows = piece.filter(pa.array(good)), rows[good]
-    return sequence_batch(piece, layout, (file << FILE_BITS) + rows)[0]
+        piece, ids = piece.filter(pa.array(good)), ids[good]
+    return sequence_batch(piece, layout, ids)[0]
 
 
 FILE_BITS = 40

@@ -146,6 +146,11 @@ def label_column(name: str = LABEL) -> Column:
     return Column(name, "label", "float32")
 
 
+def pass_column() -> Column:
+    """The column of passes, beside that of the samples' names."""
+    return Column(PASS, "id", "int64")
+
+
 def empty_batch(columns: Sequence[Column]) -> Batch:
     """No samples of these columns."""
     return Batch(
@@ -276,10 +281,11 @@ class Indexed:
 
 def _with_ids(samples: Batch, numbers: NDArray[np.int64], epoch: int) -> Batch:
     ids = torch.from_numpy(np.ascontiguousarray(numbers))
-    return _with_pass(Batch(samples.size, {**samples.dense, SAMPLE_ID: ids}, samples.sparse), epoch)
+    return with_pass(Batch(samples.size, {**samples.dense, SAMPLE_ID: ids}, samples.sparse), epoch)
 
 
-def _with_pass(samples: Batch, epoch: int) -> Batch:
+def with_pass(samples: Batch, epoch: int) -> Batch:
+    """The same samples, which say in which pass over the data they come."""
     passes = torch.full_like(samples.dense[SAMPLE_ID], epoch)
     return Batch(samples.size, {**samples.dense, PASS: passes}, samples.sparse)
 
@@ -324,8 +330,7 @@ class Stream:
     ) -> None:
         """`shards` 0 chooses; they are used where the counts of all chunks are known."""
         self._named = any(column.name == SAMPLE_ID for column in columns)
-        passes = [Column(PASS, "id", "int64")] if self._named else []
-        self._columns = (*columns, *passes)
+        self._columns = (*columns, *([pass_column()] if self._named else []))
         self._chunks = tuple(chunks)
         self._window = window
         self._shuffle = shuffle
@@ -377,7 +382,7 @@ class Stream:
         batches = deal(share, mix(seed, epoch))
         if rank == 0 and not share.first:
             batches = watch_labels(batches, self._columns)
-        return (_with_pass(batch, epoch) for batch in batches) if self._named else batches
+        return (with_pass(batch, epoch) for batch in batches) if self._named else batches
 
     def _deal_shards(self, share: Share, key: int) -> Iterator[Batch]:
         """This rank's batches, read from the shards that they come from."""

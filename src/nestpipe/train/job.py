@@ -38,6 +38,7 @@ from nestpipe.data import (
     RankingOptions,
     Source,
     Split,
+    StreamingSource,
     open_source,
 )
 from nestpipe.errors import CheckpointError, ConfigError, MissingSplitError, NestpipeError
@@ -320,7 +321,8 @@ def open_split(config: JobConfig, split: Split) -> Source:
         negatives=max(1, wanted.negatives // wanted.positives),
         seed=config.run.seed,
     )
-    return Ranking(source, options)
+    ranking = Ranking(source, options)
+    return source.ranked(ranking) if isinstance(source, StreamingSource) else ranking
 
 
 def make_job(config: JobConfig, comm: Communicator) -> Job:
