@@ -94,6 +94,12 @@ class ParquetConfig:
     """Labels from here on are 1 and others 0, such as 4 for ratings of 1 to 5; 0: as they are."""
     ignore: tuple[str, ...] = ()
     """Columns that the types would choose and that are not wanted."""
+    sample_weight: str = ""
+    """The column of samples' weights, numbers from 0: a sample's loss, and so its gradient, counts
+    so many times."""
+    weights: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """For columns of lists of keys, the column of their weights: a list of numbers per row, one for
+    each key, such as `words = "word_weights"`; rows are summed times their weights."""
     history: str = ""
     """sequences: the column of a user's items, a list per row; by default `history` where there
     are no other keys and no label."""
@@ -108,7 +114,11 @@ class ParquetConfig:
 
     def __post_init__(self) -> None:
         seen: set[str] = set()
-        for name in (*self.sparse, *self.dense, *self.labels):
+        for name, column in self.weights.items():
+            if not isinstance(column, str) or not column:
+                raise ConfigError(f"weights.{name} is {column!r}; name the column of its weights")
+        weights = (*self.weights.values(), *([self.sample_weight] if self.sample_weight else []))
+        for name in (*self.sparse, *self.dense, *self.labels, *weights):
             if name in seen:
                 raise ConfigError(f"column {name} is named twice; give it one use")
             seen.add(name)

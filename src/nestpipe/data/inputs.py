@@ -268,6 +268,18 @@ def list_arrays(array: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     return keys(array.flatten()), np.append(0, np.cumsum(lengths))
 
 
+def list_numbers(column: Any) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """The numbers of all lists, joined, nan where there is none; and how many each list has."""
+    array = flat(column)
+    lengths = list_lengths(array)
+    if pa.types.is_fixed_size_list(array.type) and array.null_count:
+        array = array.filter(array.is_valid())
+    values = values_of(array)
+    if pa.types.is_boolean(values.type):
+        values = values.cast(pa.int8())
+    return values.to_numpy(zero_copy_only=False).astype(np.float64), lengths
+
+
 def numbers(column: Any) -> NDArray[np.float32]:
     """A float per row; nan where there is none."""
     array = flat(column)

@@ -47,13 +47,17 @@ from nestpipe.data.source import (
     DENSE,
     LABEL,
     MISSING,
+    WEIGHT,
     Chunk,
     Column,
     Stream,
+    as_words,
     features_column,
     keys_column,
     label_column,
     tensor,
+    weight_column,
+    weights_column,
 )
 from nestpipe.data.text import Broken
 from nestpipe.errors import DataError
@@ -77,6 +81,9 @@ class ColumnLayout:
     """Whether labels may be outside 0 to 1."""
     positive_from: float = 0.0
     """From where on a label is 1, and below 0; 0: labels are as they are."""
+    sample_weight: str = ""
+    weights: tuple[tuple[str, str], ...] = ()
+    """Columns of lists of keys, each with the column of its weights."""
 
     def label(self, column: Any) -> NDArray[np.float32]:
         """A label per row; nan where there is none."""
@@ -87,13 +94,18 @@ class ColumnLayout:
 
     @property
     def names(self) -> tuple[str, ...]:
-        return self.sparse + self.dense + self.labels
+        weights = [column for _, column in self.weights]
+        more = [*weights, *([self.sample_weight] if self.sample_weight else [])]
+        return (*self.sparse, *self.dense, *self.labels, *more)
 
     @property
     def columns(self) -> tuple[Column, ...]:
         keys = [keys_column(name, name in self.single) for name in self.sparse]
         dense = [features_column(self.dense)] if self.dense else []
-        return (*keys, *dense, *(label_column(self.label_name(name)) for name in self.labels))
+        weights = [weights_column(column, of) for of, column in self.weights]
+        labels = [label_column(self.label_name(name)) for name in self.labels]
+        weight = [weight_column()] if self.sample_weight else []
+        return (*keys, *weights, *dense, *labels, *weight)
 
     def label_name(self, name: str) -> str:
         """One label is called `label`; several keep their names."""
@@ -103,7 +115,8 @@ class ColumnLayout:
 def choose(schema: pa.Schema, config: ParquetConfig, where: DataFile) -> ColumnLayout:
     """The columns that the config names; without any, what the types of the schema suggest."""
     labels = tuple(config.labels) if config.labels else (LABEL,) if LABEL in schema.names else ()
-    taken = set(labels) | set(config.ignore)
+    weights = tuple((of, str(column)) for of, column in config.weights.items())
+    taken = {*labels, *config.ignore, config.sample_weight, *config.weights.values()}
     sparse, dense = tuple(config.sparse), tuple(config.dense)
     if not sparse and not dense:
         left = [field for field in schema if field.name not in taken]
@@ -117,10 +130,27 @@ def choose(schema: pa.Schema, config: ParquetConfig, where: DataFile) -> ColumnL
         labels,
         config.any_labels,
         config.positive_from,
+        config.sample_weight,
+        weights,
     )
-    if not layout.names:
+    if not layout.sparse and not layout.dense and not layout.labels:
         raise DataError(f"{where} has no column of keys or numbers; name some in data.parquet")
+    _refuse_weights(layout, where)
     return layout
+
+
+def _refuse_weights(layout: ColumnLayout, where: DataFile) -> None:
+    """Weights of what is no list of keys, and a name that both a label and weights would have."""
+    for of, column in layout.weights:
+        if of not in layout.sparse or of in layout.single:
+            raise DataError(
+                f"data.parquet.weights gives {column} to {of}, which is no column of lists of keys "
+                f"of {where}; name one"
+            )
+    if layout.sample_weight and len(layout.labels) > 1 and WEIGHT in layout.labels:
+        raise DataError(
+            f"the label {WEIGHT} of {where} has the name of samples' weights; rename the column"
+        )
 
 
 def _refuse_second_label(
@@ -149,6 +179,8 @@ def to_batch(
     if not good.all():
         piece = piece.filter(pa.array(good))
     dense = {layout.label_name(name): tensor(layout.label(piece[name])) for name in layout.labels}
+    if layout.sample_weight:
+        dense[WEIGHT] = tensor(inputs.numbers(piece[layout.sample_weight]))
     if layout.dense:
         stacked = np.empty((piece.num_rows, len(layout.dense)), dtype=np.float32)
         for column, name in enumerate(layout.dense):
@@ -161,7 +193,14 @@ def to_batch(
         else inputs.lists(piece[name])
         for name in layout.sparse
     }
+    for of, column in layout.weights:
+        numbers, _ = inputs.list_numbers(piece[column])
+        sparse[column] = Jagged(tensor(as_words(numbers)), *_lengths(sparse[of]))
     return Batch(piece.num_rows, dense, sparse)
+
+
+def _lengths(keys: Jagged) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return keys.lengths, keys.known_offsets
 
 
 def _single_keys(column: Any, name: str, path: DataFile) -> NDArray[np.int64]:
@@ -199,7 +238,29 @@ def _good(
         array = inputs.flat(piece[name])
         if name not in layout.single and inputs.values_of(array).null_count:
             found.append((inputs.holes(array), f"{name} has an empty entry"))
+    if layout.sample_weight:
+        found += _bad_weights(inputs.numbers(piece[layout.sample_weight]), layout.sample_weight)
+    for of, column in layout.weights:
+        found += _misfits(piece, of, column)
     return without(found, rows, path, broken)
+
+
+def _bad_weights(weight: np.ndarray, name: str) -> list[tuple[np.ndarray, str]]:
+    good = np.isfinite(weight) & (weight >= 0)
+    return [] if good.all() else [(~good, f"{name} is no number from 0")]
+
+
+def _misfits(piece: Any, of: str, column: str) -> list[tuple[np.ndarray, str]]:
+    """Rows whose weights are no numbers, or more or fewer than their keys."""
+    weights, lengths = inputs.list_numbers(piece[column])
+    differ = lengths != inputs.list_lengths(inputs.flat(piece[of]))
+    found = [(differ, f"{column} has more or fewer entries than {of}")]
+    if not (good := np.isfinite(weights)).all():
+        bad = np.bincount(
+            np.repeat(np.arange(len(lengths)), lengths)[~good], minlength=len(lengths)
+        )
+        found.append((bad > 0, f"{column} has an entry that is no finite number"))
+    return found
 
 
 def _bad_labels(label: np.ndarray, name: str, layout: ColumnLayout) -> list[tuple[np.ndarray, str]]:
@@ -248,6 +309,7 @@ class ColumnRows:
     @property
     def form(self) -> PieceForm:
         names = [self.layout.label_name(name) for name in self.layout.labels]
+        names += [WEIGHT] if self.layout.sample_weight else []
         dense = [(name, RowForm((), torch.float32)) for name in names]
         if self.layout.dense:
             dense.append((DENSE, RowForm((len(self.layout.dense),), torch.float32)))
@@ -260,6 +322,9 @@ class ColumnRows:
         for number, name in enumerate(self.layout.labels):
             yield partial(Filling.add_rows, column=number, values=self._labels(name))
         number = len(self.layout.labels)
+        if self.layout.sample_weight:
+            yield partial(Filling.add_rows, column=number, values=self._weight())
+            number += 1
         for place, name in enumerate(self.layout.dense):
             values = self._numbers(name)
             at = place * values.itemsize
@@ -277,6 +342,12 @@ class ColumnRows:
         if any(bad.any() for bad, _ in _bad_labels(label, name, self.layout)):
             self.refuse()
         return label
+
+    def _weight(self) -> NDArray[np.float32]:
+        weight = inputs.numbers(self.decode(self.layout.sample_weight))
+        if _bad_weights(weight, self.layout.sample_weight):
+            self.refuse()
+        return weight
 
     def _numbers(self, name: str) -> NDArray[np.float32]:
         column = inputs.flat(self.decode(name))
@@ -485,9 +556,14 @@ def check(schema: pa.Schema, layout: ColumnLayout | SequenceLayout, where: DataF
         kind = schema.field(name).type
         fits = inputs.is_key(kind) if name in layout.single else inputs.is_list(kind)
         inputs.need(kind, fits and inputs.is_keys(kind), name, "keys", where)
-    for name in layout.dense + layout.labels:
+    more = (layout.sample_weight,) if layout.sample_weight else ()
+    for name in layout.dense + layout.labels + more:
         kind = schema.field(name).type
         inputs.need(kind, inputs.is_number(kind), name, "a number per row", where)
+    for _, name in layout.weights:
+        kind = schema.field(name).type
+        fits = inputs.is_list(kind) and inputs.is_number(kind.value_type)
+        inputs.need(kind, fits, name, "a list of weights per row", where)
 
 
 def _chunks(
@@ -518,7 +594,7 @@ def _chunks(
         drops = isinstance(layout, SequenceLayout) and layout.held.least > 0
         known = None if drops else kept_rows
         by_column = None
-        if isinstance(layout, ColumnLayout) and _can_be_decoded_in_turn(path, size):
+        if isinstance(layout, ColumnLayout) and _can_be_decoded_in_turn(path, size, layout):
             rows = range(begin, begin + size)
             in_turn = _ColumnsInTurn(path, group, layout, footer, read, rows, split, every)
             by_column = in_turn.read
@@ -526,9 +602,12 @@ def _chunks(
         begin += size
 
 
-def _can_be_decoded_in_turn(path: DataFile, size: int) -> bool:
-    """Single columns of a whole row group: of another machine that would be many requests."""
-    return not isinstance(path, RemoteFile) and size <= MOST_IN_TURN
+def _can_be_decoded_in_turn(path: DataFile, size: int, layout: ColumnLayout) -> bool:
+    """Single columns of a whole row group: of another machine that would be many requests.
+
+    What is wrong with weights is seen beside their keys, so those are read together.
+    """
+    return not isinstance(path, RemoteFile) and size <= MOST_IN_TURN and not layout.weights
 
 
 @dataclass(frozen=True, slots=True)

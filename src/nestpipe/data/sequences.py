@@ -108,10 +108,10 @@ def find_layout(
     history = wanted.history or _history(schema, wanted)
     if not history:
         return None
-    if wanted.sparse or wanted.dense or wanted.labels:
+    if wanted.sparse or wanted.dense or wanted.labels or wanted.weights or wanted.sample_weight:
         raise ConfigError(
-            f"data.parquet.history is {history!r}, so rows are sequences; leave out sparse, dense "
-            "and labels"
+            f"data.parquet.history is {history!r}, so rows are sequences; leave out sparse, dense, "
+            "labels and weights"
         )
     target = _there(schema, wanted.target, TARGET)
     own_rows = bool(config.test_every or config.test_path or config.validation_path)
@@ -133,6 +133,7 @@ def _history(schema: pa.Schema, wanted: ParquetConfig) -> str:
     keys = [f.name for f in schema if inputs.is_keys(f.type) and f.name not in others]
     alone = keys == [HISTORY] and inputs.is_list(schema.field(HISTORY).type)
     named = wanted.sparse or wanted.dense or wanted.labels or LABEL in schema.names
+    named = named or wanted.weights or wanted.sample_weight
     return HISTORY if alone and not named else ""
 
 

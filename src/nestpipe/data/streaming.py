@@ -41,6 +41,7 @@ from nestpipe.data.source import (
     pass_column,
     tensor,
     with_pass,
+    with_weights,
 )
 from nestpipe.data.text import Broken
 from nestpipe.errors import ConfigError, DataError, MissingSplitError, NestpipeError
@@ -307,6 +308,7 @@ class StreamingSource:
             replace(window, seed=seed) for window in self._windows[self._num_begun :]
         ]
         found = (self._part(number, share) for number in range(self._num_decided))
+        found = with_weights(found, self._columns)
         named = (with_pass(batch, epoch) for batch in found) if self._named else found
         return named if self._ranking is None else map(self._ranking.ranked, named)
 

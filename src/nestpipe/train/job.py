@@ -364,10 +364,11 @@ def make_model(config: JobConfig, source: Source) -> tuple[nn.Module, list[Table
         return _ranker(config)
     _refuse_labels(kind, [column.name for column in source.columns if column.kind == "label"])
     fields = next((c.fields for c in source.columns if c.kind == "features"), ())
+    weights = {column.of: column.name for column in source.columns if column.kind == "weights"}
     if kind == "logistic":
-        baseline = LogisticRegression(tuple(keys), len(fields))
+        baseline = LogisticRegression(tuple(keys), len(fields), weights)
         return baseline, baseline.tables()
-    return _dlrm(wanted, keys, fields)
+    return _dlrm(wanted, keys, fields, weights)
 
 
 def _refuse_labels(kind: str, labels: list[str]) -> None:
@@ -385,7 +386,7 @@ def _refuse_labels(kind: str, labels: list[str]) -> None:
 
 
 def _dlrm(
-    wanted: ModelConfig, keys: list[str], fields: tuple[str, ...]
+    wanted: ModelConfig, keys: list[str], fields: tuple[str, ...], weights: Mapping[str, str]
 ) -> tuple[nn.Module, list[Table]]:
     model = Dlrm(
         DlrmConfig(
@@ -394,12 +395,10 @@ def _dlrm(
             dim=wanted.dim,
             bottom=wanted.bottom,
             top=wanted.top,
+            weights=weights,
         )
     )
-    tables = [
-        Table(name=name, dim=wanted.dim, pooling="sum", init_std=wanted.init_std) for name in keys
-    ]
-    return model, tables
+    return model, [replace(table, init_std=wanted.init_std) for table in model.tables()]
 
 
 def _ranker(config: JobConfig) -> tuple[nn.Module, list[Table]]:

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nestpipe.batch import Batch
-from nestpipe.data import DataConfig, Source, open_source, parquet, sequences
+from nestpipe.data import DataConfig, ParquetConfig, Source, open_source, parquet, sequences
 from nestpipe.data.inputs import PageReader
 from nestpipe.data.order import Permutation, Share, choose_shards, mix
 from nestpipe.data.shards import DecodedPiece, Piece, pick, pick_plainly
@@ -626,3 +626,65 @@ def test_no_damage_of_a_page_ends_the_process(tmp_path):
             if found is not None:
                 found.validate(full=True)
                 assert len(found) == 300
+
+
+# Weights of keys and of samples.
+
+
+def weighted_table(rows: int) -> pa.Table:
+    """Weights that say which key, and which sample, they are of."""
+    random = np.random.default_rng(5)
+    words = [random.integers(1, 40, random.integers(0, 4)).tolist() for _ in range(rows)]
+    return pa.table(
+        {
+            "label": [row % 2 for row in range(rows)],
+            "row": list(range(rows)),
+            "words": pa.array(words, pa.list_(pa.int64())),
+            "tf": pa.array([[key / 8 for key in of] for of in words], pa.list_(pa.float32())),
+            "importance": [row / 4 for row in range(rows)],
+        }
+    )
+
+
+WEIGHTS = ParquetConfig(weights={"words": "tf"}, sample_weight="importance")
+
+
+@pytest.mark.parametrize("most_in_turn", [131_072, 0])
+@pytest.mark.parametrize("options", [{"shards": 3}, {"shuffle": False}, {"max_broken": 3}])
+def test_weights_stay_with_their_keys_and_samples(tmp_path, monkeypatch, options, most_in_turn):
+    monkeypatch.setattr(parquet, "MOST_IN_TURN", most_in_turn)
+    pq.write_table(weighted_table(70), tmp_path / "a.parquet", row_group_size=20)
+    config = DataConfig(
+        kind="parquet", path=str(tmp_path), shuffle_window=24, parquet=WEIGHTS, **options
+    )
+    source = open_source(config)
+    by_ranks = [read(source, rank=rank, ranks=3) for rank in range(3)]
+    for batch in flat(by_ranks):
+        assert set(batch.sparse) == {"row", "words", "tf"}
+        assert batch.sparse["tf"].values.dtype == torch.float32
+        keys = batch.sparse["words"].to_lists()
+        assert batch.sparse["tf"].to_lists() == [[key / 8 for key in of] for of in keys]
+        assert torch.equal(batch.dense["weight"] * 4, batch.sparse["row"].values.float())
+        assert "features" not in batch.dense
+    native = [as_rows(batch) for batch in read(source)]
+    assert sorted(row for of in native for row, *_ in of) == [[row] for row in range(70)]
+    monkeypatch.setenv("NESTPIPE_NATIVE", "0")
+    assert [as_rows(batch) for batch in read(source)] == native
+
+
+def as_rows(batch: Batch) -> list:
+    lists = [batch.sparse[name].to_lists() for name in ("row", "words", "tf")]
+    return list(zip(*lists, batch.dense["weight"].tolist(), strict=True))
+
+
+def test_samples_weights_do_without_weights_of_keys(tmp_path):
+    """Columns that are decoded one by one; weights of sequences are refused."""
+    pq.write_table(weighted_table(30).drop(["tf"]), tmp_path / "a.parquet", row_group_size=20)
+    config = DataConfig(
+        kind="parquet", path=str(tmp_path), parquet=ParquetConfig(sample_weight="importance")
+    )
+    for batch in read(open_source(config)):
+        assert torch.equal(batch.dense["weight"] * 4, batch.sparse["row"].values.float())
+    named = replace(config, parquet=replace(config.parquet, history="words"))
+    with pytest.raises(ConfigError, match="so rows are sequences; leave out sparse, dense, labels"):
+        open_source(named)

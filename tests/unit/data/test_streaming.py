@@ -30,6 +30,7 @@ from nestpipe.data.streaming import choose_ranges, cut, share_in_turn, share_out
 from nestpipe.data.text import Broken
 from nestpipe.errors import ConfigError, DataError
 from nestpipe.jagged import Jagged
+from nestpipe.serve.engine.score_model import open_model
 from nestpipe.train import JobConfig, job, loop, make_job, train_job
 from nestpipe.train.job import prepare
 from nestpipe.train.verify import verify_job
@@ -725,3 +726,55 @@ def test_held_out_sequences_are_evaluated_when_the_stream_has_no_more(tmp_path):
     assert found.split == "test"
     assert found.metrics["samples"] == 24
     assert not any(name.startswith("baseline") for name in found.metrics)
+
+
+# Weights of keys and of samples.
+
+
+def weighted_config(folder: Path, **sections) -> JobConfig:
+    columns = {
+        "sparse": ["user", "items"],
+        "weights": {"items": "tf"},
+        "sample_weight": "age",
+        "labels": ["label"],
+    }
+    data = {"parquet": columns, **sections.pop("data", {})}
+    model = {"dim": 4, "bottom": [4], "top": [4]}
+    return job_config(folder, data=data, model=model, **sections)
+
+
+def add_weighted(folder: Path, name: str, first: int) -> None:
+    table = pq.read_table(add_file(folder.parent / "plain", name, first))
+    tf = [[key / 4 for key in keys] for keys in table["items"].to_pylist()]
+    folder.mkdir(exist_ok=True)
+    pq.write_table(table.append_column("tf", pa.array(tf)), folder / name, row_group_size=16)
+
+
+@pytest.mark.usefixtures("first_weights")
+@pytest.mark.parametrize("window", [0, 40])
+def test_weights_of_a_stream_train_under_every_plan_and_go_on_bit_for_bit(tmp_path, window):
+    for n in range(2):
+        add_weighted(tmp_path / "in", f"{n}.parquet", 40 * n)
+
+    def config(**run):
+        return weighted_config(tmp_path / "in", stream={"shuffle_window": window}, run=run)
+
+    source = make_job(config(), LocalCommunicator()).train
+    assert isinstance(source, StreamingSource)
+    source.decide({}, rank=0, global_batch=12, gather=LocalCommunicator().all_gather_values)
+    for batch in source.batches(global_batch=12, rank=0, ranks=1):
+        keys = batch.sparse["items"].to_lists()
+        assert batch.sparse["tf"].to_lists() == [[key / 4 for key in of] for of in keys]
+    whole, weights, _ = trained(config())
+    folder = str(tmp_path / "run")
+    first, *_ = trained(config(checkpoint=folder, steps=3), ranks=2)
+    rest, again, _ = trained(config(checkpoint=folder), resume="auto", ranks=2)
+    assert first + rest == pytest.approx(whole, rel=1e-5)
+    for one, other in zip(weights, again, strict=True):
+        torch.testing.assert_close(one, other)
+    pipelined = replace(config(), pipeline=replace(config().pipeline, plan="nested"))
+    (verdict, *_) = run_ranks(2, lambda comm: verify_job(pipelined, comm))
+    assert verdict.identical
+    assert verdict.steps == 6
+    with pytest.raises(ConfigError, match="model whose keys have weights, which requests cannot"):
+        open_model(Path(folder), "cpu")
