@@ -32,6 +32,7 @@ from nestpipe.errors import ConfigError, DataError, MissingSplitError
 from nestpipe.jagged import Jagged
 from nestpipe.kernels.host_memory import empty
 from nestpipe.kernels.library import library, native_wanted
+from nestpipe.kernels.take import WORD
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,6 +387,8 @@ class _ListColumn(ctypes.Structure):
 
 Pages = list[tuple[_PageHeader, NDArray[np.uint8]]]
 _DATA_PAGE, _DICTIONARY_PAGE, _RUNS = 0, 2, 3
+_PLAIN = (0, 2)
+"""What writers call the encoding of a dictionary's entries, which is always the same."""
 _CODECS = ("SNAPPY", "GZIP", "BROTLI", "ZSTD")
 """Of which Parquet and Arrow mean the same form."""
 _MOST_VALUES = 1 << 26
@@ -409,7 +412,10 @@ class PageReader:
         number, in_group = self._schema.get_field_index(name), self._footer.row_group(group)
         chunk, about = in_group.column(number), self._footer.schema.column(number)
         shape = (about.physical_type, about.max_definition_level, about.max_repetition_level)
-        if shape != ("INT64", level[0], 1) or chunk.num_values > _MOST_VALUES or chunk.file_path:
+        sizes = (in_group.num_rows, chunk.num_values)
+        if shape != ("INT64", level[0], 1) or chunk.file_path:
+            return None
+        if not all(0 <= size <= _MOST_VALUES for size in sizes):
             return None
         read = self._read(chunk)
         pages = None if read is None else _pages(read, chunk)
@@ -446,7 +452,8 @@ def _decode(pages: Pages, chunk: Any, rows: int, level: tuple[int, int]) -> Any 
     column, entries = _ListColumn(*level, None, 0, *places, 0, 0), 0
     for header, page in pages:
         if header.type == _DICTIONARY_PAGE:
-            if column.dictionary or len(page) != 8 * header.num_values:
+            plain = header.encoding in _PLAIN and len(page) == WORD * header.num_values
+            if column.dictionary or not plain:
                 return None
             column.dictionary, column.num_entries = page.ctypes.data, header.num_values
             continue
