@@ -404,10 +404,18 @@ class PageReader:
         self._flat = footer.num_columns == len(schema.names)
         """Whether no column is stored as several, so that both have the same numbers."""
 
+    def knows(self, name: str) -> bool:
+        """Whether a column may be decoded here, by its type."""
+        return self._flat and native_wanted() and _levels(self._schema.field(name)) is not None
+
     def lists(self, group: int, name: str) -> Any | None:
-        """What Arrow reads as this column, with offsets of 64 bits; None: Arrow must read it."""
+        """What Arrow reads as this column, with offsets of 64 bits; None: Arrow must read it.
+
+        Arrow ends the process when it is asked about a column chunk whose description is damaged:
+        `ColumnDecoder` of `data/parquet.py` finds that before.
+        """
         level = _levels(self._schema.field(name))
-        if level is None or not self._flat or not native_wanted():
+        if level is None or not self.knows(name):
             return None
         number, in_group = self._schema.get_field_index(name), self._footer.row_group(group)
         chunk, about = in_group.column(number), self._footer.schema.column(number)

@@ -522,7 +522,10 @@ def unreadable(path: DataFile, error: Exception) -> DataError:
     reason = error.strerror if isinstance(error, OSError) else None
     if reason:
         return DataError(f"cannot read {path}: {reason}; check the file")
-    return DataError(f"{path} is truncated or no Parquet file; write it again")
+    return DataError(NO_PARQUET.format(path))
+
+
+NO_PARQUET = "{} is truncated or no Parquet file; write it again"
 
 
 def row_group(
@@ -647,18 +650,40 @@ class ColumnDecoder:
     """Columns of a whole row group, one at a time: by native code where it can, else by Arrow."""
 
     def __init__(self, path: DataFile, footer: pq.FileMetaData, group: int) -> None:
-        self._path, self._group = path, group
+        self._path, self._group, self._footer = path, group, footer
+        self._rows = footer.row_group(group).num_rows
         self._file = open_file(path, footer)
+        self._trial: Any = None
         local = isinstance(path, Path)
         self._pages = PageReader(path, footer, self._file.schema_arrow) if local else None
 
     def column(self, name: str) -> Any:
         """One column; a damaged file is refused by name."""
-        found = self._pages.lists(self._group, name) if self._pages else None
+        found = None
+        if self._pages is not None and self._pages.knows(name):
+            self._try_chunk(name)
+            found = self._pages.lists(self._group, name)
         if found is not None:
             return found
         try:
-            return self._file.read_row_group(self._group, columns=[name], use_threads=False)[name]
+            read = self._file.read_row_group(self._group, columns=[name], use_threads=False)[name]
+        except (pa.ArrowException, OSError) as error:
+            raise unreadable(self._path, error) from None
+        if len(read) != self._rows:
+            raise DataError(NO_PARQUET.format(self._path))
+        return read
+
+    def _try_chunk(self, name: str) -> None:
+        """Have Arrow look at what the footer says of a column here, and read nothing of it."""
+        place = [self._file.schema_arrow.get_field_index(name)]
+        if self._trial is None:
+            # With a buffer, nothing is read before somebody wants rows.
+            self._trial = pq.ParquetFile(self._path, metadata=self._footer, buffer_size=1 << 12)
+        pieces = self._trial.reader.iter_batches(
+            0, row_groups=[self._group], column_indices=place, use_threads=False
+        )
+        try:
+            next(pieces, None)
         except (pa.ArrowException, OSError) as error:
             raise unreadable(self._path, error) from None
 
