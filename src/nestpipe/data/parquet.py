@@ -630,11 +630,13 @@ class _ColumnsInTurn:
 
     def read(self, broken: Broken) -> Iterator[ColumnRows]:
         kept = keeps(np.arange(self.rows.start, self.rows.stop), self.split, self.every)
+        assert isinstance(self.path, Path), "columns in turn are those of local files"
+        path, names = self.path, self.layout.names
         opened: list[ColumnDecoder] = []
 
         def decode(name: str) -> Any:
             if not opened:
-                opened.append(ColumnDecoder(self.path, self.footer, self.group))
+                opened.append(ColumnDecoder(path, self.footer, self.group, names))
             column = opened[0].column(name)
             return column.filter(pa.array(kept)) if self.every else column
 
@@ -649,20 +651,21 @@ class _ColumnsInTurn:
 class ColumnDecoder:
     """Columns of a whole row group, one at a time: by native code where it can, else by Arrow."""
 
-    def __init__(self, path: DataFile, footer: pq.FileMetaData, group: int) -> None:
+    def __init__(
+        self, path: Path, footer: pq.FileMetaData, group: int, names: Sequence[str]
+    ) -> None:
+        """`names`: the columns that will be asked for."""
         self._path, self._group, self._footer = path, group, footer
         self._rows = footer.row_group(group).num_rows
         self._file = open_file(path, footer)
-        self._trial: Any = None
-        local = isinstance(path, Path)
-        self._pages = PageReader(path, footer, self._file.schema_arrow) if local else None
+        self._pages = PageReader(path, footer, self._file.schema_arrow)
+        self._ours = frozenset(name for name in names if self._pages.knows(name))
+        if self._ours:
+            self._try_chunks()
 
     def column(self, name: str) -> Any:
         """One column; a damaged file is refused by name."""
-        found = None
-        if self._pages is not None and self._pages.knows(name):
-            self._try_chunk(name)
-            found = self._pages.lists(self._group, name)
+        found = self._pages.lists(self._group, name) if name in self._ours else None
         if found is not None:
             return found
         try:
@@ -673,14 +676,14 @@ class ColumnDecoder:
             raise DataError(NO_PARQUET.format(self._path))
         return read
 
-    def _try_chunk(self, name: str) -> None:
-        """Have Arrow look at what the footer says of a column here, and read nothing of it."""
-        place = [self._file.schema_arrow.get_field_index(name)]
-        if self._trial is None:
-            # With a buffer, nothing is read before somebody wants rows.
-            self._trial = pq.ParquetFile(self._path, metadata=self._footer, buffer_size=1 << 12)
-        pieces = self._trial.reader.iter_batches(
-            0, row_groups=[self._group], column_indices=place, use_threads=False
+    def _try_chunks(self) -> None:
+        """Have Arrow look at what the footer says of the columns here, and read nothing of them."""
+        schema = self._file.schema_arrow
+        places = [schema.get_field_index(name) for name in self._ours]
+        # With a buffer, nothing is read before somebody wants rows.
+        trial: Any = pq.ParquetFile(self._path, metadata=self._footer, buffer_size=1 << 12)
+        pieces = trial.reader.iter_batches(
+            0, row_groups=[self._group], column_indices=places, use_threads=False
         )
         try:
             next(pieces, None)
@@ -702,7 +705,7 @@ def row_group_at_once(
     """
     rows = footer.row_group(group).num_rows
     if native_wanted() and isinstance(path, Path) and 0 < rows <= PIECE:
-        yield ColumnDecoder(path, footer, group).rows(columns)
+        yield ColumnDecoder(path, footer, group, columns).rows(columns)
     else:
         yield from row_group(path, group, columns, footer)
 
