@@ -20,6 +20,9 @@ FOUND = [
     ("movielens", 6647),  # a carriage return in the header
     ("movielens", 7299),  # a line break in the name of a column
     ("parquet", 5415),  # damaged statistics, at which Arrow aborts
+    ("parquet", 2536),  # fewer rows of a column than of its row group, with rows held out
+    ("parquet", 6630),  # the same, in a column of lists
+    ("parquet", 42552),  # a damaged description of a column, at which Arrow aborts
     ("manifest", 5035),  # a model's config that is no section
     ("histories", 5563),  # lists of lists
     ("histories", 6055),  # a zip file of another time

@@ -161,9 +161,10 @@ def _stream_sentence(job: Job) -> list[str]:
     data = job.config.data
     if data.kind != "stream":
         return []
+    enough = "a window" if data.stream.shuffle_window else "a batch"
     then = "the run ends" if data.stream.on_idle == "end" else "it saves and waits on"
     return [
-        f"following {data.path}: after {data.stream.idle_s:g} s without enough for a batch {then}"
+        f"following {data.path}: after {data.stream.idle_s:g} s without enough for {enough} {then}"
     ]
 
 

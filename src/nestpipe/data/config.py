@@ -94,6 +94,12 @@ class ParquetConfig:
     """Labels from here on are 1 and others 0, such as 4 for ratings of 1 to 5; 0: as they are."""
     ignore: tuple[str, ...] = ()
     """Columns that the types would choose and that are not wanted."""
+    sample_weight: str = ""
+    """The column of samples' weights, numbers from 0: a sample's loss, and so its gradient, counts
+    so many times."""
+    weights: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """For columns of lists of keys, the column of their weights: a list of numbers per row, one for
+    each key, such as `words = "word_weights"`; rows are summed times their weights."""
     history: str = ""
     """sequences: the column of a user's items, a list per row; by default `history` where there
     are no other keys and no label."""
@@ -108,7 +114,11 @@ class ParquetConfig:
 
     def __post_init__(self) -> None:
         seen: set[str] = set()
-        for name in (*self.sparse, *self.dense, *self.labels):
+        for name, column in self.weights.items():
+            if not isinstance(column, str) or not column:
+                raise ConfigError(f"weights.{name} is {column!r}; name the column of its weights")
+        weights = (*self.weights.values(), *([self.sample_weight] if self.sample_weight else []))
+        for name in (*self.sparse, *self.dense, *self.labels, *weights):
             if name in seen:
                 raise ConfigError(f"column {name} is named twice; give it one use")
             seen.add(name)
@@ -190,6 +200,9 @@ class StreamConfig:
     """`end`: the run ends, with a checkpoint as always; `save`: it saves one and waits on."""
     poll_s: float = 0.5
     """Seconds between two looks for more, where there was not enough."""
+    shuffle_window: int = 0
+    """Samples that are shuffled together, in the order of the log; a window waits until all of its
+    samples are there. `data.shards` parts of it are dealt to ranks. 0: none is shuffled."""
     block: int = 64
     """Batches that are decided at a time, at most; between blocks the pipeline runs empty."""
     format: Literal["json", "arrow"] = "json"
@@ -208,7 +221,8 @@ class StreamConfig:
     def __post_init__(self) -> None:
         for name in ("block", "rows_per_message", "timeout_s", "poll_s"):
             positive(name, getattr(self, name))
-        not_negative("idle_s", self.idle_s)
+        for name in ("idle_s", "shuffle_window"):
+            not_negative(name, getattr(self, name))
         if self.format == "json" and self.rows_per_message != 1:
             raise ConfigError(
                 f"rows_per_message is {self.rows_per_message} and format 'json', which has one "
@@ -239,7 +253,8 @@ class DataConfig:
     """parquet and criteo, instead of those paths: of so many neighbouring rows of a file the last
     is for test, the one before for validation, the rest for training."""
     shuffle: bool = True
-    """Shuffle the train split; others, and a stream, always keep the order of what they read."""
+    """Shuffle the train split; others keep the order of what they read, and so does a stream
+    without `data.stream.shuffle_window`."""
     shuffle_window: int = 65_536
     """Samples held and shuffled at a time where the data is read in passing, over all ranks."""
     shards: int = 0
@@ -278,5 +293,10 @@ class DataConfig:
             raise ConfigError(f"test_every is {self.test_every}; give 3 or more rows, or 0")
         if self.test_every and (self.test_path or self.validation_path):
             raise ConfigError("test_every and test_path both say what to test on; give one")
+        if self.kind == "stream" and self.stream.shuffle_window and not self.shuffle:
+            raise ConfigError(
+                f"shuffle is false and stream.shuffle_window {self.stream.shuffle_window}; leave "
+                "one of them out"
+            )
         if self.test_every and self.kind == "stream":
             raise ConfigError("test_every is not for a stream; set test_path to Parquet files")

@@ -1,12 +1,16 @@
 """What readers share: the files of a path, the rows of a split, Arrow columns as arrays.
 
 Files may lie in object stores and other file systems, by URI: Arrow's own, or any that fsspec
-knows.
+knows. Lists of 64-bit numbers in Parquet files are decoded by native code, where they are stored in
+the usual way: Arrow, its plain twin, spends most of its time on them.
 """
 
 from __future__ import annotations
 
+import ctypes
+import os
 from collections.abc import Sequence
+from ctypes import c_int64, c_void_p
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
@@ -15,14 +19,20 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import torch
 from numpy.typing import NDArray
 from pyarrow import fs as arrow_fs
+from torch import Tensor
 
 from nestpipe.data.config import DataConfig, Split
 from nestpipe.data.order import text_keys
 from nestpipe.data.source import MISSING, tensor
 from nestpipe.errors import ConfigError, DataError, MissingSplitError
 from nestpipe.jagged import Jagged
+from nestpipe.kernels.host_memory import empty
+from nestpipe.kernels.library import library, native_wanted
+from nestpipe.kernels.take import WORD
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +269,18 @@ def list_arrays(array: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     return keys(array.flatten()), np.append(0, np.cumsum(lengths))
 
 
+def list_numbers(column: Any) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """The numbers of all lists, joined, nan where there is none; and how many each list has."""
+    array = flat(column)
+    lengths = list_lengths(array)
+    if pa.types.is_fixed_size_list(array.type) and array.null_count:
+        array = array.filter(array.is_valid())
+    values = values_of(array)
+    if pa.types.is_boolean(values.type):
+        values = values.cast(pa.int8())
+    return values.to_numpy(zero_copy_only=False).astype(np.float64), lengths
+
+
 def numbers(column: Any) -> NDArray[np.float32]:
     """A float per row; nan where there is none."""
     array = flat(column)
@@ -314,3 +336,184 @@ def _text_keys(array: Any) -> NDArray[np.int64]:
     table = np.append(text_keys(coded.dictionary.to_pylist()), MISSING)
     codes = coded.indices.fill_null(len(table) - 1).to_numpy(zero_copy_only=False)
     return table[codes]
+
+
+# Lists of a Parquet column, decoded page by page.
+
+
+class _PageHeader(ctypes.Structure):
+    """`PageHeader` of `native/data/pages.h`."""
+
+    _fields_ = tuple(
+        (name, c_int64)
+        for name in (
+            *("type", "uncompressed_bytes", "compressed_bytes", "has_checksum", "num_values"),
+            *("encoding", "definition_encoding", "repetition_encoding", "header_bytes"),
+        )
+    )
+    type: int
+    uncompressed_bytes: int
+    compressed_bytes: int
+    has_checksum: int
+    num_values: int
+    encoding: int
+    definition_encoding: int
+    repetition_encoding: int
+    header_bytes: int
+
+    @property
+    def is_usual(self) -> bool:
+        """A page of a known kind, without a checksum (Arrow compares it), with levels as runs."""
+        levels = (self.definition_encoding, self.repetition_encoding)
+        known = self.type in (_DATA_PAGE, _DICTIONARY_PAGE)
+        return known and not self.has_checksum and levels == (_RUNS, _RUNS)
+
+
+class _ListColumn(ctypes.Structure):
+    """`ListColumn` of `native/data/pages.h`."""
+
+    _fields_ = tuple(
+        (name, c_void_p if name in ("dictionary", "offsets", "values") else c_int64)
+        for name in (
+            *("max_definition", "empty_definition", "dictionary", "num_entries", "offsets"),
+            *("room_rows", "values", "room_values", "num_rows", "num_values"),
+        )
+    )
+    dictionary: int
+    num_entries: int
+    num_rows: int
+    num_values: int
+
+
+Pages = list[tuple[_PageHeader, NDArray[np.uint8]]]
+_DATA_PAGE, _DICTIONARY_PAGE, _RUNS = 0, 2, 3
+_PLAIN = (0, 2)
+"""What writers call the encoding of a dictionary's entries, which is always the same."""
+_CODECS = ("SNAPPY", "GZIP", "BROTLI", "ZSTD")
+"""Of which Parquet and Arrow mean the same form."""
+_MOST_VALUES = 1 << 26
+"""Of a column chunk that is decoded here: what a damaged footer says must not fill the memory."""
+_CPU = torch.device("cpu")
+
+
+class PageReader:
+    """Decodes lists of 64-bit numbers from the row groups of one local file."""
+
+    def __init__(self, path: Path, footer: pq.FileMetaData, schema: pa.Schema) -> None:
+        self._path, self._footer, self._schema = path, footer, schema
+        self._flat = footer.num_columns == len(schema.names)
+        """Whether no column is stored as several, so that both have the same numbers."""
+
+    def knows(self, name: str) -> bool:
+        """Whether a column may be decoded here, by its type."""
+        return self._flat and native_wanted() and _levels(self._schema.field(name)) is not None
+
+    def lists(self, group: int, name: str) -> Any | None:
+        """What Arrow reads as this column, with offsets of 64 bits; None: Arrow must read it.
+
+        Arrow ends the process when it is asked about a column chunk whose description is damaged:
+        `ColumnDecoder` of `data/parquet.py` finds that before.
+        """
+        level = _levels(self._schema.field(name))
+        if level is None or not self.knows(name):
+            return None
+        number, in_group = self._schema.get_field_index(name), self._footer.row_group(group)
+        chunk, about = in_group.column(number), self._footer.schema.column(number)
+        shape = (about.physical_type, about.max_definition_level, about.max_repetition_level)
+        sizes = (in_group.num_rows, chunk.num_values)
+        if shape != ("INT64", level[0], 1) or chunk.file_path:
+            return None
+        if not all(0 <= size <= _MOST_VALUES for size in sizes):
+            return None
+        read = self._read(chunk)
+        pages = None if read is None else _pages(read, chunk)
+        return None if pages is None else _decode(pages, chunk, in_group.num_rows, level)
+
+    def _read(self, chunk: Any) -> bytes | None:
+        begin, size = chunk.data_page_offset, chunk.total_compressed_size
+        if chunk.dictionary_page_offset is not None:
+            begin = min(begin, chunk.dictionary_page_offset)
+        try:
+            with self._path.open("rb", buffering=0) as file:
+                if begin < 4 or not 0 < size <= os.fstat(file.fileno()).st_size:
+                    return None
+                found = os.pread(file.fileno(), size, begin)
+        except OSError:
+            return None
+        return found if len(found) == size else None
+
+
+def _levels(column: pa.Field) -> tuple[int, int] | None:
+    """The definition levels of a value and of an empty list; None for other columns."""
+    kind = column.type
+    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
+        return None
+    if kind.value_type != pa.int64():
+        return None
+    return int(column.nullable) + 1 + int(kind.value_field.nullable), int(column.nullable)
+
+
+def _decode(pages: Pages, chunk: Any, rows: int, level: tuple[int, int]) -> Any | None:
+    ends = empty((rows + 1,), torch.int64, _CPU)
+    values = empty((max(1, chunk.num_values),), torch.int64, _CPU)
+    places = (ends.data_ptr(), rows, values.data_ptr(), chunk.num_values)
+    column, entries = _ListColumn(*level, None, 0, *places, 0, 0), 0
+    for header, page in pages:
+        if header.type == _DICTIONARY_PAGE:
+            plain = header.encoding in _PLAIN and len(page) == WORD * header.num_values
+            if column.dictionary or not plain:
+                return None
+            column.dictionary, column.num_entries = page.ctypes.data, header.num_values
+            continue
+        given = (ctypes.addressof(column), page.ctypes.data, len(page))
+        numbers = (header.num_values, header.encoding)
+        entries += header.num_values
+        if entries > chunk.num_values or not library().nestpipe_decode_lists(*given, *numbers):
+            return None
+    if entries != chunk.num_values or column.num_rows != rows:
+        return None
+    ends[rows] = column.num_values
+    return _large_list(ends, values[: column.num_values])
+
+
+def _pages(read: bytes, chunk: Any) -> Pages | None:
+    """The pages of a column chunk, decompressed; None where that cannot be done here."""
+    memory, at = np.frombuffer(read, np.uint8), 0
+    found: Pages = []
+    while at < len(memory):
+        header = _PageHeader()
+        left = (memory.ctypes.data + at, len(memory) - at)
+        known = library().nestpipe_page_header(*left, ctypes.addressof(header))
+        at += header.header_bytes
+        end = at + header.compressed_bytes
+        if not known or not header.is_usual or end > len(memory):
+            return None
+        page = _decompress(memory[at:end], header.uncompressed_bytes, chunk)
+        if page is None or len(page) != header.uncompressed_bytes:
+            return None
+        found.append((header, page))
+        at = end
+    return found
+
+
+def _decompress(page: NDArray[np.uint8], size: int, chunk: Any) -> NDArray[np.uint8] | None:
+    if chunk.compression == "UNCOMPRESSED":
+        return page.copy()  # where numbers of 64 bits may lie
+    if chunk.compression not in _CODECS or size > chunk.total_uncompressed_size:
+        return None
+    try:
+        found = pa.Codec(chunk.compression.lower()).decompress(page, decompressed_size=size)
+    except (pa.ArrowException, ValueError, OSError):
+        return None
+    return np.frombuffer(found, np.uint8)
+
+
+def _large_list(ends: Tensor, values: Tensor) -> Any:
+    """Lists as Arrow has them, in this memory."""
+    flat_values = pa.Array.from_buffers(
+        pa.int64(), len(values), [None, pa.py_buffer(values.numpy())]
+    )
+    buffers = [None, pa.py_buffer(ends.numpy())]
+    return pa.Array.from_buffers(
+        pa.large_list(pa.int64()), len(ends) - 1, buffers, children=[flat_values]
+    )

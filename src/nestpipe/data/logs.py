@@ -31,7 +31,9 @@ import pyarrow.json as pa_json
 from nestpipe.batch import Batch
 from nestpipe.data import inputs
 from nestpipe.data.config import DataConfig, StreamConfig
+from nestpipe.data.order import text_key
 from nestpipe.data.parquet import (
+    FILE_BITS,
     PATTERNS,
     ColumnLayout,
     check,
@@ -39,8 +41,9 @@ from nestpipe.data.parquet import (
     open_file,
     row_group,
     to_batch,
+    to_sequences,
 )
-from nestpipe.data.sequences import find_layout
+from nestpipe.data.sequences import SequenceLayout, find_layout
 from nestpipe.data.shards import concat
 from nestpipe.data.source import empty_batch
 from nestpipe.data.streaming import LogRange, Offsets, Polled
@@ -91,7 +94,7 @@ class FolderLog:
         self._layout = layout_of(config, self._example(config))
 
     @property
-    def layout(self) -> ColumnLayout:
+    def layout(self) -> ColumnLayout | SequenceLayout:
         return self._layout
 
     def _example(self, config: DataConfig) -> Path:
@@ -192,7 +195,9 @@ class FolderLog:
             first, end = ends[group] - sizes[group], min(ends[group], part.end)
             table = self._group(part.partition, path, group)
             piece = table.slice(begin - first, end - begin)
-            batches.append(to_batch(piece, self._layout, np.arange(begin, end), path, broken))
+            rows = np.arange(begin, end)
+            place = (part.partition, rows)
+            batches.append(samples_of(piece, self._layout, rows, place, broken, path))
             begin = end
         return concat(batches)
 
@@ -218,19 +223,31 @@ class FolderLog:
         return pa.Table.from_batches(self._held[2])
 
 
-def layout_of(config: DataConfig, example: Path) -> ColumnLayout:
+def layout_of(config: DataConfig, example: Path) -> ColumnLayout | SequenceLayout:
     """What the columns of a log are, by a Parquet file that has the same."""
     if not example.exists():
         raise DataError(f"there is no file {str(example)!r}; check data.stream.schema")
     schema = open_file(example).schema_arrow
-    if find_layout(schema, config, "train", lambda names: np.empty(0, dtype=np.int64)) is not None:
-        raise DataError(
-            f"{example} has users' sequences, which are not read from a stream; use columns of "
-            "keys with a label, or data.kind = 'parquet'"
-        )
-    layout = choose(schema, config.parquet, example)
+    layout = find_layout(schema, config, "train", None) or choose(schema, config.parquet, example)
     check(schema, layout, example)
     return layout
+
+
+def samples_of(
+    table: pa.Table,
+    layout: ColumnLayout | SequenceLayout,
+    rows: np.ndarray,
+    place: tuple[str, np.ndarray],
+    broken: Broken,
+    path: Path,
+) -> Batch:
+    """Rows of a log; `place` is their partition and offsets, which name sequences."""
+    if not isinstance(layout, SequenceLayout):
+        return to_batch(table, layout, rows, path, broken)
+    partition, offsets = place
+    # Whoever reads it, a sequence has the same name: what is drawn for it follows from that.
+    number = text_key(partition) & (1 << (63 - FILE_BITS)) - 1
+    return to_sequences(table, layout, rows, (number << FILE_BITS) + offsets, path, broken)
 
 
 log = logging.getLogger("nestpipe.data")
@@ -346,7 +363,7 @@ class KafkaLog:
         self._told: set[str] = set()
 
     @property
-    def layout(self) -> ColumnLayout:
+    def layout(self) -> ColumnLayout | SequenceLayout:
         return self._layout
 
     def poll(self, offsets: Offsets) -> Polled:
@@ -401,13 +418,14 @@ class KafkaLog:
             samples = (np.asarray(offsets)[:, None] * rows + np.arange(rows)).ravel()
             kept = (samples >= part.begin) & (samples < part.end)
             tables.append(table if kept.all() else table.filter(pa.array(kept)))
-            numbers.append(samples[kept] // rows)
+            numbers.append(samples[kept])
         if not tables:
             return empty_batch(self._layout.columns)
         whole, at = pa.concat_tables(tables), np.concatenate(numbers)
         self._warn_of_empty(whole)
         # Readers count rows from 1 where they name one: here they name the message's offset.
-        return to_batch(whole, self._layout, at - 1, Path(part.partition), broken)
+        told, place = at // rows - 1, (part.partition, at)
+        return samples_of(whole, self._layout, told, place, broken, Path(part.partition))
 
     def _messages(self, partition: int, first: int, end: int) -> list[tuple[int, bytes]]:
         """The messages [first, end); of a compacted topic some are missing."""

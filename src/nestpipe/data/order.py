@@ -140,10 +140,13 @@ class Turns:
     def parts(self, share: Share, begin: int) -> Iterator[tuple[int, int, int]]:
         """This rank's part of the batch that begins there: (shard, first, end), shard by shard."""
         end = min(begin + share.global_batch, self.samples)
+        return self.between(begin, end, *share.part(end - begin))
+
+    def between(self, begin: int, end: int, low: int, high: int) -> Iterator[tuple[int, int, int]]:
+        """Numbers [low, high) of the positions from `begin` to `end`, listed shard by shard."""
         first_V = self.counts(begin)
         size_V = self.counts(end) - first_V
         before_V = np.cumsum(size_V) - size_V
-        low, high = share.part(end - begin)
         from_V = np.clip(low - before_V, 0, size_V)
         to_V = np.clip(high - before_V, 0, size_V)
         for shard in np.flatnonzero(to_V > from_V).tolist():

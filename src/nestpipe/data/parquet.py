@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
@@ -24,6 +25,7 @@ from nestpipe.data import inputs
 from nestpipe.data.config import DataConfig, ParquetConfig, Split
 from nestpipe.data.inputs import (
     DataFile,
+    PageReader,
     RemoteFile,
     find_files,
     find_remote_files,
@@ -45,17 +47,22 @@ from nestpipe.data.source import (
     DENSE,
     LABEL,
     MISSING,
+    WEIGHT,
     Chunk,
     Column,
     Stream,
+    as_words,
     features_column,
     keys_column,
     label_column,
     tensor,
+    weight_column,
+    weights_column,
 )
 from nestpipe.data.text import Broken
 from nestpipe.errors import DataError
 from nestpipe.jagged import Jagged
+from nestpipe.kernels.library import native_wanted
 from nestpipe.kernels.take import Filling, PieceColumns, RowForm
 
 log = logging.getLogger("nestpipe.data")
@@ -74,6 +81,9 @@ class ColumnLayout:
     """Whether labels may be outside 0 to 1."""
     positive_from: float = 0.0
     """From where on a label is 1, and below 0; 0: labels are as they are."""
+    sample_weight: str = ""
+    weights: tuple[tuple[str, str], ...] = ()
+    """Columns of lists of keys, each with the column of its weights."""
 
     def label(self, column: Any) -> NDArray[np.float32]:
         """A label per row; nan where there is none."""
@@ -84,13 +94,18 @@ class ColumnLayout:
 
     @property
     def names(self) -> tuple[str, ...]:
-        return self.sparse + self.dense + self.labels
+        weights = [column for _, column in self.weights]
+        more = [*weights, *([self.sample_weight] if self.sample_weight else [])]
+        return (*self.sparse, *self.dense, *self.labels, *more)
 
     @property
     def columns(self) -> tuple[Column, ...]:
         keys = [keys_column(name, name in self.single) for name in self.sparse]
         dense = [features_column(self.dense)] if self.dense else []
-        return (*keys, *dense, *(label_column(self.label_name(name)) for name in self.labels))
+        weights = [weights_column(column, of) for of, column in self.weights]
+        labels = [label_column(self.label_name(name)) for name in self.labels]
+        weight = [weight_column()] if self.sample_weight else []
+        return (*keys, *weights, *dense, *labels, *weight)
 
     def label_name(self, name: str) -> str:
         """One label is called `label`; several keep their names."""
@@ -100,7 +115,8 @@ class ColumnLayout:
 def choose(schema: pa.Schema, config: ParquetConfig, where: DataFile) -> ColumnLayout:
     """The columns that the config names; without any, what the types of the schema suggest."""
     labels = tuple(config.labels) if config.labels else (LABEL,) if LABEL in schema.names else ()
-    taken = set(labels) | set(config.ignore)
+    weights = tuple((of, str(column)) for of, column in config.weights.items())
+    taken = {*labels, *config.ignore, config.sample_weight, *config.weights.values()}
     sparse, dense = tuple(config.sparse), tuple(config.dense)
     if not sparse and not dense:
         left = [field for field in schema if field.name not in taken]
@@ -114,10 +130,27 @@ def choose(schema: pa.Schema, config: ParquetConfig, where: DataFile) -> ColumnL
         labels,
         config.any_labels,
         config.positive_from,
+        config.sample_weight,
+        weights,
     )
-    if not layout.names:
+    if not layout.sparse and not layout.dense and not layout.labels:
         raise DataError(f"{where} has no column of keys or numbers; name some in data.parquet")
+    _refuse_weights(layout, where)
     return layout
+
+
+def _refuse_weights(layout: ColumnLayout, where: DataFile) -> None:
+    """Weights of what is no list of keys, and a name that both a label and weights would have."""
+    for of, column in layout.weights:
+        if of not in layout.sparse or of in layout.single:
+            raise DataError(
+                f"data.parquet.weights gives {column} to {of}, which is no column of lists of keys "
+                f"of {where}; name one"
+            )
+    if layout.sample_weight and len(layout.labels) > 1 and WEIGHT in layout.labels:
+        raise DataError(
+            f"the label {WEIGHT} of {where} has the name of samples' weights; rename the column"
+        )
 
 
 def _refuse_second_label(
@@ -146,6 +179,8 @@ def to_batch(
     if not good.all():
         piece = piece.filter(pa.array(good))
     dense = {layout.label_name(name): tensor(layout.label(piece[name])) for name in layout.labels}
+    if layout.sample_weight:
+        dense[WEIGHT] = tensor(inputs.numbers(piece[layout.sample_weight]))
     if layout.dense:
         stacked = np.empty((piece.num_rows, len(layout.dense)), dtype=np.float32)
         for column, name in enumerate(layout.dense):
@@ -158,7 +193,14 @@ def to_batch(
         else inputs.lists(piece[name])
         for name in layout.sparse
     }
+    for of, column in layout.weights:
+        numbers, _ = inputs.list_numbers(piece[column])
+        sparse[column] = Jagged(tensor(as_words(numbers)), *_lengths(sparse[of]))
     return Batch(piece.num_rows, dense, sparse)
+
+
+def _lengths(keys: Jagged) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return keys.lengths, keys.known_offsets
 
 
 def _single_keys(column: Any, name: str, path: DataFile) -> NDArray[np.int64]:
@@ -196,7 +238,29 @@ def _good(
         array = inputs.flat(piece[name])
         if name not in layout.single and inputs.values_of(array).null_count:
             found.append((inputs.holes(array), f"{name} has an empty entry"))
+    if layout.sample_weight:
+        found += _bad_weights(inputs.numbers(piece[layout.sample_weight]), layout.sample_weight)
+    for of, column in layout.weights:
+        found += _misfits(piece, of, column)
     return without(found, rows, path, broken)
+
+
+def _bad_weights(weight: np.ndarray, name: str) -> list[tuple[np.ndarray, str]]:
+    good = np.isfinite(weight) & (weight >= 0)
+    return [] if good.all() else [(~good, f"{name} is no number from 0")]
+
+
+def _misfits(piece: Any, of: str, column: str) -> list[tuple[np.ndarray, str]]:
+    """Rows whose weights are no numbers, or more or fewer than their keys."""
+    weights, lengths = inputs.list_numbers(piece[column])
+    differ = lengths != inputs.list_lengths(inputs.flat(piece[of]))
+    found = [(differ, f"{column} has more or fewer entries than {of}")]
+    if not (good := np.isfinite(weights)).all():
+        bad = np.bincount(
+            np.repeat(np.arange(len(lengths)), lengths)[~good], minlength=len(lengths)
+        )
+        found.append((bad > 0, f"{column} has an entry that is no finite number"))
+    return found
 
 
 def _bad_labels(label: np.ndarray, name: str, layout: ColumnLayout) -> list[tuple[np.ndarray, str]]:
@@ -245,6 +309,7 @@ class ColumnRows:
     @property
     def form(self) -> PieceForm:
         names = [self.layout.label_name(name) for name in self.layout.labels]
+        names += [WEIGHT] if self.layout.sample_weight else []
         dense = [(name, RowForm((), torch.float32)) for name in names]
         if self.layout.dense:
             dense.append((DENSE, RowForm((len(self.layout.dense),), torch.float32)))
@@ -257,6 +322,9 @@ class ColumnRows:
         for number, name in enumerate(self.layout.labels):
             yield partial(Filling.add_rows, column=number, values=self._labels(name))
         number = len(self.layout.labels)
+        if self.layout.sample_weight:
+            yield partial(Filling.add_rows, column=number, values=self._weight())
+            number += 1
         for place, name in enumerate(self.layout.dense):
             values = self._numbers(name)
             at = place * values.itemsize
@@ -274,6 +342,12 @@ class ColumnRows:
         if any(bad.any() for bad, _ in _bad_labels(label, name, self.layout)):
             self.refuse()
         return label
+
+    def _weight(self) -> NDArray[np.float32]:
+        weight = inputs.numbers(self.decode(self.layout.sample_weight))
+        if _bad_weights(weight, self.layout.sample_weight):
+            self.refuse()
+        return weight
 
     def _numbers(self, name: str) -> NDArray[np.float32]:
         column = inputs.flat(self.decode(name))
@@ -448,7 +522,10 @@ def unreadable(path: DataFile, error: Exception) -> DataError:
     reason = error.strerror if isinstance(error, OSError) else None
     if reason:
         return DataError(f"cannot read {path}: {reason}; check the file")
-    return DataError(f"{path} is truncated or no Parquet file; write it again")
+    return DataError(NO_PARQUET.format(path))
+
+
+NO_PARQUET = "{} is truncated or no Parquet file; write it again"
 
 
 def row_group(
@@ -482,9 +559,14 @@ def check(schema: pa.Schema, layout: ColumnLayout | SequenceLayout, where: DataF
         kind = schema.field(name).type
         fits = inputs.is_key(kind) if name in layout.single else inputs.is_list(kind)
         inputs.need(kind, fits and inputs.is_keys(kind), name, "keys", where)
-    for name in layout.dense + layout.labels:
+    more = (layout.sample_weight,) if layout.sample_weight else ()
+    for name in layout.dense + layout.labels + more:
         kind = schema.field(name).type
         inputs.need(kind, inputs.is_number(kind), name, "a number per row", where)
+    for _, name in layout.weights:
+        kind = schema.field(name).type
+        fits = inputs.is_list(kind) and inputs.is_number(kind.value_type)
+        inputs.need(kind, fits, name, "a list of weights per row", where)
 
 
 def _chunks(
@@ -498,14 +580,15 @@ def _chunks(
 
         def read(broken: Broken, group: int = group, begin: int = begin) -> Iterator[Batch]:
             row = begin
-            for piece in row_group(path, group, layout.names, footer):
+            for piece in row_group_at_once(path, group, layout.names, footer):
                 numbers = np.arange(row, row + piece.num_rows)
                 row += piece.num_rows
                 kept = keeps(numbers, split, every)
                 if not kept.all():
                     piece, numbers = piece.filter(pa.array(kept)), numbers[kept]
                 if isinstance(layout, SequenceLayout):
-                    yield _sequences(piece, layout, numbers, number, path, broken)
+                    ids = (number << FILE_BITS) + numbers
+                    yield to_sequences(piece, layout, numbers, ids, path, broken)
                 else:
                     yield to_batch(piece, layout, numbers, path, broken)
 
@@ -514,7 +597,7 @@ def _chunks(
         drops = isinstance(layout, SequenceLayout) and layout.held.least > 0
         known = None if drops else kept_rows
         by_column = None
-        if isinstance(layout, ColumnLayout) and _can_be_decoded_in_turn(path, size):
+        if isinstance(layout, ColumnLayout) and _can_be_decoded_in_turn(path, size, layout):
             rows = range(begin, begin + size)
             in_turn = _ColumnsInTurn(path, group, layout, footer, read, rows, split, every)
             by_column = in_turn.read
@@ -522,9 +605,12 @@ def _chunks(
         begin += size
 
 
-def _can_be_decoded_in_turn(path: DataFile, size: int) -> bool:
-    """Single columns of a whole row group: of another machine that would be many requests."""
-    return not isinstance(path, RemoteFile) and size <= MOST_IN_TURN
+def _can_be_decoded_in_turn(path: DataFile, size: int, layout: ColumnLayout) -> bool:
+    """Single columns of a whole row group: of another machine that would be many requests.
+
+    What is wrong with weights is seen beside their keys, so those are read together.
+    """
+    return not isinstance(path, RemoteFile) and size <= MOST_IN_TURN and not layout.weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -544,12 +630,14 @@ class _ColumnsInTurn:
 
     def read(self, broken: Broken) -> Iterator[ColumnRows]:
         kept = keeps(np.arange(self.rows.start, self.rows.stop), self.split, self.every)
-        opened: list[pq.ParquetFile] = []
+        assert isinstance(self.path, Path), "columns in turn are those of local files"
+        path, names = self.path, self.layout.names
+        opened: list[ColumnDecoder] = []
 
         def decode(name: str) -> Any:
             if not opened:
-                opened.append(open_file(self.path, self.footer))
-            column = column_of(self.path, opened[0], self.group, name)
+                opened.append(ColumnDecoder(path, self.footer, self.group, names))
+            column = opened[0].column(name)
             return column.filter(pa.array(kept)) if self.every else column
 
         def refuse() -> NoReturn:
@@ -560,27 +648,81 @@ class _ColumnsInTurn:
         yield ColumnRows(int(kept.sum()), self.layout, self.path, decode, refuse)
 
 
-def column_of(path: DataFile, file: pq.ParquetFile, group: int, name: str) -> Any:
-    """One column of a row group; a damaged file is refused by name."""
-    try:
-        return file.read_row_group(group, columns=[name], use_threads=False)[name]
-    except (pa.ArrowException, OSError) as error:
-        raise unreadable(path, error) from None
+class ColumnDecoder:
+    """Columns of a whole row group, one at a time: by native code where it can, else by Arrow."""
+
+    def __init__(
+        self, path: Path, footer: pq.FileMetaData, group: int, names: Sequence[str]
+    ) -> None:
+        """`names`: the columns that will be asked for."""
+        self._path, self._group, self._footer = path, group, footer
+        self._rows = footer.row_group(group).num_rows
+        self._file = open_file(path, footer)
+        self._pages = PageReader(path, footer, self._file.schema_arrow)
+        self._ours = frozenset(name for name in names if self._pages.knows(name))
+        if self._ours:
+            self._try_chunks()
+
+    def column(self, name: str) -> Any:
+        """One column; a damaged file is refused by name."""
+        found = self._pages.lists(self._group, name) if name in self._ours else None
+        if found is not None:
+            return found
+        try:
+            read = self._file.read_row_group(self._group, columns=[name], use_threads=False)[name]
+        except (pa.ArrowException, OSError) as error:
+            raise unreadable(self._path, error) from None
+        if len(read) != self._rows:
+            raise DataError(NO_PARQUET.format(self._path))
+        return read
+
+    def _try_chunks(self) -> None:
+        """Have Arrow look at what the footer says of the columns here, and read nothing of them."""
+        schema = self._file.schema_arrow
+        places = [schema.get_field_index(name) for name in self._ours]
+        # With a buffer, nothing is read before somebody wants rows.
+        trial: Any = pq.ParquetFile(self._path, metadata=self._footer, buffer_size=1 << 12)
+        pieces = trial.reader.iter_batches(
+            0, row_groups=[self._group], column_indices=places, use_threads=False
+        )
+        try:
+            next(pieces, None)
+        except (pa.ArrowException, OSError) as error:
+            raise unreadable(self._path, error) from None
+
+    def rows(self, names: Sequence[str]) -> pa.RecordBatch:
+        """Several columns as one piece."""
+        arrays = [inputs.flat(self.column(name)) for name in names]
+        return pa.RecordBatch.from_arrays(arrays, names=list(names))
 
 
-def _sequences(
+def row_group_at_once(
+    path: DataFile, group: int, columns: Sequence[str], footer: pq.FileMetaData
+) -> Iterator[pa.RecordBatch]:
+    """As `row_group`, which it leaves long row groups and those of other machines to.
+
+    What is decoded here has lists with offsets of 64 bits, whatever the file says.
+    """
+    rows = footer.row_group(group).num_rows
+    if native_wanted() and isinstance(path, Path) and 0 < rows <= PIECE:
+        yield ColumnDecoder(path, footer, group, columns).rows(columns)
+    else:
+        yield from row_group(path, group, columns, footer)
+
+
+def to_sequences(
     piece: Any,
     layout: SequenceLayout,
     rows: np.ndarray,
-    file: int,
+    ids: np.ndarray,
     path: DataFile,
     broken: Broken,
 ) -> Batch:
-    """Rows as users' sequences, without those that are broken or too short."""
+    """Rows as users' sequences with these ids, without those that are broken or too short."""
     good = without(broken_rows(piece, layout), rows, path, broken)
     if not good.all():
-        piece, rows = piece.filter(pa.array(good)), rows[good]
-    return sequence_batch(piece, layout, (file << FILE_BITS) + rows)[0]
+        piece, ids = piece.filter(pa.array(good)), ids[good]
+    return sequence_batch(piece, layout, ids)[0]
 
 
 FILE_BITS = 40

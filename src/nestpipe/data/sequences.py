@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -75,8 +76,8 @@ class SequenceLayout:
     """The column of the target's time."""
     max_len: int
     held: HoldOut
-    items: Callable[[], I64] = field(compare=False)
-    """Reads the different items of all splits."""
+    items: Callable[[], I64] | None = field(compare=False)
+    """Reads the different items of all splits; a log without an end cannot."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -96,7 +97,7 @@ def find_layout(
     schema: pa.Schema,
     config: DataConfig,
     split: Split,
-    read_items: Callable[[tuple[str, ...]], I64],
+    read_items: Callable[[tuple[str, ...]], I64] | None,
 ) -> SequenceLayout | None:
     """The columns of sequences; None where the file has something else.
 
@@ -107,13 +108,15 @@ def find_layout(
     history = wanted.history or _history(schema, wanted)
     if not history:
         return None
-    if wanted.sparse or wanted.dense or wanted.labels:
+    if wanted.sparse or wanted.dense or wanted.labels or wanted.weights or wanted.sample_weight:
         raise ConfigError(
-            f"data.parquet.history is {history!r}, so rows are sequences; leave out sparse, dense "
-            "and labels"
+            f"data.parquet.history is {history!r}, so rows are sequences; leave out sparse, dense, "
+            "labels and weights"
         )
     target = _there(schema, wanted.target, TARGET)
     own_rows = bool(config.test_every or config.test_path or config.validation_path)
+    own_rows = own_rows or config.kind == "stream"
+    columns = (history, *([target] if target else []))
     return SequenceLayout(
         history,
         _there(schema, wanted.timestamps, TIMESTAMPS),
@@ -121,7 +124,7 @@ def find_layout(
         TIME if target and TIME in schema.names else None,
         wanted.max_len,
         HoldOut.of(split, own_rows=own_rows),
-        lambda: read_items((history, *([target] if target else []))),
+        partial(read_items, columns) if read_items else None,
     )
 
 
@@ -130,6 +133,7 @@ def _history(schema: pa.Schema, wanted: ParquetConfig) -> str:
     keys = [f.name for f in schema if inputs.is_keys(f.type) and f.name not in others]
     alone = keys == [HISTORY] and inputs.is_list(schema.field(HISTORY).type)
     named = wanted.sparse or wanted.dense or wanted.labels or LABEL in schema.names
+    named = named or wanted.weights or wanted.sample_weight
     return HISTORY if alone and not named else ""
 
 
@@ -375,7 +379,11 @@ class Ranking:
             start=start,
             offset=offset,
         )
-        return (self._ranked(batch) if batch.size else self.empty() for batch in sequences)
+        return map(self.ranked, sequences)
+
+    def ranked(self, batch: Batch) -> Batch:
+        """The ranking of each of these sequences."""
+        return self._ranked(batch) if batch.size else self.empty()
 
     def _ranked(self, batch: Batch) -> Batch:
         values_T = batch.sparse[HISTORY].values.numpy()

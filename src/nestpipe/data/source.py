@@ -13,7 +13,7 @@ each rank reads its share; else every rank reads and decodes all, and keeps its 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, get_args, runtime_checkable
 
@@ -44,8 +44,14 @@ TIME = "time"
 SAMPLE_ID, PASS = "sample_id", "step"
 """Which sample it is, and in which pass over the data: what is drawn for it follows from both."""
 
+WEIGHT = "weight"
+"""How many times a sample's loss counts, float32."""
+
 MISSING = -1
 """The key of a category that is not known; features of one key per sample always have one."""
+
+
+ListKind = Literal["keys", "weights", "times"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +59,15 @@ class Column:
     """One entry of a batch."""
 
     name: str
-    kind: Literal["keys", "times", "features", "label", "target", "time", "id"]
-    """`keys` and `times` are lists in `Batch.sparse`, the rest is in `Batch.dense`."""
+    kind: ListKind | Literal["features", "label", "weight", "target", "time", "id"]
+    """Lists are in `Batch.sparse`, the rest is in `Batch.dense`."""
     dtype: Literal["int64", "float32"]
     fields: tuple[str, ...] = ()
     """For `features`: what each of the tensor's columns is."""
     single: bool = False
     """For `keys`: every sample has exactly one."""
+    of: str = ""
+    """For `weights`: the column of keys that they are of."""
     max_key: int | None = field(default=None, compare=False)
     """For a `history`: the greatest key there is in any split, where that is known."""
     items: Callable[[], NDArray[np.int64]] | None = field(default=None, compare=False, repr=False)
@@ -68,7 +76,7 @@ class Column:
     @property
     def is_list(self) -> bool:
         """Whether it is in `Batch.sparse`."""
-        return self.kind in ("keys", "times")
+        return self.kind in get_args(ListKind)
 
     def empty(self) -> Tensor:
         shape = (0, len(self.fields)) if self.kind == "features" else (0,)
@@ -119,6 +127,16 @@ def keys_column(name: str, single: bool = False) -> Column:
     return Column(name, "keys", "int64", single=single)
 
 
+def weights_column(name: str, of: str) -> Column:
+    """A column of weights, one for each key of another."""
+    return Column(name, "weights", "float32", of=of)
+
+
+def weight_column() -> Column:
+    """The column of samples' weights."""
+    return Column(WEIGHT, "weight", "float32")
+
+
 def history_column(
     max_key: int | None = None, items: Callable[[], NDArray[np.int64]] | None = None
 ) -> Column:
@@ -146,6 +164,11 @@ def label_column(name: str = LABEL) -> Column:
     return Column(name, "label", "float32")
 
 
+def pass_column() -> Column:
+    """The column of passes, beside that of the samples' names."""
+    return Column(PASS, "id", "int64")
+
+
 def empty_batch(columns: Sequence[Column]) -> Batch:
     """No samples of these columns."""
     return Batch(
@@ -157,6 +180,27 @@ def empty_batch(columns: Sequence[Column]) -> Batch:
             if column.is_list
         },
     )
+
+
+def as_words(weights: NDArray[np.floating]) -> NDArray[np.int64]:
+    """Weights as readers move them, in the 64 bits of a key each."""
+    return weights.astype(np.float64).view(np.int64)
+
+
+def with_weights(batches: Iterator[Batch], columns: Sequence[Column]) -> Iterator[Batch]:
+    """The same batches, with weights as numbers again."""
+    names = {column.name for column in columns if column.kind == "weights"}
+    return (_with_weights(batch, names) for batch in batches) if names else batches
+
+
+def _with_weights(batch: Batch, names: Set[str]) -> Batch:
+    sparse = dict(batch.sparse)
+    for name in names:
+        words = sparse[name]
+        if words.values.dtype == torch.int64:  # of an empty batch they are numbers already
+            numbers = words.values.view(torch.float64).to(torch.float32)
+            sparse[name] = Jagged(numbers, words.lengths)
+    return Batch(batch.size, batch.dense, sparse)
 
 
 def watch_labels(batches: Iterator[Batch], columns: Sequence[Column]) -> Iterator[Batch]:
@@ -276,10 +320,11 @@ class Indexed:
 
 def _with_ids(samples: Batch, numbers: NDArray[np.int64], epoch: int) -> Batch:
     ids = torch.from_numpy(np.ascontiguousarray(numbers))
-    return _with_pass(Batch(samples.size, {**samples.dense, SAMPLE_ID: ids}, samples.sparse), epoch)
+    return with_pass(Batch(samples.size, {**samples.dense, SAMPLE_ID: ids}, samples.sparse), epoch)
 
 
-def _with_pass(samples: Batch, epoch: int) -> Batch:
+def with_pass(samples: Batch, epoch: int) -> Batch:
+    """The same samples, which say in which pass over the data they come."""
     passes = torch.full_like(samples.dense[SAMPLE_ID], epoch)
     return Batch(samples.size, {**samples.dense, PASS: passes}, samples.sparse)
 
@@ -324,8 +369,7 @@ class Stream:
     ) -> None:
         """`shards` 0 chooses; they are used where the counts of all chunks are known."""
         self._named = any(column.name == SAMPLE_ID for column in columns)
-        passes = [Column(PASS, "id", "int64")] if self._named else []
-        self._columns = (*columns, *passes)
+        self._columns = (*columns, *([pass_column()] if self._named else []))
         self._chunks = tuple(chunks)
         self._window = window
         self._shuffle = shuffle
@@ -374,10 +418,10 @@ class Stream:
         """
         share = Share(global_batch=global_batch, rank=rank, ranks=ranks, start=start, offset=offset)
         deal = self._deal if self.num_samples is None else self._deal_shards
-        batches = deal(share, mix(seed, epoch))
+        batches = with_weights(deal(share, mix(seed, epoch)), self._columns)
         if rank == 0 and not share.first:
             batches = watch_labels(batches, self._columns)
-        return (_with_pass(batch, epoch) for batch in batches) if self._named else batches
+        return (with_pass(batch, epoch) for batch in batches) if self._named else batches
 
     def _deal_shards(self, share: Share, key: int) -> Iterator[Batch]:
         """This rank's batches, read from the shards that they come from."""

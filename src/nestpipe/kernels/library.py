@@ -125,6 +125,8 @@ _SIGNATURES = {
     "nestpipe_cluster": (c_int, [c_void_p, c_void_p]),
     "nestpipe_take_sizes": (None, [c_void_p] * 3),
     "nestpipe_take_spans": (None, [c_void_p] * 3),
+    "nestpipe_page_header": (c_int, [c_void_p, c_int64, c_void_p]),
+    "nestpipe_decode_lists": (c_int, [c_void_p, c_void_p, *[c_int64] * 3]),
     "nestpipe_permutation": (None, [c_int64, c_int64, c_void_p, c_void_p]),
     "nestpipe_gather_lists": (None, [c_int64, c_void_p, c_int64, *[c_void_p] * 4]),
     "nestpipe_gather_rows": (None, [c_int64, c_void_p, *[c_int64] * 3, *[c_void_p] * 3]),

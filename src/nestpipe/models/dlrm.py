@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from torch.nn import functional
 from nestpipe.batch import Batch
 from nestpipe.config import Table, not_negative, positive
 from nestpipe.errors import ConfigError, DataError
-from nestpipe.jagged import Jagged
+from nestpipe.jagged import Jagged, pool_rows
 from nestpipe.models.protocol import Loss, full_precision
 
 # Shapes: B samples, F dense features, D embedding width, N vectors that interact
@@ -37,6 +37,8 @@ class DlrmConfig:
     pooling: Literal["sum", "mean", "none"] = "sum"
     """`sum`, `mean`: any number of keys per sample and feature; `none`: exactly one, which costs
     less."""
+    weights: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """For features whose keys have weights, the lists in `sparse` that hold them."""
 
     def __post_init__(self) -> None:
         not_negative("dense_features", self.dense_features)
@@ -57,16 +59,17 @@ class DlrmConfig:
 class Dlrm(nn.Module):
     """A click model; the loss is binary cross-entropy, its weight the number of samples.
 
-    Reads `sparse[feature]` for each feature, `dense["features"]` (B, F) and `dense["label"]` (B,).
+    Reads `sparse[feature]` for each feature, `dense["features"]` (B, F) and `dense["label"]` (B,);
+    where the data has `dense["weight"]`, a sample's loss is times that.
     """
 
-    capturable = True
-    """Equal shapes launch equal kernels: see `train/dense.py`."""
     _pairs: Tensor
 
     def __init__(self, config: DlrmConfig) -> None:
         super().__init__()
         self.config = config
+        self.capturable = not config.weights
+        """Equal shapes launch equal kernels: see `train/dense.py`."""
         self.bottom = None
         num_pairs = config.num_vectors * (config.num_vectors - 1) // 2
         inputs = num_pairs
@@ -80,16 +83,17 @@ class Dlrm(nn.Module):
     def tables(self) -> list[Table]:
         """One table per feature."""
         config = self.config
-        return [Table(name=f, dim=config.dim, pooling=config.pooling) for f in config.features]
+        return [
+            Table(name=f, dim=config.dim, pooling="none" if f in config.weights else config.pooling)
+            for f in config.features
+        ]
 
     def sparse_keys(self, batch: Batch) -> Mapping[str, Jagged]:
         return {feature: batch.sparse[feature] for feature in self.config.features}
 
     def dense(self, rows: Mapping[str, Tensor], batch: Batch) -> Loss:
         logits_B = full_precision(self.logits(rows, batch))
-        labels_B = batch.dense["label"].to(logits_B.dtype)
-        total = functional.binary_cross_entropy_with_logits(logits_B, labels_B, reduction="sum")
-        return Loss(total, float(batch.size), torch.sigmoid(logits_B.detach()), labels_B)
+        return click_loss(logits_B, batch)
 
     def shard_units(self) -> list[nn.Module]:
         """The layers."""
@@ -111,12 +115,33 @@ class Dlrm(nn.Module):
         return self.top(torch.cat(outputs, dim=1)).squeeze(1)
 
     def _one_per_sample(self, feature: str, rows: Mapping[str, Tensor], batch: Batch) -> Tensor:
+        if weights := self.config.weights.get(feature):
+            mean = self.config.pooling == "mean"
+            return weighted_rows(rows[feature], batch, feature, weights, mean=mean)
         if rows[feature].shape[0] != batch.size:
             raise DataError(
                 f"feature {feature} has {rows[feature].shape[0]} rows for {batch.size} samples; "
                 'set pooling = "sum", or give each sample one key'
             )
         return rows[feature]
+
+
+def weighted_rows(
+    rows_TD: Tensor, batch: Batch, feature: str, weights: str, *, mean: bool = False
+) -> Tensor:
+    """(B, D) each sample's rows, summed times the weights of their keys, or averaged by them."""
+    keys = batch.sparse[feature]
+    return pool_rows(rows_TD, keys.lengths, batch.sparse[weights].values, mean=mean)
+
+
+def click_loss(logits_B: Tensor, batch: Batch) -> Loss:
+    """Binary cross-entropy; a sample counts so many times as its weight says, 1 without."""
+    labels_B = batch.dense["label"].to(logits_B.dtype)
+    weight_B = batch.dense["weight"].to(logits_B.dtype) if "weight" in batch.dense else None
+    total = functional.binary_cross_entropy_with_logits(
+        logits_B, labels_B, weight_B, reduction="sum"
+    )
+    return Loss(total, float(batch.size), torch.sigmoid(logits_B.detach()), labels_B)
 
 
 def mlp(widths: Sequence[int]) -> nn.Sequential:
@@ -136,30 +161,42 @@ def mlp(widths: Sequence[int]) -> nn.Sequential:
 class LogisticRegression(nn.Module):
     """Reads what `Dlrm` reads, and adds up instead of multiplying."""
 
-    capturable = True
-
-    def __init__(self, features: tuple[str, ...], dense_features: int) -> None:
+    def __init__(
+        self,
+        features: tuple[str, ...],
+        dense_features: int,
+        weights: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`weights`: the lists that hold those of a feature's keys."""
         super().__init__()
         self.features = features
+        self.weights = dict(weights or {})
+        self.capturable = not self.weights
         self.linear = nn.Linear(dense_features, 1) if dense_features else None
         self.bias = nn.Parameter(torch.zeros(1))
 
     def tables(self) -> list[Table]:
         """A table of single weights per feature; they start at zero."""
-        return [Table(name=f, dim=1, pooling="sum", init_std=0.0) for f in self.features]
+        return [
+            Table(name=f, dim=1, pooling="none" if f in self.weights else "sum", init_std=0.0)
+            for f in self.features
+        ]
 
     def sparse_keys(self, batch: Batch) -> Mapping[str, Jagged]:
         return {name: batch.sparse[name] for name in self.features}
 
     def score(self, rows: Mapping[str, Tensor], batch: Batch) -> Tensor:
         """(B,) log-odds of a click."""
-        logits_B = self.bias + sum(rows[name].squeeze(1) for name in self.features)
+        pooled = {
+            name: weighted_rows(rows[name], batch, name, self.weights[name])
+            if name in self.weights
+            else rows[name]
+            for name in self.features
+        }
+        logits_B = self.bias + sum(pooled[name].squeeze(1) for name in self.features)
         if self.linear is not None:
             logits_B = logits_B + full_precision(self.linear(batch.dense["features"])).squeeze(1)
         return logits_B
 
     def dense(self, rows: Mapping[str, Tensor], batch: Batch) -> Loss:
-        logits_B = self.score(rows, batch)
-        label_B = batch.dense["label"]
-        total = functional.binary_cross_entropy_with_logits(logits_B, label_B, reduction="sum")
-        return Loss(total, batch.size, torch.sigmoid(logits_B).detach(), label_B)
+        return click_loss(self.score(rows, batch), batch)

@@ -249,7 +249,11 @@ def describe_model(model: nn.Module) -> dict[str, Any]:
         inputs = model.linear.in_features if model.linear is not None else 0
         return {
             "kind": "logistic",
-            "config": {"features": model.features, "dense_features": inputs},
+            "config": {
+                "features": model.features,
+                "dense_features": inputs,
+                **({"weights": model.weights} if model.weights else {}),
+            },
         }
     return {}
 

@@ -38,6 +38,7 @@ from nestpipe.data import (
     RankingOptions,
     Source,
     Split,
+    StreamingSource,
     open_source,
 )
 from nestpipe.errors import CheckpointError, ConfigError, MissingSplitError, NestpipeError
@@ -320,7 +321,8 @@ def open_split(config: JobConfig, split: Split) -> Source:
         negatives=max(1, wanted.negatives // wanted.positives),
         seed=config.run.seed,
     )
-    return Ranking(source, options)
+    ranking = Ranking(source, options)
+    return source.ranked(ranking) if isinstance(source, StreamingSource) else ranking
 
 
 def make_job(config: JobConfig, comm: Communicator) -> Job:
@@ -362,10 +364,11 @@ def make_model(config: JobConfig, source: Source) -> tuple[nn.Module, list[Table
         return _ranker(config)
     _refuse_labels(kind, [column.name for column in source.columns if column.kind == "label"])
     fields = next((c.fields for c in source.columns if c.kind == "features"), ())
+    weights = {column.of: column.name for column in source.columns if column.kind == "weights"}
     if kind == "logistic":
-        baseline = LogisticRegression(tuple(keys), len(fields))
+        baseline = LogisticRegression(tuple(keys), len(fields), weights)
         return baseline, baseline.tables()
-    return _dlrm(wanted, keys, fields)
+    return _dlrm(wanted, keys, fields, weights)
 
 
 def _refuse_labels(kind: str, labels: list[str]) -> None:
@@ -383,7 +386,7 @@ def _refuse_labels(kind: str, labels: list[str]) -> None:
 
 
 def _dlrm(
-    wanted: ModelConfig, keys: list[str], fields: tuple[str, ...]
+    wanted: ModelConfig, keys: list[str], fields: tuple[str, ...], weights: Mapping[str, str]
 ) -> tuple[nn.Module, list[Table]]:
     model = Dlrm(
         DlrmConfig(
@@ -392,12 +395,10 @@ def _dlrm(
             dim=wanted.dim,
             bottom=wanted.bottom,
             top=wanted.top,
+            weights=weights,
         )
     )
-    tables = [
-        Table(name=name, dim=wanted.dim, pooling="sum", init_std=wanted.init_std) for name in keys
-    ]
-    return model, tables
+    return model, [replace(table, init_std=wanted.init_std) for table in model.tables()]
 
 
 def _ranker(config: JobConfig) -> tuple[nn.Module, list[Table]]:

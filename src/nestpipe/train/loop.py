@@ -31,7 +31,7 @@ from nestpipe.checkpoint.folder import (
 from nestpipe.comm import Communicator, LocalCommunicator, connect
 from nestpipe.comm.peer_failure import StopRequest
 from nestpipe.dashboard.record import RunRecorder
-from nestpipe.data import Ranking
+from nestpipe.data import Ranking, StreamingSource
 from nestpipe.embedding.store.protocol import default_threads
 from nestpipe.errors import CheckpointError, ConfigError
 from nestpipe.models import HstuRetriever
@@ -602,6 +602,8 @@ def _over(job: Job) -> bool:
 def _baseline(job: Job) -> dict[str, float]:
     """What putting the most popular items first would have reached, for models of histories."""
     model = job.trainer.model
+    if isinstance(job.train, StreamingSource):
+        return {}  # nobody reads a stream again to count its items
     if isinstance(job.train, Ranking):
         held_out = job.held_out()
         assert isinstance(held_out, Ranking), "all splits of a job are of one kind"

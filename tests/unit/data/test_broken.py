@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nestpipe.data import DataConfig, MovieLensConfig, ParquetConfig, open_source, text
-from nestpipe.errors import DataError
+from nestpipe.errors import ConfigError, DataError
 
 
 def count(config):
@@ -227,3 +227,51 @@ def test_a_flipped_bit_in_a_parquet_page_is_noticed(tmp_path):
     path.write_bytes(contents)
     with pytest.raises(DataError, match=r"clicks\.parquet"):
         count(config)
+
+
+# Weights that are none.
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "reason"),
+    [
+        ("tf", [[0.5], [1.0, 2.0]], "row 2 of .* is broken: tf has more or fewer entries than ids"),
+        ("tf", [[0.5], None], "row 2 of .* is broken: tf has more or fewer entries than ids"),
+        ("tf", [[float("inf")], [1.0]], "row 1 .* tf has an entry that is no finite number"),
+        ("tf", [[None], [1.0]], "row 1 .* tf has an entry that is no finite number"),
+        ("w", [1.0, -1.0], "row 2 .* w is no number from 0"),
+        ("w", [None, 1.0], "row 1 .* w is no number from 0"),
+    ],
+)
+def test_a_weight_that_is_none_is_a_broken_row(tmp_path, column, values, reason):
+    columns = {"label": [0.0, 1.0], "ids": [[1], [2]], "tf": [[1.0], [2.0]], "w": [1.0, 2.0]}
+    pq.write_table(pa.table(columns | {column: values}), tmp_path / "a.parquet")
+    both = ParquetConfig(sparse=("ids",), weights={"ids": "tf"}, sample_weight="w")
+    # Without weights of keys, columns are decoded one by one.
+    for chosen in (both, replace(both, weights={})) if column == "w" else (both,):
+        config = DataConfig(kind="parquet", path=str(tmp_path), parquet=chosen)
+        with pytest.raises(DataError, match=reason):
+            count(config)
+        assert count(replace(config, max_broken=1))[0] == 1
+
+
+def test_columns_that_cannot_be_weights_are_refused(tmp_path):
+    columns = {"label": [0.0, 1.0], "one": [1, 2], "ids": [[1], [2]], "text": [["a"], ["b"]]}
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+
+    def refused(sentence, **parquet):
+        with pytest.raises((DataError, ConfigError), match=sentence):
+            open_source(
+                DataConfig(kind="parquet", path=str(tmp_path), parquet=ParquetConfig(**parquet))
+            )
+
+    refused("has no column tf, it has label", weights={"ids": "tf"})
+    refused(
+        "gives ids to one, which is no column of lists", sparse=("one",), weights={"one": "ids"}
+    )
+    refused("gives ids to user, which is no column of lists", weights={"user": "ids"})
+    refused("text of .* is list<.*>, which cannot be a list of weights", weights={"ids": "text"})
+    refused("text of .* is list<.*>, which cannot be a number per row", sample_weight="text")
+    refused("column ids is named twice; give it one use", sparse=("ids",), sample_weight="ids")
+    refused("weights.ids is 3; name the column of its weights", weights={"ids": 3})
+    refused("the label weight of .* has the name of", labels=("label", "weight"), sample_weight="w")

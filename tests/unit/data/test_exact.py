@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nestpipe.batch import Batch
-from nestpipe.data import DataConfig, Source, open_source, parquet, sequences
+from nestpipe.data import DataConfig, ParquetConfig, Source, open_source, parquet, sequences
+from nestpipe.data.inputs import PageReader
 from nestpipe.data.order import Permutation, Share, choose_shards, mix
 from nestpipe.data.shards import DecodedPiece, Piece, pick, pick_plainly
 from nestpipe.data.source import Chunk, Stream, keys_column
@@ -401,8 +402,10 @@ def test_sequences_that_stay_whole_are_what_cutting_them_would_give(tmp_path, mo
 
 @pytest.mark.parametrize("start", [0, 16])
 def test_bytes_read_per_rank_fall_as_one_over_ranks(tmp_path, monkeypatch, start):
-    """Counted where a file is read; 64 row groups of 32 samples."""
-    rows = pa.table({"item": np.arange(2048), "label": np.arange(2048) % 2})
+    """Counted where a file is read, by Arrow or by us; 64 row groups of 32 samples."""
+    words = [[row % 7] * (row % 4) for row in range(2048)]
+    numbers = {"item": np.arange(2048), "label": np.arange(2048) % 2}
+    rows = pa.table({**numbers, "words": pa.array(words, pa.list_(pa.int64()))})
     pq.write_table(rows, tmp_path / "clicks.parquet", row_group_size=32)
     opened: list[int] = []
 
@@ -417,6 +420,13 @@ def test_bytes_read_per_rank_fall_as_one_over_ranks(tmp_path, monkeypatch, start
             pa.PythonFile(Counted(Path(path).read_bytes()), mode="r"), metadata=footer
         )
 
+    def read_counted(reader, chunk):
+        found = read_pages(reader, chunk)
+        opened.append(len(found))
+        return found
+
+    read_pages = PageReader._read
+    monkeypatch.setattr(PageReader, "_read", read_counted)
     monkeypatch.setattr(parquet, "open_file", open_counted)
     config = DataConfig(kind="parquet", path=str(tmp_path), shards=8, shuffle_window=256)
 
@@ -436,7 +446,7 @@ def test_bytes_read_per_rank_fall_as_one_over_ranks(tmp_path, monkeypatch, start
 def sum_of_all(folder) -> int:
     about = pq.ParquetFile(folder / "clicks.parquet").metadata
     groups = (about.row_group(group) for group in range(about.num_row_groups))
-    return sum(group.column(i).total_compressed_size for group in groups for i in range(2))
+    return sum(group.column(i).total_compressed_size for group in groups for i in range(3))
 
 
 def test_a_rank_opens_no_chunk_of_shards_that_are_not_its_own():
@@ -523,3 +533,167 @@ def test_a_sequence_has_a_name_that_no_order_changes(make, kind):
     assert {n: h for n, (h, _) in first.items()} == {n: h for n, (h, _) in second.items()}
     assert {turn for _, turn in first.values()} == {0}
     assert {turn for _, turn in second.values()} == {1}
+
+
+# Pages of Parquet that are decoded here, against Arrow.
+
+
+LISTS = st.lists(
+    st.lists(st.integers(-(2**63), 2**63 - 1) | st.integers(0, 3), max_size=9),
+    min_size=1,
+    max_size=60,
+)
+USUAL = {"use_dictionary": True, "compression": "zstd"}
+WRITTEN = [
+    USUAL,
+    {"use_dictionary": True, "compression": "snappy", "data_page_size": 64},
+    {"use_dictionary": True, "compression": "gzip", "dictionary_pagesize_limit": 64},
+    {"use_dictionary": False, "compression": "none", "data_page_size": 100},
+]
+"""The last but one begins with entries of a dictionary, and goes on without."""
+
+
+def list_type(outer: bool, inner: bool, large: bool) -> pa.Field:
+    values = pa.field("element", pa.int64(), nullable=inner)
+    return pa.field("keys", (pa.large_list if large else pa.list_)(values), nullable=outer)
+
+
+def write_lists(path: Path, rows: list, column: pa.Field, **options) -> pq.ParquetFile:
+    table = pa.table(
+        [pa.array([1] * len(rows)), pa.array(rows, column.type)],
+        pa.schema([pa.field("other", pa.int64()), column]),
+    )
+    pq.write_table(table, path, **{"row_group_size": 40, **options})
+    return pq.ParquetFile(path)
+
+
+def decoded(path: Path, file: pq.ParquetFile) -> list:
+    reader = PageReader(path, file.metadata, file.schema_arrow)
+    return [reader.lists(group, "keys") for group in range(file.num_row_groups)]
+
+
+@given(LISTS, st.booleans(), st.booleans(), st.booleans(), st.sampled_from(WRITTEN))
+def test_lists_that_are_decoded_here_are_those_of_arrow(
+    tmp_path_factory, rows, outer, inner, large, written
+):
+    path = tmp_path_factory.getbasetemp() / "lists.parquet"
+    file = write_lists(path, rows * 3, list_type(outer, inner, large), **written)
+    for group, found in enumerate(decoded(path, file)):
+        assert found is not None, "nothing is unusual in this file"
+        found.validate(full=True)
+        assert found.to_pylist() == file.read_row_group(group)["keys"].to_pylist()
+
+
+def test_long_runs_of_lists_are_those_of_arrow(tmp_path):
+    """Levels and entries of every width, over many pages."""
+    random = np.random.default_rng(0)
+    for bits in (0, 1, 2, 7, 12, 17):
+        lengths = random.integers(0 if bits % 2 else 1, 4, 30_000)
+        keys = random.integers(0, 1 << bits, lengths.sum())
+        rows = [part.tolist() for part in np.split(keys, np.cumsum(lengths)[:-1])]
+        path = tmp_path / f"{bits}.parquet"
+        column = list_type(True, True, True)
+        file = write_lists(path, rows, column, row_group_size=30_000, data_page_size=9_000)
+        (found,) = decoded(path, file)
+        assert found.equals(file.read()["keys"].combine_chunks().cast(found.type))
+
+
+@pytest.mark.parametrize(
+    ("rows", "column", "options"),
+    [
+        ([[1], None], list_type(True, True, False), {}),
+        ([[1], [None]], list_type(True, True, False), {}),
+        ([[1], [2]], pa.field("keys", pa.list_(pa.int32())), {}),
+        ([[1], [2]], pa.field("keys", pa.list_(pa.uint64())), {}),
+        ([1, 2], pa.field("keys", pa.int64()), {}),
+        ([[1], [2]], list_type(True, True, False), {"data_page_version": "2.0"}),
+        ([[1], [2]], list_type(True, True, False), {"write_page_checksum": True}),
+        ([[1], [2]], list_type(True, True, False), {"compression": "lz4"}),
+    ],
+)
+def test_what_is_unusual_in_a_column_is_left_to_arrow(tmp_path, rows, column, options):
+    path = tmp_path / "lists.parquet"
+    assert decoded(path, write_lists(path, rows, column, **options)) == [None]
+
+
+def test_no_damage_of_a_page_ends_the_process(tmp_path):
+    """Bytes that are changed or missing: lists of some kind, or Arrow's turn to say what it is."""
+    random = np.random.default_rng(1)
+    path = tmp_path / "lists.parquet"
+    rows = [[row % 5] * (row % 4) for row in range(300)]
+    for options in WRITTEN:
+        file = write_lists(path, rows, list_type(True, True, True), row_group_size=300, **options)
+        whole = path.read_bytes()
+        chunk = file.metadata.row_group(0).column(1)
+        begin = min(filter(None, (chunk.dictionary_page_offset, chunk.data_page_offset)))
+        for _ in range(300):
+            damaged = bytearray(whole)
+            for place in random.integers(begin, begin + chunk.total_compressed_size, 2):
+                damaged[place] = random.integers(256)
+            path.write_bytes(damaged if random.integers(8) else damaged[: place + 1])
+            (found,) = decoded(path, file)
+            if found is not None:
+                found.validate(full=True)
+                assert len(found) == 300
+
+
+# Weights of keys and of samples.
+
+
+def weighted_table(rows: int) -> pa.Table:
+    """Weights that say which key, and which sample, they are of."""
+    random = np.random.default_rng(5)
+    words = [random.integers(1, 40, random.integers(0, 4)).tolist() for _ in range(rows)]
+    return pa.table(
+        {
+            "label": [row % 2 for row in range(rows)],
+            "row": list(range(rows)),
+            "words": pa.array(words, pa.list_(pa.int64())),
+            "tf": pa.array([[key / 8 for key in of] for of in words], pa.list_(pa.float32())),
+            "importance": [row / 4 for row in range(rows)],
+        }
+    )
+
+
+WEIGHTS = ParquetConfig(weights={"words": "tf"}, sample_weight="importance")
+
+
+@pytest.mark.parametrize("most_in_turn", [131_072, 0])
+@pytest.mark.parametrize("options", [{"shards": 3}, {"shuffle": False}, {"max_broken": 3}])
+def test_weights_stay_with_their_keys_and_samples(tmp_path, monkeypatch, options, most_in_turn):
+    monkeypatch.setattr(parquet, "MOST_IN_TURN", most_in_turn)
+    pq.write_table(weighted_table(70), tmp_path / "a.parquet", row_group_size=20)
+    config = DataConfig(
+        kind="parquet", path=str(tmp_path), shuffle_window=24, parquet=WEIGHTS, **options
+    )
+    source = open_source(config)
+    by_ranks = [read(source, rank=rank, ranks=3) for rank in range(3)]
+    for batch in flat(by_ranks):
+        assert set(batch.sparse) == {"row", "words", "tf"}
+        assert batch.sparse["tf"].values.dtype == torch.float32
+        keys = batch.sparse["words"].to_lists()
+        assert batch.sparse["tf"].to_lists() == [[key / 8 for key in of] for of in keys]
+        assert torch.equal(batch.dense["weight"] * 4, batch.sparse["row"].values.float())
+        assert "features" not in batch.dense
+    native = [as_rows(batch) for batch in read(source)]
+    assert sorted(row for of in native for row, *_ in of) == [[row] for row in range(70)]
+    monkeypatch.setenv("NESTPIPE_NATIVE", "0")
+    assert [as_rows(batch) for batch in read(source)] == native
+
+
+def as_rows(batch: Batch) -> list:
+    lists = [batch.sparse[name].to_lists() for name in ("row", "words", "tf")]
+    return list(zip(*lists, batch.dense["weight"].tolist(), strict=True))
+
+
+def test_samples_weights_do_without_weights_of_keys(tmp_path):
+    """Columns that are decoded one by one; weights of sequences are refused."""
+    pq.write_table(weighted_table(30).drop(["tf"]), tmp_path / "a.parquet", row_group_size=20)
+    config = DataConfig(
+        kind="parquet", path=str(tmp_path), parquet=ParquetConfig(sample_weight="importance")
+    )
+    for batch in read(open_source(config)):
+        assert torch.equal(batch.dense["weight"] * 4, batch.sparse["row"].values.float())
+    named = replace(config, parquet=replace(config.parquet, history="words"))
+    with pytest.raises(ConfigError, match="so rows are sequences; leave out sparse, dense, labels"):
+        open_source(named)

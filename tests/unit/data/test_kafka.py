@@ -1,6 +1,7 @@
 """A Kafka topic as a log, read from a cluster inside the client that speaks the real protocol."""
 
 import json
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
@@ -321,3 +322,42 @@ def test_describe_says_what_a_topic_has(cluster, topic):
     assert np.array([[p["partition"], p["first"], p["end"]] for p in parts]).tolist() == [
         [0, 0, 0], [1, 0, 0], [2, 0, 5], [3, 0, 0]
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_shuffled_windows_of_a_topic_go_on_from_the_cursor(cluster, topic, schema, ranks):
+    """What comes meanwhile changes nothing of a window that was begun."""
+    for partition in range(3):
+        numbers = range(100 * partition, 100 * partition + 20)
+        cluster.send(as_json(numbers), partition=partition, topic=topic)
+    config = replace(data(cluster, topic, schema, shuffle_window=32), shards=4)
+    whole, _ = users(config, 8)
+    assert sorted(chain(*whole)) != list(chain(*whole))
+    assert [len(part) for part in whole] == [8] * 4
+    first, cursor = users(config, 8, most=1)
+    cluster.send(as_json(range(20, 40)), topic=topic)
+    rest, _ = users(config, 8, cursor, ranks)
+    assert first + rest[:3] == whole
+    assert len(rest) == 3 + 4  # and a window of what was left and what came
+    seen = list(chain(*first, *rest))
+    assert len(set(seen)) == len(seen)
+
+
+def test_sequences_come_from_a_topic(cluster, topic, tmp_path):
+    columns = pa.schema([("history", pa.list_(pa.int64())), ("timestamps", pa.list_(pa.int64()))])
+    pq.write_table(columns.empty_table(), tmp_path / "schema.parquet")
+    rows = [{"history": [n, n + 1], "timestamps": [9, 8]} for n in range(12)]
+    cluster.send([json.dumps(row).encode() for row in rows], topic=topic)
+    config = data(cluster, topic, tmp_path / "schema.parquet")
+
+    def read(batch: int):
+        source = opened(config)
+        gather = LocalCommunicator().all_gather_values
+        source.decide({}, rank=0, global_batch=batch, gather=gather)
+        return list(source.batches(global_batch=batch, rank=0, ranks=1))
+
+    (whole,) = read(12)
+    assert whole.sparse["history"].to_lists() == [[n + 1, n] for n in range(12)]
+    ids = [name for batch in read(4) for name in batch.dense["sample_id"].tolist()]
+    assert ids == whole.dense["sample_id"].tolist()
+    assert len(set(ids)) == 12

@@ -12,6 +12,7 @@
 
 #include "common/abi.h"
 #include "clustering/cluster.h"
+#include "data/pages.h"
 #include "ssd/ssd_store.h"
 
 namespace {
@@ -194,6 +195,51 @@ void cluster(int64_t samples, int64_t parts) {
   for (const int64_t left : sizes) require(left == 0, "a part has the wrong size");
 }
 
+// Runs of `width` bits, packed and repeated, behind their length; some are cut short.
+void add_runs(std::mt19937_64& random, int width, std::vector<uint8_t>& page) {
+  std::vector<uint8_t> runs;
+  for (uint64_t count = random() % 4; count > 0; --count) {
+    const uint64_t groups = 1 + random() % 9;
+    const bool packed = random() % 2;
+    runs.push_back(static_cast<uint8_t>(groups << 1 | (packed ? 1 : 0)));
+    const uint64_t bytes = packed ? groups * static_cast<uint64_t>(width) : (width + 7) / 8;
+    const uint8_t fill = random() % 2 ? 0xFF : 0;
+    for (uint64_t byte = 0; byte < bytes; ++byte) runs.push_back(random() % 9 ? fill : random());
+  }
+  const uint64_t said = random() % 8 ? runs.size() : random() % 40;
+  for (int byte = 0; byte < 4; ++byte) page.push_back(static_cast<uint8_t>(said >> 8 * byte));
+  page.insert(page.end(), runs.begin(), runs.end());
+}
+
+// Pages of any bytes, in memory that is not larger than they are: the answer is yes or no.
+void decode(uint64_t seed) {
+  std::mt19937_64 random(seed);
+  const int64_t rows = 1 + static_cast<int64_t>(random() % 50), room = rows + 20;
+  std::vector<int64_t> offsets(static_cast<size_t>(rows + 1));
+  std::vector<int64_t> values(static_cast<size_t>(room));
+  std::vector<int64_t> dictionary(random() % 4 ? 1 + random() % 600 : 0);
+  const int64_t most = 1 + static_cast<int64_t>(random() % 3);
+  nestpipe::ListColumn column{most, most > 1, dictionary.data(),
+                              static_cast<int64_t>(dictionary.size()), offsets.data(), rows,
+                              values.data(), room, 0, 0};
+  for (int turn = 0; turn < 3; ++turn) {
+    std::vector<uint8_t> page;
+    add_runs(random, 1, page);
+    add_runs(random, most > 1 ? 2 : 1, page);
+    for (uint64_t byte = random() % 200; byte > 0; --byte) {
+      page.push_back(static_cast<uint8_t>(random() % 3 ? random() % 12 : random()));
+    }
+    const std::vector<uint8_t> exact(page);
+    const int64_t entries = static_cast<int64_t>(random() % 30), size = exact.size();
+    const int64_t encoding = random() % 4 ? 8 : 0;
+    nestpipe::PageHeader header;
+    nestpipe_page_header(exact.data(), size, &header);
+    require(header.header_bytes <= size, "a header is longer than the page");
+    if (!nestpipe_decode_lists(&column, exact.data(), size, entries, encoding)) return;
+    require(column.num_rows <= rows && column.num_values <= room, "a page has no room");
+  }
+}
+
 }  // namespace
 
 void check_routing();  // native_routing_driver.cpp
@@ -207,6 +253,7 @@ int main() {
   for (const int64_t parts : {1, 7, 16, 33, 100}) {
     for (const int64_t samples : {0, 1, 60, 1100}) cluster(samples, parts);
   }
+  for (uint64_t seed = 0; seed < 20'000; ++seed) decode(seed);
   check_routing();
   std::puts("done");
   return 0;

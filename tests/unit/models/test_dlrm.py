@@ -8,7 +8,7 @@ import torch
 from nestpipe.batch import Batch
 from nestpipe.errors import ConfigError, DataError
 from nestpipe.jagged import Jagged
-from nestpipe.models import Dlrm, DlrmConfig
+from nestpipe.models import Dlrm, DlrmConfig, LogisticRegression
 
 
 def test_the_top_sees_the_dense_vector_and_each_dot_product_once():
@@ -54,3 +54,49 @@ def test_two_keys_for_one_sample_need_pooling():
 def test_impossible_shapes_are_refused(settings, sentence: str):
     with pytest.raises(ConfigError, match=sentence):
         DlrmConfig(**settings)
+
+
+# Weights of keys and of samples.
+
+
+def weighted_batch(weights: list[float], **dense) -> Batch:
+    keys = Jagged.from_lists([[1, 2], [], [3]])
+    sparse = {"a": keys, "b": keys, "tf": Jagged(torch.tensor(weights), keys.lengths)}
+    return Batch(3, {"label": torch.tensor([1.0, 0.0, 1.0]), **dense}, sparse)
+
+
+def model_of(kind: str, weights: dict[str, str]):
+    torch.manual_seed(3)
+    if kind == "logistic":
+        return LogisticRegression(("a", "b"), 0, weights), 1
+    return Dlrm(DlrmConfig(features=("a", "b"), dense_features=0, weights=weights)), 16
+
+
+@pytest.mark.parametrize("kind", ["dlrm", "logistic"])
+def test_rows_are_summed_times_the_weights_of_their_keys(kind):
+    model, dim = model_of(kind, {"a": "tf"})
+    assert [table.pooling for table in model.tables()] == ["none", "sum"]
+    plain, _ = model_of(kind, {})
+    rows_TD, sums_BD = torch.randn(3, dim), torch.randn(3, dim)
+    weights = [0.5, -2.0, 3.0]
+    pooled_BD = torch.stack([0.5 * rows_TD[0] - 2 * rows_TD[1], 0 * rows_TD[0], 3 * rows_TD[2]])
+    batch = weighted_batch(weights)
+    found = model.score({"a": rows_TD, "b": sums_BD}, batch)
+    torch.testing.assert_close(found, plain.score({"a": pooled_BD, "b": sums_BD}, batch))
+    assert not model.capturable
+    assert plain.capturable
+
+
+@pytest.mark.parametrize("kind", ["dlrm", "logistic"])
+def test_a_sample_counts_as_often_as_its_weight_says(kind):
+    model, dim = model_of(kind, {})
+    rows = {name: torch.randn(3, dim, requires_grad=True) for name in ("a", "b")}
+
+    def gradient(**dense):
+        loss = model.dense(rows, weighted_batch([1.0] * 3, **dense))
+        assert loss.weight == 3  # the trainer divides by samples
+        return torch.autograd.grad(loss.total, rows["a"])[0]
+
+    plain = gradient()
+    weighted = gradient(weight=torch.tensor([2.0, 0.0, 1.0]))
+    torch.testing.assert_close(weighted, plain * torch.tensor([[2.0], [0.0], [1.0]]))

@@ -247,6 +247,11 @@ def _made(where: str, checkpoint: Checkpoint) -> nn.Module:
     """The model that a manifest describes, with fresh weights."""
     about: Mapping[str, Any] = checkpoint.manifest.model
     kind = str(about.get("kind", ""))
+    if about.get("config", {}).get("weights") and not is_own(kind):
+        raise ConfigError(
+            f"{where} has a model whose keys have weights, which requests cannot give; train one "
+            "without data.parquet.weights to serve"
+        )
     try:
         if kind == "dlrm":
             return Dlrm(build(DlrmConfig, about["config"]))
