@@ -422,6 +422,7 @@ def test_bytes_read_per_rank_fall_as_one_over_ranks(tmp_path, monkeypatch, start
 
     def read_counted(reader, chunk):
         found = read_pages(reader, chunk)
+        assert found is not None, "these pages are usual ones"
         opened.append(len(found))
         return found
 

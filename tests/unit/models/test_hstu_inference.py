@@ -116,6 +116,8 @@ def every_block(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, Tensor]]:
 
     def kept_forward(block: HstuBlock, *given, **named):
         out, keys, values = forward(block, *given, **named)
+        assert keys is not None
+        assert values is not None
         seen.append((keys, values))
         return out, keys, values
 

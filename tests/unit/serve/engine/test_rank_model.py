@@ -125,9 +125,13 @@ def test_rule_1_sums_divided_by_the_length_at_hand(world: World):
 class LooksRight(HstuBlock):
     """The first four rows of a history see all of it, as context rows of other models do."""
 
-    def forward(self, x_TD: Tensor, view: Any, past: Any) -> tuple[Tensor, Tensor, Tensor]:
-        out_TD, k_THA, v_THV = super().forward(x_TD, view, past)
+    def forward(
+        self, x_TD: Tensor, view: Any, past: Any, *, keeps: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        out_TD, k_THA, v_THV = super().forward(x_TD, view, past, keeps=keeps)
         assert isinstance(out_TD, Tensor)
+        assert k_THA is not None
+        assert v_THV is not None
         if past is not None:
             return out_TD, k_THA, v_THV
         u_THV, _, q_THA, _ = self._project(x_TD)
