@@ -7,8 +7,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 NESTPIPE := $(BIN)/nestpipe
-# Three workers on two cores: many tests wait for processes of their own.
-PYTEST := $(BIN)/pytest -q -n 3 --dist worksteal
+# Four workers on two cores: many tests wait for processes of their own.
+PYTEST := $(BIN)/pytest -q -n 4 --dist worksteal
 PYRIGHT := PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright
 # pyright keeps one core busy for a minute, so it runs beside the tests; either may fail the target.
 TYPES_BESIDE = $(PYRIGHT) & types=$$!; $(PYTEST); tests=$$?; wait $$types && exit $$tests
