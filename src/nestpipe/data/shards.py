@@ -448,13 +448,16 @@ def _until(pieces: Iterator[Batch], end: int) -> Iterator[Batch]:
 # Batches from windows.
 
 
-def pick(pieces: Sequence[Piece], spans: Sequence[RowSpan]) -> Batch:
-    """The samples of these spans of pieces behind each other; packed by native code."""
+def pick(pieces: Sequence[Piece], spans: Sequence[RowSpan], *, pinned: bool = False) -> Batch:
+    """The samples of these spans of pieces behind each other; packed by native code.
+
+    `pinned`: into memory that a GPU copies from, where it is native code that packs.
+    """
     batches = [one.samples for one in pieces if isinstance(one.samples, Batch)]
     if batches:
         return pick_plainly(batches, spans)
     columns = [one.samples for one in pieces if isinstance(one.samples, PieceColumns)]
-    taken, like = take(columns, spans), pieces[0]
+    taken, like = take(columns, spans, pinned=pinned), pieces[0]
     dense = zip(like.dense, columns[0].forms, strict=True)
     layout = BatchLayout.shared(
         taken.size,
@@ -532,13 +535,14 @@ class ShardedPass:
         *,
         single: frozenset[str] = frozenset(),
         threads: int = 1,
+        pinned: bool = False,
     ) -> None:
         self._order, self._turns = order, order.turns
         self._size_V = self._turns.counts(self._turns.samples)
         self._readers = _readers(chunks, order, broken, single)
         self._held = [_Held() for _ in self._readers]
         self._ahead: dict[int, tuple[int, Future[list[Held]]]] = {}
-        self._threads = threads
+        self._threads, self._pinned = threads, pinned
         self._empty = empty
 
     def deal(self, share: Share) -> Iterator[Batch]:
@@ -591,7 +595,7 @@ class ShardedPass:
             for piece, low, high in self._held[shard].spans(first, end):
                 spans.append(RowSpan(len(pieces), low, high))
                 pieces.append(piece)
-        return pick(pieces, spans) if pieces else self._empty
+        return pick(pieces, spans, pinned=self._pinned) if pieces else self._empty
 
 
 def _readers(

@@ -122,6 +122,14 @@ class Source(Protocol):
         ...
 
 
+@runtime_checkable
+class PinsBatches(Protocol):
+    """A source that can put batches where a GPU copies from, so that nobody copies them there."""
+
+    pinned: bool
+    """Whether it does, for passes that begin from now on."""
+
+
 def keys_column(name: str, single: bool = False) -> Column:
     """A column of 64-bit keys."""
     return Column(name, "keys", "int64", single=single)
@@ -355,6 +363,9 @@ class Stream:
     `broken` says how many broken rows are too many, and which there were before the first pass.
     """
 
+    pinned = False
+    """Whether batches of shards are picked into pinned memory."""
+
     def __init__(
         self,
         columns: Sequence[Column],
@@ -432,10 +443,8 @@ class Stream:
         order = Order(counts, key, self._window, self.shards, self._shuffle)
         single = frozenset(column.name for column in self._columns if column.single)
         empty = empty_batch([column for column in self._columns if column.name != PASS])
-        threads = self._threads
-        return ShardedPass(self._chunks, order, broken, empty, single=single, threads=threads).deal(
-            share
-        )
+        of_pass = {"single": single, "threads": self._threads, "pinned": self.pinned}
+        return ShardedPass(self._chunks, order, broken, empty, **of_pass).deal(share)
 
     def _deal(self, share: Share, key: int) -> Iterator[Batch]:
         """Cut the windows into global batches, and keep this rank's part of each."""

@@ -129,8 +129,10 @@ class TakenColumns:
     """Of each column of lists."""
 
 
-def take(pieces: Sequence[PieceColumns], spans: Sequence[RowSpan]) -> TakenColumns:
-    """The samples of these spans behind each other."""
+def take(
+    pieces: Sequence[PieceColumns], spans: Sequence[RowSpan], *, pinned: bool = False
+) -> TakenColumns:
+    """The samples of these spans behind each other; `pinned`: in memory that a GPU copies from."""
     given = _Given(pieces, spans)
     like, size, num_keys_L = pieces[0], given.num_samples, given.sizes()
     counts: dict[torch.dtype, list[int]] = {}
@@ -138,7 +140,9 @@ def take(pieces: Sequence[PieceColumns], spans: Sequence[RowSpan]) -> TakenColum
         counts.setdefault(form.dtype, []).append(form.num_values * size)
     if num_keys_L:
         counts.setdefault(torch.int64, []).extend([*num_keys_L, *[size] * len(num_keys_L)])
-    parts = {dtype: empty((sum(sizes),), dtype, _CPU) for dtype, sizes in counts.items()}
+    parts = {
+        dtype: empty((sum(sizes),), dtype, _CPU, pinned=pinned) for dtype, sizes in counts.items()
+    }
     places = {dtype: _places(parts[dtype], sizes) for dtype, sizes in counts.items()}
     rows = np.array([next(places[form.dtype]) for form in like.forms], dtype=np.int64)
     lists = np.array(list(places.get(torch.int64, ())), dtype=np.int64).reshape(2, -1)

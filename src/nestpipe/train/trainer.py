@@ -21,7 +21,7 @@ from nestpipe.comm.communicator import make_mesh
 from nestpipe.comm.process_group import DistributedCommunicator
 from nestpipe.config import Table
 from nestpipe.config.sections import first_match, rates_of, refuse_idle
-from nestpipe.data import Source, StreamingSource
+from nestpipe.data import PinsBatches, Source, StreamingSource
 from nestpipe.data.clustering import WorkOf, deal_evenly
 from nestpipe.embedding.device_tables import DeviceTables, can_route_on_device
 from nestpipe.embedding.lifecycle import AdmittedRows, Lifecycle, RowLifecycle
@@ -576,6 +576,8 @@ class Trainer:
 
     def _batches_left(self, source: Source) -> Iterator[Batch]:
         """This rank's part of each batch of the epoch that is not trained yet."""
+        if isinstance(source, PinsBatches):  # what is cut into micro-batches is copied anyway
+            source.pinned = self.device.type == "cuda" and self.plan.shape.micro_batches == 1
         start, offset = divmod(self.progress.samples, self.settings.batch)
         deal = source.batches
         if self._work_of is not None and self.comm.size > 1:

@@ -15,13 +15,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nestpipe.batch import Batch
-from nestpipe.data import DataConfig, ParquetConfig, Source, open_source, parquet, sequences
+from nestpipe.data import (
+    DataConfig,
+    ParquetConfig,
+    PinsBatches,
+    Source,
+    open_source,
+    parquet,
+    sequences,
+)
 from nestpipe.data.inputs import PageReader
 from nestpipe.data.order import Permutation, Share, choose_shards, mix
 from nestpipe.data.shards import DecodedPiece, Piece, pick, pick_plainly
 from nestpipe.data.source import Chunk, Stream, keys_column
 from nestpipe.errors import ConfigError, DataError
 from nestpipe.jagged import Jagged
+from nestpipe.kernels import host_memory, take
 from nestpipe.kernels.take import Filling, RowSpan, Target
 
 
@@ -379,6 +388,24 @@ def test_a_broken_row_is_the_same_sentence_when_columns_are_decoded_in_turn(
         read(source)
     assert str(in_turn.value) == str(plain.value)
     assert "is broken" in str(plain.value)
+
+
+def test_batches_for_a_gpu_are_picked_into_pinned_memory(tmp_path, lists, monkeypatch):
+    pq.write_table(columns_of_all_kinds(200), tmp_path / "part.parquet", row_group_size=64)
+    source = open_source(DataConfig(kind="parquet", path=str(tmp_path), shuffle_window=32))
+    assert isinstance(source, PinsBatches)
+    pageable = [lists(batch) for batch in read(source)]
+    asked: list[bool] = []
+
+    def empty(shape, dtype, device, *, pinned=False):
+        asked.append(pinned)
+        return host_memory.empty(shape, dtype, device)  # a machine without a GPU pins nothing
+
+    monkeypatch.setattr(take, "empty", empty)
+    source.pinned = True
+    assert [lists(batch) for batch in read(source)] == pageable
+    assert any(asked), "only windows are in other memory"
+    assert sum(asked) >= len(pageable)
 
 
 @pytest.mark.parametrize("kind", [pa.list_, pa.large_list])
