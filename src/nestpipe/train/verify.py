@@ -26,7 +26,7 @@ from nestpipe.comm.communicator import Mesh
 from nestpipe.data import Source, StreamingSource
 from nestpipe.embedding.routing.lists import owner_of
 from nestpipe.embedding.store.protocol import RowStore
-from nestpipe.errors import ConfigError, LossError, RunError
+from nestpipe.errors import ConfigError, DataError, LossError, RunError
 from nestpipe.runtime import Work, inject_delays
 from nestpipe.train.checkpoint import snapshots
 from nestpipe.train.config import AUTO, ParallelSettings, PipelineSettings
@@ -465,6 +465,11 @@ def train_to_compare(
 
     trainer.on_evicted = on_evicted
     trainer.fit(source, steps=steps, epochs=epochs, on_step=on_step)
+    if not losses:  # a stream, which has no end, does not say so itself
+        raise DataError(
+            "verify compared nothing, because the stream has fewer samples than a batch or window; "
+            "give it more, or set a smaller run.batch or data.stream.shuffle_window"
+        )
     return Trained(name, trainer, losses, samples, evicted)
 
 

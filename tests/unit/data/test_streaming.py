@@ -548,6 +548,13 @@ def test_every_plan_has_the_same_bits_on_what_the_log_has_now(tmp_path, plan, ra
     assert verdict.steps == 6
 
 
+def test_verify_does_not_call_a_run_without_steps_identical(tmp_path):
+    add_file(tmp_path / "in", "0.parquet", 0)
+    config = job_config(tmp_path / "in", run={"batch": 1000}, pipeline={"plan": "nested"})
+    with pytest.raises(DataError, match=r"compared nothing.*smaller run\.batch"):
+        verify_job(config, LocalCommunicator())
+
+
 def test_verify_stops_where_the_log_ended_when_it_began(tmp_path):
     add_file(tmp_path / "in", "0.parquet", 0)
     config = DataConfig(kind="stream", path=str(tmp_path / "in"), stream=AT_ONCE)
