@@ -40,8 +40,8 @@ OF_THE_DRIVER = frozenset({"nvidia-cuda-mps-control"})
 
 def find(program: str) -> str | None:
     """The path of a program, or None."""
-    beside_python = str(Path(sys.executable).parent)
-    places = (None, SYSTEM_PATH, beside_python)
+    of_environment = str(Path(sys.prefix) / "bin")  # sys.executable is another while tests run
+    places = (None, SYSTEM_PATH, of_environment)
     return next(filter(None, (shutil.which(program, path=path) for path in places)), None)
 
 
