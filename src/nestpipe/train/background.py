@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import mmap
 import os
 import threading
 import time
@@ -33,7 +34,6 @@ from nestpipe.checkpoint.folder import (
     RowChange,
     counted,
     name_of,
-    open_checkpoint,
     write_manifest,
 )
 from nestpipe.checkpoint.merging import (
@@ -149,7 +149,8 @@ class CopyRoom:
         self._used = 0
         if not numbers <= len(self._memory) <= 4 * numbers:
             self._memory = torch.empty(0)  # the old one first
-            self._memory = torch.empty(numbers + numbers // 4)
+            if numbers:
+                self._memory = _in_large_pages(numbers + numbers // 4)
 
     def take(self, rows: int, width: int) -> Tensor:
         """Some of it, from the beginning of a cache line; once there is no more, other memory."""
@@ -158,6 +159,15 @@ class CopyRoom:
             return torch.empty(rows, width)
         begin, self._used = self._used, -(-end // 16) * 16
         return self._memory[begin:end].view(rows, width)
+
+
+def _in_large_pages(numbers: int) -> Tensor:
+    """Memory in pages of 2 MiB, where the system has such: of others there are very many."""
+    pages = mmap.mmap(-1, 4 * numbers, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=torch.float32)
 
 
 class TrackedStore:
@@ -432,7 +442,7 @@ class BackgroundWriter:
             _refuse_lost_rows(counted(manifest.tables, entries), manifest.tables)
         write_manifest(partial, replace(manifest, files=entries))
         disk.publish(partial, target)
-        self._published = open_checkpoint(target, self._manifests.read)
+        self._published = self._manifests.open(target)
 
     def _start(self, target: Path, write: Callable[[], None]) -> None:
         def run() -> None:
@@ -482,7 +492,7 @@ def _noted(
 
 def _opened(parent: Path, manifests: KnownManifests) -> Checkpoint:
     try:
-        return open_checkpoint(parent, manifests.read)
+        return manifests.open(parent)
     except CheckpointError as error:
         raise LostParentError(str(error)) from None
 

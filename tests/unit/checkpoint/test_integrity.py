@@ -27,6 +27,7 @@ from nestpipe.checkpoint import disk
 from nestpipe.checkpoint.folder import (
     DENSE,
     MANIFEST,
+    KnownManifests,
     Manifest,
     Parent,
     candidates,
@@ -388,6 +389,15 @@ def test_a_lock_that_cannot_be_written_is_given_back(
             pytest.fail("it is not locked")
     with disk.locked(tmp_path):
         assert "process" in (tmp_path / disk.LOCK).read_text()
+
+
+def test_manifests_of_other_checkpoints_do_not_pile_up(folder: Path):
+    known = KnownManifests()
+    first = known.open(folder / "step-00000001")
+    assert known.knows(first)
+    second = known.open(folder / "step-00000002")
+    assert known.knows(second)
+    assert not known.knows(first)
 
 
 def test_a_run_does_not_begin_before_a_step_of_more_digits(tmp_path: Path):
