@@ -102,6 +102,14 @@ def one_is_killed_beside_threads(comm: DistributedCommunicator) -> None:
     raise failures[0]
 
 
+def launcher_is_killed(comm: DistributedCommunicator) -> None:
+    """Rank 0 kills the launcher; nobody else would end them so soon."""
+    comm.barrier()
+    if comm.rank == 0:
+        os.kill(int(os.environ["NESTPIPE_LAUNCHER"]), signal.SIGKILL)
+    time.sleep(30)
+
+
 def _exchange(comm: DistributedCommunicator) -> None:
     with comm.op_label("rows 3.1"):
         rows = torch.ones(comm.size, 2)

@@ -1,6 +1,7 @@
 """Real process groups: collectives of Gloo, and what is left of a run when a rank is lost."""
 
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -50,6 +51,13 @@ def test_a_mistake_of_one_rank_is_shown_once_and_decides_the_status():
     assert done.returncode == 1
     assert done.stderr.count("ValueError: a rank's own mistake") == 1
     assert says_where_it_was(0, done.stderr)
+
+
+def test_ranks_end_when_their_launcher_is_killed():
+    """They have its standard error, so reading that ends only when both of them have ended."""
+    done = run_program(2, "launcher_is_killed")
+    assert done.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL)
+    assert done.stderr.count("told to stop") == 2
 
 
 @pytest.mark.parametrize("scenario", ["one_is_killed", "one_stays_away"])

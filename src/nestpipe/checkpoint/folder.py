@@ -398,6 +398,13 @@ class KnownManifests:
             known = self._known[checkpoint] = (stamp, read_manifest(checkpoint))
         return known[1]
 
+    def open(self, path: Path) -> Checkpoint:
+        """The checkpoint of that path; of others nothing is kept, or manifests would pile up."""
+        opened = open_checkpoint(path, self.read)
+        chain = {of.path for of in opened.chain}
+        self._known = {known: of for known, of in self._known.items() if known in chain}
+        return opened
+
     def knows(self, checkpoint: Checkpoint) -> bool:
         """Whether the manifests of a checkpoint and its parents are still those that it has."""
         found = ((of, _stamp_of(of.path / MANIFEST)) for of in checkpoint.chain)

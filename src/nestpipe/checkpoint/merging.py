@@ -220,6 +220,8 @@ def in_parts(blocks: Iterator[RowChange]) -> Iterator[RowChange]:
 
 
 def _joined(blocks: Sequence[RowChange]) -> RowChange:
+    if len(blocks) == 1:
+        return blocks[0]
     uses = [block.uses for block in blocks if block.uses is not None]
     return replace(
         blocks[0],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import threading
 import time
@@ -235,6 +236,37 @@ def explain_sigterm(describe: Callable[[], str]) -> None:
     untouched = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     if untouched and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, stop)
+
+
+LAUNCHER = "NESTPIPE_LAUNCHER"
+"""The process that started the ranks."""
+
+
+def end_with_launcher() -> None:
+    """Let SIGTERM come when the process that started this rank is gone, however it ended.
+
+    A launcher that is killed tells its ranks nothing: they would train on, and nobody knew.
+    """
+    of_torchrun = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else 0
+    launcher = int(os.environ.get(LAUNCHER, of_torchrun))
+    if not launcher or not hasattr(os, "pidfd_open"):
+        return
+    try:
+        opened = os.pidfd_open(launcher)
+    except ProcessLookupError:  # it was gone before
+        os.kill(os.getpid(), signal.SIGTERM)
+    except OSError:  # the system has no such files
+        return
+    else:
+        threading.Thread(target=_end_after, args=(opened,), name="launcher", daemon=True).start()
+
+
+def _end_after(process: int) -> None:
+    """`process` is a file that can be read when that process has ended."""
+    ended = select.poll()
+    ended.register(process, select.POLLIN)
+    ended.poll()
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 # SIGTERM and SIGINT while training: finish the batch, save, exit 0, within a stated time.

@@ -40,7 +40,15 @@ from nestpipe.comm.communicator import (
     own_subset,
     row_bytes,
 )
-from nestpipe.comm.peer_failure import CollectiveState, LostPeers, claim_kind, explain_sigterm
+from nestpipe.comm.peer_failure import (
+    LAUNCHER,
+    MARKERS,
+    CollectiveState,
+    LostPeers,
+    claim_kind,
+    end_with_launcher,
+    explain_sigterm,
+)
 from nestpipe.deprecated import warn
 from nestpipe.errors import ConfigError, NestpipeError, RunError, speaker
 
@@ -77,7 +85,7 @@ def launch(command: Command | int, ranks: int | Command = 1) -> int:
     entry, arguments = (_main, [command]) if callable(command) else (command[0], list(command[1:]))
     with (
         tempfile.TemporaryDirectory(prefix="nestpipe-") as folder,
-        _environment({**_for_ranks(ranks), "NESTPIPE_STOPPED": folder}),
+        _environment(_for_ranks(ranks), {MARKERS: folder, LAUNCHER: str(os.getpid())}),
         _quiet_launcher(),
     ):
         try:
@@ -141,15 +149,17 @@ def _main(function: Callable[[], object]) -> None:
 
 
 @contextmanager
-def _environment(defaults: Mapping[str, str]) -> Iterator[None]:
-    """Set what is not set; the ranks inherit it."""
-    added = {name: value for name, value in defaults.items() if name not in os.environ}
+def _environment(defaults: Mapping[str, str], ours: Mapping[str, str]) -> Iterator[None]:
+    """Set what is not set, and what is for these ranks alone; the ranks inherit it."""
+    added = {name: value for name, value in defaults.items() if name not in os.environ} | {**ours}
+    before = {name: os.environ[name] for name in added if name in os.environ}
     os.environ.update(added)
     try:
         yield
     finally:
         for name in added:
             del os.environ[name]
+        os.environ.update(before)
 
 
 @contextmanager
@@ -190,7 +200,7 @@ def connect(
     Ranks may start up to `meet_s` apart; afterwards each collective has `timeout_s`. Without a
     backend it is NCCL where there is a GPU and Gloo elsewhere. SIGTERM, which the launcher sends to
     all ranks once one has died, ends the process with a line that says where it was, unless the
-    program handles that signal itself.
+    program handles that signal itself. It also comes when the launcher itself is gone.
     """
     missing = [name for name in ENVIRONMENT if name not in os.environ]
     if missing:
@@ -198,6 +208,7 @@ def connect(
             f"{', '.join(missing)} not set in the environment; start the ranks with torchrun or "
             "with --ranks"
         )
+    end_with_launcher()
     backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
     device = _device(backend)
     try:

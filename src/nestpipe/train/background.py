@@ -9,6 +9,8 @@ own shard, part by part, so memory does not grow with the tables.
 from __future__ import annotations
 
 import json
+import logging
+import mmap
 import os
 import threading
 import time
@@ -32,7 +34,6 @@ from nestpipe.checkpoint.folder import (
     RowChange,
     counted,
     name_of,
-    open_checkpoint,
     write_manifest,
 )
 from nestpipe.checkpoint.merging import (
@@ -66,10 +67,12 @@ from nestpipe.train.checkpoint import (
     wrote_alike,
 )
 
+log = logging.getLogger("nestpipe.checkpoint")
+
 # Shapes: K keys of a table, W weights and state of a row
 
-FEW_KEYS = 1 << 14
-"""Touched keys that are kept as they come before they are sorted."""
+MANY_KEYS = 1 << 20
+"""Touched keys of a store that are kept as they come before they are sorted: 8 MiB."""
 COPIED_SHARE = 0.25
 """Of the memory that is left: what copies of touched rows may take, all ranks of a machine."""
 FAILED = ".failed"
@@ -78,45 +81,93 @@ WAIT_S, POLL_S = 3600.0, 0.02
 
 
 class TouchedKeys:
-    """Keys of a table, each once.
+    """Keys of the tables of a store, each once.
 
-    New ones are sorted in when they are as many as those before, so a key costs little.
+    New ones are sorted in when they are many, and as many as those before: sorting is what costs.
     """
 
-    def __init__(self) -> None:
-        self._sorted = torch.empty(0, dtype=torch.int64)
-        self._recent: list[Tensor] = []
+    def __init__(self, num_tables: int) -> None:
+        self._sorted = [torch.empty(0, dtype=torch.int64)] * num_tables
+        self._recent: list[tuple[Tensor, list[int]]] = []
         self._num_recent = 0
         self._lock = threading.RLock()
         """Rows are located by one thread while another one writes some."""
 
-    def add(self, keys_K: Tensor) -> None:
+    def add(self, keys_K: Tensor, counts: Sequence[int]) -> None:
+        if not len(keys_K):
+            return
         with self._lock:
-            self._recent.append(keys_K.clone())
+            self._recent.append((keys_K.clone(), list(counts)))
             self._num_recent += len(keys_K)
-            if self._num_recent >= max(FEW_KEYS, len(self._sorted)):
+            if self._num_recent >= max(MANY_KEYS, sum(map(len, self._sorted))):
                 self.ascending()
 
-    def drop(self, keys_K: Tensor) -> None:
+    def drop(self, keys_K: Tensor, counts: Sequence[int]) -> None:
         """Forget some."""
         with self._lock:
-            every = self.ascending()
-            self._sorted = every[~torch.isin(every, keys_K)]
+            for table, keys in enumerate(torch.split(keys_K, list(counts))):
+                if len(keys):
+                    every = self.ascending()[table]
+                    self._sorted[table] = every[~torch.isin(every, keys)]
 
-    def ascending(self) -> Tensor:
-        """All of them, in order."""
+    def ascending(self) -> list[Tensor]:
+        """All of them by table, in order."""
         with self._lock:
             if self._recent:
-                self._sorted = _each_once([self._sorted, *self._recent])
+                recent = [torch.split(keys, counts) for keys, counts in self._recent]
+                of_tables = zip(self._sorted, *recent, strict=True)
+                self._sorted = [_each_once(*of) for of in of_tables]
                 self._recent, self._num_recent = [], 0
-            return self._sorted
+            return list(self._sorted)
 
 
-def _each_once(parts: list[Tensor]) -> Tensor:
+def _each_once(before: Tensor, *recent: Tensor) -> Tensor:
     """All keys in order; numpy sorts by vector instructions, which torch on a CPU does not."""
-    keys_K = torch.cat(parts)
+    if not any(map(len, recent)):
+        return before
+    keys_K = torch.cat([before, *recent])
     keys_K.numpy().sort()
     return torch.unique_consecutive(keys_K)
+
+
+class CopyRoom:
+    """Memory for copies of rows, which the next checkpoint uses again.
+
+    To ask the system for new pages takes longer than to copy rows there.
+    """
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0)
+        self._used = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return 4 * len(self._memory)
+
+    def clear(self, numbers: int) -> None:
+        """Make room for so many numbers; what was taken before is not used any more."""
+        self._used = 0
+        if not numbers <= len(self._memory) <= 4 * numbers:
+            self._memory = torch.empty(0)  # the old one first
+            if numbers:
+                self._memory = _in_large_pages(numbers + numbers // 4)
+
+    def take(self, rows: int, width: int) -> Tensor:
+        """Some of it, from the beginning of a cache line; once there is no more, other memory."""
+        end = self._used + rows * width
+        if end > len(self._memory):
+            return torch.empty(rows, width)
+        begin, self._used = self._used, -(-end // 16) * 16
+        return self._memory[begin:end].view(rows, width)
+
+
+def _in_large_pages(numbers: int) -> Tensor:
+    """Memory in pages of 2 MiB, where the system has such: of others there are very many."""
+    pages = mmap.mmap(-1, 4 * numbers, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=torch.float32)
 
 
 class TrackedStore:
@@ -127,8 +178,8 @@ class TrackedStore:
         self.layout = store.layout
         self.gather, self.num_rows = store.gather, store.num_rows
         self.num_bytes, self.export, self.close = store.num_bytes, store.export, store.close
-        self._touched: list[TouchedKeys] | None = None
-        self._gone: list[TouchedKeys] = []
+        self._touched: TouchedKeys | None = None
+        self._gone = TouchedKeys(self.layout.num_tables)
         can = store.abilities
         self._locator = can.locate
         self.abilities = replace(can, locate=self if can.locate is not None else None, notes=self)
@@ -148,12 +199,9 @@ class TrackedStore:
         self._store.scatter(keys_K, counts, rows_KW)
 
     def erase(self, keys_K: Tensor, counts: Sequence[int]) -> int:
-        if self._touched is not None:
-            parts = torch.split(keys_K, list(counts))
-            for touched, gone, keys in zip(self._touched, self._gone, parts, strict=True):
-                if len(keys):  # a restore erases, then stores what was touched since
-                    touched.drop(keys)
-                    gone.add(keys)
+        if self._touched is not None:  # a restore erases, then stores what was touched since
+            self._touched.drop(keys_K, counts)
+            self._gone.add(keys_K, counts)
         return self._store.erase(keys_K, counts)
 
     @property
@@ -162,32 +210,31 @@ class TrackedStore:
 
     def note(self, keys_K: Tensor, counts: Sequence[int]) -> None:
         """These rows are written, by whatever way."""
-        if self._touched is None:
-            return
-        for of_table, keys in zip(self._touched, torch.split(keys_K, list(counts)), strict=True):
-            if len(keys):
-                of_table.add(keys)
+        if self._touched is not None:
+            self._touched.add(keys_K, counts)
 
     def track(self, *, on: bool = True) -> None:
         """Note keys from now on, and forget those so far; or note none."""
-        self._touched = [TouchedKeys() for _ in self.layout.table_seeds] if on else None
-        self._gone = [TouchedKeys() for _ in self.layout.table_seeds]
+        self._touched = TouchedKeys(self.layout.num_tables) if on else None
+        self._gone = TouchedKeys(self.layout.num_tables)
 
-    def gone(self, table: int) -> Tensor:
-        """Keys of a table erased since `track`, ascending; some may be stored again."""
-        return self._gone[table].ascending()
+    def gone(self) -> list[Tensor]:
+        """Keys erased since `track`, by table, ascending; some may be stored again."""
+        return self._gone.ascending()
 
     def touched(self) -> list[Tensor]:
-        """Keys touched since `track`, table by table, ascending."""
+        """Keys touched since `track`, by table, ascending."""
         assert self._touched is not None, "nobody has asked to track"
-        return [keys.ascending() for keys in self._touched]
+        return self._touched.ascending()
 
-    def rows_at(self, table: int, keys_K: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    def rows_at(
+        self, table: int, keys_K: Tensor, room: CopyRoom | None = None
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         """Copies of rows of a table, in parts."""
-        counts = [0] * self.layout.num_tables
-        for keys in keys_K.split(rows_in_part(self.layout.width)) if len(keys_K) else ():
+        counts, width = [0] * self.layout.num_tables, self.layout.width
+        for keys in keys_K.split(rows_in_part(width)) if len(keys_K) else ():
             counts[table] = len(keys)
-            rows_KW = torch.empty(len(keys), self.layout.width)
+            rows_KW = torch.empty(len(keys), width) if room is None else room.take(len(keys), width)
             self.gather(keys, counts, rows_KW)
             yield keys, rows_KW
 
@@ -235,6 +282,7 @@ class BackgroundWriter:
         self._thread: threading.Thread | None = None
         self._fault: list[str] | None = None
         self._manifests = KnownManifests()
+        self._room = CopyRoom()
         self._published: Checkpoint | None = None
         """The last one, opened by the thread that wrote it."""
         self.seconds = 0.0
@@ -340,21 +388,21 @@ class BackgroundWriter:
         if self._mesh.group != 0:  # the others have the same
             stores = ()
         keys = [store.touched() for store in stores]
-        need = sum(
-            len(of) * (8 + 4 * store.layout.width)
-            for store, tables in zip(stores, keys, strict=True)
-            for of in tables
-        )
-        room = COPIED_SHARE * free_memory() / _local_ranks()
-        needs = cast("list[list[int]]", self._everywhere([need, int(need <= room)]))
+        rows = [sum(map(len, tables)) for tables in keys]
+        numbers = sum(n * store.layout.width for n, store in zip(rows, stores, strict=True))
+        need = 8 * sum(rows) + 4 * numbers
+        left = COPIED_SHARE * free_memory() / _local_ranks() + self._room.num_bytes
+        needs = cast("list[list[int]]", self._everywhere([need, int(need <= left)]))
         copied = all(fits for _, fits in needs)
         self.bytes_touched = sum(bytes_of for bytes_of, _ in needs)
+        self._room.clear(numbers if copied else 0)
+        room = self._room if copied else None
         found: list[_TouchedTable] = []
         for g, (group, store, tables) in enumerate(zip(groups, stores, keys, strict=False)):
-            for number, keys_K in enumerate(tables):
-                blocks = _noted(store.rows_at(number, keys_K), lifecycle, g, number)
-                gone = store.gone(number)
-                found.append(_TouchedTable(group, number, gone, list(blocks) if copied else blocks))
+            for number, (keys_K, gone_K) in enumerate(zip(tables, store.gone(), strict=True)):
+                blocks = _noted(store.rows_at(number, keys_K, room), lifecycle, g, number)
+                one = _TouchedTable(group, number, gone_K, list(blocks) if copied else blocks)
+                found.append(one)
         return found, copied
 
     def _write_rows(
@@ -394,7 +442,7 @@ class BackgroundWriter:
             _refuse_lost_rows(counted(manifest.tables, entries), manifest.tables)
         write_manifest(partial, replace(manifest, files=entries))
         disk.publish(partial, target)
-        self._published = open_checkpoint(target, self._manifests.read)
+        self._published = self._manifests.open(target)
 
     def _start(self, target: Path, write: Callable[[], None]) -> None:
         def run() -> None:
@@ -402,7 +450,12 @@ class BackgroundWriter:
                 with disk.explained(f"the checkpoint {str(target)!r}"):
                     write()
 
-            self._fault = fault_of(explained)
+            try:
+                self._fault = fault_of(explained)
+            except Exception as error:  # else training would take it for written
+                log.exception("the checkpoint %r was not written", str(target))
+                why = f"the checkpoint {str(target)!r} was not written: {error!r}"
+                self._fault = ["RunError", f"{why}; the lines above say where"]
             if self._fault is not None and self._mesh.world.rank != 0:
                 # Rank 0 need not wait; where this cannot be written either, it gives up by itself.
                 with suppress(OSError):
@@ -439,7 +492,7 @@ def _noted(
 
 def _opened(parent: Path, manifests: KnownManifests) -> Checkpoint:
     try:
-        return open_checkpoint(parent, manifests.read)
+        return manifests.open(parent)
     except CheckpointError as error:
         raise LostParentError(str(error)) from None
 

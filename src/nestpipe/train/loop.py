@@ -302,7 +302,9 @@ def _refuse_newer(job: Job) -> None:
     folder, step = Path(job.config.run.checkpoint), job.trainer.progress.step
     if not job.config.run.checkpoint or job.trainer.comm.rank != 0:
         return
-    newer = [path for path in candidates(folder) if path.name > name_of(step)]
+    # A longer name is a later step, too.
+    now = (len(name_of(step)), name_of(step))
+    newer = [path for path in candidates(folder) if (len(path.name), path.name) > now]
     try:
         good = first_good(newer, verified, tell=False)
     except CheckpointError:  # all of them are damaged, and this run writes them again

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import fcntl
+import hashlib
 import json
 import os
 import random
@@ -11,7 +13,11 @@ import signal
 import stat
 from collections.abc import Callable
 from dataclasses import asdict
+from io import FileIO
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -21,6 +27,7 @@ from nestpipe.checkpoint import disk
 from nestpipe.checkpoint.folder import (
     DENSE,
     MANIFEST,
+    KnownManifests,
     Manifest,
     Parent,
     candidates,
@@ -38,6 +45,8 @@ from nestpipe.errors import CheckpointError, NestpipeError, RunError
 from nestpipe.models import HstuConfig, HstuRanker
 from nestpipe.serve.engine.rank_model import read_weights
 from nestpipe.train import JobConfig, make_job, train_job
+from nestpipe.train.job import Job
+from nestpipe.train.loop import _refuse_newer
 from support.checkpoints import change_manifest, flip_bit, set_number
 from support.examples import num_examples
 
@@ -97,6 +106,47 @@ def test_tensors_of_any_kind_and_shape_read_back(tmp_path: Path, dtype: torch.dt
     for name, tensor in tensors.items():
         assert read[name].dtype == dtype
         assert torch.equal(read[name], tensor)
+
+
+@pytest.mark.parametrize("way", ["direct", "cached", "larger blocks", "short writes"])
+def test_long_files_have_the_bytes_and_the_hash_of_what_was_written(
+    tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Past the cache of files, where that is refused or turns out not to work, and bit by bit."""
+    direct, write = disk._go_direct, disk._write
+
+    def refuse_direct(file: FileIO, staged: memoryview, path: Path) -> None:
+        write(cast("FileIO", _OddFile(file, way)), staged, path)
+
+    if way == "cached":
+        monkeypatch.setattr(disk, "_go_direct", lambda file, *, on: False)
+    elif way != "direct":
+        monkeypatch.setattr(disk, "_go_direct", lambda file, *, on: direct(file.file, on=on))
+        monkeypatch.setattr(disk, "_write", refuse_direct)
+    least, staged = disk.LEAST_DIRECT, disk.STAGED_BYTES
+    for size in (0, 1, least - 1, least, least + 1, staged, staged + 1, 2 * staged + least + 4097):
+        contents = random.Random(size).randbytes(size)
+        cuts = [0, size // 3, size // 3, size]
+        pieces = [contents[a:b] for a, b in pairwise(cuts)]
+        written = disk.write_bytes(tmp_path / f"{size}", iter(pieces))
+        assert (tmp_path / f"{size}").read_bytes() == contents
+        assert written == disk.hash_of(tmp_path / f"{size}")
+        assert written.hash == hashlib.sha256(contents).hexdigest()
+
+
+class _OddFile:
+    """A file that refuses direct writes, or takes fewer bytes than it is given."""
+
+    def __init__(self, file: FileIO, way: str) -> None:
+        self.file, self._way = file, way
+
+    def write(self, data: memoryview) -> int:
+        direct = fcntl.fcntl(self.file, fcntl.F_GETFL) & os.O_DIRECT
+        if direct and self._way == "larger blocks":
+            raise OSError(errno.EINVAL, "blocks of 64 KiB")
+        if self._way == "short writes":
+            return self.file.write(data[: max(4096, len(data) // 3 // 4096 * 4096)])
+        return self.file.write(data)
 
 
 def test_every_flipped_bit_is_noticed_and_the_one_before_is_used(folder: Path, tmp_path: Path):
@@ -323,6 +373,45 @@ def test_a_fault_of_the_disk_is_one_sentence_and_leaves_the_old_ones(
         shutil.rmtree(folder / "step-00000003", ignore_errors=True)
     write(folder, 3)
     assert verified(folder / "step-00000003")
+
+
+def test_a_lock_that_cannot_be_written_is_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Else the next try, by the same process too, would find it taken."""
+
+    def full(file: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "ftruncate", full)
+        with pytest.raises(CheckpointError, match="No space left on device"), disk.locked(tmp_path):
+            pytest.fail("it is not locked")
+    with disk.locked(tmp_path):
+        assert "process" in (tmp_path / disk.LOCK).read_text()
+
+
+def test_manifests_of_other_checkpoints_do_not_pile_up(folder: Path):
+    known = KnownManifests()
+    first = known.open(folder / "step-00000001")
+    assert known.knows(first)
+    second = known.open(folder / "step-00000002")
+    assert known.knows(second)
+    assert not known.knows(first)
+
+
+def test_a_run_does_not_begin_before_a_step_of_more_digits(tmp_path: Path):
+    write(tmp_path, 100_000_000)
+    job = SimpleNamespace(
+        config=SimpleNamespace(run=SimpleNamespace(checkpoint=str(tmp_path))),
+        trainer=SimpleNamespace(
+            progress=SimpleNamespace(step=99_999_999), comm=LocalCommunicator()
+        ),
+    )
+    with pytest.raises(CheckpointError, match="already holds step-100000000"):
+        _refuse_newer(cast("Job", job))
+    job.trainer.progress.step = 100_000_000
+    _refuse_newer(cast("Job", job))
 
 
 def test_a_second_writer_is_refused_in_one_sentence(folder: Path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import shutil
 from itertools import product
 from pathlib import Path
@@ -28,11 +29,11 @@ from nestpipe.embedding.pool import RowPool
 from nestpipe.embedding.slot_transfer import DirectTransfer, StagedTransfer
 from nestpipe.embedding.store import open_store
 from nestpipe.embedding.store.protocol import StoreLayout
-from nestpipe.errors import CheckpointError
+from nestpipe.errors import CheckpointError, RunError
 from nestpipe.kernels.index.device_index import KeyCells
 from nestpipe.train import background, train_job
 from nestpipe.train import trainer as trainer_module
-from nestpipe.train.background import TrackedStore
+from nestpipe.train.background import CopyRoom, TouchedKeys, TrackedStore
 from nestpipe.train.job import prepare
 from support.checkpoints import flip_bit
 from support.emulated_kernels import pools_on_emulated_gpu
@@ -123,6 +124,55 @@ def test_a_full_disk_in_the_background_ends_the_run_in_one_sentence(
     good = newest(tmp_path)
     assert good is not None
     assert good.name == "step-00000012"
+
+
+def test_a_mistake_of_the_thread_that_writes_ends_the_run_and_is_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Not only errors meant for people: training must not take for written what is not."""
+
+    def fail(*_: object) -> None:
+        raise ValueError("a mistake")
+
+    monkeypatch.setattr(background, "write_rows", fail)
+    with pytest.raises(
+        RunError, match=r"step-00000004' was not written: ValueError\('a mistake'\)"
+    ):
+        trained(job_of(tmp_path, run=EVERY))
+    assert newest(tmp_path) is None
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_touched_keys_are_those_of_a_set(seed: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(background, "MANY_KEYS", 40)
+    rng = random.Random(seed)
+    touched, reference = TouchedKeys(3), [set[int]() for _ in range(3)]
+    for _ in range(200):
+        parts = [sorted(rng.sample(range(-50, 50), rng.randrange(4))) for _ in reference]
+        keys = torch.tensor([key for part in parts for key in part], dtype=torch.int64)
+        drops = rng.random() < 0.1
+        (touched.drop if drops else touched.add)(keys, [len(part) for part in parts])
+        keys.fill_(0)  # it is the caller's again
+        for of, part in zip(reference, parts, strict=True):
+            of.difference_update(part) if drops else of.update(part)
+        if rng.random() < 0.05:
+            assert [of.tolist() for of in touched.ascending()] == [sorted(of) for of in reference]
+    assert [of.tolist() for of in touched.ascending()] == [sorted(of) for of in reference]
+
+
+def test_copies_have_memory_of_their_own_until_the_room_is_cleared():
+    room = CopyRoom()
+    room.clear(30)
+    taken = [room.take(2, 5), room.take(1, 3), room.take(4, 100)]
+    for number, rows in enumerate(taken):
+        rows.fill_(number)
+    for number, rows in enumerate(taken):
+        assert bool((rows == number).all())
+    before = taken[0].data_ptr()
+    room.clear(25)
+    assert room.take(2, 5).data_ptr() == before, "the same pages again"
+    room.clear(3)
+    assert room.num_bytes < 30, "much less is needed, so the system gets it back"
 
 
 def test_a_store_notes_what_is_written_or_located():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -40,7 +41,39 @@ from nestpipe.kernels.rows.native import RowPointers
 CHUNKS_AT_ONCE = 256
 
 
-class NativeStore:
+class NativeRows(ABC):
+    """How rows get into native code and leave it: the same for rows in memory and in a file."""
+
+    layout: StoreLayout
+    _scatter: Callable[..., int]
+    _erase: Callable[..., int]
+
+    @property
+    @abstractmethod
+    def _open(self) -> int:
+        """The address of the store."""
+
+    @abstractmethod
+    def _raise(self, status: int, report: StoreReport, keys_K: Tensor) -> None:
+        """Say what went wrong, if anything did."""
+
+    def scatter(self, keys_K: Tensor, counts: Sequence[int], rows_KW: Tensor) -> None:
+        check_rows(self.layout, keys_K, counts, rows_KW)
+        report = StoreReport()
+        status = self._scatter(
+            self._open, keys_K.data_ptr(), int64s(counts), rows_KW.data_ptr(), report
+        )
+        self._raise(status, report, keys_K)
+
+    def erase(self, keys_K: Tensor, counts: Sequence[int]) -> int:
+        check_keys(self.layout, keys_K, counts)
+        report, erased = StoreReport(), ctypes.c_int64()
+        status = self._erase(self._open, keys_K.data_ptr(), int64s(counts), erased, report)
+        self._raise(status, report, keys_K)
+        return erased.value
+
+
+class NativeStore(NativeRows):
     """Calls may come from several Python threads at once; a row is read whole or not at all.
 
     One `scatter` or `erase` runs at a time. `close` must be the last call of all.
@@ -54,6 +87,10 @@ class NativeStore:
         if not 1 <= self.threads <= MOST_THREADS:
             raise ValueError(f"threads is {threads}; give 1 to {MOST_THREADS}")
         self._library = library()
+        self._scatter, self._erase = (
+            self._library.nestpipe_store_scatter,
+            self._library.nestpipe_store_erase,
+        )
         self._process = os.getpid()
         self._pinned = [PinnedMemory() for _ in range(layout.num_tables)]
         shape = native_shape(layout)
@@ -129,23 +166,6 @@ class NativeStore:
             found += zip(memory[:new].tolist(), sizes[:new].tolist(), strict=True)
             if first + len(found) == count:
                 return found
-
-    def scatter(self, keys_K: Tensor, counts: Sequence[int], rows_KW: Tensor) -> None:
-        check_rows(self.layout, keys_K, counts, rows_KW)
-        report = StoreReport()
-        status = self._library.nestpipe_store_scatter(
-            self._open, keys_K.data_ptr(), int64s(counts), rows_KW.data_ptr(), report
-        )
-        self._raise(status, report, keys_K)
-
-    def erase(self, keys_K: Tensor, counts: Sequence[int]) -> int:
-        check_keys(self.layout, keys_K, counts)
-        report, erased = StoreReport(), ctypes.c_int64()
-        status = self._library.nestpipe_store_erase(
-            self._open, keys_K.data_ptr(), int64s(counts), erased, report
-        )
-        self._raise(status, report, keys_K)
-        return erased.value
 
     def num_rows(self) -> list[int]:
         count = self._library.nestpipe_store_num_rows

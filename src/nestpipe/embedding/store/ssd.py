@@ -12,6 +12,7 @@ import mmap
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
 
@@ -20,14 +21,13 @@ import torch
 from torch import Tensor
 
 from nestpipe.config.load import memory_size, show_memory
-from nestpipe.embedding.store.host import exported, int64s, native_shape
+from nestpipe.embedding.store.host import NativeRows, exported, int64s, native_shape
 from nestpipe.embedding.store.protocol import (
     MOST_THREADS,
     SsdOptions,
     SsdTraffic,
     StoreAbilities,
     StoreLayout,
-    check_keys,
     check_layout,
     check_rows,
     default_threads,
@@ -57,7 +57,7 @@ AUTO_SHARE = 0.5
 """Of free host memory, for the caches of all ranks of a machine."""
 
 
-class SsdStore:
+class SsdStore(NativeRows):
     """Calls may come from several Python threads and take turns; `close` must be the last.
 
     It belongs to the process that opened it: a forked child has the same file, and is refused.
@@ -76,6 +76,10 @@ class SsdStore:
             if not 1 <= number <= MOST_THREADS:
                 raise ValueError(f"{name} is {number}; give 1 to {MOST_THREADS}")
         self._library = library()
+        self._scatter, self._erase = (
+            self._library.nestpipe_ssd_scatter,
+            self._library.nestpipe_ssd_erase,
+        )
         self._process = os.getpid()
         _refuse_small_disk(layout, options)
         self._file, align = open_scratch(options.folder)
@@ -116,23 +120,6 @@ class SsdStore:
         )
         self._raise(status, report, keys_K)
         return num_new.value
-
-    def scatter(self, keys_K: Tensor, counts: Sequence[int], rows_KW: Tensor) -> None:
-        check_rows(self.layout, keys_K, counts, rows_KW)
-        report = StoreReport()
-        status = self._library.nestpipe_ssd_scatter(
-            self._open, keys_K.data_ptr(), int64s(counts), rows_KW.data_ptr(), report
-        )
-        self._raise(status, report, keys_K)
-
-    def erase(self, keys_K: Tensor, counts: Sequence[int]) -> int:
-        check_keys(self.layout, keys_K, counts)
-        report, erased = StoreReport(), ctypes.c_int64()
-        status = self._library.nestpipe_ssd_erase(
-            self._open, keys_K.data_ptr(), int64s(counts), erased, report
-        )
-        self._raise(status, report, keys_K)
-        return erased.value
 
     def num_rows(self) -> list[int]:
         count, index = self._library.nestpipe_store_num_rows, self._index
@@ -256,11 +243,14 @@ def open_scratch(folder: Path) -> tuple[int, int]:
         folder.mkdir(parents=True, exist_ok=True)
         for direct in (os.O_DIRECT, 0):
             file = _open_unnamed(folder, direct)
-            for align in (512, PAGE):
-                if file is not None and _writes(file, align):
-                    return file, align if direct else 0
-            if file is not None:
-                os.close(file)
+            if file is None:
+                continue
+            with ExitStack() as unless_it_works:
+                unless_it_works.callback(os.close, file)
+                for align in (512, PAGE):
+                    if _writes(file, align):
+                        unless_it_works.pop_all()
+                        return file, align if direct else 0
     except OSError as error:
         raise ConfigError(
             f"cannot keep rows in {str(folder)!r}: {error.strerror}; make it a folder that can be "

@@ -176,6 +176,17 @@ def test_file_systems_without_unnamed_files_or_direct_access_will_do(
     assert bool(rows_of(store, keys, [500, 0]).eq(2).all())
 
 
+def test_a_full_disk_at_the_start_leaves_no_file_open(tmp_path, monkeypatch):
+    def full(file, *_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(ConfigError, match="No space left on device"):
+        open_scratch(tmp_path)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
 def test_a_folder_that_cannot_be_written_is_a_sentence(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"cannot keep rows in '.*file': .*run\.store_path"):

@@ -219,7 +219,10 @@ void RowLog::grow(size_t count) {
   for (const size_t more : {wished, count}) {
     const auto from = static_cast<off_t>(before * segment_bytes_);
     const auto bytes = static_cast<off_t>(more * segment_bytes_);
-    int error = fallocate(file_, 0, from, bytes) == 0 ? 0 : errno;
+    int error;
+    do {
+      error = fallocate(file_, 0, from, bytes) == 0 ? 0 : errno;
+    } while (error == EINTR);  // a signal to the process says nothing of the disk
     // Some file systems cannot reserve: then a write may find the disk full.
     if (error == EOPNOTSUPP || error == ENOSYS) {
       error = ftruncate(file_, from + bytes) == 0 ? 0 : errno;
