@@ -2,6 +2,9 @@
 """How fast a GPU reads and writes rows in pinned host memory: by blocks, each way and both at once.
 
 python tools/bench_row_copies.py --rows 170000 --dim 128 --json out/row_copies.json
+
+`--memory pinned`: one piece that CUDA has allocated. `store`: rows of a host store, in pieces that
+were registered with CUDA, as a cache has them; their pages may be smaller.
 """
 
 from __future__ import annotations
@@ -13,20 +16,57 @@ from pathlib import Path
 
 import torch
 
+from nestpipe.embedding.store import StoreLayout
+from nestpipe.embedding.store.host import NativeStore
 from nestpipe.kernels.rows import row_copy_tma
 from nestpipe.kernels.rows.row_copy_tma import aligned_rows, copy_rows_in_bulk
 
 BLOCKS = (2, 4, 8, 16, 32, 64)
 ROUNDS, WARM = 20, 3
+CHUNK = 1 << 18
+"""Rows stored at a time."""
+
+
+class Home:
+    """Rows in host memory that a GPU reaches."""
+
+    def __init__(self, memory: str, rows: int, dim: int) -> None:
+        self.rows, self._dim = rows, dim
+        self._pinned = torch.zeros(rows, dim, pin_memory=True) if memory == "pinned" else None
+        self._store = _stored(rows, dim) if self._pinned is None else None
+
+    def addresses(self, chosen: torch.Tensor) -> torch.Tensor:
+        """Where some rows live, in ascending order."""
+        if self._store is None:
+            assert self._pinned is not None
+            return (self._pinned.data_ptr() + chosen * self._dim * 4).sort().values
+        return self._store.locate(chosen, [len(chosen)]).addresses_K.sort().values
+
+
+def huge_gb() -> float:
+    """Memory of this process in huge pages, where the system tells."""
+    try:
+        lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return float("nan")
+    return sum(int(line.split()[1]) for line in lines if line.startswith("AnonHuge")) / 1e6
+
+
+def _stored(rows: int, dim: int) -> NativeStore:
+    store = NativeStore(StoreLayout(table_seeds=(1,), init_stds=(0.1,), dim=dim, state_dim=0))
+    some = torch.zeros(min(CHUNK, rows), dim)
+    for keys in torch.arange(rows).split(CHUNK):
+        store.scatter(keys, [len(keys)], some[: len(keys)])
+    if not store.pin():
+        sys.exit("the system refuses to pin the store's memory; raise ulimit -l")
+    return store
 
 
 class Side:
     """Rows that go one way, on a stream of their own."""
 
-    def __init__(self, rows: int, dim: int, home_rows: int, *, to_store: bool) -> None:
-        self.home_NW = torch.zeros(home_rows, dim, pin_memory=True)
-        chosen = torch.randperm(home_rows)[:rows].sort().values
-        self.addresses_K = (self.home_NW.data_ptr() + chosen * dim * 4).cuda()
+    def __init__(self, rows: int, dim: int, home: Home, *, to_store: bool) -> None:
+        self.addresses_K = home.addresses(torch.randperm(home.rows)[:rows]).cuda()
         self.positions_K = torch.arange(rows, device="cuda")
         self.rows_KW = aligned_rows(rows, dim, torch.device("cuda"))
         self.stream, self.to_store = torch.cuda.Stream(), to_store
@@ -65,28 +105,36 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=170_000, help="rows of a copy")
     parser.add_argument("--dim", type=int, default=128, help="numbers of a row")
-    parser.add_argument("--home", type=int, default=8_000_000, help="rows in host memory, each way")
+    parser.add_argument("--home", type=int, default=8_000_000, help="rows in host memory")
+    parser.add_argument("--memory", default="pinned,store", help="kinds of memory, by commas")
     parser.add_argument("--json", type=Path, help="write the figures there")
     given = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("torch finds no GPU; run this on a machine that has one")
     torch.manual_seed(0)
-    read = Side(given.rows, given.dim, given.home, to_store=False)
-    write = Side(given.rows, given.dim, given.home, to_store=True)
-    found: list[dict[str, float]] = []
-    for blocks in BLOCKS:
-        row_copy_tma.BLOCKS_ALONE = blocks
-        found.append(
-            {
-                "blocks": blocks,
-                "read_gb_s": gigabytes_per_s(read),
-                "write_gb_s": gigabytes_per_s(write),
-                "both_gb_s": gigabytes_per_s(read, write),
-            }
-        )
-        sys.stdout.write(" ".join(f"{k} {v:.1f}" for k, v in found[-1].items()) + "\n")
+    found = [figures for memory in given.memory.split(",") for figures in measure(memory, given)]
     if given.json is not None:
         given.json.write_text(json.dumps({"rows": given.rows, "dim": given.dim, "found": found}))
+
+
+def measure(memory: str, given: argparse.Namespace) -> list[dict[str, float | str]]:
+    """What copies from and to one kind of memory reach."""
+    home = Home(memory, given.home, given.dim)
+    read = Side(given.rows, given.dim, home, to_store=False)
+    write = Side(given.rows, given.dim, home, to_store=True)
+    found: list[dict[str, float | str]] = []
+    sys.stdout.write(f"{memory}: {huge_gb():.2f} GB of this process are in huge pages\n")
+    for blocks in BLOCKS:
+        row_copy_tma.BLOCKS_ALONE = blocks
+        speeds = {
+            "read_gb_s": gigabytes_per_s(read),
+            "write_gb_s": gigabytes_per_s(write),
+            "both_gb_s": gigabytes_per_s(read, write),
+        }
+        words = " ".join(f"{name} {speed:.1f}" for name, speed in speeds.items())
+        sys.stdout.write(f"{memory} blocks {blocks} {words}\n")
+        found.append({"memory": memory, "huge_gb": huge_gb(), "blocks": blocks, **speeds})
+    return found
 
 
 if __name__ == "__main__":

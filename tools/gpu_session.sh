@@ -4,7 +4,7 @@
 #   tools/gpu_session.sh prepare        where git is: the sources to compare with, into .lab/old
 #   OUT=out tools/gpu_session.sh SLICE  on the GPU machine; figures go to $OUT as JSON
 #
-# Slices: tests host embedding cache copies dlrm ranks paper lab lab_old memory sweeps.
+# Slices: tests rows host embedding cache copies dlrm ranks paper lab lab_old memory sweeps.
 # Needs torch with CUDA, triton and nvcc, and no network. TorchRec and FBGEMM come by
 # `tools/lab.py put` and `unpack`; without them NestPipe runs alone.
 set -uo pipefail
@@ -12,7 +12,8 @@ cd "$(dirname "$0")/.."
 OUT=${OUT:-out}
 OLD=${OLD:-.lab/old}
 OLD_COMMIT=${OLD_COMMIT:-e6b15e1}
-LIMIT=${LIMIT:-570}
+LIMIT=${LIMIT:-540}
+MEMORY_GB=${MEMORY_GB:-128}  # of the machine when it has grown; its own count may start far lower
 export PYTHONPATH=$PWD/src${PYTHONPATH:+:$PYTHONPATH}
 mkdir -p "$OUT"
 failed=0
@@ -62,8 +63,28 @@ case ${1:-} in
     bench embedding_hbm embedding --where hbm --optimizer sgd,adam
     bench embedding_hbm_wide embedding --where hbm --optimizer rowwise_adagrad --dim 256
     ;;
-  cache)  # line 2: at most 0.5x (Adam) and 1.0x (SGD) of FBGEMM's managed cache
-    bench embedding_cache embedding --where cache --optimizer sgd,adam --limit 400
+  rows)  # line 2: are the bits the same, what is each switch worth, and the recipe of the facts
+    step kernels python -m nestpipe.kernels.library
+    LIMIT=$((SECONDS - began + 200)) step rows_tests python -m pytest -q -n 7 -p no:benchmark \
+      tests/gpu/test_cuda_lanes.py tests/gpu/test_pool_cuda.py tests/gpu/test_row_copy.py
+    step row_copies python tools/bench_row_copies.py --json "$OUT/row_copies.json"
+    step switches_cache python tools/bench_switches.py --where cache --optimizer sgd \
+      --trace "$OUT/cache_steps.json.gz" --json "$OUT/switches_cache.json"
+    # Six batches in turns, as FBGEMM's 2.56 and 13.1 ms were read: all of their rows stay.
+    bench cache_six_sgd embedding --where cache --optimizer sgd --set distinct=6 --limit 90
+    step switches_hbm python tools/bench_switches.py --where hbm --optimizer sgd \
+      --json "$OUT/switches_hbm.json"
+    # Last: FBGEMM's 123 GB of managed memory are nearly all that the machine has.
+    bench cache_six_adam embedding --where cache --optimizer adam --set distinct=6 --limit 110
+    ;;
+  cache)  # line 2: at most 0.5x (Adam) and 1.0x (SGD) of FBGEMM's managed cache, with fresh keys
+    bench cache_sgd embedding --where cache --optimizer sgd --limit 150
+    # FBGEMM has all rows of Adam in host memory, 1,536 bytes each: six tenths of it at most.
+    adam_rows=$((MEMORY_GB * 600000000 / 15360 / 100000 * 100000))
+    ((adam_rows > 8000000)) && adam_rows=8000000
+    echo "Adam: $adam_rows rows a table, for $MEMORY_GB GB of host memory"
+    bench cache_adam embedding --where cache --optimizer adam --rows $adam_rows --limit 200
+    bench embedding_hbm embedding --where hbm --optimizer sgd,adam --limit 60
     ;;
   copies)  # how many multiprocessors the link needs, each way and both at once
     step row_copies python tools/bench_row_copies.py --json "$OUT/row_copies.json"

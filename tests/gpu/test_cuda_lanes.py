@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,7 @@ from nestpipe.schedule import (
     with_separate_key_group,
 )
 from nestpipe.trace import Trace
+from nestpipe.train.ops import backward
 
 BATCHES = 8
 MOST_CYCLES = 2_000_000
@@ -79,6 +81,25 @@ def test_the_device_does_every_op_after_what_it_waits_for(chosen):
         assert_spans_keep_the_order(trace, flags.schedule)
 
 
+POOLS = [
+    with_separate_key_group(
+        plan("nested", PlanOptions(retrieval=Retrieval.POOLED, buffers=buffers))
+    )
+    for buffers in (2, 3)
+]
+
+
+@pytest.mark.parametrize("chosen", POOLS, ids=["2", "3"])
+def test_lanes_of_rows_whose_streams_alone_wait_keep_the_order(chosen):
+    lanes = CudaLanes(torch.device("cuda"), by_device=True, alone=True)
+    for seed in range(3):
+        flags = Flags(chosen.schedule(BATCHES), seed)
+        trace = run(chosen, flags.work(), lanes, batches=StopSignal(BATCHES), spans=CudaSpans())
+        assert int(flags.missed.sum()) == 0
+        assert bool(flags.set.all())
+        assert_spans_keep_the_order(trace, flags.schedule)
+
+
 def assert_spans_keep_the_order(trace: Trace, schedule: Any) -> None:
     spans = {span.name: span for span in trace.spans}
     assert set(spans) == {str(op) for op in schedule.ops}
@@ -116,6 +137,34 @@ def test_without_the_waits_of_streams_ops_miss_each_other():
 
     assert missed(StreamPlace) == 0
     assert missed(Careless) > 0
+
+
+@pytest.mark.parametrize("here", [True, False])
+def test_a_backward_pass_runs_on_the_thread_that_calls_it_if_told(here: bool):
+    threads: list[int] = []
+    streams: list[int] = []
+
+    class Watched(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+            threads.append(threading.get_ident())
+            streams.append(torch.cuda.current_stream().cuda_stream)
+            return gradients[0] * 2
+
+    leaf = torch.arange(3.0, device="cuda").requires_grad_()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        backward((Watched.apply(leaf) * leaf).sum(), here=here)  # type: ignore[operator]
+    torch.cuda.synchronize()
+    assert (threads == [threading.get_ident()]) == here
+    assert streams == [stream.cuda_stream]
+    assert leaf.grad is not None
+    assert leaf.grad.tolist() == [0.0, 3.0, 6.0]
 
 
 def test_backward_stays_on_the_stream_of_the_compute_lane():

@@ -67,6 +67,8 @@ class Case:
     """Keys and dense gradients have networks of their own, as on a GPU."""
     clips: bool = False
     """Gradients are clipped by their norm."""
+    separate_keys: bool = False
+    """Keys alone have a network of their own, as on a GPU with one rank."""
 
     def __str__(self) -> str:
         o = self.options
@@ -76,6 +78,7 @@ class Case:
         facts += ["three buffers"] if o.buffers == 3 else []
         facts += ["exact groups"] if o.merge is Merge.EXACT else []
         facts += ["separate networks"] if self.separate else []
+        facts += ["separate keys"] if self.separate_keys else []
         facts += ["clipped"] if self.clips else []
         return ", ".join([*facts, f"mirror every {o.merge_every}"] if o.merge_every else facts)
 
@@ -86,6 +89,7 @@ class Case:
         made = with_gradient_norm(made) if self.clips else made
         if self.separate:
             made = with_separate_dense_group(with_separate_key_group(made))
+        made = with_separate_key_group(made) if self.separate_keys else made
         return made.schedule(BATCHES)
 
     @cached_property
@@ -98,6 +102,8 @@ def data_of(case: Case, seed: int) -> ToyData:
     """About a third of all keys are in each batch, so neighbours share some and not all."""
     groups = 2 if case.options.merge_every else 1
     micro_batches = case.options.micro_batches
+    # Places for three batches must not be places for all keys, or none is short of one.
+    more = 1 + (case.options.buffers == 3 and case.options.retrieval is Retrieval.POOLED)
     return ToyData.random(
         seed,
         ranks=2 * groups,
@@ -105,7 +111,7 @@ def data_of(case: Case, seed: int) -> ToyData:
         micro_batches=micro_batches,
         groups=groups,
         # A batch that merges has the keys of all groups since the last one.
-        vocabulary=8 * micro_batches * groups * max(1, case.options.merge_every),
+        vocabulary=8 * more * micro_batches * groups * max(1, case.options.merge_every),
     )
 
 
@@ -233,6 +239,20 @@ POOL_CASES = [
     if every or name in ("sparse_dist", "dual_buffer")  # the others are above
 ]
 """Rows stay in a pool, and micro-batches share those that came."""
+KEY_CASES = [
+    Case(
+        name,
+        PlanOptions(retrieval=Retrieval.POOLED, stages=stages, buffers=buffers),
+        separate_keys=True,
+    )
+    for name, stages, buffers in (
+        ("nested", 4, 3),
+        ("nested", 2, 3),
+        ("dual_buffer", 4, 2),
+        ("nested", 4, 2),
+    )
+]
+"""One rank, whose keys wait for no rows."""
 NORM_CASES = [
     Case(
         name,
@@ -258,6 +278,7 @@ NORM_CASES = [
 ]
 """The norm of all gradients is known before any of them is applied."""
 MORE_CASES = [
+    *KEY_CASES,
     *NORM_CASES,
     *WINDOW_CASES,
     *EARLY_CASES,

@@ -21,6 +21,8 @@ GARBAGE = 999_983
 Row = tuple[int, int]
 """Weight and optimizer state."""
 GARBAGE_ROW: Row = (GARBAGE, GARBAGE)
+EARLIER = -9
+"""A batch of an earlier run."""
 MicroKeys = tuple[tuple[int, ...], ...]
 """The keys of each micro-batch of one batch on one rank."""
 
@@ -157,7 +159,20 @@ def new_world(
         )
         for r in range(len(data))
     ]
+    for rank in ranks:
+        if shape.stores_while_reading:
+            _keep_from_an_earlier_run(rank, ranks)
     return World(shape, len(data[0]), ranks, carries)
+
+
+def _keep_from_an_earlier_run(rank: Rank, ranks: Sequence[Rank]) -> None:
+    """Some rows are in the pool alone: what host memory has of them is older."""
+    asked = {k for r in rank.group for micros in ranks[r].data for ks in micros for k in ks}
+    for key in sorted(key for key in asked if rank.owner(key) == rank.number and key % 4):
+        rank.stored[key] = GARBAGE_ROW
+        rank.pool[rank.places], rank.index[key] = first_value(key), rank.places
+        rank.last_use[key] = EARLIER
+        rank.places += 1
 
 
 def _prefetch(world: World, rank: Rank, t: int) -> None:
@@ -263,7 +278,7 @@ def _seat_ahead(rank: Rank, t: int, slot: int, keys: frozenset[int]) -> None:
 def _give_up(rank: Rank, t: int, slot: int) -> None:
     """Places for the next batch, when all keys of this one have theirs."""
     leaving = _unused_since(rank, t - 1, t)
-    for victim in leaving[: (len(leaving) + 1) // 2]:  # never all, so that some are urgent
+    for victim in leaving[: (len(leaving) + 2) // 4]:  # few, so that some are urgent
         rank.victims[slot][victim] = place = rank.index.pop(victim)
         rank.room[place] = t
 
@@ -283,7 +298,9 @@ def _replica_union(world: World, rank: Rank, t: int) -> None:
 def _retrieve(world: World, rank: Rank, t: int) -> None:
     slot = t % world.shape.slots
     if world.shape.pooled:
-        for key, place in rank.urgent[slot].items():
+        # No op of this run stores what the first two batches let go.
+        first = rank.victims[slot] if t < 2 and world.shape.stores_while_reading else {}
+        for key, place in (rank.urgent[slot] | first).items():
             rank.stored[key] = world.moved(K.WRITEBACK, rank.pool.get(place, GARBAGE_ROW))
         for key, place in rank.absent[slot].items():
             rank.pool[place] = world.moved(K.RETRIEVE, _stored(rank, key))

@@ -31,6 +31,15 @@ from nestpipe.kernels.rows.native import RowPointers, copy_rows
 # Shapes: S slots, V slots of a list, n those of them that count, W weights and state
 
 
+EACH_WITH_ITS_TABLE = True
+"""Whether the store is asked for keys as they come; False: sorted by table, the twin."""
+
+
+def _pinned_like(numbers: Tensor) -> Tensor:
+    """Room on the host that a GPU copies from and to by itself, in a fraction of the time."""
+    return torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+
+
 class Told:
     """Counters of an index as they are now; on a GPU a copy that is on its way."""
 
@@ -83,13 +92,22 @@ class SlotList:
         assert self.told is not None, "nobody has told yet"
         return self.told[self.counter]
 
+    def on_host(self) -> tuple[Tensor, Tensor]:
+        """Keys and tables of those that count, on the host, as they come; waits for the stream."""
+        lists = self.keys_V[: self.count], self.tables_V[: self.count]
+        if not self.keys_V.is_cuda:
+            return lists
+        keys_n, tables_n = (_pinned_like(of).copy_(of, non_blocking=True) for of in lists)
+        torch.cuda.current_stream(self.keys_V.device).synchronize()
+        return keys_n, tables_n
+
     def by_table(self, num_tables: int) -> tuple[Tensor, Tensor, list[int]]:
         """Slots on the device, keys on the host, table by table, and how many of each."""
         n = self.count
         tables_n, order_n = torch.sort(self.tables_V[:n], stable=True)
         keys_n = self.keys_V[:n].index_select(0, order_n)
-        if keys_n.is_cuda:  # into pinned memory, which takes a fraction of the time
-            keys_n = torch.empty(n, dtype=torch.int64, pin_memory=True).copy_(keys_n, True)
+        if keys_n.is_cuda:
+            keys_n = _pinned_like(keys_n).copy_(keys_n, non_blocking=True)
         # Reading the counts waits for the stream, hence for the keys before them.
         counts = torch.bincount(tables_n, minlength=num_tables).tolist()
         return self.slots_V[:n].index_select(0, order_n).long(), keys_n, counts
@@ -139,7 +157,11 @@ def slot_transfer(store: RowStore, rows_SW: Tensor, num_tables: int, *, pin: boo
 
 
 class StagedTransfer:
-    """The store gathers and scatters rows by key, through staging memory for a GPU."""
+    """The store gathers and scatters rows by key, through staging memory for a GPU.
+
+    Host threads do that, and no stream can hold them back: `by_table` waits until the stream is
+    past all that it waits for, earlier copies of rows included, before the store is asked.
+    """
 
     def __init__(self, store: RowStore, rows_SW: Tensor, num_tables: int) -> None:
         self._store, self._rows_SW, self._num_tables = store, rows_SW, num_tables
@@ -238,14 +260,12 @@ class DirectTransfer:
         """Ask the store; None where the system refuses to let the GPU reach its rows."""
         if not of.count:
             return None
-        slots_n, keys_n, counts = of.by_table(self._num_tables)
-        found = self._locator.locate(keys_n, counts)
+        slots_n, addresses_n = self._asked(of)
         if not self._pinner.pin():
             self._refused = True
             return None
-        device, addresses_n = slots_n.device, found.addresses_K
-        if device.type == "cuda":
-            addresses_n = addresses_n.pin_memory().to(device, non_blocking=True)
+        device = slots_n.device
+        addresses_n = addresses_n.to(device, non_blocking=True)
         # Rows that share a page of host memory come one after the other: see `row_copy_tma`.
         addresses_n, order_n = torch.sort(addresses_n)
         ready = torch.cuda.Event() if device.type == "cuda" else None
@@ -253,6 +273,17 @@ class DirectTransfer:
         if ready is not None:
             ready.record()
         return made
+
+    def _asked(self, of: SlotList) -> tuple[Tensor, Tensor]:
+        """Slots, and what the store answers for their keys: pinned, where that is for a GPU."""
+        if not EACH_WITH_ITS_TABLE:
+            slots_n, keys_n, counts = of.by_table(self._num_tables)
+            addresses_n = self._locator.locate(keys_n, counts).addresses_K
+            return slots_n, addresses_n.pin_memory() if slots_n.is_cuda else addresses_n
+        keys_n, tables_n = of.on_host()
+        addresses_n = _pinned_like(keys_n) if of.keys_V.is_cuda else torch.empty_like(keys_n)
+        self._locator.locate_each(keys_n, tables_n, addresses_n)
+        return of.slots_V[: len(keys_n)].long(), addresses_n
 
     def _know(self, found: LocatedRows) -> None:
         found.wait()

@@ -89,6 +89,10 @@ _SIGNATURES = {
     "nestpipe_store_close": (None, [c_void_p]),
     "nestpipe_store_gather": (c_int, [c_void_p, c_void_p, c_void_p, c_void_p, POINTER(c_int64)]),
     "nestpipe_store_locate": (c_int, [c_void_p, c_void_p, c_void_p, c_void_p, POINTER(c_int64)]),
+    "nestpipe_store_locate_each": (
+        c_int,
+        [c_void_p, c_void_p, c_void_p, c_int64, c_void_p, POINTER(c_int64)],
+    ),
     "nestpipe_store_scatter": (
         c_int,
         [c_void_p, c_void_p, c_void_p, c_void_p, POINTER(StoreReport)],

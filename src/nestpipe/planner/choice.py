@@ -91,7 +91,8 @@ class Candidate:
         if device != "cuda":
             return made
         on_device = ranks == 1 and made.shape.pooled and self.micro_batches == 1
-        made = made if on_device else with_separate_key_group(made)
+        if made.shape.overlaps or not on_device:
+            made = with_separate_key_group(made)
         return made if ranks == 1 else with_separate_dense_group(made)
 
     def sections(self) -> dict[str, dict[str, Any]]:

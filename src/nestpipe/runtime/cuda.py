@@ -32,6 +32,9 @@ from nestpipe.trace.span import Fact
 
 HOST_LANES = frozenset({Lane.LOADER, Lane.HOST, Lane.WRITE})
 """Lanes whose acts read and write host memory, which no stream can hold back."""
+ROW_LANES = frozenset({Lane.HOST, Lane.WRITE})
+"""Of these, those whose streams alone wait where the device routes keys: it copies rows by itself,
+and an act that needs the host to be past something waits for that itself."""
 DEFAULT_PRIORITY, HIGH_PRIORITY = 0, -1
 
 
@@ -136,13 +139,17 @@ class CudaLanes:
     entered again find theirs.
     """
 
-    def __init__(self, device: torch.device, *, inline: bool = False) -> None:
-        """`inline`: no op of the device's lanes waits for anything, so one thread issues them."""
-        self._device, self._inline = device, inline
-        self._places = {lane: _place(lane, device) for lane in Lane}
-        waiting = HOST_LANES | {Lane.KEYS}
+    def __init__(
+        self, device: torch.device, *, by_device: bool = False, alone: bool = False
+    ) -> None:
+        """`by_device`: the device routes keys, so that no op of its lanes waits for anything, and
+        one thread issues them. `alone`: nor do those of `keys`, as there is one rank."""
+        self._device, self._inline = device, by_device
+        on_host = HOST_LANES - ROW_LANES if by_device else HOST_LANES
+        self._places = {lane: _place(lane, device, on_host) for lane in Lane}
+        waiting = HOST_LANES if alone else HOST_LANES | {Lane.KEYS}
         self._threads = ThreadLanes(
-            self._places.__getitem__, frozenset(Lane) - waiting if inline else frozenset()
+            self._places.__getitem__, frozenset(Lane) - waiting if by_device else frozenset()
         )
 
     def __enter__(self) -> Self:
@@ -176,9 +183,9 @@ class CudaLanes:
                 place.mark().wait()
 
 
-def _place(lane: Lane, device: torch.device) -> StreamPlace:
+def _place(lane: Lane, device: torch.device, on_host: frozenset[Lane]) -> StreamPlace:
     priority = DEFAULT_PRIORITY if lane is Lane.COMPUTE else HIGH_PRIORITY
-    return StreamPlace(torch.cuda.Stream(device, priority=priority), host_work=lane in HOST_LANES)
+    return StreamPlace(torch.cuda.Stream(device, priority=priority), host_work=lane in on_host)
 
 
 # Spans by the clock of the GPU: two events around each op, read when the run is over.
@@ -296,15 +303,18 @@ def _now() -> torch.cuda.Event:
 # Which lanes and which clock a run gets, from its plan and its device.
 
 
-def lanes_for(shape: Shape, device: torch.device, *, inline: bool = False) -> Lanes:
+def lanes_for(
+    shape: Shape, device: torch.device, *, by_device: bool = False, alone: bool = False
+) -> Lanes:
     """The caller itself where nothing overlaps, else threads, on a GPU with streams.
 
-    `inline`: keys are routed on the GPU, so that its ops never wait for the host.
+    `by_device`: keys are routed on the GPU, so that its ops never wait for the host. `alone`: there
+    is one rank.
     """
     on_gpu = device.type == "cuda"
     if not shape.overlaps:
         return _one_after_the_other(device) if on_gpu else InlineLanes()
-    return CudaLanes(device, inline=inline) if on_gpu else ThreadLanes()
+    return CudaLanes(device, by_device=by_device, alone=alone) if on_gpu else ThreadLanes()
 
 
 def _one_after_the_other(device: torch.device) -> InlineLanes:

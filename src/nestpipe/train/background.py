@@ -194,6 +194,14 @@ class TrackedStore:
         self.note(keys_K, counts)
         return self._locator.locate(keys_K, counts)
 
+    def locate_each(self, keys_n: Tensor, tables_n: Tensor, addresses_n: Tensor) -> None:
+        assert self._locator is not None
+        if self._touched is not None:
+            tables, order = torch.sort(tables_n, stable=True)
+            counts = torch.bincount(tables, minlength=len(self._touched)).tolist()
+            self.note(keys_n[order], counts)
+        self._locator.locate_each(keys_n, tables_n, addresses_n)
+
     def scatter(self, keys_K: Tensor, counts: Sequence[int], rows_KW: Tensor) -> None:
         self.note(keys_K, counts)
         self._store.scatter(keys_K, counts, rows_KW)

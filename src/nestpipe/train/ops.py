@@ -85,6 +85,8 @@ class StepReport:
 OnKeys = Callable[[int, Sequence[Mapping[str, Jagged]]], None]
 NO_TOTALS = torch.zeros(2)
 """Before the loss of a batch is known; never written to."""
+BACKWARD_HERE = True
+"""Whether the thread that calls a backward pass on a GPU runs it; False: autograd's own does."""
 GPU_SEEN_EVERY = 16
 """On a GPU one batch in so many counts for the metrics of training."""
 
@@ -315,7 +317,7 @@ class TrainingWork:
         if self.shards is not None:
             self.shards.sum_gradients(complete=last)
         if buckets is None or not last:
-            self._forward(op).backward()
+            backward(self._forward(op), here=BACKWARD_HERE and self.mesh.world.size == 1)
             return
         state = self.in_flight[op.batch]
         with buckets.filling():
@@ -632,6 +634,16 @@ class TrainingWork:
     @property
     def _model(self) -> RecModel:
         return self.model  # type: ignore[return-value]
+
+
+def backward(loss: Tensor, *, here: bool) -> None:
+    """A backward pass; `here`: the calling thread issues all of it, on a GPU too.
+
+    Else autograd has a thread for each GPU: to wake it, and to be woken, costs a short pass most of
+    its time. Each op runs on the stream of its forward op, whichever thread issues it.
+    """
+    with torch.autograd.set_multithreading_enabled(not here):
+        loss.backward()
 
 
 def grad_scales(totals: Tensor) -> Tensor:

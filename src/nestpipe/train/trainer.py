@@ -155,8 +155,7 @@ class Trainer:
         self.shards = shard_dense(self.model, self.comm) if sharded else None
         """The dense half, where each rank has a part of it."""
         self.plan = self._checked_plan()
-        inline = self.routes_on_device(self.plan)
-        self.lanes = lanes or lanes_for(self.plan.shape, self.device, inline=inline)
+        self.lanes = lanes or self._make_lanes()
         self.spans = spans_for(self.device, self.comm.rank)
         self.traffic = Traffic()
         """What this rank has moved for training, ever."""
@@ -206,6 +205,13 @@ class Trainer:
         alone = self.comm.size == 1
         return DenseGraphs(self.model, drop_faults if alone else None, self.settings.precision)
 
+    def _make_lanes(self) -> Lanes:
+        """Where the ops of the plan run."""
+        by_device = self.routes_on_device(self.plan)
+        return lanes_for(
+            self.plan.shape, self.device, by_device=by_device, alone=self.comm.size == 1
+        )
+
     def _checked_plan(self) -> Plan:
         """The plan of the settings as it runs here, proven."""
         settings, sharded = self.settings, self.shards is not None
@@ -239,7 +245,7 @@ class Trainer:
         self.plan = self._checked_plan()
         after = (self.plan.shape.overlaps, self.routes_on_device(self.plan))
         if after != before:
-            self.lanes = lanes_for(self.plan.shape, self.device, inline=after[1])
+            self.lanes = self._make_lanes()
         if resized or not self.plan.shape.pooled:
             for pool in self._pools:
                 pool.flush()
@@ -284,13 +290,14 @@ class Trainer:
     def placed(self, plan: Plan) -> Plan:
         """The plan as it runs here.
 
-        Beside GPUs, keys that hosts exchange have a network of their own; dense sums have one where
-        there are several ranks.
+        Beside GPUs, keys have a network of their own, also those of one rank: the union of a later
+        batch does not wait for the rows of this one. Dense sums have one where there are several
+        ranks.
         """
         if self.device.type != "cuda" or not self.comm.separate_groups:
             return plan
         alone = self.comm.size == 1
-        if not (alone and self.routes_on_device(plan)):
+        if plan.shape.overlaps or not (alone and self.routes_on_device(plan)):
             plan = with_separate_key_group(plan)
         return plan if alone or self.shards is not None else with_separate_dense_group(plan)
 

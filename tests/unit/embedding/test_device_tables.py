@@ -15,9 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nestpipe.batch import Batch
 from nestpipe.comm import Communicator
 from nestpipe.embedding import device_tables
+from nestpipe.embedding.pool import RowPool
+from nestpipe.embedding.slot_transfer import SlotList
 from nestpipe.jagged import Jagged
 from nestpipe.models.dlrm import Dlrm, DlrmConfig
-from nestpipe.schedule import Retrieval
+from nestpipe.runtime import ThreadLanes
+from nestpipe.schedule import Lane, Retrieval, with_separate_key_group
 from nestpipe.train import trainer as trainer_module
 from nestpipe.train.config import PipelineSettings, RowSettings, TrainSettings
 from nestpipe.train.trainer import Trainer
@@ -164,6 +167,32 @@ def test_ranks_that_route_their_keys_have_the_bits_of_hosts(ranks, placements, c
     made = run_ranks(ranks, lambda comm: train(comm, pooled, placements, "15KB"))
     for twin, other in zip(twins, made, strict=True):
         check_same(twin, other)
+
+
+@pytest.mark.parametrize("emulated", [False, True], ids=["twins", "kernels"])
+@pytest.mark.parametrize(("buffers", "memory"), [(2, "25KB"), (3, "26KB")])
+@pytest.mark.usefixtures("on_device")
+def test_one_rank_with_the_plan_and_lanes_of_a_gpu_has_the_bits_of_the_host(
+    buffers, memory, emulated, monkeypatch
+):
+    """Keys have a network of their own, and the issuing thread runs all that no host waits for."""
+    twin = train(None, PipelineSettings())
+    waiting = frozenset({Lane.LOADER, Lane.HOST, Lane.WRITE})
+    monkeypatch.setattr(Trainer, "placed", lambda self, plan: with_separate_key_group(plan))
+    lanes = ThreadLanes(inline=frozenset(Lane) - waiting)
+    monkeypatch.setattr(trainer_module, "lanes_for", lambda *_, **__: lanes)
+    left: list[int] = []
+    write_all = RowPool._write_all
+
+    def counted(self: RowPool, leaving: list[SlotList]) -> int:
+        left.append(write_all(self, leaving))
+        return left[-1]
+
+    monkeypatch.setattr(RowPool, "_write_all", counted)
+    pipeline = PipelineSettings(plan="nested", retrieval=Retrieval.POOLED, buffers=buffers)
+    with pools_on_emulated_gpu() if emulated else nullcontext():
+        check_same(twin, train(None, pipeline, device_memory=memory))
+    assert sum(left) > 0, "rows leave while batches are in flight"
 
 
 KERNELS = {

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from nestpipe.embedding import slot_transfer
 from nestpipe.embedding.pool import RowPool, SlotRows, pool_sizes, pools_on_one_device
 from nestpipe.embedding.slot_transfer import DirectTransfer, StagedTransfer
 from nestpipe.embedding.store import StoreLayout, open_store
@@ -15,7 +16,6 @@ from nestpipe.embedding.store.host import NativeStore
 from nestpipe.embedding.store.protocol import RowStore
 from nestpipe.errors import ConfigError
 from nestpipe.kernels.index.device_index import KeyCells
-from nestpipe.kernels.rows.native import RowPointers
 
 CPU = torch.device("cpu")
 LAYOUT = StoreLayout(table_seeds=(5, 9), init_stds=(0.1, 0.2), dim=3, state_dim=2)
@@ -26,20 +26,13 @@ def pool_of(slots: int, store: RowStore | None = None) -> RowPool:
     return RowPool(store or open_store(LAYOUT, native=False), slots, CPU)
 
 
-def reach_rows_by_address(pool: RowPool) -> list[int]:
-    """As with a pinned store on a GPU; how many rows are located ahead each time."""
-    store, located = pool._store, list[int]()
+def reach_rows_by_address(pool: RowPool) -> None:
+    """As with a pinned store on a GPU."""
+    store = pool._store
     assert isinstance(store, NativeStore)
-    locate = store.locate
-
-    def counted(keys_K: Tensor, counts: list[int]) -> RowPointers:
-        located.append(len(keys_K))
-        return locate(keys_K, counts)
-
-    store.locate, store.pin = counted, lambda: True  # type: ignore[method-assign]
+    store.pin = lambda: True  # type: ignore[method-assign]
     by_store = StagedTransfer(store, pool.rows_SW, LAYOUT.num_tables)
     pool._transfer = DirectTransfer(store, pool.rows_SW, LAYOUT.num_tables, by_store)
-    return located
 
 
 def laid_out(batch: list[tuple[int, int]]) -> tuple[Tensor, KeyCells]:
@@ -80,11 +73,18 @@ def train(
 RUNS = st.lists(st.lists(BATCH, max_size=8), min_size=1, max_size=3)
 
 
-@pytest.mark.parametrize("transfer", ["staged", "direct"])
+@pytest.mark.parametrize("transfer", ["staged", "direct", "direct by table"])
 @pytest.mark.parametrize("holds", [2, 3])
 @given(runs=RUNS, more_slots=st.integers(0, 14))
 def test_rows_that_leave_and_come_back_are_those_of_a_dictionary(holds, transfer, runs, more_slots):
-    direct = transfer == "direct"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(slot_transfer, "EACH_WITH_ITS_TABLE", transfer == "direct")
+        check_against_a_dictionary(holds, runs, more_slots, direct=transfer != "staged")
+
+
+def check_against_a_dictionary(
+    holds: int, runs: list[list[list[tuple[int, int]]]], more_slots: int, *, direct: bool
+) -> None:
     pool, model = pool_of(8 * holds + more_slots, open_store(LAYOUT, native=direct)), {}
     if direct:
         reach_rows_by_address(pool)

@@ -10,13 +10,24 @@ from dataclasses import dataclass, field
 import pytest
 
 from nestpipe.runtime import Act, StopSignal, ThreadLanes, Work, run
-from nestpipe.runtime.cuda import HOST_LANES, StreamPlace
-from nestpipe.schedule import Kind, Lane, Op, Plan, PlanOptions, Retrieval, plan
+from nestpipe.runtime.cuda import HOST_LANES, ROW_LANES, StreamPlace
+from nestpipe.schedule import (
+    Kind,
+    Lane,
+    Op,
+    Plan,
+    PlanOptions,
+    Retrieval,
+    plan,
+    with_separate_key_group,
+)
 
 NESTED = plan("nested", PlanOptions(micro_batches=2))
 THREE_BUFFERS = plan("nested", PlanOptions(micro_batches=2, retrieval=Retrieval.NEW, buffers=3))
 """Rows are written back on a lane of their own."""
 POOLED = plan("nested", PlanOptions(retrieval=Retrieval.POOLED))
+CACHE = with_separate_key_group(plan("nested", PlanOptions(retrieval=Retrieval.POOLED, buffers=3)))
+"""A pool that makes room one batch ahead, as one rank has it."""
 ON_HOST = {Kind.PREFETCH, Kind.RETRIEVE, Kind.WRITEBACK}
 """Ops that read or write host memory."""
 
@@ -84,10 +95,12 @@ class FakeStream:
 class FakeLanes:
     """Thread lanes on fake streams, and work that puts a kernel on its thread's stream."""
 
-    def __init__(self, inline: frozenset[Lane] = frozenset()) -> None:
+    def __init__(
+        self, inline: frozenset[Lane] = frozenset(), on_host: frozenset[Lane] = HOST_LANES
+    ) -> None:
         self.device = Device()
         self.current = threading.local()
-        self.places = {lane: self._place(lane in HOST_LANES) for lane in Lane}
+        self.places = {lane: self._place(lane in on_host) for lane in Lane}
         self.lanes = ThreadLanes(self.places.__getitem__, inline)
 
     def _place(self, host_work: bool) -> StreamPlace:
@@ -127,10 +140,15 @@ BATCHES = 2 * (2 * NESTED.shape.lookahead + 3)
 """So many that most ticks are alike."""
 
 
+@pytest.mark.parametrize("on_host", [HOST_LANES, HOST_LANES - ROW_LANES], ids=["host", "streams"])
 @pytest.mark.parametrize("inline", [frozenset(), ON_STREAMS], ids=["threads", "inline"])
-@pytest.mark.parametrize("shaped", [NESTED, THREE_BUFFERS, POOLED], ids=["nested", "3", "pool"])
-def test_the_device_does_every_op_after_what_it_waits_for(shaped: Plan, inline: frozenset[Lane]):
-    fake = FakeLanes(inline)
+@pytest.mark.parametrize(
+    "shaped", [NESTED, THREE_BUFFERS, POOLED, CACHE], ids=["nested", "3", "pool", "cache"]
+)
+def test_the_device_does_every_op_after_what_it_waits_for(
+    shaped: Plan, inline: frozenset[Lane], on_host: frozenset[Lane]
+):
+    fake = FakeLanes(inline, on_host)
     run(shaped, fake.work(), fake.lanes, batches=StopSignal(BATCHES))
     fake.device.work()
     schedule = shaped.schedule(BATCHES)
@@ -207,6 +225,42 @@ def test_an_op_is_issued_before_the_device_has_done_what_it_waits_for():
     # One batch: nothing makes the host wait for the device between `retrieve` and the end.
     run(plan("dual_buffer"), fake.work(dense=dense), fake.lanes, batches=StopSignal(1))
     assert issued == [Op(Kind.DENSE, 0, 0)]
+
+
+def test_union_waits_for_no_rows_of_an_earlier_batch():
+    """Keys of one rank have a network of their own: else a later union would wait for `rows`."""
+    fake = FakeLanes(ON_STREAMS)
+    work = fake.work(**{kind.value: lambda op: None for kind in HOST_ACTS})
+    schedule = CACHE.schedule(BATCHES)
+    run(CACHE, work, fake.lanes, batches=StopSignal(BATCHES), host_acts=HOST_ACTS)
+    waits = {step.op: step.after for step in schedule}
+
+    def reached(op: Op) -> set[Op]:
+        found, left = set[Op](), [op]
+        while left:
+            for before in waits[left.pop()]:
+                if before not in found:
+                    found.add(before)
+                    left.append(before)
+        return found
+
+    union = Op(Kind.UNION, 9)
+    rows = {op.batch for op in reached(union) if op.kind is Kind.ROWS}
+    # What bounds the batches in flight: `prefetch` of this batch waits for an update long ago.
+    assert max(rows) == union.batch - CACHE.shape.lookahead
+
+
+def test_rows_of_a_later_batch_are_asked_for_while_others_are_on_their_way():
+    """Where streams alone wait, `retrieve` is issued before the one of the batch before ends."""
+    fake = FakeLanes(on_host=HOST_LANES - ROW_LANES)
+    ahead: list[bool] = []
+
+    def retrieve(op: Op) -> None:
+        ahead.append(Op(Kind.RETRIEVE, op.batch - 1) not in fake.device.done)
+        fake.launch(op)
+
+    run(CACHE, fake.work(retrieve=retrieve), fake.lanes, batches=StopSignal(BATCHES))
+    assert any(ahead[1:])
 
 
 @pytest.mark.parametrize("shaped", [NESTED, THREE_BUFFERS], ids=["host", "host and write"])

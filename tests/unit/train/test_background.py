@@ -187,10 +187,12 @@ def test_a_store_notes_what_is_written_or_located():
     assert located is not None
     for key in range(100, 170):
         located.locate(torch.tensor([key]), [1, 0])
+    tables_n = torch.tensor([1, 0, 1], dtype=torch.int32)
+    located.locate_each(torch.tensor([20, 170, 10]), tables_n, torch.zeros(3, dtype=torch.int64))
     first, second = store.touched()
-    assert first.tolist() == [3, 9, *range(100, 170)]
-    assert second.tolist() == [8]
-    (block,) = store.rows_at(1, second)
+    assert first.tolist() == [3, 9, *range(100, 171)]
+    assert second.tolist() == [8, 10, 20]
+    (block,) = store.rows_at(1, second[:1])
     assert torch.equal(block[1], rows[2:])
     store.close()
 

@@ -22,6 +22,7 @@ from nestpipe.train.dense import (
     exact_total,
     global_norm,
 )
+from nestpipe.train.ops import backward
 from support.thread_ranks import run_ranks
 
 
@@ -158,6 +159,26 @@ def test_rows_may_be_anywhere_and_dense_weights_count_once(ranks):
     norms = run_ranks(ranks, one)
     assert set(norms) == {float(global_norm(dense, [rows], None, CPU))}
     assert norms[0] == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("here", [True, False])
+def test_a_backward_pass_has_threads_of_autograd_unless_told(here: bool):
+    allowed: list[bool] = []
+
+    class Watched(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: object, *gradients: Tensor) -> Tensor:
+            allowed.append(torch.autograd.is_multithreading_enabled())
+            return gradients[0]
+
+    leaf = torch.ones(2, requires_grad=True)
+    backward(Watched.apply(leaf).sum(), here=here)  # type: ignore[union-attr]
+    assert allowed == [not here]
+    assert torch.autograd.is_multithreading_enabled(), "as before"
 
 
 def test_there_may_be_no_gradients_at_all():

@@ -25,6 +25,7 @@ from nestpipe.embedding.store.protocol import (
     check_keys,
     check_layout,
     check_rows,
+    check_tensor,
     default_threads,
     first_weights,
     repeated,
@@ -142,6 +143,28 @@ class NativeStore(NativeRows):
         )
         self._raise(status, StoreReport(), keys_K)
         return RowPointers(addresses_K, self.layout.width)
+
+    def locate_each(self, keys_n: Tensor, tables_n: Tensor, addresses_n: Tensor) -> None:
+        """The same for keys in any order, each with its table (int32), into a tensor that is given.
+
+        Nobody need sort them by table, unless rows are to be made.
+        """
+        assert self.layout.dtype == "float32", "rows in place are float32"
+        count, num_new = len(keys_n), ctypes.c_int64()
+        check_tensor("keys", keys_n, torch.int64, (count,))
+        check_tensor("tables", tables_n, torch.int32, (count,))
+        check_tensor("addresses", addresses_n, torch.int64, (count,))
+        status = self._library.nestpipe_store_locate_each(
+            *(self._open, keys_n.data_ptr(), tables_n.data_ptr(), count),
+            *(addresses_n.data_ptr(), num_new),
+        )
+        self._raise(status, StoreReport(), keys_n)
+        if num_new.value:
+            new_n = (addresses_n == 0).nonzero().squeeze(1)
+            tables, order = torch.sort(tables_n[new_n], stable=True)
+            new_n = new_n[order]
+            counts = torch.bincount(tables, minlength=self.layout.num_tables).tolist()
+            addresses_n[new_n] = self.locate(keys_n[new_n], counts).addresses_K
 
     def pin(self) -> bool:
         """Let GPUs read and write all rows that there are now; False: the system refuses.

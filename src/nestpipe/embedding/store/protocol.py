@@ -128,6 +128,10 @@ class RowLocator(Protocol):
         """
         ...
 
+    def locate_each(self, keys_n: Tensor, tables_n: Tensor, addresses_n: Tensor) -> None:
+        """Write where the rows of keys in any order live; `tables_n`: int32, the table of each."""
+        ...
+
 
 class RowPinner(Protocol):
     """Ability: GPUs may read and write located rows by themselves."""
@@ -340,12 +344,12 @@ def check_layout(layout: StoreLayout) -> None:
 def check_rows(layout: StoreLayout, keys_K: Tensor, counts: Sequence[int], rows_KW: Tensor) -> None:
     """Refuse keys, counts and rows that do not belong together."""
     check_keys(layout, keys_K, counts)
-    _check_tensor("rows", rows_KW, torch.float32, (keys_K.numel(), layout.width))
+    check_tensor("rows", rows_KW, torch.float32, (keys_K.numel(), layout.width))
 
 
 def check_keys(layout: StoreLayout, keys_K: Tensor, counts: Sequence[int]) -> None:
     """Refuse keys and counts that do not belong together."""
-    _check_tensor("keys", keys_K, torch.int64, (keys_K.numel(),))
+    check_tensor("keys", keys_K, torch.int64, (keys_K.numel(),))
     if len(counts) != layout.num_tables or any(count < 0 for count in counts):
         raise ValueError(f"counts are {list(counts)}; give one, 0 or more, for each table")
     if sum(counts) != keys_K.numel():
@@ -369,7 +373,8 @@ def too_many_rows(table: int, asked: int, limit: int) -> str:
     )
 
 
-def _check_tensor(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def check_tensor(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Refuse what native code cannot read."""
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         raise ValueError(f"{name} must be contiguous and on the CPU, not on {tensor.device}")
     if tensor.dtype != dtype or tuple(tensor.shape) != shape:

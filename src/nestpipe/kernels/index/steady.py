@@ -175,7 +175,7 @@ def plain_pool_outputs(lengths_O: Tensor, terms: int) -> tuple[Pooling, Tensor]:
 class StepNews:
     """What the device tells the host of a step: a kernel writes it into pinned host memory.
 
-    So nothing is copied, and nobody waits but whoever reads, when the stream is past it.
+    So nothing is copied, and nobody waits but whoever reads, until the stream is past it.
     """
 
     def __init__(self, groups: int, device: torch.device) -> None:
@@ -187,6 +187,8 @@ class StepNews:
             *(None, None, self.faults_G.data_ptr(), groups, self._news.data_ptr())
         )
         self._device = device if by_kernels else None
+        # A thread that waits sleeps, as those of lanes do.
+        self._told = torch.cuda.Event(blocking=True) if device.type == "cuda" else None
 
     def tell(self, loss: Tensor, dense_fault: Tensor | None) -> None:
         """Write the summed loss, whether dense gradients were not finite, and `faults_G`."""
@@ -199,8 +201,12 @@ class StepNews:
         assert loss.dtype == torch.float32, f"a loss is {loss.dtype}"
         self._struct.loss, self._struct.dense_fault = loss.data_ptr(), pointer(dense_fault)
         call(self._device, "nestpipe_tell", ctypes.byref(self._struct))
+        if self._told is not None:
+            self._told.record()
 
     def read(self) -> tuple[float, int]:
-        """The loss, and how many gradients were not finite; the device must be past `tell`."""
+        """The loss, and how many gradients were not finite; waits until `tell` is done."""
+        if self._told is not None:
+            self._told.synchronize()
         loss, *faults = self._news.tolist()
         return loss, int(sum(faults))

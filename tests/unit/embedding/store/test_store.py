@@ -546,6 +546,51 @@ def test_every_row_lies_in_a_known_piece_of_memory_and_pieces_are_only_added():
     store.close()
 
 
+@given(
+    before=st.lists(some_keys, min_size=2, max_size=2),
+    asked=st.lists(some_keys, min_size=2, max_size=2),
+    seed=st.integers(0, 2**32),
+)
+def test_keys_in_any_order_are_where_those_of_their_table_are(before, asked, seed):
+    store = NativeStore(layout(2, 1, tables=2), threads=2)
+    twin = NativeStore(layout(2, 1, tables=2), threads=2)
+    for one in (store, twin):
+        keys_K, counts = batch_of([list(dict.fromkeys(keys)) for keys in before])
+        one.scatter(keys_K, counts, torch.full((len(keys_K), one.layout.width), 3.0))
+    keys_K, counts = batch_of([list(dict.fromkeys(keys)) for keys in asked])
+    tables_K = torch.arange(2, dtype=torch.int32).repeat_interleave(torch.tensor(counts))
+    order_K = torch.randperm(len(keys_K), generator=torch.Generator().manual_seed(seed))
+    addresses_K = torch.full_like(keys_K, -1)
+    store.locate_each(keys_K[order_K], tables_K[order_K], addresses_K)
+    assert torch.equal(addresses_K, store.locate(keys_K, counts).addresses_K[order_K])
+    twin.locate(keys_K, counts)
+    assert store.num_rows() == twin.num_rows()
+    found_KW, expected_KW = gather(store, keys_K, counts)[0], gather(twin, keys_K, counts)[0]
+    assert same_bits(found_KW, expected_KW), "rows that were made are those of the twin"
+
+
+def test_a_table_that_is_none_is_found_out_and_nobody_waits_for_its_reader():
+    store = NativeStore(layout(2, 1, tables=2), threads=1)
+    keys_n, addresses_n = torch.tensor([1, 2]), torch.zeros(2, dtype=torch.int64)
+    for table in (2, -1):
+        tables_n = torch.tensor([0, table], dtype=torch.int32)
+        with pytest.raises(AssertionError, match="the native store answered"):
+            store.locate_each(keys_n, tables_n, addresses_n)
+    store.scatter(torch.tensor([1]), [1, 0], torch.ones(1, store.layout.width))
+
+
+def test_many_keys_in_any_order_are_found_by_several_threads():
+    store = NativeStore(layout(4, 3, tables=3), threads=2)
+    counts = [30_000, 0, 20_000]
+    keys_K = torch.cat([torch.arange(30_000) * 7, torch.arange(20_000) * 7])
+    store.scatter(keys_K, counts, torch.ones(50_000, store.layout.width))
+    tables_K = torch.tensor([0] * 30_000 + [2] * 20_000, dtype=torch.int32)
+    order_K = torch.randperm(50_000)
+    addresses_K = torch.empty_like(keys_K)
+    store.locate_each(keys_K[order_K], tables_K[order_K], addresses_K)
+    assert torch.equal(addresses_K, store.locate(keys_K, counts).addresses_K[order_K])
+
+
 # Erasing
 
 

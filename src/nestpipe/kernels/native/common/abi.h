@@ -57,6 +57,10 @@ NESTPIPE_API int nestpipe_store_gather(nestpipe::Store* store, const int64_t* ke
 // must not let a scatter or gather of the same rows run at the same time.
 NESTPIPE_API int nestpipe_store_locate(nestpipe::Store* store, const int64_t* keys,
                                        const int64_t* counts, void** addresses, int64_t* num_new);
+// The same for keys in any order, each with its table.
+NESTPIPE_API int nestpipe_store_locate_each(nestpipe::Store* store, const int64_t* keys,
+                                            const int32_t* tables, int64_t count,
+                                            void** addresses, int64_t* num_new);
 NESTPIPE_API int nestpipe_store_scatter(nestpipe::Store* store, const int64_t* keys,
                                         const int64_t* counts, const float* rows,
                                         nestpipe::Report* report);

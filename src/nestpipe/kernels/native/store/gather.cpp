@@ -2,6 +2,7 @@
 // many keys is on its way at once.
 #include <algorithm>
 #include <atomic>
+#include <stdexcept>
 #include <thread>
 #include <vector>
 
@@ -20,6 +21,7 @@ struct Job {
   float* out;         // null: only say where rows are
   std::byte** addresses;
   std::vector<int64_t> ends;  // by table: where its keys end
+  const int32_t* key_tables;  // instead, the table of each key
   bool stream;
   std::atomic<int64_t> num_new{0};
 };
@@ -34,13 +36,24 @@ class Range {
     job_.num_new += fresh_;
   }
 
+  // Keys [begin, end), each with its table.
+  void read_each(int64_t begin, int64_t end) {
+    const auto table = [this](int64_t i) -> const Table& {
+      return *store_.tables[static_cast<size_t>(job_.key_tables[i])];
+    };
+    for (; begin < end; begin += kEpoch) read_epoch(table, begin, std::min(kEpoch, end - begin));
+  }
+
   // Keys [begin, end), of one table or several.
   void read(int64_t begin, int64_t end) {
     auto table = std::upper_bound(job_.ends.begin(), job_.ends.end(), begin) - job_.ends.begin();
     while (begin < end) {
       const int64_t stop = std::min(end, job_.ends[static_cast<size_t>(table)]);
+      const auto same = [&of = *store_.tables[static_cast<size_t>(table)]](int64_t) -> const Table& {
+        return of;
+      };
       for (; begin < stop; begin += kEpoch) {
-        read_epoch(*store_.tables[static_cast<size_t>(table)], begin, std::min(kEpoch, stop - begin));
+        read_epoch(same, begin, std::min(kEpoch, stop - begin));
       }
       begin = stop;
       ++table;
@@ -48,7 +61,9 @@ class Range {
   }
 
  private:
-  void read_epoch(const Table& table, int64_t begin, int64_t count) {
+  // `table`: that of a key by its place in the batch.
+  template <typename TableOf>
+  void read_epoch(const TableOf& table, int64_t begin, int64_t count) {
     const int64_t* keys = job_.keys + begin;
     const Shard* shards[kEpoch];
     const Bucket* buckets[kEpoch];
@@ -58,7 +73,7 @@ class Range {
     for (int64_t i = 0; i < count + 2 * kAhead; ++i) {
       if (i < count) {
         const uint64_t hash = hash_of(keys[i]);
-        shards[i] = &table.shards[shard_of(hash)];
+        shards[i] = &table(begin + i).shards[shard_of(hash)];
         buckets[i] = bucket_of(*shards[i], hash);
         __builtin_prefetch(buckets[i]);
       }
@@ -72,12 +87,12 @@ class Range {
         if (buckets[j] == nullptr) {
           later_.push_back(begin + j);
         } else {
-          finish(table, begin + j, rows[j]);
+          finish(table(begin + j), begin + j, rows[j]);
         }
       }
     }
     reader_.leave();
-    for (const int64_t i : later_) wait_and_read(table, i);
+    for (const int64_t i : later_) wait_and_read(table(i), i);
   }
 
   // Null where a writer has the shard. One that comes after this look waits for the epoch's end.
@@ -123,7 +138,7 @@ class Range {
 }  // namespace
 
 int64_t Store::gather(const int64_t* keys, const int64_t* counts, float* out, std::byte** addresses) {
-  Job job{*this, keys, out, addresses, {}, false};
+  Job job{*this, keys, out, addresses, {}, nullptr, false};
   int64_t total = 0;
   for (size_t t = 0; t < tables.size(); ++t) job.ends.push_back(total += counts[t]);
   const size_t row = form.width() * sizeof(float);
@@ -131,6 +146,21 @@ int64_t Store::gather(const int64_t* keys, const int64_t* counts, float* out, st
                whole_lines(out, row);
   threads.run((total + kTask - 1) / kTask, [&job, total](int64_t task) {
     Range(job).read(task * kTask, std::min(total, (task + 1) * kTask));
+  });
+  return job.num_new;
+}
+
+int64_t Store::locate_each(const int64_t* keys, const int32_t* key_tables, int64_t count,
+                           std::byte** addresses) {
+  Job job{*this, keys, nullptr, addresses, {}, key_tables, false};
+  threads.run((count + kTask - 1) / kTask, [this, &job, count](int64_t task) {
+    const int64_t begin = task * kTask, end = std::min(count, begin + kTask);
+    for (int64_t i = begin; i < end; ++i) {
+      if (static_cast<uint64_t>(job.key_tables[i]) >= tables.size()) {
+        throw std::out_of_range("no such table");
+      }
+    }
+    Range(job).read_each(begin, end);
   });
   return job.num_new;
 }

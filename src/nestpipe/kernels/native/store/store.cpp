@@ -84,6 +84,19 @@ int nestpipe_store_locate(Store* store, const int64_t* keys, const int64_t* coun
   }
 }
 
+int nestpipe_store_locate_each(Store* store, const int64_t* keys, const int32_t* key_tables,
+                               int64_t count, void** addresses, int64_t* num_new) {
+  try {
+    *num_new =
+        store->locate_each(keys, key_tables, count, reinterpret_cast<std::byte**>(addresses));
+    return nestpipe::kOk;
+  } catch (const std::bad_alloc&) {
+    return nestpipe::kNoMemory;
+  } catch (...) {
+    return nestpipe::kDefect;
+  }
+}
+
 int nestpipe_store_scatter(Store* store, const int64_t* keys, const int64_t* counts,
                            const float* rows, Report* report) {
   try {

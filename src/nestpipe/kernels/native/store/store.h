@@ -61,6 +61,9 @@ struct Store {
   // Rows into `out`, or, where that is null, their addresses into `addresses` (null: never stored).
   // Returns the number of keys that were never stored.
   int64_t gather(const int64_t* keys, const int64_t* counts, float* out, std::byte** addresses);
+  // The same addresses for keys in any order, each with its table.
+  int64_t locate_each(const int64_t* keys, const int32_t* tables, int64_t count,
+                      std::byte** addresses);
   Status scatter(const int64_t* keys, const int64_t* counts, const float* rows, Report& report);
   Status erase(const int64_t* keys, const int64_t* counts, int64_t& erased, Report& report);
   void first_row(const Table& table, int64_t key, float* out) const;
