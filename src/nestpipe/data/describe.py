@@ -90,23 +90,23 @@ class Facts:
         array = inputs.flat(column)
         self.type = _type_name(array.type)
         self.empty += array.null_count
-        array = array.drop_null()
         if inputs.is_list(array.type):
-            lengths = inputs.compute.max(inputs.compute.list_value_length(array)).as_py()
-            self.longest = max(self.longest or 0, lengths or 0)
-            array = inputs.flat(array.flatten()).drop_null()
+            longest = int(inputs.list_lengths(array).max(initial=0))
+            self.longest = max(self.longest or 0, longest)
+            array = inputs.flat(array.flatten())
+        array = _comparable(array)
+        if array is None:
+            return
+        array = array.drop_null()
         if pa.types.is_floating(array.type):
             array = array.filter(inputs.compute.is_finite(array))
         if not len(array):
-            return
-        if pa.types.is_nested(array.type) or pa.types.is_null(array.type):
             return
         self._stretch(array)
         self.distinct.add(_hashes(array))
 
     def _stretch(self, array: Any) -> None:
-        ends = inputs.compute.min_max(array).as_py()
-        least, most = ends["min"], ends["max"]
+        least, most = _ends(array)
         self.least = least if self.least is None else min(self.least, least)
         self.most = most if self.most is None else max(self.most, most)
 
@@ -134,6 +134,29 @@ class Facts:
             "distinct_exact": self.distinct.exact,
             "longest_list": self.longest,
         }
+
+
+def _comparable(array: Any) -> Any | None:
+    """The same in a type that Arrow can compare; None for bytes, structs and the like."""
+    kind = array.type
+    if pa.types.is_float16(kind):
+        return array.cast(pa.float32())
+    if pa.types.is_duration(kind):
+        return array.cast(pa.int64())
+    is_time = pa.types.is_temporal(kind) and not pa.types.is_interval(kind)
+    known = inputs.is_key(kind) or inputs.is_number(kind) or pa.types.is_decimal(kind) or is_time
+    return array if known else None
+
+
+def _ends(array: Any) -> tuple[Any, Any]:
+    """The least and the greatest value; strings need not be UTF-8."""
+    known = array.cast(pa.large_binary()) if inputs.is_text(array.type) else array
+    ends = inputs.compute.min_max(known).as_py()
+    found = (ends["min"], ends["max"])
+    if known is array:
+        return found
+    least, most = (end.decode("utf-8", errors="replace") for end in found)
+    return least, most
 
 
 def _type_name(kind: pa.DataType) -> str:
@@ -255,6 +278,16 @@ def find_tables(path: Path, kind: Kind) -> list[DescribedTable]:
     raise DataError("synthetic data has no files; see nestpipe data synth")
 
 
+def _form_of_values(kind: pa.DataType) -> str:
+    """Types whose values can be compared have the same."""
+    if inputs.is_list(kind):
+        return f"lists of {_form_of_values(kind.value_type)}"
+    if pa.types.is_dictionary(kind):
+        return _form_of_values(kind.value_type)
+    number = inputs.is_number(kind) or pa.types.is_decimal(kind)
+    return "number" if number else _type_name(kind)
+
+
 def _kuairand_tables(path: Path) -> list[DescribedTable]:
     tables = [
         DescribedTable("log", find_files(path, public_sets.LOGS, "KuaiRand logs (log_standard_*)"))
@@ -268,9 +301,10 @@ def _kuairand_tables(path: Path) -> list[DescribedTable]:
 
 def _parquet_tables(files: Sequence[Path]) -> list[DescribedTable]:
     """One table for each set of columns, named after its first file where there are several."""
-    by_columns: dict[tuple[str, ...], DescribedTable] = {}
+    by_columns: dict[tuple[tuple[str, str], ...], DescribedTable] = {}
     for file in files:
-        columns = tuple(parquet.open_file(file).schema_arrow.names)
+        schema = parquet.open_file(file).schema_arrow
+        columns = tuple((column.name, _form_of_values(column.type)) for column in schema)
         by_columns.setdefault(columns, DescribedTable(file.stem, [])).files.append(file)
     if len(by_columns) == 1:
         return [DescribedTable("rows", list(files))]

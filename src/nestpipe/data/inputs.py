@@ -225,6 +225,13 @@ def is_text(kind: pa.DataType) -> bool:
     return pa.types.is_string(kind) or pa.types.is_large_string(kind)
 
 
+def is_text_key(kind: pa.DataType) -> bool:
+    """Whether keys of this type are hashes of strings."""
+    if is_list(kind) or pa.types.is_dictionary(kind):
+        return is_text_key(kind.value_type)
+    return is_text(kind)
+
+
 def is_list(kind: pa.DataType) -> bool:
     """Whether a column holds a list per row."""
     return (
@@ -287,7 +294,8 @@ def numbers(column: Any) -> NDArray[np.float32]:
     if pa.types.is_boolean(array.type):
         array = array.cast(pa.int8())
     found = array.to_numpy(zero_copy_only=False)
-    return found.astype(np.float32, copy=False)
+    with np.errstate(over="ignore"):  # what is too large is not finite, and told
+        return found.astype(np.float32, copy=False)
 
 
 def is_null(column: Any) -> NDArray[np.bool_]:
@@ -300,10 +308,14 @@ def is_null(column: Any) -> NDArray[np.bool_]:
 
 def holes(array: Any) -> NDArray[np.bool_]:
     """Which lists have a null inside."""
-    found = np.zeros(len(array), dtype=bool)
-    if array.flatten().null_count:
-        parents = compute.list_parent_indices(array).to_numpy(zero_copy_only=False)
-        found[parents[array.flatten().is_null().to_numpy(zero_copy_only=False)]] = True
+    return lists_with(list_lengths(array), is_null(values_of(array)))
+
+
+def lists_with(lengths: NDArray[np.int64], bad: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Which lists have one of these entries, given for all of them joined."""
+    found = np.zeros(len(lengths), dtype=bool)
+    if bad.any():
+        found[np.repeat(np.arange(len(lengths)), lengths)[bad]] = True
     return found
 
 
@@ -331,8 +343,18 @@ def need(kind: pa.DataType, wanted: bool, name: str, use: str, where: object) ->
         raise DataError(f"column {name} of {where} is {kind}, which cannot be {use}; name another")
 
 
+def need_alike(kind: pa.DataType, text: bool, name: str, where: object) -> None:
+    """Refuse keys that are text in one place and numbers in another: an id would have two keys."""
+    if is_text_key(kind) != text:
+        raise DataError(
+            f"column {name} of {where} is {kind}, and elsewhere its keys are "
+            f"{'text' if text else 'whole numbers'}, so an id would have two keys; write them alike"
+        )
+
+
 def _text_keys(array: Any) -> NDArray[np.int64]:
-    coded = array.dictionary_encode()
+    # As bytes: files and messages may hold strings that are not UTF-8.
+    coded = array.cast(pa.large_binary()).dictionary_encode()
     table = np.append(text_keys(coded.dictionary.to_pylist()), MISSING)
     codes = coded.indices.fill_null(len(table) - 1).to_numpy(zero_copy_only=False)
     return table[codes]

@@ -16,7 +16,7 @@ import logging
 import os
 import time
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from hashlib import blake2b
@@ -42,6 +42,7 @@ from nestpipe.data.parquet import (
     row_group,
     to_batch,
     to_sequences,
+    with_rows,
 )
 from nestpipe.data.sequences import SequenceLayout, find_layout
 from nestpipe.data.shards import concat
@@ -75,6 +76,11 @@ class Segment:
         """The file that a partition is named after."""
         name, _, rest = partition.rpartition("@")
         rows, _, digest = rest.partition("-")
+        if not name or not rows.isdecimal():
+            raise DataError(
+                f"the run stands in {partition!r}, which is no file of a folder; set data.path to "
+                "what it was, or begin a new run"
+            )
         return cls(name, int(rows), digest)
 
 
@@ -91,34 +97,16 @@ class FolderLog:
         self._held: tuple[str, int, list[Any]] | None = None
         """The row group that was read last: its partition, number and pieces."""
         self._sizes: tuple[str, list[int]] = ("", [])
-        self._layout = layout_of(config, self._example(config))
+        self._layout = layout_of(config, find_example(config))
 
     @property
     def layout(self) -> ColumnLayout | SequenceLayout:
         return self._layout
 
-    def _example(self, config: DataConfig) -> Path:
-        if config.stream.schema:
-            return Path(config.stream.schema)
-        names = sorted(self._names())
-        if not names:
-            raise DataError(
-                f"there are no Parquet files in {config.path!r} yet; add one, or name a file with "
-                "the same columns in data.stream.schema"
-            )
-        return self._folder / names[0]
-
-    def _names(self) -> Iterator[str]:
-        """Files below the folder; those of other programs begin with `.` or `_`."""
-        for pattern in PATTERNS:
-            for path in self._folder.rglob(pattern):
-                name = path.relative_to(self._folder)
-                if not any(part.startswith((".", "_")) for part in name.parts):
-                    yield name.as_posix()
-
     def poll(self, offsets: Offsets) -> Polled:
         """The rows of each file that follow its offset, in the order of names."""
-        there = {found.name: found for found in map(self._segment, sorted(self._names())) if found}
+        names = _names(self._folder)
+        there = {found.name: found for found in map(self._segment, names) if found}
         known = {Segment.of(partition).name: partition for partition in offsets}
         latest = max(known, default="")
         for found in there.values():
@@ -152,7 +140,8 @@ class FolderLog:
         except OSError as error:
             raise DataError(f"cannot read {path}: {error.strerror}; check the file") from None
         opened = open_file(path)
-        check(opened.schema_arrow, self._layout, path)
+        if opened.metadata.num_rows:
+            check(opened.schema_arrow, self._layout, path)
         digest = blake2b(end + str(stat.st_size).encode(), digest_size=8).hexdigest()
         found = Segment(name, opened.metadata.num_rows, digest)
         self._seen[name] = (print_, found)
@@ -165,7 +154,7 @@ class FolderLog:
                 f"{path} is not the file that was read before; put it back, and add new rows as "
                 "new files"
             )
-        if known is None and found.name < latest:
+        if known is None and found.name < latest and found.rows:
             raise DataError(
                 f"{path} came after {latest} was read, which its name is before; name files in the "
                 "order in which they come"
@@ -223,6 +212,33 @@ class FolderLog:
         return pa.Table.from_batches(self._held[2])
 
 
+def _names(folder: Path) -> list[str]:
+    """Files below the folder; those of other programs begin with `.` or `_`."""
+    found = [path for pattern in PATTERNS for path in folder.rglob(pattern) if path.is_file()]
+    names = [path.relative_to(folder) for path in found]
+    data = [name for name in names if not any(part.startswith((".", "_")) for part in name.parts)]
+    return sorted(name.as_posix() for name in data)
+
+
+def find_example(config: DataConfig) -> Path:
+    """A Parquet file with the columns of the log."""
+    if config.stream.schema:
+        return Path(config.stream.schema)
+    if config.path.startswith("kafka://"):
+        raise ConfigError(
+            "data.stream.schema is missing; name a Parquet file with the columns that the "
+            f"messages of {split_uri(config.path)[1]} have"
+        )
+    folder = Path(config.path)
+    files = [folder / name for name in _names(folder)]
+    if not files:
+        raise DataError(
+            f"there are no Parquet files in {config.path!r} yet; add one, or name a file with "
+            "the same columns in data.stream.schema"
+        )
+    return with_rows(files)
+
+
 def layout_of(config: DataConfig, example: Path) -> ColumnLayout | SequenceLayout:
     """What the columns of a log are, by a Parquet file that has the same."""
     if not example.exists():
@@ -254,6 +270,8 @@ log = logging.getLogger("nestpipe.data")
 
 MOST_AT_ONCE = 10_000
 """Messages that are asked of the client at a time."""
+_SPACE = b" \t\r\n"
+"""What JSON may have around an object."""
 FROM_ENVIRONMENT = "env:"
 """An option that begins so is the name of a variable, such as a password."""
 
@@ -344,12 +362,7 @@ class KafkaLog:
     def __init__(self, config: DataConfig) -> None:
         self._stream = config.stream
         self._topic = KafkaTopic(config.path, config.stream)
-        if not config.stream.schema:
-            raise ConfigError(
-                "data.stream.schema is missing; name a Parquet file with the columns that the "
-                f"messages of {self._topic.name} have"
-            )
-        example = Path(config.stream.schema)
+        example = find_example(config)
         self._layout = layout_of(config, example)
         schema = open_file(example).schema_arrow
         self._schema = pa.schema(
@@ -485,6 +498,10 @@ class KafkaLog:
         return good
 
     def _json(self, values: Sequence[bytes]) -> pa.Table:
+        for value in values:
+            # With both ends of each there, no object of one message can end in another.
+            if not (value.lstrip(_SPACE).startswith(b"{") and value.rstrip(_SPACE).endswith(b"}")):
+                raise RowError("it is no JSON object")
         text = b"\n".join(values)
         try:
             found = pa_json.read_json(
@@ -496,6 +513,7 @@ class KafkaLog:
                     unexpected_field_behavior="ignore",
                 ),
             )
+            found.validate(full=True)  # strings may be of any bytes
         except (pa.ArrowException, ValueError) as error:
             raise RowError(f"it does not fit data.stream.schema ({_short(error)})") from None
         if found.num_rows != len(values):
@@ -507,6 +525,7 @@ class KafkaLog:
         for value in values:
             try:
                 table = pa.ipc.open_stream(value).read_all()
+                table.validate(full=True)  # or damaged offsets would lead anywhere
                 tables.append(table.select(self._schema.names).cast(self._schema))
             except (pa.ArrowException, KeyError, ValueError, OSError) as error:
                 raise RowError(f"it does not fit data.stream.schema ({_short(error)})") from None

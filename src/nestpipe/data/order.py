@@ -288,12 +288,12 @@ def uniform(bits: U64) -> NDArray[np.float64]:
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def text_key(text: str) -> int:
+def text_key(text: str | bytes) -> int:
     """The key of a string: the first 8 bytes of its BLAKE2b-64 as a signed number, UTF-8."""
-    digest = blake2b(text.encode("utf-8"), digest_size=8).digest()
-    return int.from_bytes(digest, "little", signed=True)
+    encoded = text.encode("utf-8") if isinstance(text, str) else text
+    return int.from_bytes(blake2b(encoded, digest_size=8).digest(), "little", signed=True)
 
 
-def text_keys(texts: Iterable[str]) -> NDArray[np.int64]:
+def text_keys(texts: Iterable[str | bytes]) -> NDArray[np.int64]:
     """`text_key` of each."""
     return np.array([text_key(text) for text in texts], dtype=np.int64)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -40,6 +40,7 @@ from nestpipe.data.sequences import (
     broken_rows,
     check_types,
     find_layout,
+    with_target,
 )
 from nestpipe.data.sequences import to_batch as sequence_batch
 from nestpipe.data.shards import Fill, PieceForm
@@ -67,6 +68,8 @@ from nestpipe.kernels.take import Filling, PieceColumns, RowForm
 
 log = logging.getLogger("nestpipe.data")
 
+AnyFile = TypeVar("AnyFile", bound=DataFile)
+
 
 @dataclass(frozen=True, slots=True)
 class ColumnLayout:
@@ -77,6 +80,8 @@ class ColumnLayout:
     """Those of `sparse` with one key per row."""
     dense: tuple[str, ...]
     labels: tuple[str, ...]
+    texts: frozenset[str] = frozenset()
+    """Those of `sparse` whose keys are strings."""
     any_labels: bool = False
     """Whether labels may be outside 0 to 1."""
     positive_from: float = 0.0
@@ -128,6 +133,7 @@ def choose(schema: pa.Schema, config: ParquetConfig, where: DataFile) -> ColumnL
         frozenset(_single(schema, sparse)),
         dense,
         labels,
+        frozenset(name for name in sparse if _is_text(schema, name)),
         config.any_labels,
         config.positive_from,
         config.sample_weight,
@@ -169,6 +175,10 @@ def _single(schema: pa.Schema, names: Sequence[str]) -> Iterator[str]:
     for name in names:
         if name in schema.names and not inputs.is_list(schema.field(name).type):
             yield name
+
+
+def _is_text(schema: pa.Schema, name: str) -> bool:
+    return name in schema.names and inputs.is_text_key(schema.field(name).type)
 
 
 def to_batch(
@@ -256,10 +266,8 @@ def _misfits(piece: Any, of: str, column: str) -> list[tuple[np.ndarray, str]]:
     differ = lengths != inputs.list_lengths(inputs.flat(piece[of]))
     found = [(differ, f"{column} has more or fewer entries than {of}")]
     if not (good := np.isfinite(weights)).all():
-        bad = np.bincount(
-            np.repeat(np.arange(len(lengths)), lengths)[~good], minlength=len(lengths)
-        )
-        found.append((bad > 0, f"{column} has an entry that is no finite number"))
+        bad = inputs.lists_with(lengths, ~good)
+        found.append((bad, f"{column} has an entry that is no finite number"))
     return found
 
 
@@ -372,9 +380,9 @@ MOST_IN_TURN = 131_072
 PATTERNS = ("*.parquet", "*.pq")
 
 
-def open_parquet(config: DataConfig, split: Split) -> Stream:
-    """The rows of a Parquet file or folder."""
-    path, every, layout, files = find_split(config, split)
+def open_parquet(config: DataConfig, split: Split, like: DataFile | None = None) -> Stream:
+    """The rows of a Parquet file or folder; `like` has the columns that training has."""
+    path, every, layout, files = find_split(config, split, like)
     chunks = [
         chunk
         for number, file in enumerate(files)
@@ -394,23 +402,32 @@ def open_parquet(config: DataConfig, split: Split) -> Stream:
 
 
 def find_split(
-    config: DataConfig, split: Split
+    config: DataConfig, split: Split, like: DataFile | None = None
 ) -> tuple[str, int, ColumnLayout | SequenceLayout, Sequence[DataFile]]:
-    """The path of a split, which rows of its files are wanted, what is in them, and the files."""
-    files = find_data(config.path)
-    schema = open_file(files[0]).schema_arrow
+    """The path of a split, which rows of its files are wanted, what is in them, and the files.
+
+    The columns are those of training, in its order: a model takes features by their place.
+    """
+    like = like or with_rows(find_data(config.path))
+    schema = open_file(like).schema_arrow
     read_items = partial(_all_items, config)
     layout = find_layout(schema, config, split, read_items)
     if layout is not None and not _has_own_rows(config):
-        check(schema, layout, files[0])
-        return config.path, 0, layout, files
-    path, every = split_path(config, split)
+        path, every = config.path, 0
+    else:
+        path, every = split_path(config, split)
     files = find_data(path)
-    schema = open_file(files[0]).schema_arrow
-    layout = find_layout(schema, config, split, read_items)
-    layout = layout or choose(schema, config.parquet, files[0])
-    check(schema, layout, files[0])
+    if layout is None:
+        layout = choose(schema, config.parquet, like)
+    else:
+        layout = with_target(layout, open_file(with_rows(files)).schema_arrow, config.parquet)
     return path, every, layout, files
+
+
+def with_rows(files: Sequence[AnyFile]) -> AnyFile:
+    """The first file that has rows: what programs write without any may have other types."""
+    found = (file for file in files if open_file(file).metadata.num_rows)
+    return next(found, files[0])
 
 
 def refuse_labels(files: Sequence[DataFile], layout: ColumnLayout, *, skips: bool) -> None:
@@ -430,8 +447,8 @@ def refuse_labels(files: Sequence[DataFile], layout: ColumnLayout, *, skips: boo
         made = layout.label(pa.array([least, most]))
         if made[0] == made[1]:
             raise DataError(
-                f"every {name} of {files[0].parent} is {made[0]:g}, so there is nothing to learn; "
-                "add rows of the other kind, or check data.parquet.labels"
+                f"every {name} of {files[0].parent} is {made[0] + 0:g}, so there is nothing to "
+                "learn; add rows of the other kind, or check data.parquet.labels"
             )
 
 
@@ -440,6 +457,8 @@ def _bounds(files: Sequence[DataFile], name: str) -> tuple[float, float] | None:
     found: list[float] = []
     for file in files:
         opened = open_file(file)
+        if not opened.metadata.num_rows:
+            continue
         paths = [opened.schema.column(i).path for i in range(opened.metadata.num_columns)]
         if name not in paths:
             return None
@@ -448,7 +467,10 @@ def _bounds(files: Sequence[DataFile], name: str) -> tuple[float, float] | None:
             statistics = opened.metadata.row_group(group).column(paths.index(name)).statistics
             if statistics is None or not statistics.has_min_max:
                 return None
-            found += [float(statistics.min), float(statistics.max)]
+            ends = (statistics.min, statistics.max)
+            if not all(isinstance(end, int | float) for end in ends):
+                return None  # of floats of 16 bits Arrow gives bytes
+            found += [float(end) for end in ends]
     return (min(found), max(found)) if found else None
 
 
@@ -559,6 +581,7 @@ def check(schema: pa.Schema, layout: ColumnLayout | SequenceLayout, where: DataF
         kind = schema.field(name).type
         fits = inputs.is_key(kind) if name in layout.single else inputs.is_list(kind)
         inputs.need(kind, fits and inputs.is_keys(kind), name, "keys", where)
+        inputs.need_alike(kind, name in layout.texts, name, where)
     more = (layout.sample_weight,) if layout.sample_weight else ()
     for name in layout.dense + layout.labels + more:
         kind = schema.field(name).type
@@ -573,8 +596,9 @@ def _chunks(
     path: DataFile, layout: ColumnLayout | SequenceLayout, split: Split, every: int, number: int
 ) -> Iterator[Chunk]:
     file = open_file(path)
-    check(file.schema_arrow, layout, path)
     begin, footer = 0, file.metadata
+    if footer.num_rows:
+        check(file.schema_arrow, layout, path)
     for group in range(footer.num_row_groups):
         size = footer.row_group(group).num_rows
 
@@ -601,8 +625,12 @@ def _chunks(
             rows = range(begin, begin + size)
             in_turn = _ColumnsInTurn(path, group, layout, footer, read, rows, split, every)
             by_column = in_turn.read
-        yield Chunk(read, lambda known=known: known, by_column)
+        yield Chunk(read if size else _read_nothing, lambda known=known: known, by_column)
         begin += size
+
+
+def _read_nothing(_: Broken) -> Iterator[Batch]:
+    return iter(())
 
 
 def _can_be_decoded_in_turn(path: DataFile, size: int, layout: ColumnLayout) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -76,6 +76,8 @@ class SequenceLayout:
     """The column of the target's time."""
     max_len: int
     held: HoldOut
+    text: bool
+    """Whether items are strings."""
     items: Callable[[], I64] | None = field(compare=False)
     """Reads the different items of all splits; a log without an end cannot."""
 
@@ -113,19 +115,27 @@ def find_layout(
             f"data.parquet.history is {history!r}, so rows are sequences; leave out sparse, dense, "
             "labels and weights"
         )
-    target = _there(schema, wanted.target, TARGET)
     own_rows = bool(config.test_every or config.test_path or config.validation_path)
     own_rows = own_rows or config.kind == "stream"
-    columns = (history, *([target] if target else []))
-    return SequenceLayout(
+    columns = (history, wanted.target or TARGET)
+    found = SequenceLayout(
         history,
         _there(schema, wanted.timestamps, TIMESTAMPS),
-        target,
-        TIME if target and TIME in schema.names else None,
+        None,
+        None,
         wanted.max_len,
         HoldOut.of(split, own_rows=own_rows),
+        history in schema.names and inputs.is_text_key(schema.field(history).type),
         partial(read_items, columns) if read_items else None,
     )
+    return with_target(found, schema, wanted)
+
+
+def with_target(layout: SequenceLayout, schema: pa.Schema, wanted: ParquetConfig) -> SequenceLayout:
+    """The same columns, and the target where a split's files have it apart."""
+    target = _there(schema, wanted.target, TARGET)
+    time = TIME if target and TIME in schema.names else None
+    return replace(layout, target=target, time=time)
 
 
 def _history(schema: pa.Schema, wanted: ParquetConfig) -> str:
@@ -146,6 +156,7 @@ def check_types(schema: pa.Schema, layout: SequenceLayout, where: object) -> Non
     kind = schema.field(layout.history).type
     fits = inputs.is_list(kind) and inputs.is_keys(kind)
     inputs.need(kind, fits, layout.history, "a list of items per row", where)
+    inputs.need_alike(kind, layout.text, layout.history, where)
     if layout.timestamps:
         kind = schema.field(layout.timestamps).type
         fits = inputs.is_list(kind) and _is_time(kind.value_type)
@@ -153,6 +164,7 @@ def check_types(schema: pa.Schema, layout: SequenceLayout, where: object) -> Non
     if layout.target:
         kind = schema.field(layout.target).type
         inputs.need(kind, inputs.is_key(kind), layout.target, "an item per row", where)
+        inputs.need_alike(kind, layout.text, layout.target, where)
     if layout.time:
         kind = schema.field(layout.time).type
         inputs.need(kind, _is_time(kind), layout.time, "a time per row", where)
@@ -172,23 +184,35 @@ def broken_rows(piece: Any, layout: SequenceLayout) -> list[tuple[NDArray[np.boo
         differ = inputs.list_lengths(history) != inputs.list_lengths(times)
         reason = f"{layout.timestamps} has more or fewer entries than {layout.history}"
         found.append((differ, reason))
+        if (never_T := _never(inputs.values_of(times))).any():
+            bad = inputs.lists_with(inputs.list_lengths(times), never_T)
+            found.append((bad, f"{layout.timestamps} has an entry that is no time"))
     for name in (layout.target, layout.time):
         if name:
             found.append((inputs.is_null(piece[name]), f"{name} is empty"))
+    if layout.time:
+        found.append((_never(inputs.flat(piece[layout.time])), f"{layout.time} is no time"))
     return found
+
+
+def _never(array: Any) -> NDArray[np.bool_]:
+    """Which times are no whole seconds of 64 bits."""
+    if not pa.types.is_floating(array.type):
+        return np.zeros(len(array), dtype=bool)
+    return ~(np.abs(array.to_numpy(zero_copy_only=False).astype(np.float64)) < 2.0**63)
 
 
 def to_batch(piece: Any, layout: SequenceLayout, ids_B: I64) -> tuple[Batch, NDArray[np.bool_]]:
     """The rows with enough items as samples, and which rows those are."""
     history = inputs.lists(piece[layout.history])
     items_T, lengths_B = _list(history)
-    if layout.target:
-        items_T = np.insert(items_T, np.cumsum(lengths_B), inputs.keys(piece[layout.target]))
-    times_T = _times(piece, layout, lengths_B) if layout.timestamps else None
-    if layout.target:
-        lengths_B = lengths_B + 1
-    if times_T is not None:
+    times_T = None
+    if layout.timestamps:
+        times_T = seconds(inputs.values_of(inputs.flat(piece[layout.timestamps])))
         items_T, times_T = in_order(items_T, times_T, lengths_B)
+    if layout.target:
+        items_T, times_T = _with_targets(piece, layout, items_T, times_T, lengths_B)
+        lengths_B = lengths_B + 1
     held = layout.held
     if _is_whole(layout, lengths_B):
         lists = {HISTORY: items_T, **({} if times_T is None else {TIMESTAMPS: times_T})}
@@ -222,18 +246,22 @@ def _list(lists: Jagged) -> tuple[I64, I64]:
     return lists.values.numpy(), lists.lengths.numpy()
 
 
-def _times(piece: Any, layout: SequenceLayout, lengths_B: I64) -> I64:
-    """(T,) whole seconds; where a target has no time of its own, it has that of the item before."""
-    values = inputs.flat(piece[layout.timestamps]).flatten()
-    times_T = seconds(values)
-    if not layout.target:
-        return times_T
+def _with_targets(
+    piece: Any, layout: SequenceLayout, items_T: I64, times_T: I64 | None, lengths_B: I64
+) -> tuple[I64, I64 | None]:
+    """Each row's target follows its other items, whatever their times."""
+    ends_B = np.cumsum(lengths_B)
+    if times_T is not None:
+        times_T = np.insert(times_T, ends_B, _target_times(piece, layout, times_T, lengths_B))
+    return np.insert(items_T, ends_B, inputs.keys(piece[layout.target])), times_T
+
+
+def _target_times(piece: Any, layout: SequenceLayout, times_T: I64, lengths_B: I64) -> I64:
+    """(B,) the targets' own times, or that of the latest item of each history."""
     if layout.time:
-        own_B = seconds(inputs.flat(piece[layout.time]))
-    else:
-        before_B = np.maximum(np.cumsum(lengths_B) - 1, 0)
-        own_B = np.where(lengths_B > 0, np.append(times_T, 0)[before_B], 0)
-    return np.insert(times_T, np.cumsum(lengths_B), own_B)
+        return seconds(inputs.flat(piece[layout.time]))
+    before_B = np.maximum(np.cumsum(lengths_B) - 1, 0)
+    return np.where(lengths_B > 0, np.append(times_T, 0)[before_B], 0)
 
 
 def seconds(array: Any) -> I64:

@@ -485,9 +485,10 @@ def open_stream(config: DataConfig, split: Split) -> Source:
             raise MissingSplitError(
                 f"a stream has no {split} split; set data.{split}_path to Parquet files"
             )
+        from nestpipe.data.logs import find_example
         from nestpipe.data.parquet import open_parquet
 
-        return open_parquet(replace(config, kind="parquet", path=path), split)
+        return open_parquet(replace(config, kind="parquet", path=path), split, find_example(config))
     broken = Broken(config.max_broken)
     return StreamingSource(open_log(config), config.stream, broken=broken, shards=config.shards)
 

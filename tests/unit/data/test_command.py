@@ -4,6 +4,9 @@ import builtins
 import json
 import sys
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from nestpipe.cli.app import main
@@ -65,8 +68,6 @@ def test_columns_have_ranges_and_times(run, make):
 
 
 def test_many_distinct_values_are_counted_roughly():
-    import numpy as np
-
     from nestpipe.data.describe import Distinct
     from nestpipe.data.order import draw
 
@@ -87,6 +88,27 @@ def test_broken_rows_are_told(run, tmp_path):
     status, _, err = run("describe", tmp_path, "--max-broken", 0)
     assert status == 2
     assert err.count("\n") == 1
+
+
+def test_columns_of_any_type_are_described(run, tmp_path):
+    columns = {
+        "bytes": pa.array([b"\xff", b"a"]),
+        "half": pa.array(np.array([1, 2], np.float16)),
+        "pause": pa.array([3, 4], pa.duration("s")),
+        "view": pa.array(["a", None], pa.string_view()),
+        "text": pa.array([b"\xff", b"a"]).view(pa.string()),
+        "lists": pa.array([[b"\xff"], None]),
+    }
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    pq.write_table(pa.table(columns | {"half": ["x", "y"]}), tmp_path / "b.parquet")
+    status, out, _ = run("describe", tmp_path, "--json", "-")
+    assert status == 0
+    one, other = (table["columns"] for table in json.loads(out)["tables"])
+    assert [(found["min"], found["max"], found["empty"]) for found in one] == [
+        (None, None, 0), (1.0, 2.0, 0), (3, 4, 0), (None, None, 1), ("a", "\ufffd", 0),
+        (None, None, 1),
+    ]  # fmt: skip
+    assert (other[1]["min"], other[1]["max"]) == ("x", "y")
 
 
 def test_what_cannot_be_described_is_one_sentence(run, tmp_path):

@@ -181,6 +181,32 @@ def test_broken_messages_are_refused_or_skipped_by_name(cluster, topic, schema):
         users(data(cluster, topic, schema, max_broken=1), 8)
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "broken"),
+    [
+        (b'{"user": 1}{"user": 2}', b"", 0),  # two objects in two messages
+        (b'{"user": 1}{"user": 2', b"}", 0),
+        (b'{"user": 1}', b'{"items": ["\xff"]}', 1),
+        (b'{"user": 1}', b"[1]", 1),
+    ],
+    ids=["two-in-one", "cut-in-two", "no-text", "no-object"],
+)
+def test_messages_are_one_json_object_each(cluster, topic, schema, first, second, broken):
+    cluster.send([first, second], topic=topic)
+    with pytest.raises(DataError, match=f"message {broken} of {topic}/0 is broken: it "):
+        users(data(cluster, topic, schema), 2)
+
+
+def test_a_damaged_arrow_message_is_broken(cluster, topic, schema):
+    """Offsets that lead out of the message; followed, they end the process."""
+    whole, offsets = as_arrow(range(3)), np.array([0, 2, 4, 6], np.int32).tobytes()
+    assert whole.count(offsets) == 1
+    beyond = np.array([0, 2, 4, 1 << 30], np.int32).tobytes()
+    cluster.send([whole.replace(offsets, beyond)], topic=topic)
+    with pytest.raises(DataError, match=f"message 0 of {topic}/0 is broken: it does not fit"):
+        users(data(cluster, topic, schema, format="arrow", rows_per_message=3), 3)
+
+
 def test_a_sample_that_breaks_a_rule_is_named_by_its_offset(cluster, topic, schema):
     cluster.send([*as_json(range(3)), json.dumps({**row(3), "label": 7}).encode()], topic=topic)
     with pytest.raises(DataError, match=f"row 3 of {topic}/0 is broken: label is 7"):

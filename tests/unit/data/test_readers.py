@@ -159,6 +159,61 @@ def test_a_second_label_is_no_feature(tmp_path):
     assert everything(ignored).dense.keys() == {"label"}
 
 
+def test_labels_of_16_bits_are_labels(tmp_path):
+    config = write_labels(tmp_path, np.array([1, 0], np.float16))
+    assert everything(config).dense["label"].tolist() == [1, 0]
+
+
+def write_files(folder, **files):
+    """Each file with its columns."""
+    folder.mkdir(exist_ok=True)
+    for name, columns in files.items():
+        pq.write_table(pa.table(columns), folder / f"{name}.parquet")
+    return str(folder)
+
+
+def test_held_out_files_have_the_columns_of_training_in_its_order(tmp_path):
+    """Chosen by their own types, features would be in the places of others."""
+    train = {"user": [1, 2], "a": [0.1, 0.2], "b": [1.0, 2.0], "label": [0.0, 1.0]}
+    path = write_files(tmp_path / "train", rows=train)
+    other = {"more": [9], "label": [1.0], "b": [3.0], "a": [0.3], "user": [3]}
+    test_path = write_files(tmp_path / "test", rows=other)
+    config = DataConfig(kind="parquet", path=path, test_path=test_path)
+    assert open_source(config, "test").columns == open_source(config).columns
+    assert everything(config, "test").dense[DENSE].tolist() == [[pytest.approx(0.3), 3.0]]
+    write_files(tmp_path / "test", rows={"user": [3], "b": [3.0], "label": [1.0]})
+    with pytest.raises(DataError, match=r"test/rows.parquet has no column a, it has user, b"):
+        open_source(config, "test")
+
+
+def test_keys_that_are_text_in_one_file_and_numbers_in_another_are_refused(tmp_path):
+    one, two = {"user": [1], "label": [0.0]}, {"user": ["1"], "label": [1.0]}
+    path = write_files(tmp_path / "files", one=one, two=two)
+    sentence = "column user of .*two.parquet is string, and elsewhere its keys are whole numbers"
+    with pytest.raises(DataError, match=sentence):
+        open_source(DataConfig(kind="parquet", path=path))
+    users = write_files(tmp_path / "users", one={"history": [[1, 2]], "target": ["2"]})
+    with pytest.raises(DataError, match=r"column target of .* is string, and elsewhere its keys"):
+        open_source(DataConfig(kind="parquet", path=users))
+
+
+@pytest.mark.parametrize("options", [{}, {"max_broken": 1}])
+def test_a_file_without_rows_may_have_any_types(tmp_path, options):
+    """Programs that write no rows often do not know of what."""
+    empty = {"user": pa.array([], pa.null()), "label": pa.array([], pa.string())}
+    full = {"user": [5, 6], "label": [0.0, 1.0]}
+    path = write_files(tmp_path / "files", a=empty, b=full, c={"other": pa.array([], pa.int8())})
+    config = DataConfig(kind="parquet", path=path, shuffle=False, **options)
+    assert everything(config).sparse["user"].values.tolist() == [5, 6]
+
+
+def test_a_string_that_is_not_utf_8_has_a_key(tmp_path):
+    words = pa.array([b"\xff", "é".encode()]).view(pa.string())
+    path = write_files(tmp_path / "files", rows={"word": words, "label": [0.0, 1.0]})
+    found = everything(DataConfig(kind="parquet", path=path, shuffle=False))
+    assert found.sparse["word"].values.tolist() == [text_key(b"\xff"), text_key("é")]
+
+
 def test_the_key_that_stands_for_none_is_told_once(tmp_path, caplog):
     config = write_labels(tmp_path, [1, 0, 1], user=pa.array([-1, 2, None]))
     assert everything(config).sparse["user"].values.tolist() == [-1, 2, -1]
@@ -356,6 +411,15 @@ def test_a_column_of_targets_follows_the_history(tmp_path):
     assert train.sparse["timestamps"].to_lists()[0] == [1] * 5
 
 
+@pytest.mark.parametrize("own", [{}, {"time": [0, 0, 0, 9]}])
+def test_a_target_comes_after_items_in_any_order_of_time(tmp_path, own):
+    config = write_users(tmp_path, target=[1, 2, 3, 4], **own)
+    test = everything(replace(config, test_path=str(tmp_path)), "test")
+    assert test.sparse["history"].to_lists() == [[9, 5, 3, 7], [1, 2], [8, 4, 4]]
+    assert test.dense["target"].tolist() == [1, 2, 3]
+    assert test.dense["time"].tolist() == ([0, 0, 0] if own else [20, 2, 3])
+
+
 def test_times_of_other_types_are_whole_seconds(tmp_path):
     days = pa.array([[86_400_000] * 4, [1] * 2, [999] * 3, []], pa.list_(pa.timestamp("ms")))
     config = write_users(tmp_path, timestamps=days)
@@ -368,6 +432,11 @@ def test_times_of_other_types_are_whole_seconds(tmp_path):
         ({"timestamps": [[1], [1, 2], [1, 2, 3], []]}, "row 1 of .* timestamps has more or fewer"),
         ({"history": [[5, None, 9, 7], [1, 2], [4, 4, 8], []]}, "row 1 .* history has an empty"),
         ({"timestamps": [["a"], ["b"], ["c"], []]}, "timestamps of .* cannot be a list of times"),
+        (
+            {"timestamps": [[1.0] * 4, [2.0, math.nan], [3.0] * 3, []]},
+            "row 2 of .* timestamps has an entry that is no time",
+        ),
+        ({"target": [1] * 4, "time": [0.5, 1.0, math.inf, 2.0]}, "row 3 of .* time is no time"),
     ],
 )
 def test_sequences_that_make_no_sense_are_refused(tmp_path, columns, sentence):

@@ -441,6 +441,36 @@ def test_a_log_that_has_changed_is_refused_in_a_sentence(tmp_path):
     assert len(trained(config, resume="auto")[0]) == 1
 
 
+def test_files_without_rows_and_folders_named_like_files_are_passed_over(tmp_path):
+    """A file without rows is in no cursor, and has not come late for that."""
+    folder = tmp_path / "in"
+    (folder / "0.parquet").mkdir(parents=True)
+    pq.write_table(pa.table({"user": pa.nulls(0)}), folder / "1.parquet")
+    add_file(folder, "2.parquet", 0)
+    run = {"checkpoint": str(tmp_path / "run")}
+    assert len(trained(job_config(folder, run=run))[0]) == 3
+    add_file(folder, "3.parquet", 40)
+    assert len(trained(job_config(folder, run=run), resume="auto")[0]) == 3
+
+
+def test_held_out_files_have_the_columns_of_the_log_in_its_order(tmp_path):
+    folder, held = tmp_path / "in", tmp_path / "held.parquet"
+    add_file(folder, "0.parquet", 0)
+    table = pq.read_table(add_file(tmp_path / "other", "0.parquet", 40))
+    pq.write_table(table.select(table.column_names[::-1]), held)
+    config = job_config(folder, data={"test_path": str(held)}).data
+    assert open_source(config, "test").columns == open_source(config).columns
+
+
+def test_a_cursor_of_another_log_is_refused(tmp_path):
+    add_file(tmp_path / "in", "0.parquet", 0)
+    source = open_source(DataConfig(kind="stream", path=str(tmp_path / "in"), stream=AT_ONCE))
+    assert isinstance(source, StreamingSource)
+    gather = LocalCommunicator().all_gather_values
+    with pytest.raises(DataError, match=r"stands in 'clicks/0', which is no file of a folder"):
+        source.decide({"clicks/0": 40}, rank=0, global_batch=12, gather=gather)
+
+
 def test_mistakes_of_a_folder_are_said_before_training(tmp_path):
     (tmp_path / "in").mkdir()
     with pytest.raises(DataError, match=r"there is no folder .* to follow"):

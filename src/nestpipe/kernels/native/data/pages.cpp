@@ -58,7 +58,7 @@ bool read_struct(Reader& in, int depth, Use use) {
   while (in.good) {
     const uint8_t head = in.byte();
     if (head == 0) return in.good;
-    field = head >> 4 ? field + (head >> 4) : in.signed_number();
+    field = head >> 4 ? field + (head >> 4) : static_cast<int16_t>(in.signed_number());
     if (!use(field, head & 15) && !skip_value(in, head & 15, depth)) return false;
   }
   return false;
@@ -164,9 +164,9 @@ bool decode_bits(const Runs& runs, int64_t size, uint8_t* to) {
         }
         return true;
       },
-      [&](uint64_t value, int64_t at, int64_t count) {
+      [&](uint64_t bit, int64_t at, int64_t count) {
+        if (bit > 1) return false;
         for (int64_t place = at; place < at + count; ++place) {
-          const uint8_t bit = value & 1;
           to[place >> 3] = (to[place >> 3] & ~(1 << (place & 7))) | bit << (place & 7);
         }
         return true;
