@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -25,6 +25,15 @@ WIDTHS = (64, 128, 256)
 ROWS = 128
 """Own rows of a program."""
 _GROUP_ROWS = 64
+Part = Literal["forward", "queries", "keys", "only-keys", "values"]
+_PARTS: dict[Part, tuple[bool, bool, bool]] = {
+    "forward": (False, False, True),
+    "queries": (False, True, False),
+    "keys": (True, True, True),
+    "only-keys": (True, True, False),
+    "values": (True, False, True),
+}
+"""Whether own rows are keys, and what is summed: gradients of scores, values."""
 
 
 def why_not_hopper(q_THA: Tensor, width: int) -> str | None:
@@ -132,43 +141,49 @@ def _tiles(problem: Problem) -> GroupTiles:
 
 def run_forward(problem: Problem) -> Tensor:
     """(T, H, A) the weighted sums of values."""
-    out_THA = problem.v_THV.new_empty(problem.out_shape)
-    rows = (problem.q_THA, problem.q_THA, problem.k_THA, problem.v_THV)
-    _start(problem, _tiles(problem).forward, rows, None, out_THA, by_keys=False)
-    return out_THA
+    return run_part(problem, "forward", _tiles(problem).forward)[0]
 
 
 def run_queries(problem: Problem, grad_THA: Tensor) -> Tensor:
     """(T, H, A) the gradient of the queries."""
-    out_THA = problem.q_THA.new_empty(problem.out_shape)
-    rows = (problem.q_THA, grad_THA, problem.k_THA, problem.v_THV)
-    _start(problem, _tiles(problem).queries, rows, out_THA, None, by_keys=False)
-    return out_THA
+    return run_part(problem, "queries", _tiles(problem).queries, grad_THA)[0]
 
 
 def run_keys(problem: Problem, grad_THA: Tensor) -> tuple[Tensor, Tensor]:
     """(T, H, A) twice: the gradients of keys and values."""
     tiles = _tiles(problem)
-    grad_k_THA, grad_v_THA = (problem.k_THA.new_empty(problem.out_shape) for _ in range(2))
-    rows = (problem.k_THA, problem.v_THV, problem.q_THA, grad_THA)
     if tiles.values is None:
-        _start(problem, tiles.keys, rows, grad_k_THA, grad_v_THA, by_keys=True)
+        grad_k_THA, grad_v_THA = run_part(problem, "keys", tiles.keys, grad_THA)
     else:
-        _start(problem, tiles.keys, rows, grad_k_THA, None, by_keys=True)
-        _start(problem, tiles.values, rows, None, grad_v_THA, by_keys=True)
+        (grad_k_THA,) = run_part(problem, "only-keys", tiles.keys, grad_THA)
+        (grad_v_THA,) = run_part(problem, "values", tiles.values, grad_THA)
     return grad_k_THA, grad_v_THA
+
+
+def run_part(
+    problem: Problem, part: Part, tile: GroupTile, grad_THA: Tensor | None = None
+) -> list[Tensor]:
+    """What one start of the kernel writes; `grad_THA` is that of the weighted sums of values."""
+    by_keys, gradients, values = _PARTS[part]
+    q_THA, k_THA, v_THA = problem.q_THA, problem.k_THA, problem.v_THV
+    other_THA = q_THA if grad_THA is None else grad_THA  # the forward pass has no use for it
+    rows = (k_THA, v_THA, q_THA, other_THA) if by_keys else (q_THA, other_THA, k_THA, v_THA)
+    outs = [
+        q_THA.new_empty(problem.out_shape) if wanted else None for wanted in (gradients, values)
+    ]
+    _start(problem, tile, rows, (outs[0], outs[1]), by_keys=by_keys)
+    return [out for out in outs if out is not None]
 
 
 def _start(
     problem: Problem,
     tile: GroupTile,
     rows: tuple[Tensor, Tensor, Tensor, Tensor],
-    out_b: Tensor | None,
-    out_c: Tensor | None,
+    outs: tuple[Tensor | None, Tensor | None],
     *,
     by_keys: bool,
 ) -> None:
-    """One pass: sums over b, over c or both, of own rows x and y."""
+    """One pass over own rows x and y and tiles b and c: sums over b, over c or both."""
     from nestpipe.kernels.triton_launch import constants
 
     programs, place = problem.order(ROWS)
@@ -184,13 +199,13 @@ def _start(
     ]
     wanted = constants(
         A=width, N=tile.rows, P=bias.num_positions, Q=bias.num_buckets, KEYS=by_keys,
-        GRAD=out_b is not None, VALUES=out_c is not None, HELD=tile.held,
+        GRAD=outs[0] is not None, VALUES=outs[1] is not None, HELD=tile.held,
         B_STAGES=tile.b_stages, C_STAGES=tile.c_stages, num_warps=4,
     )  # fmt: skip
     _starter()(
         (programs,),
         wanted,
         [descriptor for descriptor, _ in made],
-        (out_b, out_c, *problem.shared()),
+        (*outs, *problem.shared()),
         (*problem.numbers(place), *(step for _, step in made)),
     )

@@ -213,8 +213,8 @@ BROKEN = {
     "no fence behind stores": ("keys", "            fence_async_shared()\n", ""),
     "rows past the end count": (
         "both",
-        "    if MASKED:\n        if at + N > length",
-        "    if MASKED:\n        if at + N > length + N",
+        "        if at + N > length:\n            zero_rows_past(b_tile",
+        "        if at > length:\n            zero_rows_past(b_tile",
     ),
     "one product less is waited for": (
         "queries",
