@@ -4,6 +4,12 @@
     python tools/bench_attention.py --only forward,keys --widths 128
     python tools/bench_attention.py --only tiles --sizes 4x4096,32x512 --rep 10
     python tools/bench_attention.py --chosen --only check,nan,sdpa,forward,queries,keys,bias,whole
+    python tools/bench_attention.py --only hopper --out hopper.json
+
+`hopper` is the kernel of Hopper's warp groups: checked first, then each pass with each of its
+tiles, then everything through autograd beside Triton's kernels and torch's. It is never part of a
+run that does not name it. A wrong barrier waits for ever, so whatever runs it has a process with a
+time limit, and readings show when they are taken.
 
 Parts: check (against the plain form in float64), nan (where a result is not a number), sdpa, the
 passes forward, queries, keys, only-keys and values, bias, whole (through autograd), jagged, short.
@@ -30,6 +36,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +48,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from triton.errors import TritonError
 
 from nestpipe.kernels.attention import fused_launch as launch
+from nestpipe.kernels.attention import hopper_launch
 from nestpipe.kernels.attention.fused import attention_by_kernels
 from nestpipe.kernels.attention.fused_launch import Problem, Tiles, TileShape
+from nestpipe.kernels.attention.hopper_launch import GroupTile, GroupTiles
 from nestpipe.kernels.attention.reference import Mask, RelativeBias, hstu_attention
 
 HEADS, BATCH, LENGTH = 4, 4, 4096
@@ -51,6 +60,7 @@ POSITIONS, TIME_BUCKETS = 64, 32
 PASSES = {"forward": 2, "queries": 3, "keys": 4, "only-keys": 3, "values": 2, "bias": 2}
 """Matrix products of each."""
 PARTS = ["check", "nan", "sdpa", *PASSES, "whole", "jagged", "short"]
+HOPPER = "hopper"
 BOUND = 1e-2
 """Of the largest value, for bfloat16."""
 FAILURES = (RuntimeError, TritonError)
@@ -131,6 +141,45 @@ SHORT_TILES = [
 ]
 """Tried for the forward pass of short sequences of width 128."""
 
+# Rows of a tile, tiles of b and of c, whether own rows are in registers, whether programs stay.
+# Compiled ahead for sm_90 (Triton 3.6); spills in bytes are those of the whole function.
+HOPPER_TILES: dict[tuple[str, int], list[GroupTile]] = {
+    ("forward", 64): [GroupTile(128, 3, 3), GroupTile(128, 2, 2), GroupTile(64, 4, 4)],
+    ("queries", 64): [GroupTile(128, 3, 3), GroupTile(64, 4, 4)],
+    ("keys", 64): [GroupTile(64, 4, 4), GroupTile(128, 3, 3)],
+    ("forward", 128): [
+        GroupTile(128, 2, 2),
+        GroupTile(128, 2, 2, held=True),
+        GroupTile(128, 2, 2, held=True, persistent=True),
+        GroupTile(128, 2, 2, persistent=True),
+        GroupTile(64, 4, 4),
+    ],
+    ("queries", 128): [
+        GroupTile(128, 2, 2),
+        GroupTile(128, 2, 2, persistent=True),
+        GroupTile(64, 4, 4),
+        GroupTile(64, 2, 2),
+    ],
+    ("keys", 128): [
+        GroupTile(64, 4, 4),
+        GroupTile(64, 2, 2),
+        GroupTile(64, 4, 4, persistent=True),
+        GroupTile(32, 6, 6),
+    ],
+    ("only-keys", 128): [GroupTile(64, 4, 4), GroupTile(128, 2, 2)],
+    ("values", 128): [GroupTile(128, 2, 2), GroupTile(128, 2, 2, held=True)],
+    ("forward", 256): [
+        GroupTile(64, 2, 2),
+        GroupTile(64, 2, 3),
+        GroupTile(64, 2, 2, persistent=True),
+        GroupTile(32, 4, 4),
+    ],
+    ("queries", 256): [GroupTile(64, 2, 1), GroupTile(32, 3, 3), GroupTile(32, 4, 2)],
+    ("only-keys", 256): [GroupTile(64, 2, 1), GroupTile(32, 3, 3)],
+    ("values", 256): [GroupTile(64, 2, 2), GroupTile(64, 2, 3), GroupTile(32, 4, 4)],
+}
+HOPPER_SIZES = ("4x4096", "32x4096", "32x256")
+
 FIELDS = {
     "forward": "forward",
     "queries": "backward_queries",
@@ -195,14 +244,16 @@ class World:
             "longest": max(self.lengths),
         }
 
-    def problem(self, rows: tuple[Tensor, ...], bias: RelativeBias | None = None) -> Problem:
+    def problem(
+        self, rows: tuple[Tensor, ...], bias: RelativeBias | None = None, *, hopper: bool = False
+    ) -> Problem:
         about = self.arguments()
         q, k, v = rows[:3]
         bias = self.bias() if bias is None else bias
         prepared = launch.prepare_bias(bias, about["offsets_B"], about["longest"])
         rule = (float(LENGTH), self.width**-0.5, self.window, about["longest"])
         samples = (about["offsets_B"], about["targets"])
-        return launch.make_problem((q, k, v), samples, prepared, rule)
+        return launch.make_problem((q, k, v), samples, prepared, rule, hopper=hopper)
 
     @property
     def name(self) -> str:
@@ -418,10 +469,10 @@ def report_sdpa(world: World, report: Report) -> None:
         report.say(f"d={world.width} SDPA {name}: {_rates(world, forward_ms, both_ms)}")
     if found:
         best = _rates(world, min(f for f, _ in found.values()), min(b for _, b in found.values()))
-        report.say(f"d={world.width} SDPA best: {best}")
+        report.say(f"{world.name} d={world.width} SDPA best: {best}")
 
 
-def time_whole(world: World, report: Report) -> None:
+def time_whole(world: World, report: Report, *, hopper: bool = False) -> None:
     """Through autograd with the tiles that users get."""
     q, k, v, grad = world.rows()
     bias = world.bias()
@@ -435,16 +486,19 @@ def time_whole(world: World, report: Report) -> None:
     def forward() -> Tensor:
         return attention_by_kernels(
             q, k, v, about["offsets_B"], norm=float(LENGTH), scale=world.width**-0.5,
-            bias=bias, longest=about["longest"],
+            bias=bias, longest=about["longest"], hopper=hopper,
         )  # fmt: skip
 
     with torch.no_grad():
         forward_ms = graph_ms(forward)
     both_ms = graph_ms(lambda: torch.autograd.grad(forward(), leaves, grad))
+    form = "hopper" if hopper else "fused"
     report.add(
-        "whole", width=world.width, biased=world.biased, forward_ms=forward_ms, both_ms=both_ms
-    )
-    name = f"d={world.width}{' both biases' if world.biased else ''} WHOLE with default tiles"
+        "whole", form=form, size=world.name, width=world.width, biased=world.biased,
+        forward_ms=forward_ms, both_ms=both_ms,
+    )  # fmt: skip
+    biases = " both biases" if world.biased else ""
+    name = f"{world.name} d={world.width}{biases} WHOLE {form} with default tiles"
     report.say(f"{name}: {_rates(world, forward_ms, both_ms)}")
 
 
@@ -621,8 +675,9 @@ CHECKS = [
 ]
 
 
-def check(world: World) -> Report:
+def check(world: World, *, hopper: bool = False) -> Report:
     """Output and gradients against the plain form in float64; the same bits when run again."""
+    torch.use_deterministic_algorithms(hopper, warn_only=True)  # then new memory holds NaN
     report = Report()
     q, k, v, grad = world.rows()
     bias = world.bias()
@@ -641,7 +696,8 @@ def check(world: World) -> Report:
         )  # fmt: skip
         return [out.detach(), *torch.autograd.grad(out, taken, grad.to(out.dtype))]
 
-    found, again = results(attention_by_kernels, None), results(attention_by_kernels, None)
+    kernels = partial(attention_by_kernels, hopper=hopper)
+    found, again = results(kernels, None), results(kernels, None)
     wanted = results(hstu_attention, torch.float64)
     errors = [
         float((a.double() - b).abs().max() / b.abs().max())
@@ -649,24 +705,159 @@ def check(world: World) -> Report:
     ]
     same = all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
     ok = same and max(errors) <= BOUND
-    report.add("check", world=asdict(world), errors=errors, same_bits=same, ok=ok)
+    name = "hopper check" if hopper else "check"
+    report.add(name, world=asdict(world), errors=errors, same_bits=same, ok=ok)
     shown = " ".join(f"{e:.1e}" for e in errors)
-    report.say(f"check d={world.width} {world.lengths}: {'ok' if ok else 'WRONG'} {shown}")
+    verdict = "ok" if ok else "WRONG" if same else "WRONG, and other bits when run again"
+    report.say(f"{name} d={world.width} {world.lengths}: {verdict} {shown}")
     return report
+
+
+HOPPER_CHECKS = [
+    World([700, 0, 1, 333], 128),
+    World([128, 64, 129, 256, 65], 64, False, [0, 64, 1, 200, 3]),
+    World([700, 0, 1, 333], 128, True, [100, 0, 1, 33]),
+    World([700, 128], 64, True, None, 100),
+    World([500, 256, 64], 256, False, [100, 0, 64], 200),
+    World([700, 31], 256, True),
+    World([4096, 3000], 128),
+]
+
+
+def hopper_errors(part: Any, world: World, tiles: list[GroupTile]) -> list[float]:
+    """Of each tile, the worst error beside Triton's kernels; NaN if bits change when run again."""
+    rows = world.rows()
+    problem, grad = world.problem(rows, hopper=True), rows[3]
+    known = results_of(pass_of(part, world.problem(rows), grad))
+    errors = []
+    for tile in tiles:
+        work = partial(hopper_launch.run_part, problem, part, tile, grad)
+        found, again = [x.clone() for x in work()], work()
+        same = all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+        # Triton's pass of queries also sums scores' gradients by bucket, which come last.
+        pairs = zip(found, known, strict=False)
+        apart_by = [(a - b).float().abs().max() / b.float().abs().max() for a, b in pairs]
+        errors.append(float(torch.stack(apart_by).max()) if same else float("nan"))
+    return errors
+
+
+def try_hopper(part: str, width: int, biased: bool, tile: GroupTile) -> Report:
+    """Compiles a pass and compares it with Triton's; it is good if there is a record of it."""
+    torch.use_deterministic_algorithms(True, warn_only=True)  # new memory holds NaN
+    report, world = Report(), World([700, 1, 0, 333], width, biased)
+    (error,) = hopper_errors(part, world, [tile])
+    name = f"d={width}{' biased' if biased else ''} {part} {shown_group(tile)}"
+    if error <= 2 * BOUND:  # both are rounded
+        report.add("hopper tile", key=(part, width, biased, tile), error=error)
+    else:
+        report.say(f"LEFT OUT {name}: {error:.1e} beside Triton's kernels")
+    return report
+
+
+def time_hopper(part: Any, width: int, biased: bool, tiles: list[GroupTile]) -> Report:
+    """Each tile of one pass at each size, beside Triton's kernel; lines show as they are found."""
+    report = Report()
+    for size in HOPPER_SIZES:
+        samples, length = map(int, size.split("x"))
+        world = World([length] * samples, width, biased)
+        rows, name = world.rows(), f"{size} d={width}{' biased' if biased else ''} {part:9}"
+        triton_ms = graph_ms(pass_of(part, world.problem(rows), rows[3]), 10)
+        problem = world.problem(rows, hopper=True)
+        for tile in tiles:
+            work = partial(hopper_launch.run_part, problem, part, tile, rows[3])
+            ms = graph_ms(work, 10)
+            rates = [tflops(world, PASSES[part], x) for x in (ms, triton_ms)]
+            report.add(
+                "hopper pass", size=size, width=width, biased=biased, name=part, ms=ms,
+                tile=asdict(tile), triton_ms=triton_ms,
+            )  # fmt: skip
+            line = f"{name} {shown_group(tile):14} {rates[0]:5.0f}, Triton's {rates[1]:5.0f}"
+            report.say(line)
+            print(line, flush=True)
+    return report
+
+
+def time_hopper_whole(width: int, biased: bool) -> Report:
+    """Through autograd with the tiles that users get: the kernel, Triton's, torch's."""
+    report = Report()
+    for size in HOPPER_SIZES:
+        samples, length = map(int, size.split("x"))
+        world = World([length] * samples, width, biased)
+        for hopper in (True, False):
+            time_whole(world, report, hopper=hopper)
+            print(report.lines[-1], flush=True)
+        if not biased:
+            report_sdpa(world, report)
+            print(report.lines[-1], flush=True)
+    return report
+
+
+def shown_group(tile: GroupTile) -> str:
+    """A tile in few letters."""
+    words = " held" * tile.held + " stays" * tile.persistent
+    return f"{tile.rows} {tile.b_stages}+{tile.c_stages}{words}"
+
+
+def hopper_jobs(widths: list[int]) -> list[tuple[str, int, bool, GroupTile]]:
+    """Every tile without bias; with biases those that users get and the narrow ones."""
+    jobs = [
+        (part, width, False, tile)
+        for (part, width), tiles in HOPPER_TILES.items()
+        for tile in tiles
+        if width in widths
+    ]
+    for part, width in HOPPER_TILES:
+        tiles = GroupTiles.of(width, biased=True)
+        absent = ("keys",) if tiles.values else ("only-keys", "values")
+        field = {"only-keys": "keys"}.get(part, part)
+        if width in widths and part not in absent and part != "queries":
+            # The gradient of queries with biases is Triton's: it sums the tables' on its way.
+            jobs.append((part, width, True, getattr(tiles, field)))
+    return jobs
+
+
+def run_hopper(options: argparse.Namespace, report: Report) -> None:
+    """Checks, then tiles side by side, then their times one after the other."""
+    if HOPPER not in options.only:
+        return
+    began = time.perf_counter()
+    jobs = hopper_jobs(options.widths)
+    checks = [(100, partial(check, hopper=True), world) for world in HOPPER_CHECKS]
+    tries = [(100, try_hopper, *job) for job in jobs]
+    with ThreadPoolExecutor(options.workers) as pool:
+        for found in pool.map(lambda job: apart(*job), [*checks, *tries]):
+            report.merge(found)
+            print("\n".join(found.lines), flush=True)
+    good = [r["key"] for r in report.records if r["part"] == "hopper tile"]
+    report.records = [r for r in report.records if r["part"] != "hopper tile"]
+    print(f"hopper: {len(good)} of {len(jobs)} tiles are right", flush=True)
+    works: list[tuple[Any, ...]] = [
+        (60, time_hopper_whole, width, biased)
+        for width, biased in itertools.product(options.widths, (False, True))
+    ]
+    for key in dict.fromkeys(job[:3] for job in good):
+        tiles = [job[3] for job in good if job[:3] == key]
+        works.append((20 + 6 * len(tiles), time_hopper, *key, tiles))
+    for work in works:
+        if time.perf_counter() - began + work[0] > options.limit:
+            report.say(f"LEFT OUT for want of time: {work[1].__name__} {work[2:5]}")
+        else:
+            report.merge(apart(*work))
 
 
 def report_of(work: Callable[..., Report], *arguments: Any) -> Report:
     """What `work` reports, or why it could not; not every error can leave its process."""
     try:
         return work(*arguments)
-    except FAILURES as error:
+    except Exception as error:  # noqa: BLE001  one part must not end the others
         return failed(work, arguments, error)
 
 
 def failed(work: Callable[..., Report], arguments: tuple[Any, ...], error: Exception) -> Report:
     """One line, which also shows at once."""
     report, text = Report(), (str(error) or "no answer in time").splitlines()[0][:150]
-    report.say(f"FAILED {work.__name__} {arguments[:2]}: {type(error).__name__}: {text}")
+    name = getattr(work, "func", work).__name__
+    report.say(f"FAILED {name} {arguments[:4]}: {type(error).__name__}: {text}")
     print(report.lines[-1], flush=True)
     return report
 
@@ -693,6 +884,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="file for all figures as JSON")
     parser.add_argument("--workers", type=int, default=12, help="processes that compile tiles")
     parser.add_argument("--compile-limit", type=float, default=150, help="seconds for all tiles")
+    parser.add_argument("--limit", type=float, default=560, help="seconds for part hopper")
     parser.add_argument("--sizes", default="4x4096", help="of the tables: samples x rows")
     parser.add_argument("--rep", type=int, default=30, help="ms of one of ten readings of a tile")
     options = parser.parse_args(arguments)
@@ -705,10 +897,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         options.only.split(","),
         [int(w) for w in options.widths.split(",")],
     )
-    if unknown := set(options.only) - set(PARTS):
+    if unknown := set(options.only) - {*PARTS, HOPPER}:
         parser.error(f"unknown part {sorted(unknown)[0]!r}; choose from {', '.join(PARTS)}")
-    if unknown := set(options.widths) - {128, 256}:
-        parser.error(f"no tiles for width {min(unknown)}; choose from 128, 256")
+    known = {64, 128, 256} if options.only == [HOPPER] else {128, 256}
+    if unknown := set(options.widths) - known:
+        parser.error(f"no tiles for width {min(unknown)}; choose from {sorted(known)}")
     return options
 
 
@@ -718,7 +911,7 @@ def main(arguments: list[str]) -> int:
     if not torch.cuda.is_available():
         print("torch finds no GPU on this machine; run this where there is one", file=sys.stderr)
         return 2
-    for step in (run_checks, run_tables, run_sizes):
+    for step in (run_checks, run_hopper, run_tables, run_sizes):
         step(options, report)
         if options.out:
             figures = {"device": torch.cuda.get_device_name(), "records": report.records}

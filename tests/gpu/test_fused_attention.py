@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import random
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from nestpipe.errors import ConfigError
 from nestpipe.kernels.attention.fused import attention_by_kernels, train_attention
 from nestpipe.kernels.attention.reference import Mask, RelativeBias, hstu_attention
 
@@ -108,7 +110,7 @@ class World:
         """The output and all gradients."""
         return self.run_on(self.leaves, self.case, self.grad, self.times, form, dtype)
 
-    def alone(self, number: int) -> list[Tensor]:
+    def alone(self, number: int, form: Any = train_attention) -> list[Tensor]:
         """One sample in a batch of its own: the output, and gradients of its rows."""
         start, stop = sum(self.case.lengths[:number]), sum(self.case.lengths[: number + 1])
         targets = self.case.targets
@@ -120,7 +122,8 @@ class World:
         q, k, v, *tables = self.leaves
         rows = [x[start:stop] for x in (q, k, v) if x is not None]
         leaves = (*rows, *tables)
-        return self.run_on(leaves, case, self.grad[start:stop], self.times[start:stop])[:4]
+        about = case, self.grad[start:stop], self.times[start:stop]
+        return self.run_on(leaves, *about, form)[:4]
 
     @staticmethod
     def run_on(
@@ -337,3 +340,101 @@ def test_the_host_does_not_wait():
         out.backward(world.grad)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+# The kernel of Hopper's warp groups
+
+by_groups = partial(train_attention, form="hopper")
+only_on_hopper = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9,
+    reason="warp groups are Hopper's",
+)
+GROUP_CASES = {
+    "one row": Case([1]),
+    "empty": Case([0, 0], [0, 0]),
+    "no bias": Case([257, 31], positions=0),
+    "edges": Case([64, 128, 129, 256, 63, 65], [0, 64, 1, 128, 32, 0], positions=0),
+    "long": Case([2500, 1111], [256, 0], positions=0, width=128, value_width=128),
+    "window": Case([700, 128, 3], [100, 3, 1], positions=0, window=100),
+    "many": Case([300] * 20, [64] * 20, heads=4, positions=0),
+    "wide": Case([300, 200], [40, 0], positions=0, width=256, value_width=256),
+    "uneven": Case([200, 77], [5, 5], heads=3, positions=0, width=20, value_width=128),
+    "both": Case([500, 90], [0, 90], positions=7, time_buckets=40),
+    "wide tables": Case([700, 128], [100, 3], positions=1000, time_buckets=64),
+    "both, 128": Case([300, 200], [40, 0], width=128, value_width=128, time_buckets=8),
+    "both, 256": Case([300, 200], [40, 0], heads=1, width=256, value_width=256, time_buckets=8),
+}
+
+
+@only_on_hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", GROUP_CASES)
+def test_warp_groups_are_the_plain_form_and_repeat_their_bits(name: str, dtype: torch.dtype):
+    world = World.of(GROUP_CASES[name], dtype)
+    found = world.run(by_groups)
+    assert_near(found, world.run(hstu_attention, torch.float64), BOUND[dtype])
+    assert_near(found, [x.double() for x in world.run()], 2 * BOUND[dtype])
+    for _ in range(4):
+        assert all(torch.equal(a, b) for a, b in zip(found, world.run(by_groups), strict=True))
+
+
+@only_on_hopper
+@pytest.mark.parametrize("width", [64, 128, 256])
+@pytest.mark.parametrize("seed", range(12))
+def test_warp_groups_with_lengths_candidates_and_windows_of_any_kind(seed: int, width: int):
+    case = replace(draw_case(seed, width), width=width)
+    world = World.of(case, torch.bfloat16)
+    wanted = world.run(hstu_attention, torch.float64)
+    assert_near(world.run(by_groups), wanted, BOUND[torch.bfloat16])
+
+
+@only_on_hopper
+@pytest.mark.parametrize("name", ["edges", "window", "long", "wide", "both"])
+def test_warp_groups_give_a_sample_the_same_bits_alone_and_in_any_batch(name: str):
+    world = World.of(GROUP_CASES[name], torch.bfloat16)
+    together = world.run(by_groups)[:4]
+    ends = [0, *itertools.accumulate(world.case.lengths)]
+    for number, (a, b) in enumerate(itertools.pairwise(ends)):
+        alone = world.alone(number, by_groups)
+        assert all(torch.equal(x[a:b], y) for x, y in zip(together, alone, strict=True))
+
+
+@only_on_hopper
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_warp_groups_do_not_look_at_other_samples(width: int):
+    case = Case([100, 300, 50], [5, 5, 5], positions=0, width=width, value_width=width)
+    world = World.of(case, torch.bfloat16)
+    clean = world.run(by_groups)
+    leaves = [None if x is None else x.clone() for x in world.leaves]
+    grad = world.grad.clone()
+    for x in (*leaves[:3], grad):
+        assert x is not None
+        x[100:400] = float("nan")
+    found = replace(world, leaves=tuple(leaves), grad=grad).run(by_groups)
+    for a, b in zip(found, clean, strict=True):
+        assert torch.equal(a[:100], b[:100])
+        assert torch.equal(a[400:], b[400:])
+
+
+@only_on_hopper
+def test_rings_order_and_the_way_of_starting_change_no_bit(monkeypatch: pytest.MonkeyPatch):
+    from nestpipe.kernels.attention import hopper_launch
+
+    world = World.of(GROUP_CASES["long"], torch.bfloat16)
+    first = world.run(by_groups)
+    tiles = hopper_launch.GroupTiles.of(128)
+    other = replace(
+        tiles,
+        forward=replace(tiles.forward, held=True, persistent=True),
+        queries=replace(tiles.queries, persistent=True),
+        keys=replace(tiles.keys, b_stages=2, c_stages=3, persistent=True),
+    )
+    monkeypatch.setattr(hopper_launch.GroupTiles, "of", lambda *_, **__: other)
+    monkeypatch.setattr(hopper_launch._starter(), "why_ordinary", "a test asks for it")
+    assert all(torch.equal(a, b) for a, b in zip(first, world.run(by_groups), strict=True))
+
+
+def test_who_asks_for_warp_groups_by_name_gets_them_or_an_error():
+    world = World.of(CASES["96"], torch.bfloat16)
+    with pytest.raises(ConfigError, match=r"'hopper', but .* use 'auto' or 'plain'"):
+        world.run(by_groups)

@@ -30,7 +30,7 @@ def bench_hstu(
     dim: Annotated[int, typer.Option(min=1, help="Width of a row.")] = 1024,
     bias: Annotated[str, typer.Option(help="none, both, or none,both.")] = "none,both",
     kind: Annotated[str, typer.Option(help="Blocks: hstu or fuxi.")] = "hstu",
-    attention: Annotated[str, typer.Option(help="auto, fused or plain.")] = "auto",
+    attention: Annotated[str, typer.Option(help="auto, fused, hopper or plain.")] = "auto",
     pointwise: Annotated[
         str, typer.Option(help="Steps between products: auto, fused, steps or plain.")
     ] = "auto",

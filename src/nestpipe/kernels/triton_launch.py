@@ -226,7 +226,7 @@ def _why_ordinary(kernel: Any) -> str | None:
     """Why a kernel is started Triton's way; None: it need not be."""
     if os.environ.get(SWITCH) == "ordinary":
         return f"{SWITCH} is set"
-    if type(kernel) is not JITFunction:
+    if not isinstance(kernel, JITFunction):
         return "the kernel is interpreted"
     if not triton.__version__.startswith(PROVEN):
         return f"Triton {triton.__version__} is not {PROVEN}x"

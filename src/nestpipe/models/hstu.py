@@ -234,6 +234,7 @@ class HstuBlock(nn.Module):
                 view.times_T,
                 view.facts,
                 (config.max_len, config.scale, window, view.longest),
+                config.attention == "hopper",
             )
         return known[id(config)]
 

@@ -57,7 +57,8 @@ class EncoderOptions:
     """A row sees at most so many positions before its own; 0: all of them."""
     attention: AttentionForm = "auto"
     """Form of attention in training: kernels that keep no score in memory (`fused`, GPUs alone), or
-    `plain`; `auto`: the kernels where they are proven."""
+    `plain`; `auto`: the kernels where they are proven. `hopper`: the kernel of Hopper's warp
+    groups, for heads of 64, 128 or 256 in bfloat16 or float16."""
     pointwise: PointwiseForm = "auto"
     """Form of what stands between a block's products in training (norms, SiLU, gate, dropout,
     residual): one kernel for each step (`fused`, GPUs alone), or `plain`; `auto`: the kernels where
@@ -82,7 +83,7 @@ class EncoderOptions:
             raise ConfigError(f"dropout is {self.dropout}; give 0 or more, and less than 1")
         if self.time == "next" and not self.time_buckets:
             raise ConfigError("time is 'next' but time_buckets is 0; give a number of buckets")
-        if self.time == "next" and self.attention == "fused":
+        if self.time == "next" and self.attention in ("fused", "hopper"):
             raise ConfigError("time is 'next', which no kernel has; set attention = 'plain'")
 
 

@@ -206,8 +206,9 @@ def measure_attention(case: HstuCase) -> AttentionReading:
 
     pairs = float((lengths_B.double() * (lengths_B + 1) / 2).sum())
     flops = 4.0 * pairs * case.heads * case.head_dim
-    form = _form(attend)
-    graph = device.type == "cuda" and form == "fused"  # the plain form may wait for the device
+    form = _form(attend, case.attention)
+    # The plain form may wait for the device.
+    graph = device.type == "cuda" and form != "plain"
     seconds = _both_directions(attend, leaves, device, case.rounds, graph=graph)
     peers = _torch_attention(case, device) if case.lengths == "full" else {}
     fastest = [
@@ -236,12 +237,14 @@ def measure_attention(case: HstuCase) -> AttentionReading:
     )
 
 
-def _form(attend: Callable[[], Tensor]) -> str:
+def _form(attend: Callable[[], Tensor], asked: AttentionForm) -> str:
     """Which form ran, by what autograd says of its result."""
     node = attend().grad_fn
     while node is not None and type(node).__name__ in ("SliceBackward0", "AliasBackward0"):
         node = node.next_functions[0][0]
-    return "fused" if type(node).__name__.startswith("_FusedAttention") else "plain"
+    if not type(node).__name__.startswith("_FusedAttention"):
+        return "plain"
+    return "hopper" if asked == "hopper" else "fused"
 
 
 def _torch_attention(case: HstuCase, device: torch.device) -> dict[str, CallSeconds]:

@@ -75,7 +75,7 @@ class TasksCase:
     head_dim: int = 256
     position_buckets: int = 0
     """The published model has no bias."""
-    attention: Literal["auto", "fused", "plain"] = "auto"
+    attention: Literal["auto", "fused", "hopper", "plain"] = "auto"
     pointwise: Literal["auto", "fused", "plain"] = "auto"
     checkpoint_activations: bool = False
     precision: Literal["bf16", "fp32"] = "bf16"

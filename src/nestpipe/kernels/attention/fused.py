@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from nestpipe.errors import ConfigError
+from nestpipe.kernels.attention.hopper_launch import why_not_hopper
 from nestpipe.kernels.attention.inference import kernel_serves
 from nestpipe.kernels.attention.reference import (
     CAUSAL,
@@ -31,7 +32,7 @@ MAX_WIDTH = 256
 """The widest head that fits a program's registers."""
 PROVEN_CAPABILITY = 9
 """Kernels were run on Hopper; older GPUs copy tiles another way."""
-AttentionForm = Literal["auto", "fused", "plain"]
+AttentionForm = Literal["auto", "fused", "hopper", "plain"]
 
 
 @dataclass(slots=True)
@@ -62,6 +63,7 @@ def train_attention(
     """(T, H, V) the weighted sum of values that each query sees; differentiable.
 
     `auto` takes the kernels where they are proven, else `hstu_attention`, which they compute.
+    `hopper` takes the kernel of warp groups, and never anything else in silence.
     `longest` is the length of the longest sample, or more; without it the host waits for the device
     to say. `facts` are the same object for all calls with the same samples, candidates and times.
     By the kernels a sample's result has the same bits in any batch, and the same input gives the
@@ -80,15 +82,18 @@ def train_attention(
         return hstu_attention(q_THA, k_THA, v_THV, offsets_B, **rule)
     # Columns of zeros add nothing to a product, and their own results are cut off.
     q_THA, k_THA, wide_v_THV = (_widened(x, widest) for x in (q_THA, k_THA, v_THV))
-    out_THV = attention_by_kernels(q_THA, k_THA, wide_v_THV, offsets_B, facts=facts, **rule)
+    rule |= {"facts": facts, "hopper": form == "hopper"}
+    out_THV = attention_by_kernels(q_THA, k_THA, wide_v_THV, offsets_B, **rule)
     return out_THV[:, :, : v_THV.shape[2]]
 
 
 def kernels_attend(form: AttentionForm, q_THA: Tensor, widest: int, bias: RelativeBias) -> bool:
     """Whether kernels compute attention of queries such as these, in heads of such a width."""
     reason = None if form == "plain" else _why_not_fused(q_THA, widest, bias)
-    if form == "fused" and reason is not None:
-        raise ConfigError(f"attention is 'fused', but {reason}; use 'auto' or 'plain'")
+    if form == "hopper" and reason is None:
+        reason = why_not_hopper(q_THA, widest)
+    if form in ("fused", "hopper") and reason is not None:
+        raise ConfigError(f"attention is {form!r}, but {reason}; use 'auto' or 'plain'")
     return form != "plain" and reason is None
 
 
@@ -125,12 +130,13 @@ def attention_by_kernels(
     max_attention: int | None = None,
     longest: int | None = None,
     facts: BatchFacts | None = None,
+    hopper: bool = False,
 ) -> Tensor:
-    """`train_attention` by the kernels, wherever the tensors are."""
+    """`train_attention` by the kernels, wherever the tensors are; `hopper`: by its warp groups."""
     if longest is None:
         longest = int(offsets_B.diff().max()) if len(offsets_B) > 1 else 0
     numbers = (norm, scale, max_attention, longest)
-    rule = (offsets_B, mask.num_targets_B, bias.times_T, facts or BatchFacts(), *numbers)
+    rule = (offsets_B, mask.num_targets_B, bias.times_T, facts or BatchFacts(), hopper, *numbers)
     return _FusedAttention.apply(q_THA, k_THA, v_THV, bias.position_HP, bias.time_HQ, rule)
 
 
@@ -154,9 +160,9 @@ class _FusedAttention(torch.autograd.Function):
             RelativeBias(position_HP, time_HQ, times_T), offsets_B, longest, facts
         )
         ctx.save_for_backward(q_THA, k_THA, v_THV, position_HP, time_HQ, *rule[:2])
-        ctx.prepared, ctx.rule, ctx.facts = prepared, rule[4:], facts
-        rows, samples = (q_THA, k_THA, v_THV), rule[:2]
-        return launch.run_forward(launch.make_problem(rows, samples, prepared, rule[4:], facts))
+        ctx.prepared, ctx.rule, ctx.facts, ctx.hopper = prepared, rule[5:], facts, rule[4]
+        given = (q_THA, k_THA, v_THV), rule[:2], prepared, rule[5:], facts
+        return launch.run_forward(launch.make_problem(*given, hopper=ctx.hopper))
 
     @staticmethod
     @once_differentiable
@@ -165,6 +171,7 @@ class _FusedAttention(torch.autograd.Function):
 
         q_THA, k_THA, v_THV, position_HP, time_HQ, *samples = ctx.saved_tensors
         rows, samples = (q_THA, k_THA, v_THV), tuple(samples)
-        problem = launch.make_problem(rows, samples, ctx.prepared, ctx.rule, ctx.facts)
+        given = rows, samples, ctx.prepared, ctx.rule, ctx.facts
+        problem = launch.make_problem(*given, hopper=ctx.hopper)
         wanted = ctx.needs_input_grad[:5]
         return *launch.run_backward(problem, grad_THV, (position_HP, time_HQ), wanted), None

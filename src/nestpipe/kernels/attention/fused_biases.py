@@ -183,7 +183,7 @@ def add_biases(
     goes into the product with the scale; a tile with two buckets of time needs one comparison for
     a pair.
     """
-    even = tl.zeros([], tl.float32)
+    even = 0.0
     if half_position_HP is not None:  # noqa: SIM102  the compiler decides this, the GPU the rest
         if near == 0:
             even += tl.load(half_position_HP + head * P + P - 1)
@@ -319,7 +319,7 @@ def _short_time_bias(table, passed, Q: tl.constexpr, FAST: tl.constexpr):
             mad.wide.s32 place, bits, 4, $1;
             ld.global.nc.f32 $0, [place]; }""",
             "=f,l,r,r",
-            [table.to(tl.int64), passed, tl.full([], Q - 1, tl.int32)],
+            [table.to(tl.int64), passed, Q - 1],
             dtype=tl.float32,
             is_pure=True,
             pack=1,

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from nestpipe.kernels.attention import hopper_launch
 from nestpipe.kernels.attention.bias_gradient import can_sum, sum_hard_tiles
 from nestpipe.kernels.attention.fused import BatchFacts
 from nestpipe.kernels.attention.fused_bias_gradient import (
@@ -28,6 +29,7 @@ from nestpipe.kernels.attention.fused_kernels import (
     attend_backward_queries,
     attend_forward,
 )
+from nestpipe.kernels.attention.hopper_launch import GroupTiles
 from nestpipe.kernels.attention.reference import RelativeBias
 from nestpipe.kernels.triton_launch import Constants, Starter, constants
 
@@ -219,6 +221,8 @@ class Problem:
     """
     descriptors: dict[tuple[int, int], TensorDescriptor] = field(default_factory=dict)
     """Made once: passes with the same number of rows share them."""
+    groups: GroupTiles | None = None
+    """Tiles of the kernel of Hopper's warp groups, where that was asked for."""
 
     @property
     def num_samples(self) -> int:
@@ -303,8 +307,10 @@ def make_problem(
     bias: PreparedBias,
     rule: tuple[Any, ...],
     facts: BatchFacts | None = None,
+    *,
+    hopper: bool = False,
 ) -> Problem:
-    """Rows as the copy engine can read them.
+    """Rows as the copy engine can read them; `hopper`: for its warp groups.
 
     `samples` are where they start and their candidates; `rule` is norm, scale, how far a query
     sees, and the longest sample.
@@ -316,15 +322,18 @@ def make_problem(
     biased = bias.half_position_HP is not None or bias.half_time_HQ is not None
     widest = max(width, value_width)
     tiles = Tiles.of(q_THA.dtype, widest, biased=biased)
+    groups = GroupTiles.of(widest, biased=biased) if hopper else None
     return Problem(
         copyable(q_THA), copyable(k_THA), copyable(v_THV), offsets_B, num_targets_B, bias, norm,
         scale, window, longest, width, value_width, tiles,
-        BatchFacts() if facts is None else facts, max(16, _power_of_two(widest)),
+        BatchFacts() if facts is None else facts, max(16, _power_of_two(widest)), groups=groups,
     )  # fmt: skip
 
 
 def run_forward(problem: Problem) -> Tensor:
     """(T, H, V) the weighted sums of values."""
+    if problem.groups is not None:
+        return hopper_launch.run_forward(problem)
     out_THV = problem.v_THV.new_empty(problem.out_shape)
     tile = problem.tiles.forward
     programs, place = problem.order(tile.queries)
@@ -369,6 +378,8 @@ def run_backward_queries(
     `sum_scores`: whether to sum the gradients of scores by bucket of time where that is easy.
     `grad_THV` is one that `copyable` has given.
     """
+    if problem.groups is not None and not sum_scores:
+        return hopper_launch.run_queries(problem, grad_THV), None
     grad_q_THA = problem.q_THA.new_empty(problem.q_THA.shape[0], problem.heads, problem.width)
     tile = problem.tiles.backward_queries
     programs, place = problem.order(tile.queries)
@@ -391,6 +402,8 @@ def run_backward_queries(
 
 def run_backward_keys(problem: Problem, grad_THV: Tensor) -> tuple[Tensor, Tensor]:
     """(T, H, A) and (T, H, V) the gradients of keys and values."""
+    if problem.groups is not None:
+        return hopper_launch.run_keys(problem, grad_THV)
     total, tiles = problem.q_THA.shape[0], problem.tiles
     grad_k_THA = problem.k_THA.new_empty(total, problem.heads, problem.width)
     grad_v_THV = problem.v_THV.new_empty(total, problem.heads, problem.value_width)

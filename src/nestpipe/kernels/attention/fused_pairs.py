@@ -16,12 +16,17 @@ import triton.language as tl
 
 @triton.jit
 def locate(units, heads, blocks, group):
-    """Sample, head and rank of this program; `group` units share the L2 cache at a time.
+    """Sample, head and rank of this program."""
+    return place_of(tl.program_id(0), units, heads, blocks, group)
+
+
+@triton.jit
+def place_of(program, units, heads, blocks, group):
+    """Sample, head and rank of a program; `group` units share the L2 cache at a time.
 
     A unit is one head of one sample. Within a group, rank 0 of all units comes first: the caller
     gives it the longest piece of work, so that short pieces fill the end.
     """
-    program = tl.program_id(0)
     first = program // (group * blocks) * group
     inside = program % (group * blocks)
     size = min(group, units - first)

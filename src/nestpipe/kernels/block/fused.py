@@ -54,6 +54,8 @@ class BlockRule:
     facts: BatchFacts
     numbers: tuple[float, float, int | None, int]
     """Of attention: divisor, scale, how far a query sees, and the longest sample."""
+    hopper: bool = False
+    """Attention by Hopper's warp groups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -406,7 +408,7 @@ def _problem(active_TC: Tensor, prepared: Any, rule: BlockRule) -> Any:
     v_THV, q_THA, k_THA = active_TC.view(-1, 3, rule.heads, rule.width).unbind(1)
     samples = (rule.offsets_B, rule.num_targets_B)
     return attention.make_problem(
-        (q_THA, k_THA, v_THV), samples, prepared, rule.numbers, rule.facts
+        (q_THA, k_THA, v_THV), samples, prepared, rule.numbers, rule.facts, hopper=rule.hopper
     )
 
 
