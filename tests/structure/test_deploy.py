@@ -120,7 +120,7 @@ def test_the_guide_has_the_lines_that_the_trial_runs(cluster):
     assert config.run.checkpoint_every
 
 
-@pytest.mark.parametrize(("dtype", "w"), [("float32", 4), ("bfloat16", 2)])
+@pytest.mark.parametrize(("dtype", "w"), [("float32", 4), ("bfloat16", 2), ("float16", 2)])
 @pytest.mark.parametrize(("optimizer", "state"), [("rowwise_adagrad", 1), ("adam", 64)])
 def test_the_memory_of_rows_is_what_the_guide_says(dtype, w, optimizer, state):
     import torch

@@ -45,7 +45,7 @@ def case_number(n: int) -> dict[str, object]:
         },
         "keys": (*KEYS, "each rank its own")[n // 2 % 6],
         "optimizer": OPTIMIZERS[n // 3 % len(OPTIMIZERS)],
-        "dtype": ("float32", "bfloat16")[n // 5 % 2],
+        "dtype": ("float32", "bfloat16", "float16")[n // 5 % 3],
         "in_place": (True, False)[n // 4 % 2],
         "recipe": ("plain", "frozen", "scheduled", "by name", "decaying")[n // 2 % 5]
         if n % 4 != 3

@@ -42,7 +42,7 @@ WORLD: Mapping[str, Sequence[object]] = {
     ),
     "optimizer": OPTIMIZERS,
     "dense": ("sgd", "adagrad", "adam", "adamw"),
-    "dtype": ("float32", "bfloat16"),
+    "dtype": ("float32", "bfloat16", "float16"),
     "in_place": (True, False),
     "recipe": (
         *("plain", "scheduled", "decaying", "by name", "frozen", "clipped", "clipped dense"),
@@ -85,8 +85,17 @@ def covering_cases(axes: Mapping[str, Sequence[object]]) -> list[Case]:
     return cases
 
 
+def chosen_of(cases: Sequence[Case]) -> list[Case]:
+    """A third of them, and the first with a value that none of those has."""
+    chosen = every(3, cases)
+    for case in cases:
+        if any(all(value != other[axis] for other in chosen) for axis, value in case.items()):
+            chosen.append(case)
+    return chosen
+
+
 CASES = covering_cases(AXES)
-CHOSEN = every(3, CASES)
+CHOSEN = chosen_of(CASES)
 
 
 def prove(make_world, case: Case) -> Verdict:

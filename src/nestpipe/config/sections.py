@@ -71,7 +71,9 @@ def is_authorised(header: bytes | None, token: str | None) -> bool:
 
 
 Pooling = Literal["none", "sum", "mean"]
-RowDtype = Literal["float32", "bfloat16"]
+RowDtype = Literal["float32", "bfloat16", "float16"]
+MOST_FLOAT16_STD = 10_000
+"""A new row's values are at most 5.2 times as large."""
 Placement = Literal["rows", "table"]
 Eviction = Literal["none", "lru", "lfu", "norm"]
 
@@ -148,7 +150,8 @@ class Table(RowPolicy):
     init_std: float = 0.01
     """Spread of a new row's values, drawn from a normal distribution."""
     dtype: RowDtype = "float32"
-    """How weights are stored; sums, gradients and optimizer state are float32."""
+    """How weights are stored; sums, gradients and optimizer state are float32. float16 has more
+    digits than bfloat16, and ends at 65,504: see `run.non_finite`."""
     placement: Placement = "rows"
     """`rows`: every row has a worker of its own, so a table may be larger than any of them;
     `table`: one worker keeps all rows, which is less traffic for pooled features of small tables.
@@ -167,6 +170,11 @@ class Table(RowPolicy):
             fit_leaf(words, getattr(self, name), f"{name} of table {self.name!r}")
         positive("dim", self.dim)
         not_negative("init_std", self.init_std)
+        if self.dtype == "float16" and self.init_std > MOST_FLOAT16_STD:
+            raise ConfigError(
+                f"init_std of table {self.name!r} is {self.init_std}, but float16 ends at 65,504; "
+                f"set {MOST_FLOAT16_STD:,} or less, or dtype = 'bfloat16'"
+            )
         not_negative("lr", self.lr)
         if self.has_lifecycle and not self.trainable:
             raise ConfigError(

@@ -494,19 +494,20 @@ class DeviceTables:
 
     def update(
         self, batch: int, times: float | Tensor, step: int, *, clip: bool = False
-    ) -> list[Tensor]:
+    ) -> tuple[list[Tensor], list[Tensor]]:
         """Sum gradients by row and apply the optimizer, once per row, in one pass.
 
         Gradients of rows that are not finite are dropped, with `clip` only their numbers that are
-        not; returns how many rows of each group those are, on the device. Frozen tables stay as
-        they are.
+        not; returns how many rows of each group those are, on the device, and what `round_weights`
+        found. Frozen tables stay as they are.
         """
         every = zip(self.in_flight[batch], self._pools, self.groups, self.optimizers, strict=True)
-        return [
+        found = [
             self._updated(of, pool, group, optimizer, times, step, clip=clip)
             for of, pool, group, optimizer in every
             if group.trainable
         ]
+        return [faults for faults, _ in found], [b for _, b in found if b is not None]
 
     def _updated(
         self,
@@ -518,21 +519,21 @@ class DeviceTables:
         step: int,
         *,
         clip: bool,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor | None]:
         assert of.owner_sums is not None
         assert of.slots is not None
         gradients = of.gradients() if of.asked is None else of.asked.gradients_PD
         assert gradients is not None
         sums, rows_SW = of.owner_sums, pool.rows_SW
         faults = sums.apply(optimizer, gradients, rows_SW, times, step, clip=clip)
-        if group.tables[0].dtype == "bfloat16":
-            SlotRows(rows_SW, of.slots).round_weights(group.dim)
-        return faults
+        if group.dtype == "float32":
+            return faults, None
+        return faults, SlotRows(rows_SW, of.slots).round_weights(group.dim, group.dtype)
 
     def update_alone(self, batch: int, times: float, step: int, *, clip: bool) -> StepNews:
         """The same where one rank has all of the batch: what divides gradients is known here.
 
-        Its news know how many rows had faults; the caller tells them the rest.
+        Its news know of the rows; the caller tells them the rest.
         """
         news = self._news.pop() if self._news else StepNews(len(self.groups), self.device)
         every = zip(self.in_flight[batch], self._pools, self.groups, self.optimizers, strict=True)
@@ -543,12 +544,14 @@ class DeviceTables:
                 faults = news.faults_G.data_ptr() + 4 * g
                 of.terms.update(optimizer.struct(step), of.gradients(), times, faults, clip=clip)
             else:
-                found = self._updated(of, pool, group, optimizer, times, step, clip=clip)
+                found, beyond = self._updated(of, pool, group, optimizer, times, step, clip=clip)
                 news.faults_G[g] = found[0]
+                if beyond is not None:
+                    news.beyond_G[g] = beyond
         return news
 
-    def read_news(self, news: StepNews) -> tuple[float, int]:
-        """A step's loss and faults, when the device is past it; the news are used again."""
+    def read_news(self, news: StepNews) -> tuple[float, int, int]:
+        """What `StepNews.read` says, when the device is past it; the news are used again."""
         told = news.read()
         self._news.append(news)
         return told

@@ -22,7 +22,7 @@ from torch import Tensor
 from nestpipe.config.load import memory_size, show_memory
 from nestpipe.embedding.routing.owners import WorkingSet
 from nestpipe.embedding.slot_transfer import SlotList, Told, fill_with_nan, slot_transfer
-from nestpipe.embedding.store.protocol import RowStore, StoreLayout
+from nestpipe.embedding.store.protocol import RowStore, StoreLayout, round_weights
 from nestpipe.errors import ConfigError
 from nestpipe.kernels.index import library
 from nestpipe.kernels.index.device_index import (
@@ -70,11 +70,12 @@ class SlotRows:
         """Put rows there; a slot that comes twice gets the same row twice."""
         self.rows_SW.index_copy_(0, self.slots_K.long(), rows_KW)
 
-    def round_weights(self, dim: int) -> None:
-        """Round weights to bfloat16, as a store of that type would."""
+    def round_weights(self, dim: int, dtype: str) -> Tensor | None:
+        """What the function of that name does to rows of their own."""
         rows_KW = self.read()
-        rows_KW[:, :dim].copy_(rows_KW[:, :dim].bfloat16())
+        beyond = round_weights(rows_KW[:, :dim], dtype)
         self.write(rows_KW)
+        return beyond
 
 
 @dataclass(slots=True)

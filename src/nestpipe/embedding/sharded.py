@@ -53,7 +53,7 @@ from nestpipe.embedding.routing.requests import (
     make_window,
     requests_on,
 )
-from nestpipe.embedding.store.protocol import RowStore
+from nestpipe.embedding.store.protocol import RowStore, round_weights
 from nestpipe.embedding.table_groups import TableGroup, check_features
 from nestpipe.embedding.transports import BufferRows, choose_transport
 from nestpipe.jagged import Jagged
@@ -571,18 +571,23 @@ class ShardedTables:
         else:
             add_segments(segments, gradients, state.sums[g].rows[0], came=self.comm_dtype)
 
-    def update(self, batch: int, times: float | Tensor, step: int) -> None:
+    def update(self, batch: int, times: float | Tensor, step: int) -> list[Tensor]:
         """One optimizer application per row, on its summed gradient times a number.
 
         The number may be a tensor on the device, of one element. Frozen tables stay as they are.
+        Returns what `round_weights` found, on the device.
         """
         state, every = self.in_flight[batch], self.buffers.of(batch)
+        beyond: list[Tensor] = []
         for g, group in enumerate(self.groups):
             if not group.trainable:
                 continue
             working, rows = state.working[g], every[g]
             with self._without_gradients(g, working, rows, step):
                 self._update_group(g, working, state.sums[g], rows, times, step)
+                found = _round(group, rows)
+                beyond += [] if found is None else [found]
+        return beyond
 
     def _update_group(
         self,
@@ -608,7 +613,6 @@ class ShardedTables:
             optimizer.update_times(some, sums.rows[0], times, step)
             if own is not None:
                 rows.index_copy_(0, own, some)
-        _round(group, rows)
 
     @contextmanager
     def _without_gradients(
@@ -689,14 +693,14 @@ def _some_of(rows: AnyRows, positions: Tensor | None) -> Tensor | RowPointers:
     return rows.at(positions) if isinstance(rows, RowPointers) else pointers_into(rows, positions)
 
 
-def _round(group: TableGroup, rows: AnyRows) -> None:
+def _round(group: TableGroup, rows: AnyRows) -> Tensor | None:
     """Round as the store would: rows that stay on the device must not be finer."""
-    if group.tables[0].dtype == "bfloat16" and isinstance(rows, SlotRows):
-        rows.round_weights(group.dim)
-    elif group.tables[0].dtype == "bfloat16":
-        assert isinstance(rows, Tensor)
-        weights_KD = rows[:, : group.dim]
-        weights_KD.copy_(weights_KD.bfloat16())
+    if group.dtype == "float32":
+        return None
+    if isinstance(rows, SlotRows):
+        return rows.round_weights(group.dim, group.dtype)
+    assert isinstance(rows, Tensor), "rows in place are float32"
+    return round_weights(rows[:, : group.dim], group.dtype)
 
 
 def _keep(gradients: dict[int, RowGradients], g: int, sent: Tensor, own: list[Tensor]) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from nestpipe.config import Table
 from nestpipe.embedding.optimizers import RowOptimizer
-from nestpipe.embedding.store.protocol import StoreLayout
+from nestpipe.embedding.store.protocol import StoreLayout, weight_bytes
 from nestpipe.errors import ConfigError
 
 ROW_INDEX_BYTES = 128
@@ -43,6 +43,11 @@ class TableGroup:
         return self.tables[0].dim
 
     @property
+    def dtype(self) -> str:
+        """How weights are stored."""
+        return self.tables[0].dtype
+
+    @property
     def trainable(self) -> bool:
         """Whether its rows are updated; else they are only read."""
         return self.tables[0].trainable
@@ -64,7 +69,7 @@ class TableGroup:
             dim=self.dim,
             state_dim=optimizer.state_dim(self.dim),
             state_init=optimizer.state_init,
-            dtype=self.tables[0].dtype,
+            dtype=self.dtype,
             max_rows=tuple(
                 limit if owner >= 0 or table.keeps_to_limit else -(-limit // ranks)
                 for table, owner, limit in zip(
@@ -75,7 +80,7 @@ class TableGroup:
 
     def max_rows(self, optimizer: RowOptimizer) -> tuple[int, ...]:
         """For each table, its rows over all ranks at most; 0: no limit."""
-        weights = self.dim * (2 if self.tables[0].dtype == "bfloat16" else 4)
+        weights = weight_bytes(self.dim, self.dtype)
         row_bytes = weights + 4 * optimizer.state_dim(self.dim) + ROW_INDEX_BYTES
         for table in self.tables:
             if 0 < table.max_bytes < row_bytes:

@@ -37,6 +37,14 @@ class Status(IntEnum):
     FILE_DAMAGED = 7
 
 
+class RowType(IntEnum):
+    """How native code keeps a row's weights; `native/common/abi.h` has the same."""
+
+    FLOAT32 = 0
+    BFLOAT16 = 1
+    FLOAT16 = 2
+
+
 class StoreReport(ctypes.Structure):
     """The values that belong to a status other than OK."""
 
@@ -54,7 +62,7 @@ class StoreShape(ctypes.Structure):
         ("num_tables", c_int64),
         ("dim", c_int64),
         ("state_dim", c_int64),
-        ("bfloat16", c_int64),
+        ("row_type", c_int64),
         ("state_init", c_float),
         ("seeds", POINTER(c_uint64)),
         ("stds", POINTER(c_double)),

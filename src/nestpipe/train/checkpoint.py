@@ -36,7 +36,7 @@ from nestpipe.checkpoint.merging import cut, rows_in_part, uses_of, write_keys, 
 from nestpipe.comm.communicator import Communicator, Mesh
 from nestpipe.embedding.lifecycle import KnownUses, Lifecycle, RowLedger, RowLifecycle
 from nestpipe.embedding.routing.lists import owner_of
-from nestpipe.embedding.store.protocol import RowStore
+from nestpipe.embedding.store.protocol import FLOAT16_INF, RowStore
 from nestpipe.embedding.table_groups import TableGroup
 from nestpipe.errors import (
     CapacityError,
@@ -544,6 +544,11 @@ def put_rows(
             f"the state of {table!r} has shape {tuple(state_KS.shape)}, but this row optimizer "
             f"keeps {layout.state_dim} numbers a row; use the optimizer it was exported with, or "
             "import weights alone"
+        )
+    if layout.dtype == "float16" and bool((weights_KD.abs() >= FLOAT16_INF).any()):
+        raise ConfigError(
+            f"the weights of {table!r} reach {float(weights_KD.abs().max()):g}, but its dtype, "
+            "float16, ends at 65,504; let the table be bfloat16 or float32"
         )
     if state_KS is None:
         state_KS = torch.full((len(keys_K), layout.state_dim), layout.state_init)

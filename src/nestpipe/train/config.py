@@ -318,7 +318,8 @@ class ExecutionSettings:
     free such as `0.4`, or `auto`, which takes half of it. The index of keys comes on top."""
     non_finite: Literal["stop", "skip", "clip"] = "stop"
     """When a gradient is NaN or inf. `stop`: end the run and keep the batch; `skip`: that row, or
-    all dense weights, get no gradient in this batch; `clip`: such numbers count as 0."""
+    all dense weights, get no gradient in this batch; `clip`: such numbers count as 0. A weight that
+    float16 cannot hold also ends the run, or else is kept at 65,504."""
     clip_norm: float = 0.0
     """Scale the gradients of a batch down where their global norm is above this, those of rows and
     of dense weights together; 0: never."""

@@ -73,8 +73,9 @@ class StepReport:
     keys_asked: int = 0
     """Keys that this rank asked owners for, itself included."""
     faults: int = 0
-    """Rows of this rank, and sets of dense weights, whose gradient was NaN or inf. Those of dense
-    weights that have a network of their own count in the next step."""
+    """Rows of this rank, and sets of dense weights, whose gradient was NaN or inf, and groups of
+    tables of which a weight went beyond float16. Those of dense weights that have a network of
+    their own count in the next step."""
     flops: float = 0.0
     """Of the model on this rank's samples, where the model knows its work."""
     grad_norm: float = math.nan
@@ -117,6 +118,8 @@ class TrainingBatch:
     kept: list[object] = field(default_factory=list[object])
     faults: list[Tensor] = field(default_factory=list[Tensor])
     """How many gradients were not finite, on the device."""
+    beyond: list[Tensor] = field(default_factory=list[Tensor])
+    """For groups of tables kept as float16: whether a weight was too large for it, likewise."""
     news: StepNews | None = None
     """The loss and such counts on their way to the host, where one rank has all of the batch."""
     dense_checked: bool = False
@@ -510,12 +513,13 @@ class TrainingWork:
                 dense_times, self.in_flight[op.batch].mean_norm = self._clip_dense(scales[1])
             self._step_dense(op, dense_times)
         times = (clipped if self.clip_rows else scales)[self._weight_of_rows]
+        state = self.in_flight[op.batch]
         if isinstance(self.tables, DeviceTables):
             clip = self.non_finite == "clip"
-            faults = self.tables.update(op.batch, times, step, clip=clip)
-            self.in_flight[op.batch].faults += faults
+            faults, state.beyond = self.tables.update(op.batch, times, step, clip=clip)
+            state.faults += faults
         else:
-            self.tables.update(op.batch, times, step)
+            state.beyond = self.tables.update(op.batch, times, step)
 
     @property
     def _weight_of_rows(self) -> int:
@@ -552,13 +556,19 @@ class TrainingWork:
         step = self.first_step + op.batch + 1
         if state.news is not None:
             assert isinstance(self.tables, DeviceTables)
-            total, faults = self.tables.read_news(state.news)
+            total, faults, beyond = self.tables.read_news(state.news)
             loss = self._checked(op, total, state.weight)
         else:
             loss = self._check_loss(op, state.totals)
             faults = sum(int(count) for count in state.faults)
+            beyond = sum(int(count) for count in state.beyond)
         if faults and self.non_finite == "stop":
             raise self._fault(op)
+        if beyond and self.non_finite == "stop":
+            raise self._fault(
+                op, "weights", "beyond 65,504, where float16 ends", "keep tables as bfloat16"
+            )
+        faults += beyond
         before = self.applied.pop(op.batch - 1, None)
         if before is not None:
             faults += self._late_faults(op.batch - 1, before)
@@ -620,15 +630,20 @@ class TrainingWork:
             raise LossError(step, loss)
         return loss
 
-    def _fault(self, op: Op) -> RunError:
+    def _fault(
+        self,
+        op: Op,
+        what: str = "gradients",
+        how: str = "NaN or inf",
+        instead: str = "set run.non_finite = 'skip'",
+    ) -> RunError:
         """The error that ends a run; the batch is kept where there is a place for it."""
         step = self.first_step + op.batch + 1
         state = self.in_flight.get(op.batch)
         kept = self.keep_batch(step, state.on_host) if state is not None else None
         where = f" (the batch is kept in {str(kept)!r})" if kept else ""
         return RunError(
-            f"gradients of step {step} are NaN or inf{where}; lower the learning rates, or set "
-            "run.non_finite = 'skip'"
+            f"{what} of step {step} are {how}{where}; lower the learning rates, or {instead}"
         )
 
     @property

@@ -452,7 +452,7 @@ def test_a_check_passes_or_says_what_to_give(check: Any, good: Any, bad: Any, ad
     [
         ("pooling", "max", "pooling of table 'items' is 'max'; give one of 'none', 'sum', 'mean'"),
         ("placement", "row", "placement of table 'items' is 'row'; did you mean 'rows'?"),
-        ("dtype", "float16", "dtype of table 'items' is 'float16'; did you mean 'bfloat16'?"),
+        ("dtype", "float61", "dtype of table 'items' is 'float61'; did you mean 'float16'?"),
     ],
 )
 def test_a_table_refuses_words_that_it_does_not_know(field: str, value: str, sentence: str):

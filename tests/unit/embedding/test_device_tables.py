@@ -143,7 +143,7 @@ def test_rows_in_a_pool_have_the_bits_of_rows_in_buffers(plan, device_memory):
     ("optimizer", "dtype"),
     [
         *(("sgd", "float32"), ("adagrad", "float32"), ("adam", "float32")),
-        *(("rowwise_adagrad", "float32"), ("adam", "bfloat16")),
+        *(("rowwise_adagrad", "float32"), ("adam", "bfloat16"), ("adam", "float16")),
     ],
 )
 @pytest.mark.usefixtures("on_device")

@@ -98,11 +98,11 @@ void refuse(World& world) {
   require(report.table == 0 && report.key == 7, "the wrong key was named");
 }
 
-void run(int64_t dim, int64_t state_dim, int64_t bfloat16, int64_t batches) {
+void run(int64_t dim, int64_t state_dim, nestpipe::RowType type, int64_t batches) {
   const uint64_t seeds[kTables] = {1, 2, 3};
   const double stds[kTables] = {0.01, 0.1, 1.0};
   const int64_t limits[kTables] = {0, 0, 1 << 20};
-  const nestpipe::Shape shape{kTables, dim, state_dim, bfloat16, -1.0f, seeds, stds, limits};
+  const nestpipe::Shape shape{kTables, dim, state_dim, type, -1.0f, seeds, stds, limits};
   World world{nestpipe_store_open(&shape, 2), dim + state_dim, batches};
   require(world.store != nullptr, "no store");
   std::vector<std::thread> readers;
@@ -124,11 +124,11 @@ void run(int64_t dim, int64_t state_dim, int64_t bfloat16, int64_t batches) {
 }
 
 // The same for a store with a file: few rows fit into memory, so they leave it all the time.
-void run_ssd(int64_t dim, int64_t state_dim, int64_t bfloat16, int64_t rows_in_memory) {
+void run_ssd(int64_t dim, int64_t state_dim, nestpipe::RowType type, int64_t rows_in_memory) {
   const uint64_t seeds[kTables] = {1, 2, 3};
   const double stds[kTables] = {0.01, 0.1, 1.0};
   const int64_t limits[kTables] = {0, 0, 0};
-  const nestpipe::Shape shape{kTables, dim, state_dim, bfloat16, -1.0f, seeds, stds, limits};
+  const nestpipe::Shape shape{kTables, dim, state_dim, type, -1.0f, seeds, stds, limits};
   std::FILE* file = std::tmpfile();
   require(file != nullptr, "no file");
   const int64_t width = dim + state_dim;
@@ -245,11 +245,13 @@ void decode(uint64_t seed) {
 void check_routing();  // native_routing_driver.cpp
 
 int main() {
-  run(511, 1, 0, 6);  // whole cache lines, enough of them to be written past the caches
-  run(5, 2, 1, 20);   // bfloat16, odd
-  run(7, 1, 0, 20);
-  run_ssd(7, 1, 0, 500);
-  run_ssd(5, 2, 1, 0);
+  run(511, 1, nestpipe::kFloat32, 6);  // whole cache lines, enough of them to be written past the caches
+  run(5, 2, nestpipe::kBfloat16, 20);
+  run(19, 1, nestpipe::kFloat16, 20);  // two times eight, and an odd rest
+  run(7, 1, nestpipe::kFloat32, 20);
+  run_ssd(7, 1, nestpipe::kFloat32, 500);
+  run_ssd(5, 2, nestpipe::kBfloat16, 0);
+  run_ssd(19, 1, nestpipe::kFloat16, 0);
   for (const int64_t parts : {1, 7, 16, 33, 100}) {
     for (const int64_t samples : {0, 1, 60, 1100}) cluster(samples, parts);
   }

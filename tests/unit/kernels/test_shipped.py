@@ -142,10 +142,12 @@ def _kept(level: str) -> Path:
 
 def trained(optimizer: str) -> str:
     """A hash of all rows and dense weights after some batches of sums, lists and small floats."""
-    world = SyntheticConfig(samples=1_500, num_tables=3)
+    world = SyntheticConfig(samples=1_500, num_tables=4)
     tables = [
         Table(name=f"c{n}", dim=dim, pooling="sum", init_std=0.1, dtype=dtype)  # type: ignore[arg-type]
-        for n, (dim, dtype) in enumerate([(8, "float32"), (8, "bfloat16"), (8, "float32")])
+        for n, (dim, dtype) in enumerate(
+            [(8, "float32"), (8, "bfloat16"), (8, "float16"), (8, "float32")]
+        )
     ]
     settings = TrainSettings(
         batch=128,
@@ -153,7 +155,7 @@ def trained(optimizer: str) -> str:
         pipeline=PipelineSettings(plan="nested", micro_batches=3, micro_batching="clustered"),
     )
     torch.manual_seed(0)
-    model = Dlrm(DlrmConfig(features=("c0", "c1", "c2"), dim=8, bottom=(8,), top=(8,)))
+    model = Dlrm(DlrmConfig(features=("c0", "c1", "c2", "c3"), dim=8, bottom=(8,), top=(8,)))
     trainer = Trainer(model, tables, settings)
     trainer.fit(open_source(DataConfig(synthetic=world)))
     digest = hashlib.sha256()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +15,25 @@ import torch
 from safetensors.torch import load_file
 
 from nestpipe.checkpoint.folder import newest, paths_in, verified
-from nestpipe.comm import LocalCommunicator
+from nestpipe.comm import Communicator, LocalCommunicator
+from nestpipe.config import build
 from nestpipe.embedding.sharded import ShardedTables
-from nestpipe.errors import RunError
+from nestpipe.errors import ConfigError, RunError
 from nestpipe.kernels.rows.native import Gradients
+from nestpipe.models import LogisticRegression
 from nestpipe.runtime import inject_delays
 from nestpipe.runtime.lanes import Work
 from nestpipe.schedule.plans import with_separate_dense_group
 from nestpipe.schedule.schedule import Kind, Op
 from nestpipe.train import ops, train_job
+from nestpipe.train import trainer as trainer_module
+from nestpipe.train.config import PipelineSettings, RowSettings, TrainSettings
 from nestpipe.train.job import prepare
 from nestpipe.train.ops import TrainingWork, drop_dense_faults, drop_row_faults
 from nestpipe.train.trainer import Trainer
 from support.examples import num_examples
+from support.thread_ranks import run_ranks
+from unit.embedding.test_device_tables import SAMPLES, Batches
 from unit.train.test_resume import assert_same, job_of, trained
 
 VALUES = (math.nan, math.inf, -math.inf, 1e30)
@@ -195,3 +203,87 @@ def test_dense_faults_count_when_apply_is_late(tmp_path: Path, monkeypatch: pyte
     job.trainer.around = with_late_apply
     train_job(job, lambda report: faults.append(report.faults))
     assert [step for step, count in enumerate(faults) if count] == [4]
+
+
+# Weights that float16 cannot hold.
+
+
+def with_large_rows(
+    ranks: int = 1, policy: str = "skip", dtype: str = "float16", **pipeline: Any
+) -> list[tuple[list[int], list[torch.Tensor]]]:
+    """For each rank the faults of every batch, and all keys and rows at the end."""
+    memory = str(pipeline.pop("device_memory", "auto"))
+
+    def one(comm: Communicator) -> tuple[list[int], list[torch.Tensor]]:
+        model = LogisticRegression(("a", "b", "c"), 0)
+        tables = [replace(table, dtype=dtype) for table in model.tables()]  # type: ignore[arg-type]
+        settings = TrainSettings(
+            batch=SAMPLES,
+            device="cpu",
+            non_finite=policy,  # type: ignore[arg-type]
+            device_memory=memory,
+            rows=RowSettings(optimizer="sgd", lr=1e7),
+            pipeline=build(PipelineSettings, pipeline),
+        )
+        trainer, faults = Trainer(model, tables, settings, comm), list[int]()
+        with closing(trainer):
+            trainer.fit(Batches(), on_step=lambda report: faults.append(report.faults))  # type: ignore[arg-type]
+            stored = [
+                part for store in trainer.stores for piece in store.export() for part in piece[1:]
+            ]
+        return faults, stored
+
+    return [one(LocalCommunicator())] if ranks == 1 else run_ranks(ranks, one)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_weight_that_float16_cannot_hold_is_kept_at_the_largest_under_every_plan(ranks: int):
+    serial = with_large_rows(ranks, plan="serial")
+    for faults, stored in serial:
+        assert sum(faults) > 0
+        rows = torch.cat([part for part in stored if part.is_floating_point()])
+        assert rows.abs().max() == 65504
+    assert sum(with_large_rows(dtype="bfloat16", plan="serial")[0][0]) == 0
+    for plan in ("nested", "frozen_window"):
+        for retrieval in ("new", "pooled"):
+            more = {"plan": plan, "retrieval": retrieval, "policy": "clip", "device_memory": "10KB"}
+            for one, other in zip(serial, with_large_rows(ranks, **more), strict=True):
+                assert one[0] == other[0]
+                assert all(map(torch.equal, one[1], other[1]))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_rows_that_are_routed_on_the_device_see_it_as_well(
+    ranks: int, monkeypatch: pytest.MonkeyPatch
+):
+    serial = with_large_rows(ranks, plan="serial", owner_sums="off")
+    monkeypatch.setattr(trainer_module, "can_route_on_device", lambda *_: True)
+    made = with_large_rows(ranks, plan="nested", retrieval="pooled", device_memory="10KB")
+    for one, other in zip(serial, made, strict=True):
+        assert one[0] == other[0]
+        assert all(map(torch.equal, one[1], other[1]))
+    with pytest.raises(RunError, match="weights of step 1 are beyond 65,504"):
+        with_large_rows(policy="stop", plan="nested", retrieval="pooled")
+
+
+@pytest.mark.parametrize("plan", ["serial", "nested"])
+def test_a_run_stops_where_a_weight_goes_beyond_float16(plan: str):
+    with pytest.raises(RunError) as stopped:
+        with_large_rows(policy="stop", plan=plan)
+    assert str(stopped.value) == (
+        "weights of step 1 are beyond 65,504, where float16 ends; lower the learning rates, or "
+        "keep tables as bfloat16"
+    )
+
+
+def test_rows_that_are_put_in_must_fit_their_type():
+    model = LogisticRegression(("a",), 0)
+    for dtype in ("bfloat16", "float16"):
+        tables = [replace(table, dtype=dtype) for table in model.tables()]
+        with closing(Trainer(model, tables, TrainSettings(device="cpu"))) as trainer:
+            trainer.put_rows("a", torch.tensor([1]), torch.tensor([[65519.0]]))
+            held = trainer.rows_of("a", torch.tensor([1]))
+            assert held.tolist() == [[65504.0 if dtype == "float16" else 65536.0]]
+            if dtype == "float16":
+                with pytest.raises(ConfigError, match="'a' reach 65520, but its dtype, float16,"):
+                    trainer.put_rows("a", torch.tensor([1]), torch.tensor([[-65520.0]]))

@@ -257,8 +257,9 @@ def test_plans_with_two_buffers_write_to_remembered_places(plan, retrieval, monk
     assert new_rows < len(written), "what has a place is written there, not by its key"
 
 
-def test_rows_in_bfloat16_are_not_used_in_place(monkeypatch):
-    tables = [replace(table, dtype="bfloat16") for table in TABLES]
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_rows_in_half_precision_are_not_used_in_place(dtype, monkeypatch):
+    tables = [replace(table, dtype=dtype) for table in TABLES]
     located = count_calls(monkeypatch, "locate")
     assert_same_bits(train(1, tables=tables), train(1, tables=tables, in_place=False))
     assert not located

@@ -308,9 +308,10 @@ def rows_of_every_batch() -> list[set[tuple[str, int]]]:
     ]
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("plan", ["serial", "nested"])
-def test_rows_kept_in_bfloat16_do_not_depend_on_the_plan(plan):
-    tables = tuple(replace(table, dtype="bfloat16") for table in TABLES)
+def test_rows_kept_in_half_precision_do_not_depend_on_the_plan(plan, dtype):
+    tables = tuple(replace(table, dtype=dtype) for table in TABLES)
     serial, _ = reference(2, tables=tables, epochs=3)
     other, _ = train(2, tables=tables, epochs=3, plan=plan, retrieval="new")
     assert_identical(serial, other)

@@ -29,12 +29,12 @@ from nestpipe.embedding.store.protocol import (
     default_threads,
     first_weights,
     repeated,
-    round_to_bfloat16,
+    rounded,
     too_many_rows,
 )
 from nestpipe.errors import CapacityError
 from nestpipe.kernels.host_memory import PinnedMemory
-from nestpipe.kernels.library import Status, StoreReport, StoreShape, library
+from nestpipe.kernels.library import RowType, Status, StoreReport, StoreShape, library
 from nestpipe.kernels.rows.native import RowPointers
 
 # Shapes: K keys, D weights of a row, W width of a row as it travels
@@ -272,7 +272,7 @@ def native_shape(layout: StoreLayout) -> StoreShape:
         num_tables=tables,
         dim=layout.dim,
         state_dim=layout.state_dim,
-        bfloat16=layout.dtype == "bfloat16",
+        row_type=RowType[layout.dtype.upper()],
         state_init=layout.state_init,
         seeds=(ctypes.c_uint64 * tables)(*(seed & MASK for seed in layout.table_seeds)),
         stds=(ctypes.c_double * tables)(*layout.init_stds),
@@ -323,9 +323,8 @@ class PlainStore:
         for table, _, keys in self._by_table(keys_K, counts):
             self._check_limit(table, keys)
         rows = rows_KW.numpy().copy()
-        if self.layout.dtype == "bfloat16":
-            dim = self.layout.dim
-            rows[:, :dim] = round_to_bfloat16(np.ascontiguousarray(rows[:, :dim]))
+        weights_KD = np.ascontiguousarray(rows[:, : self.layout.dim])
+        rows[:, : self.layout.dim] = rounded(weights_KD, self.layout.dtype)
         for table, begin, keys in self._by_table(keys_K, counts):
             for i, key in enumerate(keys.tolist()):
                 self._tables[table][key] = rows[begin + i].copy()
@@ -370,9 +369,7 @@ class PlainStore:
     def _first_rows(self, table: int, keys_K: NDArray[np.int64]) -> Row:
         layout = self.layout
         seed, spread = layout.table_seeds[table], layout.init_stds[table]
-        weights_KD = first_weights(seed, keys_K, layout.dim, spread)
-        if layout.dtype == "bfloat16":
-            weights_KD = round_to_bfloat16(weights_KD)
+        weights_KD = rounded(first_weights(seed, keys_K, layout.dim, spread), layout.dtype)
         state = np.full((len(keys_K), layout.state_dim), layout.state_init, np.float32)
         return np.concatenate([weights_KD, state], axis=1)
 

@@ -11,7 +11,7 @@ arrival, nor the number of ranks, nor a restart changes it.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -33,6 +33,14 @@ MOST_THREADS = 64
 MASK = 2**64 - 1
 """A table's seed is a 64-bit number."""
 HASH_STEP = np.uint64(0x9E3779B97F4A7C15)
+ROW_TYPES: Mapping[str, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+"""How a row's weights may be kept, as `Table.dtype` names it."""
+LARGEST_FLOAT16, FLOAT16_INF = 65504.0, 65520.0
+"""The largest number of float16, and the least that is rounded to inf."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +57,7 @@ class StoreLayout:
     """float32 numbers of optimizer state that travel with the row; they start at `state_init`."""
     state_init: float = 0.0
     dtype: str = "float32"
-    """`float32` or `bfloat16`: how weights are kept in host memory."""
+    """One of `ROW_TYPES`: how weights are kept in host memory."""
     max_rows: tuple[int, ...] = ()
     """One per table: rows that this store holds at most; 0 or left out: no limit."""
 
@@ -297,6 +305,55 @@ def first_weights(
     return (_normal(bits_KD) * spread).astype(np.float32)
 
 
+def weight_bytes(dim: int, dtype: str) -> int:
+    """Of a row: state, which follows, begins at a multiple of four bytes."""
+    return -(-dim * ROW_TYPES[dtype].itemsize // 4) * 4
+
+
+# How weights are rounded that are not kept as float32: to the nearest number, ties to even. Native
+# code does it in `kernels/native/rows/row_format.h`, and devices by torch's own casts.
+
+
+def rounded(values: NDArray[np.float32], dtype: str) -> NDArray[np.float32]:
+    """Weights as a row of that type has them, as float32."""
+    match dtype:
+        case "bfloat16":
+            return round_to_bfloat16(values)
+        case "float16":
+            return round_to_float16(values)
+        case _:
+            return values
+
+
+def round_weights(weights_KD: Tensor, dtype: str) -> Tensor | None:
+    """The same in place, on any device, for rows that were updated.
+
+    A weight that float16 would make inf becomes the largest that it has. Returns whether there was
+    one, on the device; None: the type has the range of float32.
+    """
+    kind = ROW_TYPES[dtype]
+    if kind == torch.float32:
+        return None
+    if kind != torch.float16:
+        weights_KD.copy_(weights_KD.to(kind))
+        return None
+    beyond = (weights_KD.abs() >= FLOAT16_INF).any()
+    weights_KD.copy_(weights_KD.clamp(-LARGEST_FLOAT16, LARGEST_FLOAT16).to(kind))
+    return beyond
+
+
+def round_to_float16(values: NDArray[np.float32]) -> NDArray[np.float32]:
+    """The nearest float16 numbers, ties to even, as float32; from 65,520 on inf.
+
+    A nan stays one, with its upper bits: numpy's own depend on the processor.
+    """
+    nan = np.isnan(values)
+    with np.errstate(over="ignore"):
+        near = np.where(nan, np.float32(0), values).astype(np.float16).astype(np.float32)
+    quiet = values.view(np.uint32) & np.uint32(0xFFFFE000) | np.uint32(0x400000)
+    return np.where(nan, quiet.view(np.float32), near)
+
+
 def round_to_bfloat16(values: NDArray[np.float32]) -> NDArray[np.float32]:
     """The nearest bfloat16 numbers, ties to even, as float32; nan stays nan."""
     bits = values.view(np.uint32)
@@ -337,8 +394,8 @@ def check_layout(layout: StoreLayout) -> None:
         raise ValueError(f"{tables} seeds, {len(layout.init_stds)} stds, {len(limits)} limits")
     if layout.dim < 1 or layout.state_dim < 0 or any(limit < 0 for limit in limits):
         raise ValueError(f"a store cannot have the layout {layout}")
-    if layout.dtype not in ("float32", "bfloat16"):
-        raise ValueError(f"dtype is {layout.dtype!r}; use 'float32' or 'bfloat16'")
+    if layout.dtype not in ROW_TYPES:
+        raise ValueError(f"dtype is {layout.dtype!r}; use one of {', '.join(ROW_TYPES)}")
 
 
 def check_rows(layout: StoreLayout, keys_K: Tensor, counts: Sequence[int], rows_KW: Tensor) -> None:

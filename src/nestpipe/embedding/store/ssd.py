@@ -33,6 +33,7 @@ from nestpipe.embedding.store.protocol import (
     default_threads,
     repeated,
     too_many_rows,
+    weight_bytes,
 )
 from nestpipe.errors import CapacityError, ConfigError, RunError
 from nestpipe.kernels.library import (
@@ -319,7 +320,7 @@ def _refuse_small_disk(layout: StoreLayout, options: SsdOptions) -> None:
 
 def row_bytes(layout: StoreLayout) -> int:
     """A row in memory: weights, then state, padded to 16 bytes."""
-    weights = layout.dim * 4 if layout.dtype == "float32" else (layout.dim + layout.dim % 2) * 2
+    weights = weight_bytes(layout.dim, layout.dtype)
     return -(-(weights + 4 * layout.state_dim) // 16) * 16
 
 

@@ -99,9 +99,9 @@ __global__ void __launch_bounds__(kThreads) write_outputs(const Outputs task) {
 struct Told {
   const float* loss;
   const uint8_t* dense_fault;   // null: nobody looked
-  const int32_t* row_faults;    // by group of tables
-  int64_t groups;
-  float* out;  // the loss, whether dense gradients were not finite, rows of each group that were not
+  const int32_t* counts;        // of rows, by group of tables
+  int64_t num_counts;
+  float* out;  // the loss, whether dense gradients were not finite, the counts
 };
 
 __global__ void tell(const Told told) {
@@ -109,8 +109,8 @@ __global__ void tell(const Told told) {
     told.out[0] = *told.loss;
     told.out[1] = told.dense_fault && *told.dense_fault ? 1.0F : 0.0F;
   }
-  for (int64_t g = threadIdx.x; g < told.groups; g += blockDim.x) {
-    told.out[2 + g] = static_cast<float>(told.row_faults[g]);
+  for (int64_t c = threadIdx.x; c < told.num_counts; c += blockDim.x) {
+    told.out[2 + c] = static_cast<float>(told.counts[c]);
   }
 }
 

@@ -130,8 +130,8 @@ class ToldStruct(ctypes.Structure):
     """What the host learns of a step."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("loss", "dense_fault", "row_faults")),
-        *(("groups", c_int64), ("out", c_void_p)),
+        *((name, c_void_p) for name in ("loss", "dense_fault", "counts")),
+        *(("num_counts", c_int64), ("out", c_void_p)),
     )
 
 

@@ -180,23 +180,26 @@ class StepNews:
 
     def __init__(self, groups: int, device: torch.device) -> None:
         by_kernels = library.has_kernels(device)
-        self._news = torch.zeros(2 + groups, pin_memory=device.type == "cuda")
-        self.faults_G = torch.zeros(groups, dtype=torch.int32, device=device)
-        """Rows of each group of tables whose gradients were not finite."""
+        self._news = torch.zeros(2 + 2 * groups, pin_memory=device.type == "cuda")
+        self._counts = torch.zeros(2 * groups, dtype=torch.int32, device=device)
+        self.faults_G = self._counts[:groups]
+        """Rows of each group of tables whose gradients were not finite ..."""
+        self.beyond_G = self._counts[groups:]
+        """... and whether one had a weight that its type cannot hold."""
         self._struct = ToldStruct(
-            *(None, None, self.faults_G.data_ptr(), groups, self._news.data_ptr())
+            *(None, None, self._counts.data_ptr(), 2 * groups, self._news.data_ptr())
         )
         self._device = device if by_kernels else None
         # A thread that waits sleeps, as those of lanes do.
         self._told = torch.cuda.Event(blocking=True) if device.type == "cuda" else None
 
     def tell(self, loss: Tensor, dense_fault: Tensor | None) -> None:
-        """Write the summed loss, whether dense gradients were not finite, and `faults_G`."""
+        """Write the summed loss, whether dense gradients were not finite, and the counts."""
         self._given = loss, dense_fault  # alive until the next step
         if self._device is None:
             self._news[0] = loss
             self._news[1] = 0.0 if dense_fault is None else dense_fault.float()
-            self._news[2:] = self.faults_G
+            self._news[2:] = self._counts
             return
         assert loss.dtype == torch.float32, f"a loss is {loss.dtype}"
         self._struct.loss, self._struct.dense_fault = loss.data_ptr(), pointer(dense_fault)
@@ -204,9 +207,13 @@ class StepNews:
         if self._told is not None:
             self._told.record()
 
-    def read(self) -> tuple[float, int]:
-        """The loss, and how many gradients were not finite; waits until `tell` is done."""
+    def read(self) -> tuple[float, int, int]:
+        """The loss, how many gradients were not finite, and how many groups have 1 in `beyond_G`.
+
+        Waits until `tell` is done.
+        """
         if self._told is not None:
             self._told.synchronize()
-        loss, *faults = self._news.tolist()
-        return loss, int(sum(faults))
+        loss, *counts = self._news.tolist()
+        beyond = int(sum(counts[1 + len(self.faults_G) :]))
+        return loss, int(sum(counts)) - beyond, beyond

@@ -29,7 +29,7 @@ from nestpipe.checkpoint.folder import (
 )
 from nestpipe.checkpoint.merging import newest_places
 from nestpipe.config import build
-from nestpipe.embedding.store.protocol import first_weights, round_to_bfloat16
+from nestpipe.embedding.store.protocol import first_weights, rounded
 from nestpipe.errors import CapacityError, CheckpointError, ConfigError, DataError
 from nestpipe.jagged import Jagged
 from nestpipe.models import HstuConfig, HstuRanker
@@ -172,9 +172,7 @@ class FirstRows:
 
     def rows(self, items_U: Ids, dim: int) -> Tensor:
         weights_UD = first_weights(self.seed, items_U, dim, self.std)
-        if self.dtype == "bfloat16":
-            weights_UD = round_to_bfloat16(weights_UD)
-        return torch.from_numpy(weights_UD)
+        return torch.from_numpy(rounded(weights_UD, self.dtype))
 
 
 class ItemRows:

@@ -627,9 +627,10 @@ def test_tables_of_one_width_and_type_share_a_store():
             Table(name="b", dim=8),
             Table(name="c", dim=4),
             Table(name="d", dim=4, dtype="bfloat16"),
+            Table(name="e", dim=4, dtype="float16"),
         ]
     )
-    assert [[t.name for t in g.tables] for g in groups] == [["a", "c"], ["b"], ["d"]]
+    assert [[t.name for t in g.tables] for g in groups] == [["a", "c"], ["b"], ["d"], ["e"]]
 
 
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=4), st.data())

@@ -286,9 +286,10 @@ assert store.num_rows() == [0]
 # Sizes
 
 
-def test_memory_is_shared_so_that_every_table_has_as_many_rows_in_it(tmp_path):
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_memory_is_shared_so_that_every_table_has_as_many_rows_in_it(tmp_path, dtype):
     wide = StoreLayout(table_seeds=(1, 2), init_stds=(0.1, 0.1), dim=128, state_dim=128)
-    narrow = StoreLayout(table_seeds=(1,), init_stds=(0.1,), dim=3, state_dim=0, dtype="bfloat16")
+    narrow = StoreLayout(table_seeds=(1,), init_stds=(0.1,), dim=3, state_dim=0, dtype=dtype)
     of_wide, of_narrow = ssd_options(str(tmp_path), "1MB", [wide, narrow])
     rows = of_wide.cache_bytes / 2 / (1024 + FRAME_BYTES)
     assert rows == pytest.approx(of_narrow.cache_bytes / (16 + FRAME_BYTES), abs=1)

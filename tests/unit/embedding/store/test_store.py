@@ -1,5 +1,6 @@
 """All stores agree bit for bit with the plain one, and refuse what they must."""
 
+import math
 import os
 import subprocess
 import sys
@@ -15,13 +16,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from nestpipe.config import Table
 from nestpipe.embedding.store import RowStore, SsdOptions, open_store
 from nestpipe.embedding.store.host import NativeStore, PlainStore
 from nestpipe.embedding.store.protocol import (
+    ROW_TYPES,
     StoreLayout,
     default_threads,
     first_weights,
     round_to_bfloat16,
+    round_to_float16,
+    round_weights,
 )
 from nestpipe.embedding.store.ssd import FRAME_BYTES, row_bytes
 from nestpipe.errors import CapacityError, ConfigError
@@ -112,7 +117,7 @@ steps = st.lists(
     steps=steps,
     dim=st.integers(1, 20),
     state_dim=st.integers(0, 5),
-    dtype=st.sampled_from(["float32", "bfloat16"]),
+    dtype=st.sampled_from(sorted(ROW_TYPES)),
     chunk=st.integers(1, 50),
 )
 @examples("more")
@@ -149,7 +154,8 @@ def moved(store: RowStore, fresh: RowStore, chunk: int) -> RowStore:
 
 
 @pytest.mark.parametrize(
-    ("dim", "state_dim", "dtype"), [(16, 0, "float32"), (6, 1, "float32"), (5, 2, "bfloat16")]
+    ("dim", "state_dim", "dtype"),
+    [(16, 0, "float32"), (6, 1, "float32"), (5, 2, "bfloat16"), (19, 1, "float16")],
 )
 def test_tables_grow_to_many_rows_and_stay_equal(dim, state_dim, dtype):
     native, plain = twins(layout(dim, state_dim, tables=2, dtype=dtype))
@@ -190,7 +196,7 @@ def test_reading_inserts_nothing_and_counts_repeats(kind):
     assert rows[:, 4].tolist() == [0.25] * 4
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ROW_TYPES)
 def test_first_rows_depend_on_seed_and_key_alone(dtype):
     of = layout(dim=9, dtype=dtype)
     keys = torch.tensor([*EDGES, *range(100, 3000)])
@@ -203,8 +209,9 @@ def test_first_rows_depend_on_seed_and_key_alone(dtype):
     assert same_bits(torch.cat(parts), whole[order])
 
 
-def test_a_first_row_that_is_stored_reads_the_same():
-    store = NativeStore(layout(dim=9, dtype="bfloat16"))
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_first_row_that_is_stored_reads_the_same(dtype):
+    store = NativeStore(layout(dim=9, dtype=dtype))
     keys = torch.arange(1000)
     first, _ = gather(store, keys, [1000])
     store.scatter(keys, [1000], first)
@@ -239,6 +246,87 @@ def test_bfloat16_is_rounded_like_torch_does():
     values = bits_as_rows(4096, 8, seed=5).nan_to_num()
     ours = torch.from_numpy(round_to_bfloat16(values.numpy()))
     assert same_bits(ours, values.bfloat16().float())
+
+
+EVERY_HALF = np.arange(2**16, dtype=np.uint16).view(np.float16)
+NUMBERS = EVERY_HALF[np.isfinite(EVERY_HALF)]
+"""All that float16 has."""
+
+
+def stored_as_float16(values: Tensor, dim: int) -> Tensor:
+    """What native code makes of them: seven at once are never vectors, eight always are one."""
+    store = NativeStore(layout(dim=dim, state_dim=0, dtype="float16"), threads=2)
+    rows = torch.zeros(-(-len(values) // dim) * dim)
+    rows[: len(values)] = values
+    keys = torch.arange(len(rows) // dim)
+    store.scatter(keys, [len(keys)], rows.view(-1, dim))
+    return gather(store, keys, [len(keys)])[0].view(-1)[: len(values)]
+
+
+@pytest.mark.parametrize("dim", [7, 8, 16, 29])
+def test_every_number_of_float16_stays_what_it_is(dim):
+    with np.errstate(invalid="ignore"):
+        values = torch.from_numpy(EVERY_HALF.astype(np.float32))
+    plain = torch.from_numpy(round_to_float16(values.numpy()))
+    numbers = ~values.isnan()
+    for made in (plain, stored_as_float16(values, dim)):
+        assert same_bits(made[numbers], values[numbers])
+        assert bool(made[~numbers].isnan().all())
+
+
+@pytest.mark.parametrize("dim", [7, 8, 16, 29])
+def test_what_lies_between_two_numbers_of_float16_goes_to_the_nearer_or_even(dim):
+    low, high = (np.sort(NUMBERS)[part].astype(np.float64) for part in (slice(-1), slice(1, None)))
+    middle = ((low + high) / 2).astype(np.float32)
+    ways = [np.nextafter(middle, np.float32(to)) for to in (-np.inf, np.inf)]
+    edges = np.array([65519.996, 65520, -65520, 1e30, np.inf, 1e-45, -1e-45, 2**-25], np.float32)
+    values = np.concatenate([middle, *ways, edges])
+    with np.errstate(over="ignore"):
+        wanted = torch.from_numpy(values.astype(np.float16).astype(np.float32))
+    given = torch.from_numpy(values)
+    assert same_bits(given.half().float(), wanted)
+    assert same_bits(torch.from_numpy(round_to_float16(values)), wanted)
+    assert same_bits(stored_as_float16(given, dim), wanted)
+
+
+@given(seed=st.integers(0, 2**32), dim=st.sampled_from([1, 7, 8, 33]))
+@examples("more")
+def test_any_float_is_rounded_to_float16_as_numpy_and_torch_do(seed, dim):
+    given = bits_as_rows(999, 1, seed).view(-1)
+    given[::3] = torch.randn(333, generator=torch.Generator().manual_seed(seed))
+    with np.errstate(over="ignore", invalid="ignore"):
+        wanted = torch.from_numpy(given.numpy().astype(np.float16).astype(np.float32))
+    numbers, stored = ~given.isnan(), stored_as_float16(given, dim)
+    assert same_bits(stored[numbers], wanted[numbers])
+    assert same_bits(given.half().float()[numbers], wanted[numbers])
+    assert same_bits(torch.from_numpy(round_to_float16(given.numpy())), stored), "nan as well"
+
+
+def test_rows_on_a_device_are_rounded_to_what_a_store_keeps():
+    for dtype in ROW_TYPES:
+        rows = torch.randn(300, 9, generator=torch.Generator().manual_seed(4)) * 1e-5
+        store = NativeStore(layout(dim=8, dtype=dtype))
+        store.scatter(torch.arange(300), [300], rows)
+        beyond = round_weights(rows[:, :8], dtype)
+        assert same_bits(rows, gather(store, torch.arange(300), [300])[0])
+        assert beyond is None if dtype != "float16" else not bool(beyond)
+
+
+def test_what_float16_cannot_hold_is_told_and_never_becomes_inf():
+    rows = torch.tensor([[65503.0, 65519.9], [65520.0, -1e9], [-math.inf, 1.0], [2.0, 3.0]])
+    assert bool(round_weights(rows, "float16"))
+    assert rows.tolist() == [[65504, 65504], [65504, -65504], [-65504, 1], [2, 3]]
+    broken = torch.tensor([[math.nan, 1.0]])
+    assert not bool(round_weights(broken, "float16"))
+    assert bool(broken[0, 0].isnan()), "nan is told by the loss"
+
+
+def test_the_first_values_of_float16_rows_are_finite_for_every_spread_that_is_allowed():
+    most = abs(first_weights(11, np.arange(40_000), 50, 1.0)).max()
+    assert most < 65504 / 10_000 < 7
+    Table(name="t", dim=1, dtype="float16", init_std=10_000)
+    with pytest.raises(ConfigError, match="init_std of table 't' is 10001, but float16 ends at"):
+        Table(name="t", dim=1, dtype="float16", init_std=10_001)
 
 
 @ALL
@@ -353,7 +441,7 @@ def test_arguments_that_do_not_fit_are_refused(kind, keys, counts, rows):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"dtype": "float16"}, {"dim": 0}, {"max_rows": (1,)}, {"max_rows": (1, -1)}]
+    "wrong", [{"dtype": "float8"}, {"dim": 0}, {"max_rows": (1,)}, {"max_rows": (1, -1)}]
 )
 def test_a_layout_that_contradicts_itself_is_refused(wrong):
     with pytest.raises(ValueError, match=r"dtype|layout|limits"):

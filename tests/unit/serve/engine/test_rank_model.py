@@ -22,7 +22,6 @@ from nestpipe.batch import Batch
 from nestpipe.checkpoint import disk
 from nestpipe.checkpoint.folder import MANIFEST
 from nestpipe.config import Table
-from nestpipe.embedding.store.protocol import round_to_bfloat16
 from nestpipe.errors import CheckpointError, ConfigError, DataError
 from nestpipe.jagged import Jagged
 from nestpipe.kernels.attention.reference import norm_gate
@@ -343,9 +342,13 @@ def test_rows_are_found_by_item_wherever_keys_lie(items: list[int]):
     assert found.tolist() == expected
 
 
-def test_first_rows_of_a_bfloat16_table_are_rounded():
-    first = FirstRows(1, 0.5, "bfloat16").rows(np.array([1, 2]), 4).numpy()
-    assert np.array_equal(round_to_bfloat16(first.copy()), first)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_first_rows_of_a_table_in_half_precision_are_rounded(dtype: str):
+    whole, first = (
+        FirstRows(1, 0.5, kind).rows(np.array([1, 2]), 4) for kind in ("float32", dtype)
+    )
+    assert torch.equal(first, whole.to(getattr(torch, dtype)).float())
+    assert not torch.equal(first, whole)
 
 
 def test_a_model_given_as_such_is_copied_and_its_items_may_come_in_any_order():

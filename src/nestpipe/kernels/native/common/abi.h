@@ -18,6 +18,13 @@ enum Status : int {
   kFileDamaged = 7,  // a row in the file is not the one that was written, or the file is shorter
 };
 
+// How a row's weights are kept; they travel as float32.
+enum RowType : int64_t {
+  kFloat32 = 0,
+  kBfloat16 = 1,
+  kFloat16 = 2,
+};
+
 // Filled where a call does not return kOk.
 struct Report {
   int64_t table;
@@ -30,7 +37,7 @@ struct Shape {
   int64_t num_tables;
   int64_t dim;
   int64_t state_dim;
-  int64_t bfloat16;  // 1: weights are kept as bfloat16
+  RowType row_type;
   float state_init;
   const uint64_t* seeds;    // one per table
   const double* stds;       // one per table

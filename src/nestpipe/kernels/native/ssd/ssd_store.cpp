@@ -21,7 +21,7 @@ Shape index_shape(const Shape& shape) {
   Shape index = shape;
   index.dim = 4;
   index.state_dim = 0;
-  index.bfloat16 = 0;
+  index.row_type = kFloat32;
   return index;
 }
 
@@ -34,7 +34,7 @@ size_t bytes_of(const std::vector<T>& values) {
 
 SsdStore::SsdStore(const Shape& shape, const SsdShape& ssd, int64_t threads)
     : index(index_shape(shape), threads),
-      form_{shape.dim, shape.state_dim, shape.bfloat16 != 0},
+      form_{shape.dim, shape.state_dim, shape.row_type},
       state_init_(shape.state_init),
       log_(static_cast<int>(ssd.file), static_cast<size_t>(ssd.align), form_.stride(),
            static_cast<size_t>(ssd.segment_bytes), ssd.depth),

@@ -260,7 +260,7 @@ class RowWriter {
     const Owned owned(store_.readers, &table.shards[piece.begin],
                       &table.shards[piece.begin] + (piece.end - piece.begin));
     const size_t bytes = store_.form.bytes();
-    const bool stream = !store_.form.bfloat16 && bytes % 64 == 0 &&
+    const bool stream = store_.form.type == kFloat32 && bytes % 64 == 0 &&
                         static_cast<size_t>(total_) * bytes >= kStreamFrom;
     const uint32_t end = start(piece.table, piece.end);
     for (uint64_t s = piece.begin; s < piece.end; ++s) {

@@ -22,7 +22,7 @@ size_t Scratch::num_bytes() const {
 }
 
 Store::Store(const Shape& shape, int64_t num_threads)
-    : form{shape.dim, shape.state_dim, shape.bfloat16 != 0},
+    : form{shape.dim, shape.state_dim, shape.row_type},
       state_init(shape.state_init),
       threads(num_threads) {
   for (int64_t t = 0; t < shape.num_tables; ++t) {
@@ -35,9 +35,7 @@ Store::Store(const Shape& shape, int64_t num_threads)
 void make_first_row(const RowForm& form, float state_init, const Table& table, int64_t key,
                     float* out) {
   first_weights(table.seed, key, table.spread, form.dim, out);
-  if (form.bfloat16) {
-    for (int64_t i = 0; i < form.dim; ++i) out[i] = from_bfloat16(to_bfloat16(out[i]));
-  }
+  form.round(out);
   std::fill(out + form.dim, out + form.width(), state_init);
 }
 
