@@ -149,8 +149,9 @@ class CopyRoom:
         self._used = 0
         if not numbers <= len(self._memory) <= 4 * numbers:
             self._memory = torch.empty(0)  # the old one first
-            if numbers:
-                self._memory = _in_large_pages(numbers + numbers // 4)
+            with suppress(OSError):  # of no memory: then each part asks for its own
+                if numbers:
+                    self._memory = _in_large_pages(numbers + numbers // 4)
 
     def take(self, rows: int, width: int) -> Tensor:
         """Some of it, from the beginning of a cache line; once there is no more, other memory."""

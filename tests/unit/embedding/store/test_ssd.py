@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nestpipe.embedding.store import SsdOptions, open_store, ssd_options
+from nestpipe.embedding.store import SsdOptions, open_store, ssd, ssd_options
 from nestpipe.embedding.store.host import NativeStore
 from nestpipe.embedding.store.protocol import StoreLayout
 from nestpipe.embedding.store.ssd import FRAME_BYTES, SsdStore, open_scratch, row_bytes
@@ -177,11 +177,11 @@ def test_file_systems_without_unnamed_files_or_direct_access_will_do(
 
 
 def test_a_full_disk_at_the_start_leaves_no_file_open(tmp_path, monkeypatch):
-    def full(file, *_):
+    def full(file, align):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     before = len(list(Path("/proc/self/fd").iterdir()))
-    monkeypatch.setattr(os, "pwrite", full)
+    monkeypatch.setattr(ssd, "_writes", full)
     with pytest.raises(ConfigError, match="No space left on device"):
         open_scratch(tmp_path)
     assert len(list(Path("/proc/self/fd").iterdir())) == before
