@@ -3,6 +3,9 @@
 A grid compares the settings that a plan chooses with an exhaustive small one. Its ranks profile the
 job, choose, and then run the choice and the grid in turns. Ratios are of steps of one call.
 
+An adaptive run begins with bad settings, ends when it has settled, and is replayed. What it settled
+on then runs in turns with a grid of fixed settings.
+
 To validate, a job is profiled on hosts with links of one speed. Every other network and number of
 ranks is predicted from that profile alone, and then really run; the worst errors are listed first.
 
@@ -16,7 +19,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,25 +30,36 @@ from nestpipe.comm import Communicator
 from nestpipe.config import build
 from nestpipe.errors import NestpipeError, RunError
 from nestpipe.planner import (
+    AdaptiveRun,
     Candidate,
+    Choice,
     JobBench,
-    ProfilePredictor,
+    candidate_of,
     check_candidates,
-    choose,
     job_bench,
     profile_job,
+    replay_choices,
+    run_off,
+    thought,
 )
-from nestpipe.planner.fleet import Assumptions, FleetPredictor, Link, Machine, ProfiledOn, Site
-from nestpipe.planner.profile import FirstThinks, heard
+from nestpipe.planner.choice import LEAST_SAMPLES
+from nestpipe.planner.fleet import (
+    EVERY_ASSUMPTION,
+    Assumptions,
+    FleetPredictor,
+    Link,
+    Machine,
+    ProfiledOn,
+    Site,
+)
 from nestpipe.sim.job_costs import profile_from_json
-from nestpipe.train.job import JobConfig
-from nestpipe.train.loop import communicator
+from nestpipe.train.job import JobConfig, make_job
+from nestpipe.train.loop import communicator, train_steps
+from nestpipe.train.trainer import choose_device
 
 MODULE = "nestpipe.bench.planning"
 TASK, RESULT = "task.json", "result.json"
 GRID_COUNTS = (2, 4, 8)
-OFFERS = 3
-"""The best few by prediction, which run beside the grid."""
 
 
 def small_grid(counts: Sequence[int] = GRID_COUNTS) -> list[Candidate]:
@@ -64,26 +78,19 @@ class GridReading:
     """One network: what was chosen, and what everything took."""
 
     rate: str
-    offers: tuple[Candidate, ...]
-    """The best few by prediction, the chosen one first."""
+    chosen: Candidate
+    """What `nestpipe plan` says: the fastest in its short runs."""
+    first: Candidate
+    """The best by prediction alone, as with `--check 0`."""
     predicted_ms: float
+    """The step of the chosen one."""
     measured: Mapping[Candidate, float]
-    """Median step of the choice and of every point of the grid, ms."""
-
-    @property
-    def chosen(self) -> Candidate:
-        return self.offers[0]
-
-    @property
-    def checked(self) -> Candidate:
-        """What `--check` keeps: the fastest of the best few."""
-        return min(self.offers, key=lambda c: self.measured[c])
+    """Median step of both and of every point of the grid, ms."""
 
     @property
     def best(self) -> Candidate:
         """The fastest point of the grid."""
-        grid = [c for c in self.measured if c in set(small_grid())]
-        return min(grid, key=lambda c: self.measured[c])
+        return min(small_grid(), key=lambda c: self.measured[c])
 
     @property
     def ratio(self) -> float:
@@ -91,22 +98,26 @@ class GridReading:
         return self.measured[self.best] / self.measured[self.chosen]
 
     @property
-    def checked_ratio(self) -> float:
-        """The same for what `--check` keeps."""
-        return self.measured[self.best] / self.measured[self.checked]
+    def unchecked_ratio(self) -> float:
+        """The same for the best by prediction."""
+        return self.measured[self.best] / self.measured[self.first]
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
         return {
             "rate": self.rate,
             "chosen": asdict(self.chosen),
+            "unchecked": asdict(self.first),
             "best": asdict(self.best),
-            "checked": asdict(self.checked),
             "best_over_chosen": self.ratio,
-            "best_over_checked": self.checked_ratio,
+            "best_over_unchecked": self.unchecked_ratio,
             "predicted_ms": self.predicted_ms,
-            "measured": [{**asdict(c), "step_ms": ms} for c, ms in self.measured.items()],
+            "measured": _steps_as_json(self.measured),
         }
+
+
+def _steps_as_json(measured: Mapping[Candidate, float]) -> list[dict[str, Any]]:
+    return [{**asdict(c), "step_ms": ms} for c, ms in measured.items()]
 
 
 def run_grid(
@@ -115,9 +126,12 @@ def run_grid(
     """Measure one network."""
     task = {"do": "grid", "config": asdict(config), "steps": steps, "rounds": rounds}
     found = run_on_hosts(task, rate, ranks)
-    measured = {Candidate(**one): float(ms) for one, ms in found["measured"]}
-    offers = tuple(Candidate(**one) for one in found["offers"])
-    return GridReading(rate, offers, found["predicted_ms"], measured)
+    chosen, first = (Candidate(**found[name]) for name in ("chosen", "first"))
+    return GridReading(rate, chosen, first, found["predicted_ms"], _steps_of(found))
+
+
+def _steps_of(found: Mapping[str, Any]) -> dict[Candidate, float]:
+    return {Candidate(**one): float(ms) for one, ms in found["measured"]}
 
 
 def run_on_hosts(task: Mapping[str, Any], rate: str, ranks: int) -> dict[str, Any]:
@@ -159,34 +173,176 @@ def say(comm: Communicator, line: str) -> None:
 
 def _run_grid(task: Mapping[str, Any], config: JobConfig, comm: Communicator) -> dict[str, Any]:
     with job_bench(config, comm) as bench:
-        offers, predicted_ms = _choose(bench)
-        say(comm, f"chosen: {offers[0]}; running it beside the grid")
-        candidates = list(dict.fromkeys([*offers, *small_grid()]))
-        measured = check_candidates(
-            bench, candidates, steps=int(task["steps"]), rounds=int(task["rounds"])
+        told = _choose(bench)
+        chosen, first = (Candidate(**told[name]) for name in ("chosen", "first"))
+        say(comm, f"chosen: {chosen}; running it beside the grid")
+        measured = _measured(bench, [chosen, first, *small_grid()], task)
+    return {**told, "measured": measured}
+
+
+def _choose(bench: JobBench) -> dict[str, Any]:
+    """What `nestpipe plan` says; the same on every rank."""
+    comm = bench.comm
+    say(comm, "profiling")
+    profile = profile_job(bench)
+    start = candidate_of(bench.config, profile.device, profile.ranks)
+    predicted = thought(profile, start, comm, draws=1)
+    choice = run_off(bench, predicted)
+    told: dict[str, Any] = {}
+    if choice is not None and predicted is not None:
+        told = {
+            "chosen": asdict(choice.chosen.candidate),
+            "first": asdict(predicted.chosen.candidate),
+            "predicted_ms": choice.chosen.figures.step_ms,
+        }
+    return cast("dict[str, Any]", comm.all_gather_values(told)[0])
+
+
+def _measured(
+    bench: JobBench, candidates: Sequence[Candidate], task: Mapping[str, Any]
+) -> list[tuple[dict[str, Any], float]]:
+    """Each candidate once, in turns with the others, with its median step."""
+    steps, rounds = int(task["steps"]), int(task["rounds"])
+    found = check_candidates(bench, list(dict.fromkeys(candidates)), steps=steps, rounds=rounds)
+    return [(asdict(one), ms) for one, ms in found.items()]
+
+
+# Adaptive mode, from bad settings, beside fixed ones.
+
+
+FIXED_COUNTS = (1, 2, 4, 8, 16, 32)
+"""Micro-batches of the fixed settings; adaptive runs begin with the first and with the last."""
+MOST_STEPS = 480
+"""A run that has not settled by then has failed to."""
+LOOK_EVERY = 12
+REPLAY_RATE = "100gbit"
+"""Links of a replay: bits do not depend on them."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptiveReading:
+    """One network and start: what the run settled on, and what everything took."""
+
+    rate: str
+    choices: tuple[Choice, ...]
+    """As the run recorded them."""
+    steps: int
+    """That the run had."""
+    settled: bool
+    last: Candidate
+    """The settings in the end."""
+    measured: Mapping[Candidate, float]
+    """Median step of the settings in the end and of every fixed one, ms."""
+    difference: str
+    """Where the replay of the run first differs; empty where it is identical."""
+
+    @property
+    def best(self) -> Candidate:
+        """The fastest of the fixed settings."""
+        fixed = (c for c in self.measured if c.micro_batches in FIXED_COUNTS and _is_even(c))
+        return min(fixed, key=lambda c: self.measured[c])
+
+    @property
+    def ratio(self) -> float:
+        """The best fixed step over that of the settings in the end."""
+        return self.measured[self.best] / self.measured[self.last]
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "rate": self.rate,
+            "choices": [asdict(one) for one in self.choices],
+            "steps": self.steps,
+            "settled": self.settled,
+            "last": asdict(self.last),
+            "best": asdict(self.best),
+            "best_over_last": self.ratio,
+            "replay_identical": not self.difference,
+            "difference": self.difference,
+            "measured": _steps_as_json(self.measured),
+        }
+
+
+def _is_even(one: Candidate) -> bool:
+    return (one.first, one.last) == (1.0, 1.0)
+
+
+def run_adaptive(
+    config: JobConfig, rate: str, ranks: int, *, steps: int = 8, rounds: int = 3
+) -> list[AdaptiveReading]:
+    """Measure one network, from both starts."""
+    base = {"config": asdict(config), "steps": steps, "rounds": rounds}
+    with tempfile.TemporaryDirectory(prefix="nestpipe-runs-") as folder:
+        found = run_on_hosts({**base, "do": "adapt", "runs": folder}, rate, ranks)
+        names = [run["name"] for run in found["runs"]]
+        replays = run_on_hosts(
+            {**base, "do": "replay", "runs": folder, "names": names}, REPLAY_RATE, ranks
         )
+    measured = _steps_of(found)
+    return [
+        AdaptiveReading(
+            rate,
+            tuple(Choice(**one) for one in run["choices"]),
+            run["steps"],
+            run["settled"],
+            Candidate(**run["last"]),
+            measured,
+            replays["differences"][run["name"]],
+        )
+        for run in found["runs"]
+    ]
+
+
+def _adapt(task: Mapping[str, Any], config: JobConfig, comm: Communicator) -> dict[str, Any]:
+    base = candidate_of(config, choose_device(config.run.device).type, comm.size)
+    most = config.run.batch // comm.size // LEAST_SAMPLES
+    counts = [count for count in FIXED_COUNTS if count <= most]
+    fixed = [replace(base, micro_batches=n, first=1.0, last=1.0) for n in counts]
+    runs = [_adapted(config, comm, one, Path(task["runs"])) for one in (fixed[0], fixed[-1])]
+    say(comm, "running what it settled on beside fixed settings")
+    with job_bench(config, comm) as bench:
+        measured = _measured(bench, [*(Candidate(**run["last"]) for run in runs), *fixed], task)
+    return {"runs": runs, "measured": measured}
+
+
+def _adapted(
+    config: JobConfig, comm: Communicator, start: Candidate, folder: Path
+) -> dict[str, Any]:
+    """Train from these settings until nothing more is gained."""
+    name = f"from-{start.micro_batches}"
+    run = replace(
+        config.run,
+        adaptive=True,
+        adaptive_every=LOOK_EVERY,
+        checkpoint=str(folder / name),
+        steps=MOST_STEPS,
+        epochs=MOST_STEPS,
+        eval_every=MOST_STEPS,
+    )
+    pipeline = replace(config.pipeline, **start.sections()["pipeline"])
+    job = make_job(replace(config, run=run, pipeline=pipeline), comm)
+    adaptation = AdaptiveRun(job, lambda line: say(comm, f"adaptive, {line}"))
+    job.trainer.stop_wanted = lambda: adaptation.settled
+    trained = train_steps(job, lambda report: None, adapt=lambda: adaptation)
+    choices = [Choice(**one) for one in job.trainer.choices]
+    last = choices[-1]
+    sizes = {"micro_batches": last.micro_batches, "first": last.first, "last": last.last}
     return {
-        "offers": [asdict(one) for one in offers],
-        "predicted_ms": predicted_ms,
-        "measured": [[asdict(c), ms] for c, ms in measured.items()],
+        "name": name,
+        "choices": [asdict(one) for one in choices],
+        "steps": trained.steps,
+        "settled": adaptation.settled,
+        "last": asdict(replace(start, **sizes)),
     }
 
 
-def _choose(bench: JobBench) -> tuple[list[Candidate], float]:
-    """What `nestpipe plan` would say; the same on every rank."""
-    comm = bench.comm
-    say(comm, "profiling")
-    profile = profile_job(bench, steps=10, rounds=2)
-    if comm.rank == 0:
-        waiting = FirstThinks(comm)
-        choice = choose(ProfilePredictor(profile), Candidate(), draws=1, tell=waiting.still)
-        best = [asdict(row.candidate) for row in choice.rows[:OFFERS]]
-        told: Mapping[str, Any] = {"best": best, "ms": choice.chosen.figures.step_ms}
-        waiting.say(told)
-    else:
-        told = heard(comm)
-    offers = cast("list[dict[str, Any]]", told["best"])
-    return [Candidate(**one) for one in offers], float(told["ms"])
+def _replay(task: Mapping[str, Any], config: JobConfig, comm: Communicator) -> dict[str, Any]:
+    differences: dict[str, str] = {}
+    for name in task["names"]:
+        say(comm, f"replaying the run {name}")
+        verdict = replay_choices(Path(task["runs"]) / name, comm)
+        differences[name] = "" if verdict.identical else str(verdict.first_difference)
+    return {"differences": differences}
 
 
 VALIDATED = (
@@ -208,6 +364,8 @@ class SitePrediction:
     candidate: Candidate
     predicted_ms: float
     measured_ms: float
+    range_ms: tuple[float, float] = (0.0, 0.0)
+    """Of the prediction, over all that is assumed."""
 
     @property
     def error(self) -> float:
@@ -231,12 +389,17 @@ def validate(
     *,
     steps: int,
     rounds: int,
+    keep: Callable[[Mapping[str, Any]], None] = lambda _: None,
     tell: Callable[[object], None] = lambda _: None,
 ) -> list[SitePrediction]:
-    """Profile one place, predict and measure the others; the worst first."""
+    """Profile one place, predict and measure the others; the worst first.
+
+    `keep` hears the profile.
+    """
     base = {"config": asdict(config), "steps": steps, "rounds": rounds}
     ranks, rate = fitted_on
     found = run_on_hosts({**base, "do": "profile"}, rate, ranks)
+    keep(found)
     tell(fitted_on)
     predictor = FleetPredictor(
         profile_from_json(found, "the profile"),
@@ -247,11 +410,12 @@ def validate(
     compared: list[SitePrediction] = []
     for count, speed in others:
         read = run_on_hosts({**base, "do": "measure"}, speed, count)
-        steps_ms = {Candidate(**one): float(ms) for one, ms in read["measured"]}
         site = site_of(count, speed)
-        for one, ms in steps_ms.items():
-            predicted = predictor.figures(site, one, Assumptions()).step_ms
-            compared.append(SitePrediction(count, speed, one, predicted, ms))
+        for one, ms in _steps_of(read).items():
+            steps_of = {a: predictor.figures(site, one, a).step_ms for a in EVERY_ASSUMPTION}
+            around = min(steps_of.values()), max(steps_of.values())
+            predicted = steps_of[Assumptions()]
+            compared.append(SitePrediction(count, speed, one, predicted, ms, around))
         tell((count, speed))
     return worst_first(compared)
 
@@ -270,19 +434,22 @@ def site_of(ranks: int, rate: str) -> Site:
 def _profile(task: Mapping[str, Any], config: JobConfig, comm: Communicator) -> dict[str, Any]:
     say(comm, f"profile: {comm.size} hosts")
     with job_bench(config, comm) as bench:
-        return profile_job(bench, steps=max(8, int(task["steps"])), rounds=2).as_json()
+        return profile_job(bench).as_json()
 
 
 def _measure(task: Mapping[str, Any], config: JobConfig, comm: Communicator) -> dict[str, Any]:
     say(comm, f"measure: {comm.size} hosts")
     with job_bench(config, comm) as bench:
-        measured = check_candidates(
-            bench, VALIDATED, steps=int(task["steps"]), rounds=int(task["rounds"])
-        )
-    return {"measured": [[asdict(one), ms] for one, ms in measured.items()]}
+        return {"measured": _measured(bench, VALIDATED, task)}
 
 
-DO = {"grid": _run_grid, "profile": _profile, "measure": _measure}
+DO = {
+    "grid": _run_grid,
+    "adapt": _adapt,
+    "replay": _replay,
+    "profile": _profile,
+    "measure": _measure,
+}
 """What a task may ask of the ranks."""
 
 if __name__ == "__main__":

@@ -6,10 +6,11 @@ All three begin with a short profile of the job. The last shows how right the pr
 from __future__ import annotations
 
 import json as json_text
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
@@ -36,17 +37,12 @@ from nestpipe.config import build, read
 from nestpipe.errors import ConfigError, ParseError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from nestpipe.bench.planning import GridReading, Place, SitePrediction
+    from nestpipe.bench.planning import AdaptiveReading, GridReading, Place, SitePrediction
     from nestpipe.comm import Communicator
-    from nestpipe.planner import Candidate, JobBench, PlanChoice
+    from nestpipe.planner import JobBench, PlanChoice
     from nestpipe.planner.fleet import SiteAnswer
     from nestpipe.sim.job_costs import JobProfile
     from nestpipe.train.job import JobConfig
-
-CHECKED = 3
-"""Candidates that `--check` runs, besides `serial` and what the config says."""
 
 
 def plan_job(
@@ -63,11 +59,14 @@ def plan_job(
         int, typer.Option(help="Batches of each serial run of the profile, twice.")
     ] = 8,
     check: Annotated[
-        int,
+        int | None,
         typer.Option(
-            min=0, metavar="N", help="Run the best few for N steps each, and keep the fastest."
+            min=0,
+            metavar="N",
+            show_default="10",
+            help="Run the best few for N steps each, twice, and keep the fastest; 0 runs none.",
         ),
-    ] = 0,
+    ] = None,
     allow_rounding: Annotated[
         bool,
         typer.Option(
@@ -90,9 +89,9 @@ def plan_job(
     """Choose the fastest settings for a job, from a short profile of it on its ranks.
 
     Runs the job for a few dozen steps under strict serial, predicts every plan and setting by the
-    simulator, and prints the choice, its reason and its gain with a range.
+    simulator, runs the best few, and prints the choice, its reason and its gain with a range.
 
-    Example: nestpipe plan config.toml --ranks 2 --check 20 --out planned.toml
+    Example: nestpipe plan config.toml --ranks 2 --out planned.toml
 
     Example: torchrun --nproc-per-node 4 -m nestpipe plan config.toml --out planned.toml
 
@@ -124,17 +123,16 @@ def _from_files(
     config: JobConfig, ranks: int, hardware: Path | None, profile: Path | None
 ) -> PlanChoice:
     """The choice where nothing runs."""
-    from nestpipe.planner import HardwarePredictor, ProfilePredictor, choose
+    from nestpipe.planner import HardwarePredictor, ProfilePredictor, candidate_of, choose
 
     if profile is not None:
         if hardware is not None:
             raise ConfigError("--profile and --hardware both say what ops cost; give one of them")
         known = read_profile(profile)
-        start = _today(config, known.device, known.ranks)
+        start = candidate_of(config, known.device, known.ranks)
         with progress_bar("predicting", None) as advance:
             return choose(ProfilePredictor(known), start, tell=advance)
     assert hardware is not None
-    from nestpipe.config import build, read
     from nestpipe.sim import Cluster
     from nestpipe.train.trainer import choose_device
 
@@ -143,7 +141,7 @@ def _from_files(
     work = replace(cluster.workload, samples=samples, dim=config.model.dim)
     device = choose_device(config.run.device).type
     predictor = HardwarePredictor(replace(cluster, workload=work), ranks, device)
-    start = replace(_today(config, device, ranks), first=1.0, last=1.0)
+    start = replace(candidate_of(config, device, ranks), first=1.0, last=1.0)
     with progress_bar("predicting", None) as advance:
         return choose(predictor, start, draws=4, tell=advance)
 
@@ -162,11 +160,12 @@ def read_profile(path: Path) -> JobProfile:
 
 
 def _from_runs(
-    config: JobConfig, steps: int, check: int, rounding: bool, save_profile: str | None
+    config: JobConfig, steps: int, check: int | None, rounding: bool, save_profile: str | None
 ) -> PlanChoice | None:
     """Profile the job on this rank and its peers; only rank 0 has the choice."""
     quieten()
-    from nestpipe.planner import job_bench
+    from nestpipe.planner import candidate_of, job_bench, thought
+    from nestpipe.planner.profile import CHECK_STEPS
     from nestpipe.train.loop import communicator, use_threads
 
     use_threads(config.run)
@@ -175,74 +174,40 @@ def _from_runs(
         known = profiled(bench, steps, rounding)
         if save_profile is not None and comm.rank == 0:
             write_json(save_profile, known.as_json())
-        choice = _thought(known, config, comm)
-        if check:
-            choice = _checked(bench, choice, check)
+        start = candidate_of(config, known.device, known.ranks)
+        with _first_ranks_bar(comm, "predicting") as advance:
+            choice = thought(known, start, comm, tell=advance)
+        if check != 0:
+            choice = _checked(bench, choice, check or CHECK_STEPS)
     comm.barrier()
     comm.close()
     return choice
+
+
+@contextmanager
+def _first_ranks_bar(comm: Communicator, what: str) -> Generator[Callable[[object], None]]:
+    """A bar on rank 0; the others show nothing."""
+    if comm.rank != 0:
+        yield lambda _: None
+        return
+    with progress_bar(what, None) as advance:
+        yield advance
 
 
 def profiled(bench: JobBench, steps: int, rounding: bool = False) -> JobProfile:
     """The profile of a job, with a bar on rank 0."""
     from nestpipe.planner import profile_job
 
-    if bench.comm.rank != 0:
-        return profile_job(bench, steps=steps, rounds=2, rounding=rounding)
-    with progress_bar("profiling: serial runs", None) as advance:
-        return profile_job(bench, steps=steps, rounds=2, rounding=rounding, tell=advance)
-
-
-def _thought(known: JobProfile, config: JobConfig, comm: Communicator) -> PlanChoice | None:
-    """Rank 0 searches; the others wait until it has found something."""
-    from nestpipe.planner import ProfilePredictor, choose
-    from nestpipe.planner.profile import FirstThinks, heard
-
-    if comm.rank != 0:
-        heard(comm)
-        return None
-    waiting = FirstThinks(comm)
-    with progress_bar("predicting", None) as advance:
-
-        def tell(candidate: object) -> None:
-            waiting.still()
-            advance(candidate)
-
-        start = _today(config, known.device, known.ranks)
-        choice = choose(ProfilePredictor(known), start, tell=tell)
-    waiting.say({})
-    return choice
+    with _first_ranks_bar(bench.comm, "profiling: serial runs") as advance:
+        return profile_job(bench, steps=steps, rounding=rounding, tell=advance)
 
 
 def _checked(bench: JobBench, choice: PlanChoice | None, steps: int) -> PlanChoice | None:
     """The choice after the best few have run; all ranks run them."""
-    from nestpipe.planner import Candidate, check_candidates, checked
+    from nestpipe.planner import run_off
 
-    named: list[dict[str, Any]] = []
-    if choice is not None:
-        rows = [*choice.rows[:CHECKED], choice.today, choice.serial]
-        named = [asdict(c) for c in dict.fromkeys(row.candidate for row in rows)]
-    told: Any = bench.comm.all_gather_values(named)[0]
-    candidates = [Candidate(**one) for one in told]
-    if choice is None:
-        check_candidates(bench, candidates, steps=steps, rounds=2)
-        return None
-    with progress_bar("checking: short runs", 3 * len(candidates)) as advance:
-        measured = check_candidates(bench, candidates, steps=steps, rounds=2, tell=advance)
-    return checked(choice, measured)
-
-
-def _today(config: JobConfig, device: str, ranks: int) -> Candidate:
-    """The job's own settings, where `auto` stands for what `train` would choose."""
-    from nestpipe.planner import Candidate
-    from nestpipe.train.config import choose_pipeline
-
-    chosen = choose_pipeline(config.pipeline, device, ranks).pipeline
-    own = ("groups", "threads", "device_memory")
-    names = [name for name in Candidate.__slots__ if name not in own]
-    values: dict[str, Any] = {name: getattr(chosen, name) for name in names}
-    values |= {name: str(values[name]) for name in ("retrieval", "exchange")}  # of enums
-    return Candidate(**values, groups=config.parallel.groups)
+    with _first_ranks_bar(bench.comm, "checking: short runs") as advance:
+        return run_off(bench, choice, steps=steps, tell=advance)
 
 
 def _planned(given: str, settings: list[str] | None, choice: PlanChoice) -> str:
@@ -300,6 +265,8 @@ def choice_table(choice: PlanChoice) -> Table:
 NETWORKS = "100mbit,400mbit,2gbit"
 BENCH_JOB = ("run.batch=1024", "run.threads=1", "model.dim=256", "data.synthetic.num_tables=8")
 """Without a config: about as much to send as to compute, on links of some 100 Mbit/s."""
+ADAPTIVE_JOB = ("pipeline.plan=nested", "pipeline.retrieval=new")
+"""The plan whose micro-batches follow the trace."""
 
 
 def bench_plan(
@@ -311,33 +278,70 @@ def bench_plan(
     ] = NETWORKS,
     steps: Annotated[int, typer.Option(min=2, help="Steps of a round that count.")] = 8,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of each point of the grid.")] = 3,
+    adaptive: Annotated[
+        bool,
+        typer.Option(
+            "--adaptive", help="Adaptive runs from bad settings instead, beside fixed settings."
+        ),
+    ] = False,
     json: JsonFile = None,
 ) -> None:
     """Run what `nestpipe plan` chooses beside an exhaustive small grid, on hosts with shaped links.
 
     Prints the best step of the grid over that of the choice, for each network: 1 and more means
-    that nothing in the grid is faster.
+    that nothing in the grid is faster. With --adaptive runs begin with too few and with too many
+    micro-batches, and what they settle on runs beside fixed ones; each run is also replayed.
 
     Example: nestpipe bench plan --rates 100mbit,2gbit --rounds 2
     """
     from nestpipe.bench.machines import bits_per_s
 
-    base = [] if config is not None else list(BENCH_JOB)
+    base = [*BENCH_JOB, *(ADAPTIVE_JOB if adaptive else ())] if config is None else []
     job_config = read_job(config, [*base, *(settings or [])])
     networks = [rate.strip() for rate in rates.split(",")]
     for rate in networks:
         bits_per_s(rate)
-    from nestpipe.bench.planning import run_grid
+    from nestpipe.bench.planning import run_adaptive, run_grid
 
     found: list[GridReading] = []
+    adapted: list[AdaptiveReading] = []
     with progress_bar("networks", len(networks)) as advance:
         for rate in networks:
-            found.append(run_grid(job_config, rate, ranks, steps=steps, rounds=rounds))
+            if adaptive:
+                adapted += run_adaptive(job_config, rate, ranks, steps=steps, rounds=rounds)
+            else:
+                found.append(run_grid(job_config, rate, ranks, steps=steps, rounds=rounds))
             advance(rate)
-    if json is not None:
-        write_json(json, {"ranks": ranks, "networks": [seen.as_json() for seen in found]})
+            if json is not None and (json != STDOUT or rate == networks[-1]):
+                readings = [seen.as_json() for seen in (*found, *adapted)]
+                write_json(json, {"ranks": ranks, "networks": readings})
     if json != STDOUT:
-        console().print(grid_table(found, ranks))
+        console().print(adaptive_table(adapted) if adaptive else grid_table(found, ranks))
+
+
+def adaptive_table(found: Sequence[AdaptiveReading]) -> Table:
+    """Two rows for each network, one for each start."""
+    table = figures_table(
+        "what adaptive runs settle on, beside fixed numbers of micro-batches",
+        "ratio: the best fixed step over that of the settings in the end, of one call; batches:\n"
+        "until it had settled; steps: measured, ms; replay: under serial, bit for bit",
+        "link",
+        ("from", "batches", "ratio", "in the end", "best", "replay"),
+    )
+    table.add_column("settled on; the best fixed", overflow="fold")
+    for seen in found:
+        last = seen.choices[-1] if seen.settled else "nothing"
+        table.add_row(
+            seen.rate,
+            str(seen.choices[0].micro_batches),
+            str(seen.steps),
+            f"{seen.ratio:.2f}",
+            short_ms(seen.measured[seen.last]),
+            short_ms(seen.measured[seen.best]),
+            seen.difference or "identical",
+            f"{last}; {seen.best.micro_batches}",
+        )
+    return table
 
 
 def grid_table(found: Sequence[GridReading], ranks: int) -> Table:
@@ -346,17 +350,17 @@ def grid_table(found: Sequence[GridReading], ranks: int) -> Table:
 
     table = figures_table(
         f"what plan chooses beside a grid of {len(small_grid())} settings, {ranks} hosts",
-        "ratio: the grid's best step over that of the choice, of one call; checked: over the "
-        "fastest\nof the three best by prediction, as --check keeps it; steps: measured, ms",
+        "ratio: the grid's best step over that of the choice, of one call; unchecked: over the "
+        "best by\nprediction alone, as with --check 0; steps: measured, ms",
         "link",
-        ("ratio", "checked", "choice", "best", "predicted"),
+        ("ratio", "unchecked", "choice", "best", "predicted"),
     )
     table.add_column("chosen, then the grid's best", overflow="fold")
     for seen in found:
         table.add_row(
             seen.rate,
             f"{seen.ratio:.2f}",
-            f"{seen.checked_ratio:.2f}",
+            f"{seen.unchecked_ratio:.2f}",
             short_ms(seen.measured[seen.chosen]),
             short_ms(seen.measured[seen.best]),
             short_ms(seen.predicted_ms),
@@ -365,7 +369,6 @@ def grid_table(found: Sequence[GridReading], ranks: int) -> Table:
     return table
 
 
-PROFILE_STEPS = 8
 SHOWN = 24
 NEAR = 1.1
 """Times the lowest cost: what is so close to the cheapest may be taken for its speed."""
@@ -427,6 +430,7 @@ def _measured(config: JobConfig) -> JobProfile | None:
     """The profile of the job on this rank and its peers; None on all but rank 0."""
     quieten()
     from nestpipe.planner import job_bench
+    from nestpipe.planner.profile import PROFILE_STEPS
     from nestpipe.train.loop import communicator, use_threads
 
     use_threads(config.run)
@@ -511,6 +515,9 @@ def bench_simulate(
     ] = "2x100mbit,2x1gbit,4x200mbit",
     steps: Annotated[int, typer.Option(min=2, help="Steps of a round that count.")] = 8,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of each candidate.")] = 2,
+    save_profile: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Keep the profile.")
+    ] = None,
     json: JsonFile = None,
 ) -> None:
     """Predict a job's step on other links and ranks from one profile, then run it there.
@@ -526,7 +533,15 @@ def bench_simulate(
     from nestpipe.bench.planning import validate
 
     with progress_bar("sites", 1 + len(places)) as advance:
-        found = validate(job_config, start, places, steps=steps, rounds=rounds, tell=advance)
+        found = validate(
+            job_config,
+            start,
+            places,
+            steps=steps,
+            rounds=rounds,
+            keep=lambda value: write_json(save_profile, value) if save_profile else None,
+            tell=advance,
+        )
     if json is not None:
         write_json(json, {"fitted": fitted, "sites": [one.as_json() for one in found]})
     if json != STDOUT:
@@ -548,15 +563,16 @@ def errors_table(found: Sequence[SitePrediction], fitted: str) -> Table:
     """The worst first."""
     table = figures_table(
         f"steps predicted from a profile on {fitted}, and measured",
-        "ms; error: of the prediction, over the measured step",
+        "ms; range: of the prediction, over all that is assumed; error: over the measured step",
         "site",
-        ("predicted", "measured", "error"),
+        ("predicted", "range", "measured", "error"),
     )
     table.add_column("settings", overflow="fold")
     for one in found:
         table.add_row(
             f"{one.ranks}x{one.rate}",
             short_ms(one.predicted_ms),
+            "..".join(map(short_ms, one.range_ms)),
             short_ms(one.measured_ms),
             f"{100 * one.error:+.0f} %",
             str(one.candidate),

@@ -12,7 +12,15 @@ from nestpipe.planner.choice import (
     choose,
     config_text,
 )
-from nestpipe.planner.profile import JobBench, check_candidates, job_bench, profile_job
+from nestpipe.planner.profile import (
+    JobBench,
+    candidate_of,
+    check_candidates,
+    job_bench,
+    profile_job,
+    run_off,
+    thought,
+)
 
 __all__ = [
     "AdaptiveRun",
@@ -24,6 +32,7 @@ __all__ = [
     "Predicted",
     "ProfilePredictor",
     "Search",
+    "candidate_of",
     "check_candidates",
     "checked",
     "choose",
@@ -31,4 +40,6 @@ __all__ = [
     "job_bench",
     "profile_job",
     "replay_choices",
+    "run_off",
+    "thought",
 ]

@@ -24,11 +24,11 @@ from nestpipe.checkpoint.folder import candidates, open_noted
 from nestpipe.comm import Communicator
 from nestpipe.errors import CheckpointError, ConfigError
 from nestpipe.planner.choice import LEAST_SAMPLES
-from nestpipe.schedule import Kind, Plan
+from nestpipe.schedule import Kind, Lane, Plan
 from nestpipe.schedule.schedule import COLLECTIVES, MICRO_KINDS, Op
 from nestpipe.sim.job_costs import Split
 from nestpipe.sim.replay import Sharing, replay_shared
-from nestpipe.trace import Span, Trace, exposure, steady_interval
+from nestpipe.trace import Span, Trace, exposure, lane_busy, steady_interval
 from nestpipe.train.checkpoint import gathered_from_first
 from nestpipe.train.config import PipelineSettings, choose_pipeline
 from nestpipe.train.job import Job, JobConfig, make_job, saved_config
@@ -51,12 +51,19 @@ LEAST_BATCHES = 8
 FILL = 3
 """Batches at the start of a trace whose steps do not count."""
 WORTH = 0.03
-"""Part of a step that a change must promise, and then gain."""
+"""Part of a step that a change must promise."""
+GAINED = 0.01
+"""Part of a step that a setting must have been faster by, to leave what runs for it."""
+IN_REACH = 1.2
+"""Times the best step: a setting next to the best is tried although so much is predicted."""
 DRIFT = 1.3
 """A step that is so many times as long as it was, or as short: older readings are forgotten."""
 LONGEST = 32
 """Times `run.adaptive_every`: between two looks at a run that has settled."""
-MOST_MICRO_BATCHES = 32
+FARTHEST = 4
+"""Times as many micro-batches as were ever tried: predictions do not reach further."""
+LADDER = (1, 2, 4, 8, 16, 32)
+"""Numbers of micro-batches that are looked at from anywhere."""
 EVEN_ENDS = (1.0, 1.0)
 ENDS = (EVEN_ENDS, (0.5, 0.5), (0.3, 1.0), (1.0, 0.5))
 MOVING = ("retrieve", "writeback")
@@ -133,32 +140,44 @@ class SettingSearch:
             self.seen = {}
         self.seen[setting] = Reading(step_ms, trace)
         best = min(self.seen, key=lambda one: self.seen[one].step_ms)
-        if self.seen[best].step_ms > (1 - WORTH) * step_ms:
+        if self.seen[best].step_ms > (1 - GAINED) * step_ms:
             best = setting  # too close to leave what runs
         reading = self.seen[best]
-        offers = {one: why for one, why in self._offers(best, reading) if one not in self.seen}
-        if offers:
-            one, why = min(offers.items(), key=lambda item: item[1][0])
-            return replace(one, reason=why[1]), False
-        counts = {one.micro_batches for one in self.seen}
-        if len(counts) == 1 and best.micro_batches > 1:
-            # One size alone does not tell what a micro-batch costs whatever its size.
-            half = replace(best, micro_batches=best.micro_batches // 2, first=1.0, last=1.0)
-            return replace(half, reason="to learn what fewer micro-batches cost"), False
+        offer = self._offer(best, reading)
+        if offer is not None:
+            return offer, False
         told = f"the fastest that was tried, {reading.step_ms:.1f} ms"
         return replace(best, reason=told), True
 
-    def _offers(self, best: Choice, reading: Reading) -> list[tuple[Choice, tuple[float, str]]]:
-        """Settings next to the best that promise to be faster, with their step and the reason."""
+    def _offer(self, best: Choice, reading: Reading) -> Choice | None:
+        """What to try next: what promises to be faster, else what nobody knows enough of."""
         costs = _SizedCosts(self.seen)
-        base = self._replayed(best, costs)
-        found: list[tuple[Choice, tuple[float, str]]] = []
-        for one in self._neighbours(best):
-            predicted = self._replayed(one, costs) / base * reading.step_ms
-            if predicted < (1 - WORTH) * reading.step_ms:
-                why = f"predicted {predicted:.1f} ms, {best} takes {reading.step_ms:.1f}"
-                found.append((one, (predicted, why)))
-        return found
+        scale = reading.step_ms / self._replayed(best, costs)
+        untried = [one for one in self._neighbours(best) if one not in self.seen]
+        predicted = {one: scale * self._replayed(one, costs) for one in untried}
+        if not predicted:
+            return None
+        one = min(predicted, key=lambda one: predicted[one])
+        why = f"predicted {predicted[one]:.1f} ms, {best} takes {reading.step_ms:.1f}"
+        if predicted[one] < (1 - WORTH) * reading.step_ms:
+            return replace(one, reason=why)
+        near = [one for one in self._next_to(best, reading) if one in predicted]
+        for one in near:
+            if predicted[one] < IN_REACH * reading.step_ms:
+                why = f"to see what it takes, {best} takes {reading.step_ms:.1f} ms"
+                return replace(one, reason=why)
+        return None
+
+    def _next_to(self, best: Choice, reading: Reading) -> list[Choice]:
+        """One step down the ladder, and up where compute waits: predictions may be wrong there.
+
+        What a message costs by its size is known only where several sizes were tried.
+        """
+        count = best.micro_batches
+        fewer = [n for n in LADDER if n < count][-1:]
+        more = [n for n in LADDER if n > count][:1]
+        counts = [*fewer, *(more if _compute_share(reading.trace) < 1 - WORTH else ())]
+        return [replace(best, micro_batches=n, first=1.0, last=1.0) for n in counts]
 
     def _replayed(self, one: Choice, costs: _SizedCosts) -> float:
         split = Split.of(one.micro_batches, one.first, one.last)
@@ -171,8 +190,9 @@ class SettingSearch:
 
     def _neighbours(self, best: Choice) -> list[Choice]:
         count = best.micro_batches
-        most = min(MOST_MICRO_BATCHES, max(1, self._samples // LEAST_SAMPLES))
-        counts = {count, 2 * count, max(1, count // 2), *((count + 1, count - 1) * (count < 6))}
+        tried = max(one.micro_batches for one in self.seen)
+        most = min(max(LADDER), FARTHEST * tried, max(1, self._samples // LEAST_SAMPLES))
+        counts = {count, *LADDER, 2 * count, count // 2, *((count + 1, count - 1) * (count < 6))}
         ends = [(best.first, best.last), *ENDS]
         return [
             replace(best, micro_batches=n, first=first, last=last)
@@ -246,6 +266,13 @@ def step_times(trace: Trace) -> list[float]:
     return [later - earlier for earlier, later in pairwise(ends)]
 
 
+def _compute_share(trace: Trace) -> float:
+    """The part of a step for which the compute lane of the first rank is busy."""
+    spans = trace.of_rank(trace.ranks[0])
+    start, end, _ = steady_interval(spans)
+    return lane_busy(spans, start, end).get(Lane.COMPUTE, 0.0) / max(end - start, 1e-9)
+
+
 def exposed_moving(trace: Trace) -> float:
     """The part of a step that waits for rows to come to the device or to leave it."""
     spans = trace.of_rank(trace.ranks[0])
@@ -276,6 +303,8 @@ class AdaptiveRun:
             self._note(choice_of(trainer, "as the config has it"))
         self._search = SettingSearch(run.batch // trainer.comm.size, self._plan_of)
         self._last = Trace(())
+        self.settled = False
+        """Whether the last look found nothing more to try."""
         self.next_stop = trainer.progress.step + self._every
         """The step at which to call `decide`."""
 
@@ -295,8 +324,9 @@ class AdaptiveRun:
             self._last = trace
         if told is not None:
             chosen = Choice(**cast("dict[str, Any]", told["choice"]))
-            settled = bool(told["settled"])
-            self._wait = min(2 * self._wait, LONGEST * self._every) if settled else self._every
+            self.settled = bool(told["settled"])
+            longer = min(2 * self._wait, LONGEST * self._every)
+            self._wait = longer if self.settled else self._every
             if chosen.setting != choice_of(trainer, "").setting:
                 self._note(replace(chosen, step=trainer.progress.step))
                 self._use(chosen)

@@ -38,6 +38,8 @@ SEARCH_BATCHES, FINAL_BATCHES = 16, 24
 """Batches that are replayed while searching, and for the figures that are told."""
 EQUAL = 0.01
 """Predictions within this part of each other are equal: then the plainer setting wins."""
+ELSEWHERE = ("groups", "threads")
+"""Settings that are not keys of `[pipeline]`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +58,6 @@ class Candidate:
     comm_dtype: str = "float32"
     groups: int = 1
     threads: int = 0
-    device_memory: str = "auto"
 
     @property
     def form(self) -> RunForm:
@@ -97,14 +98,10 @@ class Candidate:
 
     def sections(self) -> dict[str, dict[str, Any]]:
         """Its settings as sections of a config, those of the pipeline in full."""
-        own = ("groups", "threads", "device_memory")
-        found = {"pipeline": {k: v for k, v in asdict(self).items() if k not in own}}
+        found = {"pipeline": {k: v for k, v in asdict(self).items() if k not in ELSEWHERE}}
         if self.groups > 1:
             found["parallel"] = {"groups": self.groups, "merge": "exact", "merge_every": 1}
-        run: dict[str, Any] = {"threads": self.threads} if self.threads else {}
-        if self.retrieval == Retrieval.POOLED:
-            run["device_memory"] = self.device_memory
-        return found | ({"run": run} if run else {})
+        return found | ({"run": {"threads": self.threads}} if self.threads else {})
 
     def __str__(self) -> str:
         words = [self.plan, f"retrieval {self.retrieval}"]
@@ -163,13 +160,14 @@ class ProfilePredictor:
 
     def __init__(self, profile: JobProfile) -> None:
         self.profile = profile
-        self._costs: dict[int | None, JobCosts] = {}
+        self._costs: dict[tuple[int | None, bool], JobCosts] = {}
 
-    def costs(self, seed: int | None = None) -> JobCosts:
+    def costs(self, seed: int | None = None, *, overlaps: bool = False) -> JobCosts:
         """Costs as measured, or as batches that are drawn anew from them would have them."""
-        if seed not in self._costs:
-            self._costs[seed] = JobCosts(self.profile, seed)
-        return self._costs[seed]
+        key = seed, overlaps
+        if key not in self._costs:
+            self._costs[key] = JobCosts(self.profile, seed, overlaps=overlaps)
+        return self._costs[key]
 
     def figures(
         self, candidate: Candidate, *, batches: int = SEARCH_BATCHES, seed: int | None = None
@@ -177,8 +175,9 @@ class ProfilePredictor:
         """Replay the plan on the ranks of the profile."""
         of = self.profile
         made = candidate.make_plan(of.device, of.ranks, gradient_norm=of.gradient_norm)
-        cost_of = self.costs(seed).of(candidate.form, candidate.split, made.shape)
-        sharing = of.sharing(candidate.threads)
+        costs = self.costs(seed, overlaps=made.shape.overlaps)
+        cost_of = costs.of(candidate.form, candidate.split, made.shape)
+        sharing = of.sharing(candidate.form)
         trace = replay_shared(made, cost_of, sharing, batches=batches, buckets=of.buckets)
         return figures(trace, samples=of.samples)
 
@@ -313,13 +312,13 @@ class Search:
         near = sorted(axes.counts, key=lambda count: abs(count - one.micro_batches))
         for count in near[:3]:
             yield replace(one, micro_batches=count)
-        if isinstance(self._predictor, ProfilePredictor):
+        by_profile = isinstance(self._predictor, ProfilePredictor)
+        if by_profile:
             for first, last in ENDS:
                 yield replace(one, first=first, last=last)
         shape = plan(one.plan).shape
         if not (shape.refreshes_ahead and shape.window_overlaps):
             return
-        by_profile = isinstance(self._predictor, ProfilePredictor)
         if by_profile and one.groups == 1 and one.retrieval != Retrieval.POOLED:
             yield replace(one, speculative_rows=True)
         if one.retrieval == Retrieval.NEW:
@@ -338,6 +337,8 @@ DRAWS = 16
 SHOWN = 5
 """Candidates that are told, besides the plainest."""
 HIDDEN_SHOWN = 3
+FINALISTS = 3
+"""The best few by prediction, which run before one is kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,7 +352,7 @@ class Predicted:
     high: float
     """Four of five draws of the measured costs have a gain between these."""
     measured_ms: float | None = None
-    """The median step of a short run, where `--check` ran it."""
+    """The median step of its own short runs, where it had some."""
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -384,6 +385,12 @@ class PlanChoice:
     def chosen(self) -> Predicted:
         return self.rows[0]
 
+    @property
+    def finalists(self) -> list[Candidate]:
+        """What should run before one is kept: the best few, the job as it is, and `serial`."""
+        rows = (*self.rows[:FINALISTS], self.today, self.serial)
+        return list(dict.fromkeys(row.candidate for row in rows))
+
     def reason(self) -> str:
         """Why it is the one, as sentences."""
         best, run = self.chosen, self.chosen.figures
@@ -401,7 +408,8 @@ class PlanChoice:
             ratio = self.today.measured_ms / best.measured_ms
             parts.append(f"Measured over the config as it is: {ratio:.2f}x.")
         if not plan(best.candidate.plan).shape.overlaps:
-            parts.append("Nothing is hidden: no other plan is predicted to be faster.")
+            known = "is predicted to be" if best.measured_ms is None else "ran"
+            parts.append(f"Nothing is hidden: no other plan {known} faster.")
         elif hidden:
             told = ", ".join(f"{kind} {ms:.1f} ms" for kind, ms in hidden)
             parts.append(f"It hides {told} that serial waits for.")

@@ -11,7 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, replace
+from dataclasses import asdict, astuple, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -23,13 +23,22 @@ from nestpipe.batch import Batch
 from nestpipe.comm import Communicator
 from nestpipe.data import Source, StreamingSource
 from nestpipe.errors import ConfigError
-from nestpipe.planner.choice import LEAST_SAMPLES, Candidate
+from nestpipe.planner.choice import (
+    DRAWS,
+    ELSEWHERE,
+    LEAST_SAMPLES,
+    Candidate,
+    PlanChoice,
+    ProfilePredictor,
+    checked,
+    choose,
+)
 from nestpipe.runtime import Work
 from nestpipe.schedule import Kind, Op, Retrieval
 from nestpipe.sim.job_costs import JobProfile, ProfiledRun, draw_of
 from nestpipe.sim.trace_costs import WARM_UP
 from nestpipe.trace import Span, Trace
-from nestpipe.train.config import PipelineSettings
+from nestpipe.train.config import PipelineSettings, choose_pipeline
 from nestpipe.train.dense import buckets_of
 from nestpipe.train.job import JobConfig, make_job
 from nestpipe.train.trainer import Trainer
@@ -37,6 +46,10 @@ from nestpipe.train.trainer import Trainer
 SPLITS = (8, 4, 2)
 """Micro-batches of the split run: as many as leave each enough samples."""
 WARM_STEPS = 4
+PROFILE_STEPS, PROFILE_ROUNDS = 8, 2
+"""Batches of each run of a profile, and how often the runs take turns."""
+CHECK_STEPS, CHECK_ROUNDS = 10, 2
+"""The same for the short runs that the last word is of."""
 LEAST_STEPS = WARM_UP + 4
 FILL, DRAIN = 3, 1
 """Batches at both ends of a checked run whose steps do not count."""
@@ -96,14 +109,15 @@ class JobBench:
     def __init__(self, config: JobConfig, comm: Communicator) -> None:
         self.config, self.comm = config, comm
         self._trainers: dict[tuple[int, bool], tuple[Trainer, Source]] = {}
-        self._threads = torch.get_num_threads()
+        self.threads = torch.get_num_threads()
+        """Of this rank for torch, where a candidate has no number of its own."""
 
     def close(self) -> None:
         """Give back what the trainers have."""
         for trainer, _ in self._trainers.values():
             trainer.close()
         self._trainers = {}
-        torch.set_num_threads(self._threads)
+        torch.set_num_threads(self.threads)
 
     def trainer_for(self, candidate: Candidate) -> tuple[Trainer, Source]:
         """The trainer with as many groups and such owners, in the candidate's settings."""
@@ -121,7 +135,7 @@ class JobBench:
                 )
             self._trainers[key] = job.trainer, cast("Source", Endless(job.train))
         trainer, source = self._trainers[key]
-        trainer.change_pipeline(pipeline, device_memory=candidate.device_memory)
+        trainer.change_pipeline(pipeline)
         return trainer, source
 
     def pipeline_of(self, candidate: Candidate) -> PipelineSettings:
@@ -134,7 +148,7 @@ class JobBench:
         """Train so many batches; the trace of all ranks."""
         trainer, source = self.trainer_for(candidate)
         trainer.around = around or (lambda work: work)
-        torch.set_num_threads(candidate.threads or self._threads)
+        torch.set_num_threads(candidate.threads or self.threads)
         trainer.fit(source, steps=steps, epochs=1 << 62)
         return gathered(self.comm, trainer.trace)
 
@@ -145,7 +159,9 @@ def gathered(comm: Communicator, trace: Trace) -> Trace:
     return Trace(tuple(Span(*span) for of_rank in ranks for span in of_rank), trace.facts)
 
 
-def forms_of(config: JobConfig, device: str, ranks: int, *, rounding: bool) -> list[Candidate]:
+def forms_of(
+    config: JobConfig, device: str, ranks: int, threads: int, *, rounding: bool
+) -> list[Candidate]:
     """The serial runs of a profile: each differs in one setting from the first or the second."""
     plain = Candidate(retrieval="new")
     samples = config.run.batch // ranks
@@ -159,7 +175,6 @@ def forms_of(config: JobConfig, device: str, ranks: int, *, rounding: bool) -> l
         forms += [replace(split, exchange="window"), replace(split, micro_batching="clustered")]
         if rounding:
             forms.append(replace(split, comm_dtype="bfloat16"))
-    threads = torch.get_num_threads()
     if device == "cpu" and threads > 1 and not config.run.threads:
         forms += [replace(plain, threads=n) for n in sorted({1, threads // 2} - {threads})]
     if config.parallel.groups == 1:
@@ -171,8 +186,8 @@ def forms_of(config: JobConfig, device: str, ranks: int, *, rounding: bool) -> l
 def profile_job(
     bench: JobBench,
     *,
-    steps: int,
-    rounds: int,
+    steps: int = PROFILE_STEPS,
+    rounds: int = PROFILE_ROUNDS,
     rounding: bool = False,
     tell: Tell = lambda _: None,
 ) -> JobProfile:
@@ -182,7 +197,7 @@ def profile_job(
         raise ConfigError(f"steps is {steps}; profile at least {LEAST_STEPS} steps of each form")
     first, _ = bench.trainer_for(Candidate(retrieval="new"))
     device = first.device.type
-    forms = forms_of(config, device, comm.size, rounding=rounding)
+    forms = forms_of(config, device, comm.size, bench.threads, rounding=rounding)
     bench.run(forms[0], WARM_STEPS)
     traces: dict[Candidate, list[Trace]] = defaultdict(list)
     counted: dict[Candidate, SentBytes] = {form: SentBytes(comm) for form in forms}
@@ -198,7 +213,7 @@ def profile_job(
         device=device,
         **_machines(comm, device),
         samples=config.run.batch // comm.size,
-        threads=torch.get_num_threads(),
+        threads=bench.threads,
         buckets=len(buckets_of(parameters)) or 1,
         gradient_norm=first.settings.clips_rows,
         rows=sum(cast("list[int]", comm.all_gather_values(rows))),
@@ -260,6 +275,16 @@ def step_times(trace: Trace) -> list[float]:
     return [later - earlier for earlier, later in pairwise(ends)]
 
 
+@contextmanager
+def job_bench(config: JobConfig, comm: Communicator) -> Iterator[JobBench]:
+    """A bench that is closed in the end."""
+    bench = JobBench(config, comm)
+    try:
+        yield bench
+    finally:
+        bench.close()
+
+
 # Rank 0 thinks, the others wait for what it says: no collective lasts as long as its thoughts.
 
 WAIT, EVERY_S = "wait", 2.0
@@ -289,11 +314,48 @@ def heard(comm: Communicator) -> Mapping[str, Any]:
     return cast("Mapping[str, Any]", word)
 
 
-@contextmanager
-def job_bench(config: JobConfig, comm: Communicator) -> Iterator[JobBench]:
-    """A bench that is closed in the end."""
-    bench = JobBench(config, comm)
-    try:
-        yield bench
-    finally:
-        bench.close()
+def thought(
+    profile: JobProfile,
+    start: Candidate,
+    comm: Communicator,
+    *,
+    draws: int = DRAWS,
+    tell: Tell = lambda _: None,
+) -> PlanChoice | None:
+    """What rank 0 chooses by prediction; None on the other ranks, which wait for it."""
+    if comm.rank != 0:
+        heard(comm)
+        return None
+    waiting = FirstThinks(comm)
+
+    def told(candidate: object) -> None:
+        waiting.still()
+        tell(candidate)
+
+    choice = choose(ProfilePredictor(profile), start, draws=draws, tell=told)
+    waiting.say({})
+    return choice
+
+
+def run_off(
+    bench: JobBench,
+    choice: PlanChoice | None,
+    *,
+    steps: int = CHECK_STEPS,
+    tell: Tell = lambda _: None,
+) -> PlanChoice | None:
+    """The choice after its best few have run; all ranks run them, rank 0 has the choice."""
+    mine = [asdict(one) for one in choice.finalists] if choice is not None else []
+    told = cast("list[list[dict[str, Any]]]", bench.comm.all_gather_values(mine))[0]
+    finalists = [Candidate(**one) for one in told]
+    measured = check_candidates(bench, finalists, steps=steps, rounds=CHECK_ROUNDS, tell=tell)
+    return checked(choice, measured) if choice is not None else None
+
+
+def candidate_of(config: JobConfig, device: str, ranks: int) -> Candidate:
+    """The job's own settings, where `auto` stands for what `train` would choose."""
+    chosen = choose_pipeline(config.pipeline, device, ranks).pipeline
+    names = [name for name in Candidate.__slots__ if name not in ELSEWHERE]
+    values: dict[str, Any] = {name: getattr(chosen, name) for name in names}
+    values |= {name: str(values[name]) for name in ("retrieval", "exchange")}  # of enums
+    return Candidate(**values, groups=config.parallel.groups)

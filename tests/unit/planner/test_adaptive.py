@@ -76,14 +76,34 @@ def step_of(one: Choice, **world: float) -> float:
         (Choice(), {"fixed": 0.2, "net": 20.0, "dense": 40.0}),
         (Choice(micro_batches=32), {"fixed": 4.0, "net": 20.0, "dense": 40.0}),
         (Choice(micro_batches=8), {"fixed": 15.0, "net": 5.0, "dense": 30.0}),
+        (Choice(micro_batches=32), {"fixed": 1.0, "net": 5.0, "dense": 60.0}),
     ],
 )
 def test_from_a_bad_start_it_settles_near_the_best_fixed_setting(start, world):
     last, tried = settled_from(start, **world)
     best = min(step_of(Choice(micro_batches=n), **world) for n in (1, 2, 3, 4, 6, 8, 12, 16, 32))
-    assert step_of(last, **world) <= 1.05 * best
+    assert step_of(last, **world) <= 1.03 * best
     assert step_of(last, **world) < 0.9 * step_of(start, **world)
     assert len(tried) <= 12
+
+
+def test_what_lies_behind_a_worse_setting_is_found():
+    """Four micro-batches are slower than eight here, and two are faster than both."""
+    steps = {1: 43.0, 2: 36.0, 4: 46.0, 8: 44.5, 16: 55.0, 32: 98.0}
+    search, current, settled, tried = (
+        SettingSearch(256, plan_of),
+        Choice(micro_batches=32),
+        False,
+        0,
+    )
+    while not settled and tried < 12:
+        trace = world_trace(current, fixed=1.0, net=20.0, dense=20.0)
+        longer = steps.get(current.micro_batches, 60.0) / median(step_times(trace))
+        spans = tuple(replace(s, start=longer * s.start, end=longer * s.end) for s in trace.spans)
+        current, settled = search.next_after(current.setting, replace(trace, spans=spans))
+        tried += 1
+    assert settled
+    assert current.micro_batches == 2
 
 
 def test_when_the_network_changes_it_looks_again():

@@ -3,16 +3,24 @@
 import tomllib
 
 import pytest
+import torch
 
+from nestpipe.comm import LocalCommunicator
 from nestpipe.config import build
 from nestpipe.planner import (
     Candidate,
     HardwarePredictor,
     ProfilePredictor,
+    candidate_of,
     checked,
     choose,
     config_text,
+    job_bench,
+    profile_job,
+    run_off,
+    thought,
 )
+from nestpipe.planner import profile as profile_module
 from nestpipe.sim import Cluster
 from nestpipe.train.job import JobConfig
 from support.job_world import world_profile
@@ -56,6 +64,51 @@ def test_what_ran_fastest_wins_over_what_was_predicted():
     assert "Measured over the config as it is: 2.00x" in after.reason()
 
 
+def test_the_best_few_run_beside_the_job_as_it_is_and_serial():
+    choice = chosen_for()
+    finalists = choice.finalists
+    assert finalists[:3] == [row.candidate for row in choice.rows[:3]]
+    assert {choice.today.candidate, choice.serial.candidate} <= set(finalists)
+    assert len(set(finalists)) == len(finalists)
+
+
+def test_a_job_is_profiled_and_its_finalists_run(monkeypatch):
+    config = build(
+        JobConfig,
+        {
+            "data": {"synthetic": {"samples": 400, "num_tables": 2, "num_keys": 50}},
+            "model": {"dim": 4, "bottom": [4], "top": [4]},
+            "pipeline": {"plan": "dual_buffer", "retrieval": "new"},
+            "run": {"batch": 32},
+        },
+    )
+    comm = LocalCommunicator()
+    true, ran = profile_module.check_candidates, []
+
+    def watched(bench, candidates, **options):
+        ran.extend(candidates)
+        # The last one is made to win: what was measured counts, not what was predicted.
+        return true(bench, candidates, **options) | {candidates[-1]: 0.001}
+
+    monkeypatch.setattr(profile_module, "check_candidates", watched)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)  # so that one of the runs has another number
+    with job_bench(config, comm) as bench:
+        profile = profile_job(bench, steps=6, rounds=1)
+        start = candidate_of(config, profile.device, profile.ranks)
+        assert (start.plan, start.retrieval) == ("dual_buffer", "new")
+        predicted = thought(profile, start, comm, draws=1)
+        choice = run_off(bench, predicted, steps=2)
+        assert profile.threads == 2
+    torch.set_num_threads(before)
+    assert predicted is not None
+    assert choice is not None
+    assert ran == predicted.finalists
+    assert start in ran
+    assert choice.chosen.candidate == ran[-1]
+    assert all(row.measured_ms for row in choice.rows if row.candidate in ran)
+
+
 def test_bits_are_lost_only_where_that_is_allowed():
     axes = ProfilePredictor(world_profile()).axes()
     assert axes.comm_dtypes == ("float32",)
@@ -77,5 +130,6 @@ def test_the_config_that_is_written_is_one_that_train_takes(one: Candidate):
     assert config.pipeline.micro_batches == one.micro_batches
     assert config.parallel.groups == one.groups
     assert (config.run.batch, config.model.dim) == (256, 16)
+    assert "device_memory" not in text
     assert text.startswith("# why\n")
     assert "# small" in text
