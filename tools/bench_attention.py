@@ -724,6 +724,15 @@ HOPPER_CHECKS = [
 ]
 
 
+def hopper_pass(
+    part: Any, problem: Problem, tile: GroupTile, grad: Tensor
+) -> Callable[[], list[Tensor]]:
+    """One start of the kernel; with biases that of the queries sums scores' gradients, too."""
+    biased = problem.bias.half_position_HP is not None
+    sums = hopper_launch.bucket_sums(problem) if biased and part == "queries" else None
+    return partial(hopper_launch.run_part, problem, part, tile, grad, sums)
+
+
 def hopper_errors(part: Any, world: World, tiles: list[GroupTile]) -> list[float]:
     """Of each tile, the worst error beside Triton's kernels; NaN if bits change when run again."""
     rows = world.rows()
@@ -731,7 +740,7 @@ def hopper_errors(part: Any, world: World, tiles: list[GroupTile]) -> list[float
     known = results_of(pass_of(part, world.problem(rows), grad))
     errors = []
     for tile in tiles:
-        work = partial(hopper_launch.run_part, problem, part, tile, grad)
+        work = hopper_pass(part, problem, tile, grad)
         found, again = [x.clone() for x in work()], work()
         same = all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
         # Triton's pass of queries also sums scores' gradients by bucket, which come last.
@@ -764,7 +773,7 @@ def time_hopper(part: Any, width: int, biased: bool, tiles: list[GroupTile]) -> 
         triton_ms = graph_ms(pass_of(part, world.problem(rows), rows[3]), 10)
         problem = world.problem(rows, hopper=True)
         for tile in tiles:
-            work = partial(hopper_launch.run_part, problem, part, tile, rows[3])
+            work = hopper_pass(part, problem, tile, rows[3])
             ms = graph_ms(work, 10)
             rates = [tflops(world, PASSES[part], x) for x in (ms, triton_ms)]
             report.add(
@@ -810,8 +819,7 @@ def hopper_jobs(widths: list[int]) -> list[tuple[str, int, bool, GroupTile]]:
         tiles = GroupTiles.of(width, biased=True)
         absent = ("keys",) if tiles.values else ("only-keys", "values")
         field = {"only-keys": "keys"}.get(part, part)
-        if width in widths and part not in absent and part != "queries":
-            # The gradient of queries with biases is Triton's: it sums the tables' on its way.
+        if width in widths and part not in absent:
             jobs.append((part, width, True, getattr(tiles, field)))
     return jobs
 

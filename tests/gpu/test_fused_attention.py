@@ -359,6 +359,8 @@ GROUP_CASES = {
     "many": Case([300] * 20, [64] * 20, heads=4, positions=0),
     "wide": Case([300, 200], [40, 0], positions=0, width=256, value_width=256),
     "uneven": Case([200, 77], [5, 5], heads=3, positions=0, width=20, value_width=128),
+    "by position": Case([500, 90], [0, 90], positions=7),
+    "by time": Case([500, 90], [0, 90], positions=0, time_buckets=9),
     "both": Case([500, 90], [0, 90], positions=7, time_buckets=40),
     "wide tables": Case([700, 128], [100, 3], positions=1000, time_buckets=64),
     "both, 128": Case([300, 200], [40, 0], width=128, value_width=128, time_buckets=8),

@@ -332,7 +332,8 @@ class Gluon:
             zeros=lambda shape, *_: torch.zeros(shape), zeros_like=torch.zeros_like,
             convert_layout=lambda x, _: x, thread_barrier=lambda: None,
             inline_asm_elementwise=self.assembly, allocate_shared_memory=self.allocate,
-            warp_specialize=self.specialize, static_assert=self.certain,
+            warp_specialize=self.specialize, static_assert=self.certain, to_tensor=Int,
+            sum=lambda x, axis: x.sum(axis),
             **{name: lambda *_: None for name in (
                 "NVMMADistributedLayout", "SliceLayout", "BlockedLayout", "DotOperandLayout")},
         )  # fmt: skip
@@ -378,8 +379,8 @@ class Gluon:
         return Int(found) if found.ndim == 0 and not found.is_floating_point() else found
 
     @staticmethod
-    def store(place: Pointer, value: Tensor, mask: Tensor) -> None:
-        mask = mask.expand_as(value)
+    def store(place: Pointer, value: Tensor, mask: Tensor | None = None) -> None:
+        mask = torch.ones_like(value, dtype=torch.bool) if mask is None else mask.expand_as(value)
         flat = place.base.view(-1)
         assert flat[place.offset[mask]].isnan().all(), "written twice"
         flat[place.offset[mask]] = value[mask]
@@ -505,8 +506,8 @@ def attend(
     programs: int,
     seed: int,
     tables: tuple[Any, ...] = (None, None, None, None, None, 0),
-) -> tuple[Tensor | None, Tensor | None]:
-    """The sums over b and over c of one pass; rows are x, y, b and c, (T, H, A) in bfloat16.
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The sums over b, over c, and by bucket of one pass; rows are x, y, b and c, (T, H, A).
 
     NaN stands where nothing was written.
     """
@@ -523,13 +524,19 @@ def attend(
     *tensors, side = tables
     pointers = [None if x is None else Pointer(x) for x in (offsets_B, targets_B, *tensors)]
     gluon.programs = min(programs, units * blocks)
-    constants = {"P": 1, "Q": 1, "HELD": False, **pass_}
+    constants = {"P": 1, "Q": 1, "HELD": False, "BUCKETS": 0, **pass_}
+    sums_HXQ = torch.full((heads, units // heads * blocks * 2, constants["BUCKETS"]), float("nan"))
+    written = [Pointer(x) for x in (*outs, sums_HXQ)]
     for program in range(gluon.programs):
         gluon.program = program
         gluon.machine = Machine(seed + program)
         kernel.attend_by_groups(
-            *given, *(Pointer(x) for x in outs), *pointers, side, half_scale, inverse_norm, window,
+            *given, *written, *pointers, side, half_scale, inverse_norm, window,
             Int(units), Int(heads), Int(blocks), Int(3), *[Int(width)] * 4, A=width, **constants,
         )  # fmt: skip
-    wanted = (constants["GRAD"], constants["VALUES"])
-    return tuple(x if w else None for x, w in zip(outs, wanted, strict=True))  # type: ignore[return-value]
+    found_b, found_c = outs
+    return (
+        found_b if constants["GRAD"] else None,
+        found_c if constants["VALUES"] else None,
+        sums_HXQ if constants["BUCKETS"] else None,
+    )

@@ -254,21 +254,20 @@ def add_by_time(
     kind,
     start,
     short_T,
-    Q_BLOCK: tl.constexpr,
+    bucket_Q,
 ):
     """Adds the gradients of an easy tile to their buckets.
 
     Tiles come by age, so that the same bucket comes many times in a row. Its sum stays with the
     queries, `run_M`, until another bucket comes. Queries not in `inside_M` are of the next sample.
     """
-    bucket_Q = tl.arange(0, Q_BLOCK)
     if short_T is None:
         run_M += tl.where(near != 0, 0.0, _row_sums(grad_MN, inside_M))
     elif is_easy(near, kind):
         highest = (kind >> 8) & 0xFF
         if highest != bucket:
             sums_Q += tl.where(bucket_Q == bucket, tl.sum(run_M, 0), 0.0)
-            run_M = tl.zeros_like(run_M)
+            run_M = tl.where(inside_M, 0.0, 0.0)
             bucket = highest
         all_M = _row_sums(grad_MN, inside_M)
         if _is_even(kind):

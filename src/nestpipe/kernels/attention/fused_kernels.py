@@ -190,7 +190,7 @@ def attend_backward_queries(
         if grad_time_XQ is not None:
             bucket, run_M, sums_Q = add_by_time(
                 grad_MN, bucket, run_M, sums_Q, inside_M, query_M1, key_1N, key, near, kind, start,
-                short_T, Q_BLOCK,
+                short_T, bucket_Q,
             )  # fmt: skip
         sum_MA = tl.dot(grad_MN.to(k_NA.dtype), k_NA, sum_MA, input_precision="ieee")
         kind = next_kind

@@ -29,7 +29,7 @@ from nestpipe.kernels.attention.fused_kernels import (
     attend_backward_queries,
     attend_forward,
 )
-from nestpipe.kernels.attention.hopper_launch import GroupTiles
+from nestpipe.kernels.attention.hopper_launch import ROWS, GroupTiles
 from nestpipe.kernels.attention.reference import RelativeBias
 from nestpipe.kernels.triton_launch import Constants, Starter, constants
 
@@ -322,7 +322,12 @@ def make_problem(
     biased = bias.half_position_HP is not None or bias.half_time_HQ is not None
     widest = max(width, value_width)
     tiles = Tiles.of(q_THA.dtype, widest, biased=biased)
-    groups = GroupTiles.of(widest, biased=biased) if hopper else None
+    groups = None
+    if hopper:
+        groups = GroupTiles.of(widest, biased=biased)
+        # Which tiles are hard is told by the tiles of the pass that sums the easy ones.
+        own = replace(tiles.backward_queries, queries=ROWS, keys=groups.queries.rows)
+        tiles = replace(tiles, backward_queries=own)
     return Problem(
         copyable(q_THA), copyable(k_THA), copyable(v_THV), offsets_B, num_targets_B, bias, norm,
         scale, window, longest, width, value_width, tiles,
@@ -378,8 +383,8 @@ def run_backward_queries(
     `sum_scores`: whether to sum the gradients of scores by bucket of time where that is easy.
     `grad_THV` is one that `copyable` has given.
     """
-    if problem.groups is not None and not sum_scores:
-        return hopper_launch.run_queries(problem, grad_THV), None
+    if problem.groups is not None:
+        return hopper_launch.run_queries(problem, grad_THV, sum_scores=sum_scores)
     grad_q_THA = problem.q_THA.new_empty(problem.q_THA.shape[0], problem.heads, problem.width)
     tile = problem.tiles.backward_queries
     programs, place = problem.order(tile.queries)

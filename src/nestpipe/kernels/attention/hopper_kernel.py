@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from nestpipe.kernels.attention.fused_biases import add_biases, is_near, kind_of
+from nestpipe.kernels.attention.fused_biases import add_biases, add_by_time, is_near, kind_of
 from nestpipe.kernels.attention.fused_pairs import (
     half_silu,
     half_silu_and_slope,
@@ -242,23 +242,26 @@ def add_values(x_own, ring, count, at, weight_RN, sum_RA, piece, first_row, abou
     )
     sum_RA, _ = warpgroup_mma_wait(0, [sum_RA, weight_RN])
     release_tile(c_ring, number - 1, C)
-    sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, A, 16])
-    operand: gl.constexpr = gl.DotOperandLayout(0, sums, 2)
+    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, A, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, wide, 2)
     return gl.convert_layout(later_RN.to(c_tile.dtype), operand), sum_RA, at
 
 
 @gluon.jit
-def add_gradients(x_own, y_own, ring, count, sum_b_RA, sum_c_RA, piece, first_row, about, tables,
-                  half_scale, window, N: gl.constexpr, KEYS: gl.constexpr, VALUES: gl.constexpr,
-                  MASKED: gl.constexpr, P: gl.constexpr, Q: gl.constexpr, B: gl.constexpr,
-                  C: gl.constexpr):  # fmt: skip
-    """One tile: gradients of its scores, added up over b; with VALUES also weights over c."""
+def add_gradients(x_own, y_own, ring, count, sum_b_RA, sum_c_RA, sums, piece, first_row, about,
+                  tables, half_scale, window, N: gl.constexpr, KEYS: gl.constexpr,
+                  VALUES: gl.constexpr, BUCKETS: gl.constexpr, MASKED: gl.constexpr,
+                  P: gl.constexpr, Q: gl.constexpr, B: gl.constexpr, C: gl.constexpr):  # fmt: skip
+    """One tile: gradients of its scores, added up over b; with VALUES also weights over c.
+
+    With BUCKETS, `sums` are those of gradients of scores by bucket of time.
+    """
     first, length, history = piece
     b_ring, c_ring = ring
     A: gl.constexpr = x_own.shape[1]
     score: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
-    sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, A, 16])
-    operand: gl.constexpr = gl.DotOperandLayout(0, sums, 2)
+    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, A, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, wide, 2)
     at = tile_at(count[1], first, length, history, window, N, KEYS)
     number = count[0] + count[1]
     b_tile = await_tile(b_ring, number, B)
@@ -290,9 +293,51 @@ def add_gradients(x_own, y_own, ring, count, sum_b_RA, sum_c_RA, piece, first_ro
     grad_RN = grad_RN * slope_RN
     if MASKED:  # a gradient of a row past the end may be NaN
         grad_RN = gl.where(slope_RN == 0.0, 0.0, grad_RN)
+    elif BUCKETS:
+        sums = add_easy(grad_RN, sums, first, first_row, at, about, tables, N, P)
     operand_RN = gl.convert_layout(grad_RN.to(b_tile.dtype), operand)
     sum_b_RA = warpgroup_mma(operand_RN, b_tile, sum_b_RA, is_async=True)
-    return sum_b_RA, sum_c_RA
+    return sum_b_RA, sum_c_RA, sums
+
+
+@gluon.jit
+def add_easy(grad_RN, sums, first, first_row, at, about, tables, N: gl.constexpr,
+             P: gl.constexpr):  # fmt: skip
+    """Sums by bucket with those of a tile, if it is easy for all own rows: not for a group's alone.
+
+    So `find_hard_tiles` marks the others, as for Triton's kernel with as many queries.
+    """
+    sample, _, start, length, history, side = about
+    half_position_HP, _, _, short_T, kinds_BXY = tables
+    bucket, run_R, sums_Q, bucket_Q = sums
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
+    query_R = first_row + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, layout))
+    key_N = at + gl.arange(0, N, gl.SliceLayout(0, layout))
+    kind = kind_of(kinds_BXY, sample, side, length, first, at, ROWS, N)
+    near = is_near(first, at, history, half_position_HP, P, N)
+    bucket, run_R, sums_Q = add_by_time(
+        grad_RN, bucket, run_R, sums_Q, query_R < length, query_R[:, None], key_N[None, :], at,
+        near, kind, start, short_T, bucket_Q,
+    )  # fmt: skip
+    return bucket, run_R, sums_Q, bucket_Q
+
+
+@gluon.jit
+def no_sums(N: gl.constexpr, Q_BLOCK: gl.constexpr):
+    """Sums by bucket before the first tile: the bucket at hand, its sums by row, all, and names."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
+    line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    run_R = gl.zeros([GROUP_ROWS], gl.float32, gl.SliceLayout(1, layout))
+    sums_Q = gl.zeros([Q_BLOCK], gl.float32, line)
+    return gl.to_tensor(0), run_R, sums_Q, gl.arange(0, Q_BLOCK, line)
+
+
+@gluon.jit
+def store_buckets(sums_XQ, sums, part, Q_BLOCK: gl.constexpr):
+    """Writes one part of the sums by bucket."""
+    bucket, run_R, sums_Q, bucket_Q = sums
+    sums_Q += gl.where(bucket_Q == bucket, gl.sum(run_R, 0), 0.0)
+    gl.store(sums_XQ + part * Q_BLOCK + bucket_Q, sums_Q)
 
 
 @gluon.jit
@@ -312,17 +357,17 @@ def store_sum(out_THA, sum_RA, own, start, first_row, length, head, heads):
 @gluon.jit
 def add_up(GROUP: gl.constexpr, outs, own, rings, samples, tables, numbers, factors, side,
            N: gl.constexpr, KEYS: gl.constexpr, GRAD: gl.constexpr, VALUES: gl.constexpr,
-           HELD: gl.constexpr, P: gl.constexpr, Q: gl.constexpr, B: gl.constexpr,
-           C: gl.constexpr):  # fmt: skip
+           HELD: gl.constexpr, BUCKETS: gl.constexpr, P: gl.constexpr, Q: gl.constexpr,
+           B: gl.constexpr, C: gl.constexpr):  # fmt: skip
     """A group of warps: one block of own rows of every piece of work of this program."""
     x_both, y_both, own_full, own_empty = own
-    out_b, out_c = outs
+    out_b, out_c, sums_XQ = outs
     half_scale, inverse_norm = factors
     offsets_B, num_targets_B = samples
     window, units, heads, blocks, group = numbers
     b_ring, c_ring = rings
     A: gl.constexpr = x_both.shape[2]
-    sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, A, 16])
+    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, A, 16])
     x_own = x_both.index(GROUP)
     y_own = y_both.index(GROUP)
     count = 0
@@ -337,21 +382,26 @@ def add_up(GROUP: gl.constexpr, outs, own, rings, samples, tables, numbers, fact
             piece = (first, length, history)
             mbarrier.wait(own_full, pieces & 1)
             pieces += 1
-            zero_RA = gl.zeros([GROUP_ROWS, A], gl.float32, sums)
+            zero_RA = gl.zeros([GROUP_ROWS, A], gl.float32, wide)
             if GRAD:
                 sum_b_RA = warpgroup_mma_init(zero_RA)
                 sum_c_RA = 0
                 if VALUES:
                     sum_c_RA = warpgroup_mma_init(zero_RA)
+                sums = 0
+                if BUCKETS:
+                    sums = no_sums(N, BUCKETS)
                 for number in range(num_full):
-                    sum_b_RA, sum_c_RA = add_gradients(
-                        x_own, y_own, rings, (count, number), sum_b_RA, sum_c_RA, piece, first_row,
-                        about, tables, half_scale, window, N, KEYS, VALUES, False, P, Q, B, C,
+                    sum_b_RA, sum_c_RA, sums = add_gradients(
+                        x_own, y_own, rings, (count, number), sum_b_RA, sum_c_RA, sums, piece,
+                        first_row, about, tables, half_scale, window, N, KEYS, VALUES, BUCKETS,
+                        False, P, Q, B, C,
                     )  # fmt: skip
                 for number in range(num_full, num_all):
-                    sum_b_RA, sum_c_RA = add_gradients(
-                        x_own, y_own, rings, (count, number), sum_b_RA, sum_c_RA, piece, first_row,
-                        about, tables, half_scale, window, N, KEYS, VALUES, True, P, Q, B, C,
+                    sum_b_RA, sum_c_RA, sums = add_gradients(
+                        x_own, y_own, rings, (count, number), sum_b_RA, sum_c_RA, sums, piece,
+                        first_row, about, tables, half_scale, window, N, KEYS, VALUES, BUCKETS,
+                        True, P, Q, B, C,
                     )  # fmt: skip
                 last = count + num_all - 1
                 if VALUES:
@@ -360,6 +410,9 @@ def add_up(GROUP: gl.constexpr, outs, own, rings, samples, tables, numbers, fact
                 else:
                     sum_b_RA = warpgroup_mma_wait(0, [sum_b_RA])
                 release_tile(b_ring, last, B)
+                if BUCKETS:
+                    part = (head * (units // heads) + sample) * blocks + rank
+                    store_buckets(sums_XQ, sums, part * GROUPS + GROUP, BUCKETS)
                 if VALUES:
                     store_sum(
                         out_c, sum_c_RA * inverse_norm, y_own, start, first_row, length, head, heads
@@ -391,8 +444,8 @@ def sum_values(x_own, ring, count, num_full, num_all, sum_RA, piece, first_row, 
     score: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     if HELD:
         x_own = x_own.load(gl.DotOperandLayout(0, score, 2))
-    sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, A, 16])
-    operand: gl.constexpr = gl.DotOperandLayout(0, sums, 2)
+    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, A, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, wide, 2)
     at = tile_at(0, first, length, history, window, N, KEYS)
     b_tile = await_tile(b_ring, count, B)
     zero_RN = gl.zeros([GROUP_ROWS, N], gl.float32, score)
@@ -432,6 +485,7 @@ def attend_by_groups(
     c_rows,
     out_b,
     out_c,
+    sums_XQ,
     offsets_B,
     num_targets_B,
     half_position_HP,
@@ -459,10 +513,15 @@ def attend_by_groups(
     GRAD: gl.constexpr,
     VALUES: gl.constexpr,
     HELD: gl.constexpr,
+    BUCKETS: gl.constexpr,
     B_STAGES: gl.constexpr,
     C_STAGES: gl.constexpr,
 ):
-    """One pass: which one, KEYS, GRAD and VALUES say. HELD keeps x in registers, without GRAD."""
+    """One pass: which one, KEYS, GRAD and VALUES say.
+
+    HELD keeps x in registers, without GRAD. BUCKETS, for the gradient of queries: how many sums of
+    gradients of scores there are, a power of two; 0: none.
+    """
     # A group gives a tile of b back when it has started with the next, and c with gradients too.
     gl.static_assert(not GRAD or B_STAGES > 1)
     gl.static_assert(not (GRAD and VALUES) or C_STAGES > 1)
@@ -496,13 +555,13 @@ def attend_by_groups(
     factors = (half_scale, inverse_norm)
     descriptors = (x_rows, y_rows, b_rows, c_rows)
     steps = (x_step, y_step, b_step, c_step)
-    outs = (out_b, out_c)
+    outs = (out_b, out_c, sums_XQ)
     gl.warp_specialize(
         [
             (add_up, (0, outs, own, rings, samples, tables, numbers, factors, side, N, KEYS, GRAD,
-                      VALUES, HELD, P, Q, B_STAGES, C_STAGES)),
+                      VALUES, HELD, BUCKETS, P, Q, B_STAGES, C_STAGES)),
             (add_up, (1, outs, own, rings, samples, tables, numbers, factors, side, N, KEYS, GRAD,
-                      VALUES, HELD, P, Q, B_STAGES, C_STAGES)),
+                      VALUES, HELD, BUCKETS, P, Q, B_STAGES, C_STAGES)),
             (copy_all, (descriptors, own, rings, samples, numbers, steps, N, KEYS, GRAD, B_STAGES,
                         C_STAGES)),
         ],

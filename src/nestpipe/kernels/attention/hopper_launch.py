@@ -1,7 +1,6 @@
 """Starts the attention kernel of Hopper's warp groups: tiles, descriptors and who may ask for it.
 
-It takes the place of Triton's kernels pass by pass. The gradient of queries with gradients of
-tables stays theirs: it adds up gradients of scores by bucket on its way.
+It takes the place of Triton's kernels pass by pass.
 """
 
 # triton comes with torch's builds for GPUs, and with no other
@@ -144,9 +143,23 @@ def run_forward(problem: Problem) -> Tensor:
     return run_part(problem, "forward", _tiles(problem).forward)[0]
 
 
-def run_queries(problem: Problem, grad_THA: Tensor) -> Tensor:
-    """(T, H, A) the gradient of the queries."""
-    return run_part(problem, "queries", _tiles(problem).queries, grad_THA)[0]
+def run_queries(
+    problem: Problem, grad_THA: Tensor, *, sum_scores: bool
+) -> tuple[Tensor, Tensor | None]:
+    """(T, H, A) the gradient of the queries, and (H, X, Q) sums as `run_backward_queries` has."""
+    tile, sums_HXQ = _tiles(problem).queries, None
+    if sum_scores:
+        sums_HXQ = bucket_sums(problem)
+    (grad_q_THA,) = run_part(problem, "queries", tile, grad_THA, sums_HXQ)
+    return grad_q_THA, sums_HXQ
+
+
+def bucket_sums(problem: Problem) -> Tensor:
+    """(H, X, Q) zeros: pieces of work past a sample's end write nothing."""
+    programs, _ = problem.order(ROWS)
+    parts = programs // max(1, problem.heads) * (ROWS // _GROUP_ROWS)
+    buckets = 1 << max(0, problem.bias.num_buckets - 1).bit_length()
+    return problem.q_THA.new_zeros(problem.heads, parts, buckets, dtype=torch.float32)
 
 
 def run_keys(problem: Problem, grad_THA: Tensor) -> tuple[Tensor, Tensor]:
@@ -161,9 +174,16 @@ def run_keys(problem: Problem, grad_THA: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def run_part(
-    problem: Problem, part: Part, tile: GroupTile, grad_THA: Tensor | None = None
+    problem: Problem,
+    part: Part,
+    tile: GroupTile,
+    grad_THA: Tensor | None = None,
+    sums_HXQ: Tensor | None = None,
 ) -> list[Tensor]:
-    """What one start of the kernel writes; `grad_THA` is that of the weighted sums of values."""
+    """What one start of the kernel writes; `grad_THA` is that of the weighted sums of values.
+
+    It fills `sums_HXQ`, too, where those are given.
+    """
     by_keys, gradients, values = _PARTS[part]
     q_THA, k_THA, v_THA = problem.q_THA, problem.k_THA, problem.v_THV
     other_THA = q_THA if grad_THA is None else grad_THA  # the forward pass has no use for it
@@ -171,7 +191,7 @@ def run_part(
     outs = [
         q_THA.new_empty(problem.out_shape) if wanted else None for wanted in (gradients, values)
     ]
-    _start(problem, tile, rows, (outs[0], outs[1]), by_keys=by_keys)
+    _start(problem, tile, rows, (outs[0], outs[1], sums_HXQ), by_keys=by_keys)
     return [out for out in outs if out is not None]
 
 
@@ -179,7 +199,7 @@ def _start(
     problem: Problem,
     tile: GroupTile,
     rows: tuple[Tensor, Tensor, Tensor, Tensor],
-    outs: tuple[Tensor | None, Tensor | None],
+    outs: tuple[Tensor | None, Tensor | None, Tensor | None],
     *,
     by_keys: bool,
 ) -> None:
@@ -200,6 +220,7 @@ def _start(
     wanted = constants(
         A=width, N=tile.rows, P=bias.num_positions, Q=bias.num_buckets, KEYS=by_keys,
         GRAD=outs[0] is not None, VALUES=outs[1] is not None, HELD=tile.held,
+        BUCKETS=0 if outs[2] is None else outs[2].shape[2],
         B_STAGES=tile.b_stages, C_STAGES=tile.c_stages, num_warps=4,
     )  # fmt: skip
     _starter()(

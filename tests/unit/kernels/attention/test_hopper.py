@@ -120,14 +120,14 @@ class World:
             "both": [grad_k, grad_v],
         }
 
-    def found(self, name: str) -> list[Tensor]:
+    def found(self, name: str, **more: int) -> list[Tensor]:
         case, (q, k, v, grad) = self.case, self.rows
         rows = (k, v, q, grad) if PASSES[name]["KEYS"] else (q, grad, k, v)
         tile = {"N": case.tile.rows, "B_STAGES": case.tile.b_stages, "C_STAGES": case.tile.c_stages}
         buckets = {"P": max(1, case.positions), "Q": max(1, case.time_buckets)}
         held = {"HELD": case.tile.held and not PASSES[name]["GRAD"]}
         sums = attend(
-            {**PASSES[name], **tile, **buckets, **held}, rows, self.samples(),
+            {**PASSES[name], **tile, **buckets, **held, **more}, rows, self.samples(),
             (SCALE / 2, 1 / NORM, case.window), programs=case.programs, seed=case.seed,
             tables=self.tables(),
         )  # fmt: skip
@@ -190,6 +190,61 @@ def test_a_sample_has_the_same_bits_alone_and_beside_rows_that_are_no_numbers(pa
     alone = World(Case([130], [30]), tuple(x[100:230] for x in world.rows), NO_BIAS)  # type: ignore[arg-type]
     for together, apart in zip(world.found(part), alone.found(part), strict=True):
         assert torch.equal(together[100:230], apart)
+
+
+def easy_sums(world: World) -> Tensor:
+    """(H, Q) gradients of scores by bucket of time, twice, of tiles that all see and are easy."""
+    case, rows = world.case, world.case.tile.rows
+    q, k, v, grad = (x.double().transpose(0, 1) for x in world.rows)
+    *_, kinds_BXY, _ = world.tables()
+    times = world.bias.times_T
+    position_HP, time_HQ = world.bias.position_HP, world.bias.time_HQ
+    assert times is not None
+    assert time_HQ is not None
+    score = SCALE * q @ k.mT
+    later = (times[:, None] - times[None, :]).clamp(min=0)
+    bucket = (later > 0) * (1 + later.clamp(min=1).double().log2().floor())
+    bucket = bucket.clamp(max=time_HQ.shape[1] - 1).long()
+    score = score + time_HQ.double()[:, bucket]
+    if position_HP is not None:  # easy tiles are far away
+        score = score + position_HP.double()[:, -1:, None]
+    sigmoid = score.sigmoid()
+    pairs = 2 * grad @ v.mT * sigmoid * (1 + score * (1 - sigmoid))
+    sums = torch.zeros(time_HQ.shape, dtype=torch.float64)
+    for first in range(0, case.lengths[0], 128):
+        for key in range(0, first // rows * rows, rows):
+            kinds = kinds_BXY[
+                0, first // 64 : first // 64 + 2, key // 64 : (key + rows - 1) // 64 + 1
+            ]
+            low, high = int((kinds & 0xFF).min()), int((kinds >> 8).max())
+            if high - low > 1 or first - (key + rows - 1) < case.positions - 1:
+                continue
+            part = slice(first, first + 128), slice(key, key + rows)
+            for number in range(time_HQ.shape[1]):
+                sums[:, number] += (pairs[:, *part] * (bucket[part] == number)).sum((1, 2))
+    return sums
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case([460], time_buckets=9),
+        Case([700], time_buckets=16, positions=100),
+        Case([500], time_buckets=7, tile=GroupTile(128, 2, 2), programs=2),
+    ],
+)
+def test_the_gradient_of_queries_sums_easy_tiles_by_bucket(case: Case):
+    world = World.of(case)
+    assert world.bias.times_T is not None
+    # Long pauses between few sessions: most tiles have one bucket or two.
+    paused = torch.arange(case.lengths[0]) // 150 * (1 << case.time_buckets - 3)
+    world.bias.times_T.copy_(paused)
+    found, sums_HXQ = world.found("queries", BUCKETS=16)
+    assert error_of([found], world.wanted()["queries"]) < BOUND
+    wanted_HQ = easy_sums(world)
+    assert (wanted_HQ != 0).sum(1).min() >= 2
+    sums_HQ = sums_HXQ.nan_to_num().sum(1)[:, : case.time_buckets]
+    assert error_of([sums_HQ], [wanted_HQ]) < BOUND
 
 
 BROKEN = {
