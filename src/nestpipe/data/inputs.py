@@ -66,7 +66,9 @@ def modified_ns(file: DataFile) -> int:
     return file.modified_ns if isinstance(file, RemoteFile) else file.stat().st_mtime_ns
 
 
-def find_remote_files(uri: str, patterns: Sequence[str], what: str) -> list[RemoteFile]:
+def find_remote_files(
+    uri: str, patterns: Sequence[str], what: str, key: str = "data.path"
+) -> list[RemoteFile]:
     """The file itself, or those below the folder that fit a pattern, sorted by name.
 
     As on disk, names that begin with `.` or `_` are no data.
@@ -79,7 +81,7 @@ def find_remote_files(uri: str, patterns: Sequence[str], what: str) -> list[Remo
         found = filesystem.get_file_info(arrow_fs.FileSelector(top, recursive=True))
     except (OSError, pa.ArrowException) as error:
         reason = str(error).splitlines()[0]
-        raise DataError(f"cannot read {uri!r} ({reason}); check data.path") from None
+        raise DataError(f"cannot read {uri!r} ({reason}); check {key}") from None
     files = [
         _remote(f"{uri.rstrip('/')}/{below}", info, filesystem)
         for info in found
@@ -89,7 +91,7 @@ def find_remote_files(uri: str, patterns: Sequence[str], what: str) -> list[Remo
         and not any(part.startswith((".", "_")) for part in below.split("/"))
     ]
     if not files:
-        raise DataError(f"there are no {what} in {uri!r}; check data.path and data.kind")
+        raise DataError(f"there are no {what} in {uri!r}; check {key} and data.kind")
     return sorted(files, key=lambda file: file.path)
 
 
@@ -116,7 +118,9 @@ def _remote(uri: str, info: Any, filesystem: Any) -> RemoteFile:
     return RemoteFile(uri, info.path, info.mtime_ns or 0, filesystem)
 
 
-def find_files(path: str | Path, patterns: Sequence[str], what: str) -> list[Path]:
+def find_files(
+    path: str | Path, patterns: Sequence[str], what: str, key: str = "data.path"
+) -> list[Path]:
     """The file itself, or those below the folder that fit a pattern, sorted by name.
 
     Names and folders that begin with `.` or `_` are not data: other programs keep markers and
@@ -128,7 +132,7 @@ def find_files(path: str | Path, patterns: Sequence[str], what: str) -> list[Pat
     if top.is_file():
         return [top]
     if not top.exists():
-        raise DataError(f"there is no file or folder {str(path)!r}; check data.path")
+        raise DataError(f"there is no file or folder {str(path)!r}; check {key}")
     found = {
         file
         for pattern in patterns
@@ -137,7 +141,7 @@ def find_files(path: str | Path, patterns: Sequence[str], what: str) -> list[Pat
         and not any(part.startswith((".", "_")) for part in file.relative_to(top).parts)
     }
     if not found:
-        raise DataError(f"there are no {what} in {str(path)!r}; check data.path and data.kind")
+        raise DataError(f"there are no {what} in {str(path)!r}; check {key} and data.kind")
     return sorted(found)
 
 
@@ -225,6 +229,13 @@ def is_text(kind: pa.DataType) -> bool:
     return pa.types.is_string(kind) or pa.types.is_large_string(kind)
 
 
+def is_hashed(kind: pa.DataType) -> bool:
+    """Whether the keys of a column are hashes of strings."""
+    if is_list(kind) or pa.types.is_dictionary(kind):
+        return is_hashed(kind.value_type)
+    return is_text(kind)
+
+
 def is_list(kind: pa.DataType) -> bool:
     """Whether a column holds a list per row."""
     return (
@@ -287,7 +298,8 @@ def numbers(column: Any) -> NDArray[np.float32]:
     if pa.types.is_boolean(array.type):
         array = array.cast(pa.int8())
     found = array.to_numpy(zero_copy_only=False)
-    return found.astype(np.float32, copy=False)
+    with np.errstate(over="ignore"):  # what is too large becomes inf, which is refused
+        return found.astype(np.float32, copy=False)
 
 
 def is_null(column: Any) -> NDArray[np.bool_]:
@@ -327,8 +339,23 @@ def list_lengths(array: Any) -> NDArray[np.int64]:
 
 def need(kind: pa.DataType, wanted: bool, name: str, use: str, where: object) -> None:
     """Refuse a column whose type does not fit its use."""
-    if not wanted:
-        raise DataError(f"column {name} of {where} is {kind}, which cannot be {use}; name another")
+    if wanted:
+        return
+    value = kind.value_type if is_list(kind) else kind
+    todo = "name another"
+    if use == "keys" and pa.types.is_floating(value):
+        todo = "write whole numbers or strings, or name another"
+    raise DataError(f"column {name} of {where} is {kind}, which cannot be {use}; {todo}")
+
+
+def need_same_keys(kind: pa.DataType, hashed: bool, name: str, where: object) -> None:
+    """Refuse strings in one file and numbers in another: equal ids would have different keys."""
+    if is_hashed(kind) != hashed:
+        others = "strings" if hashed else "numbers"
+        raise DataError(
+            f"column {name} of {where} is {kind} and the first file has {others}, so equal ids "
+            "would have different keys; write one type"
+        )
 
 
 def _text_keys(array: Any) -> NDArray[np.int64]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -84,6 +84,8 @@ class ColumnLayout:
     sample_weight: str = ""
     weights: tuple[tuple[str, str], ...] = ()
     """Columns of lists of keys, each with the column of its weights."""
+    hashed: frozenset[str] = frozenset()
+    """Those of `sparse` that are strings in the first file, and so in all."""
 
     def label(self, column: Any) -> NDArray[np.float32]:
         """A label per row; nan where there is none."""
@@ -132,9 +134,15 @@ def choose(schema: pa.Schema, config: ParquetConfig, where: DataFile) -> ColumnL
         config.positive_from,
         config.sample_weight,
         weights,
+        frozenset(_hashed(schema, sparse)),
     )
     if not layout.sparse and not layout.dense and not layout.labels:
         raise DataError(f"{where} has no column of keys or numbers; name some in data.parquet")
+    if given := [name for name in layout.labels if name in {*layout.sparse, *layout.dense}]:
+        raise DataError(
+            f"{given[0]} of {where} is a label and named as a feature too, which would give the "
+            "answer away; name it once in data.parquet"
+        )
     _refuse_weights(layout, where)
     return layout
 
@@ -168,6 +176,12 @@ def _refuse_second_label(
 def _single(schema: pa.Schema, names: Sequence[str]) -> Iterator[str]:
     for name in names:
         if name in schema.names and not inputs.is_list(schema.field(name).type):
+            yield name
+
+
+def _hashed(schema: pa.Schema, names: Sequence[str]) -> Iterator[str]:
+    for name in names:
+        if name in schema.names and inputs.is_hashed(schema.field(name).type):
             yield name
 
 
@@ -264,7 +278,7 @@ def _misfits(piece: Any, of: str, column: str) -> list[tuple[np.ndarray, str]]:
 
 
 def _bad_labels(label: np.ndarray, name: str, layout: ColumnLayout) -> list[tuple[np.ndarray, str]]:
-    found = [(~np.isfinite(label), f"{name} is no number")]
+    found = [(~np.isfinite(label), f"{name} is no number, or empty")]
     if not layout.any_labels and (outside := (label < 0) | (label > 1)).any():
         found.append((outside, LABEL_RANGE.format(name, f"{label[outside][0]:g}")))
     return found
@@ -369,7 +383,8 @@ class ColumnRows:
 PIECE = 65_536
 MOST_IN_TURN = 131_072
 """Rows of a row group whose columns are decoded one after the other; larger ones come in pieces."""
-PATTERNS = ("*.parquet", "*.pq")
+SUFFIXES = (".parquet", ".pq")
+PATTERNS = tuple(f"*{suffix}" for suffix in SUFFIXES)
 
 
 def open_parquet(config: DataConfig, split: Split) -> Stream:
@@ -380,6 +395,10 @@ def open_parquet(config: DataConfig, split: Split) -> Stream:
         for number, file in enumerate(files)
         for chunk in _chunks(file, layout, split, every, number)
     ]
+    if all(chunk.count() == 0 for chunk in chunks):
+        raise DataError(
+            f"the {split} split of {path} has no samples; check the split and the files"
+        )
     if split == "train" and isinstance(layout, ColumnLayout):
         refuse_labels(files, layout, skips=config.max_broken > 0)
     return Stream(
@@ -405,12 +424,24 @@ def find_split(
         check(schema, layout, files[0])
         return config.path, 0, layout, files
     path, every = split_path(config, split)
-    files = find_data(path)
-    schema = open_file(files[0]).schema_arrow
-    layout = find_layout(schema, config, split, read_items)
-    layout = layout or choose(schema, config.parquet, files[0])
+    files = find_data(path, _key_of(path, config, split))
+    trained, schema = schema, open_file(files[0]).schema_arrow
+    was, layout = layout, find_layout(schema, config, split, read_items)
+    if layout is not None and was is not None:
+        layout = replace(layout, hashed=was.hashed)
+    if layout is None:
+        layout = choose(schema, config.parquet, files[0])
+        # Keys are made as they were for training.
+        hashed = {*_hashed(trained, layout.sparse), *(layout.hashed - {*trained.names})}
+        layout = replace(layout, hashed=frozenset(hashed))
     check(schema, layout, files[0])
     return path, every, layout, files
+
+
+def _key_of(path: str, config: DataConfig, split: Split) -> str:
+    """Which key of the config names a split's path."""
+    held_out = {"validation": config.validation_path, "test": config.test_path}
+    return f"data.{split}_path" if held_out.get(split) == path else "data.path"
 
 
 def refuse_labels(files: Sequence[DataFile], layout: ColumnLayout, *, skips: bool) -> None:
@@ -426,13 +457,18 @@ def refuse_labels(files: Sequence[DataFile], layout: ColumnLayout, *, skips: boo
         free = skips or layout.any_labels or layout.positive_from
         if not free and (least < 0 or most > 1):
             wrong = least if least < 0 else most
-            raise DataError(f"{files[0].parent}: {LABEL_RANGE.format(name, f'{wrong:g}')}")
+            raise DataError(f"{_place(files)}: {LABEL_RANGE.format(name, f'{wrong:g}')}")
         made = layout.label(pa.array([least, most]))
         if made[0] == made[1]:
             raise DataError(
-                f"every {name} of {files[0].parent} is {made[0]:g}, so there is nothing to learn; "
+                f"every {name} of {_place(files)} is {made[0]:g}, so there is nothing to learn; "
                 "add rows of the other kind, or check data.parquet.labels"
             )
+
+
+def _place(files: Sequence[DataFile]) -> DataFile | str:
+    """The file, or the folder of several."""
+    return files[0] if len(files) == 1 else files[0].parent
 
 
 def _bounds(files: Sequence[DataFile], name: str) -> tuple[float, float] | None:
@@ -489,11 +525,11 @@ def _has_own_rows(config: DataConfig) -> bool:
     return bool(config.test_every or config.test_path or config.validation_path)
 
 
-def find_data(path: str) -> Sequence[DataFile]:
-    """The Parquet files of a path or URI."""
+def find_data(path: str, key: str = "data.path") -> Sequence[DataFile]:
+    """The Parquet files of a path or URI, which that key of the config names."""
     if is_uri(path):
-        return find_remote_files(path, PATTERNS, "Parquet files")
-    return find_files(path, PATTERNS, "Parquet files")
+        return find_remote_files(path, PATTERNS, "Parquet files", key)
+    return find_files(path, PATTERNS, "Parquet files", key)
 
 
 def open_file(path: DataFile, footer: pq.FileMetaData | None = None) -> pq.ParquetFile:
@@ -522,6 +558,12 @@ def unreadable(path: DataFile, error: Exception) -> DataError:
     reason = error.strerror if isinstance(error, OSError) else None
     if reason:
         return DataError(f"cannot read {path}: {reason}; check the file")
+    suffix = Path(str(path)).suffix.lower()
+    if suffix and suffix not in SUFFIXES:
+        return DataError(
+            f"{path} is no Parquet file, by its name {suffix}; write it as Parquet, or name its "
+            "format in data.kind"
+        )
     return DataError(NO_PARQUET.format(path))
 
 
@@ -559,6 +601,7 @@ def check(schema: pa.Schema, layout: ColumnLayout | SequenceLayout, where: DataF
         kind = schema.field(name).type
         fits = inputs.is_key(kind) if name in layout.single else inputs.is_list(kind)
         inputs.need(kind, fits and inputs.is_keys(kind), name, "keys", where)
+        inputs.need_same_keys(kind, name in layout.hashed, name, where)
     more = (layout.sample_weight,) if layout.sample_weight else ()
     for name in layout.dense + layout.labels + more:
         kind = schema.field(name).type

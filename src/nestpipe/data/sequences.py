@@ -78,6 +78,8 @@ class SequenceLayout:
     held: HoldOut
     items: Callable[[], I64] | None = field(compare=False)
     """Reads the different items of all splits; a log without an end cannot."""
+    hashed: bool = False
+    """Whether items are strings in the first file, and so in all."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -125,6 +127,7 @@ def find_layout(
         wanted.max_len,
         HoldOut.of(split, own_rows=own_rows),
         partial(read_items, columns) if read_items else None,
+        history in schema.names and inputs.is_hashed(schema.field(history).type),
     )
 
 
@@ -146,6 +149,7 @@ def check_types(schema: pa.Schema, layout: SequenceLayout, where: object) -> Non
     kind = schema.field(layout.history).type
     fits = inputs.is_list(kind) and inputs.is_keys(kind)
     inputs.need(kind, fits, layout.history, "a list of items per row", where)
+    inputs.need_same_keys(kind, layout.hashed, layout.history, where)
     if layout.timestamps:
         kind = schema.field(layout.timestamps).type
         fits = inputs.is_list(kind) and _is_time(kind.value_type)
@@ -153,6 +157,7 @@ def check_types(schema: pa.Schema, layout: SequenceLayout, where: object) -> Non
     if layout.target:
         kind = schema.field(layout.target).type
         inputs.need(kind, inputs.is_key(kind), layout.target, "an item per row", where)
+        inputs.need_same_keys(kind, layout.hashed, layout.target, where)
     if layout.time:
         kind = schema.field(layout.time).type
         inputs.need(kind, _is_time(kind), layout.time, "a time per row", where)

@@ -25,7 +25,7 @@ from nestpipe.embedding.optimizers import constant
 from nestpipe.embedding.routing.requests import averaged
 from nestpipe.embedding.sharded import ShardedTables
 from nestpipe.embedding.table_groups import mean_features
-from nestpipe.errors import LossError, RunError
+from nestpipe.errors import LossError, RunError, remedy
 from nestpipe.jagged import Jagged
 from nestpipe.kernels.index.segments import LARGEST
 from nestpipe.kernels.index.steady import StepNews
@@ -625,7 +625,7 @@ class TrainingWork:
         kept = self.keep_batch(step, state.on_host) if state is not None else None
         where = f" (the batch is kept in {str(kept)!r})" if kept else ""
         return RunError(
-            f"gradients of step {step} are NaN or inf{where}; lower the learning rates, or set "
+            f"gradients of step {step} are NaN or inf{where}; {remedy(step)}, or set "
             "run.non_finite = 'skip'"
         )
 
