@@ -50,17 +50,30 @@ class CheckpointError(NestpipeError):
     """A checkpoint cannot be written, or does not fit what is to be loaded."""
 
 
+class MisfitError(CheckpointError):
+    """A checkpoint is whole, and of other tables or optimizers: so are those before it."""
+
+
 class RunError(NestpipeError):
     """A run failed: a peer died, a collective timed out, the loss is not a number."""
 
     exit_status = 3
 
 
+def remedy(step: int) -> str:
+    """What to do where a step came to NaN or inf: no rate has done anything before the first."""
+    return (
+        "lower the learning rates"
+        if step > 1
+        else "no row or weight had moved yet, so look at the data for huge numbers, or at the loss"
+    )
+
+
 class LossError(RunError):
     """The loss of a step is NaN or infinite."""
 
     def __init__(self, step: int, loss: float):
-        super().__init__(f"the loss of step {step} is {loss}; lower the learning rates")
+        super().__init__(f"the loss of step {step} is {loss}; {remedy(step)}")
         self.step, self.loss = step, loss
 
 

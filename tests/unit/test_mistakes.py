@@ -5,8 +5,10 @@ On the command line the status is 2, and standard error is that one line. In Pyt
 these: `models/test_factory.py`, `cli/test_export.py`, `serve/http/test_instance_app.py`.
 """
 
+import gzip
 import socket
 from collections.abc import Callable, Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +35,10 @@ from nestpipe import (
     launch,
 )
 from nestpipe.cli.app import main
-from nestpipe.errors import NestpipeError
-from nestpipe.train.job import ModelConfig
+from nestpipe.config import build
+from nestpipe.errors import LossError, NestpipeError
+from nestpipe.models.dlrm import table_names
+from nestpipe.train.job import JobConfig, ModelConfig, idle_settings
 
 # On the command line
 
@@ -45,6 +49,14 @@ SEQUENCES = [
     *("--set", "data.synthetic.samples=60"),
     *("--set", "data.synthetic.test_samples=10"),
     *("--set", "run.batch=20"),
+    *("--set", "run.device=cpu"),
+    *("--set", "run.steps=1"),
+]
+
+
+GENERATED = [
+    *("--set", "data.synthetic.samples=40"),
+    *("--set", "data.synthetic.num_tables=2"),
     *("--set", "run.device=cpu"),
     *("--set", "run.steps=1"),
 ]
@@ -144,6 +156,132 @@ COMMANDS: dict[str, tuple[list[str], str]] = {
         ["train", *assign("model.config.dim=3")],
         "it is for a model of your own",
     ),
+    "a number in quotes": (["train", "quoted.toml"], "run.batch is '512'; give a whole number"),
+    "a section that is a value": (["train", "flat.toml"], "run is 3; make it a section"),
+    "a key given twice": (["train", "twice.toml"], "cannot overwrite a value; correct that line"),
+    "a config in Latin-1": (["train", "latin1.toml"], "line 2 of latin1.toml is not UTF-8"),
+    "a config in YAML": (["train", "job.yaml"], "line 1 of job.yaml is not TOML"),
+    "an endless rate": (["train", *assign("rows.lr=inf")], "rows.lr is inf; give a finite number"),
+    "an endless norm": (["train", *assign("run.clip_norm=inf")], "run.clip_norm is inf"),
+    "a seed of 80 bits": (["train", *assign(f"run.seed={1 << 80}")], "give a whole number of 64"),
+    "a hundred thousand threads": (
+        ["train", *assign("run.threads=100000")],
+        "run.threads is 100000; give at most 1,024",
+    ),
+    "a layer of no width": (["train", *assign("model.top=[0]")], "model.top is 0; give a number"),
+    "a layer that is no list": (["train", *assign("model.top=64")], "such as [1, 2]"),
+    "yes for true": (["train", *assign("run.incremental=yes")], "give true or false"),
+    "momentum": (["train", *assign("dense.momentum=0.9")], "unknown key dense.'momentum'"),
+    "three betas": (["train", *assign("rows.betas=[0.9,0.9,0.9]")], "give two numbers from 0"),
+    "adamw without decay": (["train", *assign("rows.optimizer=adamw")], "weight_decay is 0"),
+    "a cosine without a length": (
+        ["train", *assign("rows.schedule=cosine")],
+        "say in how many batches the rate falls",
+    ),
+    "a schedule": (["train", *assign("dense.schedule=linear")], "'constant', 'cosine', 'step'"),
+    "frozen rows of no table": (
+        ["train", *GENERATED, *assign("rows.frozen=['nope']")],
+        "rows.frozen has 'nope', which fits no table; there are c0",
+    ),
+    "a rate of no parameter": (
+        ["train", *GENERATED, *assign("dense.rates=['nope.*=0.1']")],
+        "fits no parameter",
+    ),
+    "a metric to stop by": (
+        ["train", *GENERATED, *assign("run.early_stop=acu")],
+        "run.early_stop is 'acu', which no evaluation of the model has; did you mean 'auc'?",
+    ),
+    "a metric to keep by": (
+        ["train", *GENERATED, *assign("run.keep_best=accuracy")],
+        "run.keep_best is 'accuracy', which no evaluation of the model has; give one of",
+    ),
+    "a metric of clicks for items": (
+        ["train", *SEQUENCES, *assign("model.kind=hstu", "run.early_stop=auc")],
+        "give one of hr@1",
+    ),
+    "a logger": (["train", *assign("run.loggers=['tensorbord']")], "did you mean 'tensorboard'?"),
+    "logs into a file": (
+        ["train", *GENERATED, *assign("run.log=clicks.parquet")],
+        "cannot write the log 'clicks.parquet': File exists",
+    ),
+    "logs where none can be": (
+        ["train", *GENERATED, *assign("run.log=/proc/x")],
+        "cannot write the log '/proc/x'",
+    ),
+    "checkpoints into a file": (
+        ["train", *GENERATED, *assign("run.checkpoint=clicks.parquet")],
+        "cannot write to 'clicks.parquet'",
+    ),
+    "to verify a checkpoint": (["verify", "folder"], "folder is a directory; name a TOML file"),
+    "to evaluate a config": (["eval", "twice.toml"], "in 'twice.toml'; check its name\n"),
+    "another config to evaluate": (["eval", "folder", "twice.toml"], "unexpected extra argument"),
+    "to export a format": (["export", "folder", "out", "--format", "csv"], "'csv' is not one of"),
+    "to import nothing": (["import", "nowhere", "out"], "there is no folder 'nowhere'"),
+    "to list no checkpoints": (["checkpoint", "ls", "nowhere"], "no checkpoint in 'nowhere'"),
+    "to describe nothing": (["data", "describe", "nope"], "no file or folder 'nope'"),
+    "to make data over data": (
+        ["data", "synth", "folder", "--samples", "10"],
+        "folder already holds clicks.parquet",
+    ),
+    "to show nothing": (["show", "nowhere"], "there is no folder 'nowhere'"),
+    "to draw a data file": (["draw", "clicks.parquet"], "is not a text file"),
+    "workers in words": (["simulate", "--workers", "1,two"], "workers cannot be 'two'"),
+    "a module that is not there": (
+        ["train", *GENERATED, *assign("model.kind=nowhere:make")],
+        "there is no module 'nowhere' in the working directory",
+    ),
+    "a factory without a name": (["train", *assign("model.kind=own:")], "package.module:factory"),
+}
+
+FILES: dict[str, tuple[str, str]] = {
+    "keys as floats": ("floats.parquet", "double, which cannot be keys; write whole numbers or"),
+    "keys as bytes": ("bytes.parquet", "column user of bytes.parquet is binary"),
+    "keys in structures": ("structures.parquet", "column user of structures.parquet is struct"),
+    "keys as times": ("times.parquet", "timestamp[us], which cannot be keys; name another"),
+    "keys that are empty": ("nulls.parquet", "column user of nulls.parquet is null"),
+    "lists of lists of keys": ("nested.parquet", "which cannot be keys; name another"),
+    "no label known": ("unlabelled.parquet", "row 1 of unlabelled.parquet is broken: label is no"),
+    "one label unknown": ("gap.parquet", "row 2 of gap.parquet is broken: label is no number, or"),
+    "labels of -1 and 1": ("signs.parquet", "signs.parquet: label is -1, not from 0 to 1"),
+    "a feature that is NaN": ("nan.parquet", "row 2 of nan.parquet is broken: age is not finite"),
+    "a feature above floats": ("huge.parquet", "row 1 of huge.parquet is broken: age is not fini"),
+    "a feature in words": ("wordy.parquet", "column age of wordy.parquet is string, which cannot"),
+    "no rows": ("none.parquet", "the train split of none.parquet has no samples"),
+    "no bytes": ("empty.parquet", "empty.parquet is truncated or no Parquet file; write it again"),
+    "a CSV file": ("clicks.csv", "clicks.csv is no Parquet file, by its name .csv; write it as P"),
+    "a packed file": ("clicks.parquet.gz", "by its name .gz; write it as Parquet"),
+    "a folder without files": ("bare", "there are no Parquet files in 'bare'; check data.path"),
+    "ids in two types": (
+        "mixed",
+        "elsewhere its keys are whole numbers, so an id would have two keys",
+    ),
+    "a file without a column": ("narrow", "narrow/b.parquet has no column age, it has user, item,"),
+}
+"""Files, and what is said of training on them with these columns."""
+
+SPLITS: dict[str, tuple[list[str], str]] = {
+    "a test path that is not there": (["data.test_path=nope"], "'nope'; check data.test_path"),
+    "a validation path, too": (["data.validation_path=nope"], "check data.validation_path"),
+    "a test split without rows": (["data.test_path=none.parquet"], "the test split of none.parq"),
+    "a test split of strings": (["data.test_path=strings.parquet"], "strings.parquet is string"),
+    "two test splits": (["data.test_every=9", "data.test_path=x"], "both say what to test on"),
+    "a test split of all rows": (["data.test_every=1"], "data.test_every is 1"),
+    "a column that is not there": (["data.parquet.sparse=['usr']"], "has no column usr, it has"),
+    "a column in capitals": (["data.parquet.sparse=['User']"], "has no column User, it has user"),
+    "a column with two uses": (["data.parquet.sparse=['age']"], "age is named twice"),
+    "the label as a feature": (
+        ["data.parquet.dense=['label']"],
+        "label of aged.parquet is a label and named",
+    ),
+    "a name for a list": (["data.parquet.sparse=user"], "sparse is 'user'; give a list"),
+    "a history that is a number": (
+        ["data.parquet={history='user'}", "model.kind=hstu"],
+        "which cannot be a list of items per row",
+    ),
+    "clicks for a next-item model": (
+        ["model.kind=hstu"],
+        "use 'dlrm', or name the column of items in data.parquet.history",
+    ),
 }
 
 
@@ -159,6 +297,13 @@ def run(
     pq.write_table(pa.table({**CLICKS, "label": [1.0] * 60}), "ones.parquet")
     Path("broken.parquet").write_text("hello")
     Path("broken.toml").write_text("[run\nbatch = 3")
+    Path("quoted.toml").write_text('[run]\nbatch = "512"\n')
+    Path("flat.toml").write_text("run = 3\n")
+    Path("twice.toml").write_text("[run]\nbatch = 1\nbatch = 2\n")
+    Path("latin1.toml").write_bytes('[run]\ncheckpoint = "Zürich"\n'.encode("latin-1"))
+    Path("job.yaml").write_text("run:\n  batch: 3\n")
+    Path("folder").mkdir()
+    pq.write_table(pa.table(CLICKS), "folder/clicks.parquet")
 
     def go(*arguments: str) -> tuple[object, str]:
         with pytest.raises(SystemExit) as stop:
@@ -176,6 +321,166 @@ def test_a_mistake_on_the_command_line_is_one_sentence(run, mistake: str):
     assert told in said
     assert said.count("\n") == 1, said
     assert said.startswith("error: ")
+
+
+AGED = {**CLICKS, "age": [0.5, 1.5, 2.5] * 20}
+
+
+def columns(**changed: Any) -> pa.Table:
+    return pa.table({name: column for name, column in {**AGED, **changed}.items() if column})
+
+
+def write_odd_files() -> None:
+    one_day = datetime(2026, 1, 1)
+    odd: dict[str, pa.Table] = {
+        "floats": columns(user=[1.0, 2.0, 3.0] * 20),
+        "bytes": columns(user=[b"a", b"b", b"c"] * 20),
+        "structures": columns(user=[{"id": 1}] * 60),
+        "times": columns(user=pa.array([one_day] * 60, pa.timestamp("us"))),
+        "nulls": columns(user=pa.nulls(60)),
+        "nested": columns(user=[[[1]]] * 60),
+        "unlabelled": columns(label=pa.nulls(60, pa.float32())),
+        "gap": columns(label=pa.array([0.0, None, 1.0] * 20)),
+        "signs": columns(label=[-1, 1, 1] * 20),
+        "nan": columns(age=[0.0, float("nan"), 1.0] * 20),
+        "huge": columns(age=[1e300] * 60),
+        "wordy": columns(age=["old"] * 60),
+        "none": columns().slice(0, 0),
+        "strings": columns(user=["a", "b", "c"] * 20),
+        "aged": columns(),
+        "mixed/a": columns(),
+        "mixed/b": columns(user=["a", "b", "c"] * 20),
+        "narrow/a": columns(),
+        "narrow/b": columns(age=None),
+    }
+    for folder in ("mixed", "narrow", "bare"):
+        Path(folder).mkdir()
+    for name, table in odd.items():
+        pq.write_table(table, f"{name}.parquet")
+    Path("empty.parquet").write_bytes(b"")
+    Path("clicks.csv").write_text("user,item,age,label\n1,2,0.5,1\n")
+    Path("clicks.parquet.gz").write_bytes(gzip.compress(Path("aged.parquet").read_bytes()))
+
+
+USED = assign(
+    "data.kind=parquet",
+    "data.parquet.sparse=['user', 'item']",
+    "data.parquet.dense=['age']",
+    "run.batch=20",
+    "run.steps=1",
+    "run.device=cpu",
+)
+
+
+@pytest.mark.parametrize("mistake", FILES)
+def test_a_mistake_in_a_file_is_one_sentence(run, mistake: str):
+    write_odd_files()
+    path, told = FILES[mistake]
+    status, said = run("train", *USED, *assign(f"data.path={path}"))
+    assert (status, said.count("\n")) == (2, 1), said
+    assert told in said
+
+
+@pytest.mark.parametrize("mistake", SPLITS)
+def test_a_mistake_about_columns_or_splits_is_one_sentence(run, mistake: str):
+    write_odd_files()
+    settings, told = SPLITS[mistake]
+    status, said = run("train", *USED, *assign("data.path=aged.parquet", *settings))
+    assert (status, said.count("\n")) == (2, 1), said
+    assert told in said
+
+
+def test_a_checkpoint_of_other_tables_is_refused_once(run):
+    saving = assign("run.checkpoint=runs", "run.checkpoint_every=1", "run.batch=20", "run.steps=2")
+    assert run("train", *GENERATED, *saving)[0] == 0
+    status, said = run("eval", "runs", *assign("model.dim=8"))
+    assert (status, said.count("\n")) == (2, 1), said
+    assert "has rows of width 32, and that of the model 8; use the config" in said
+
+
+IDLE: dict[str, tuple[dict[str, Any], str]] = {
+    "saving without a place": (
+        {"run": {"checkpoint_every": 5}},
+        "run.checkpoint_every does nothing: run.checkpoint is empty",
+    ),
+    "increments without a place": ({"run": {"incremental": True}}, "run.incremental does nothing"),
+    "the best of all": (
+        {"run": {"checkpoint": "x", "keep_best": "auc"}},
+        "run.keep_best does nothing without keep_last or keep_hours",
+    ),
+    "loggers without a place": ({"run": {"loggers": ["jsonl"]}}, "run.loggers does nothing"),
+    "decay of a constant rate": ({"rows": {"decay_steps": 5}}, "rows.decay_steps does nothing"),
+    "more micro-batches than samples": (
+        {"run": {"batch": 8}, "pipeline": {"micro_batches": 5}},
+        "pipeline.micro_batches is 5, more than the 4 samples",
+    ),
+    "a stream twice": (
+        {"data": {"kind": "stream", "path": "x"}, "run": {"epochs": 2}},
+        "run.epochs does nothing",
+    ),
+    "a width that an own model does not read": (
+        {"model": {"kind": "own:make", "dim": 64}},
+        "model.dim does nothing: own:make reads [model.config] alone",
+    ),
+}
+
+
+@pytest.mark.parametrize("setting", IDLE)
+def test_a_setting_that_does_nothing_is_told(setting: str):
+    given, told = IDLE[setting]
+    (said,) = idle_settings(build(JobConfig, given), ranks=2)
+    assert said.startswith(told)
+
+
+def test_nothing_is_said_of_settings_that_do_something():
+    run = {"checkpoint": "x", "checkpoint_every": 5, "log": "y", "loggers": ["jsonl"]}
+    assert idle_settings(build(JobConfig, {"run": run}), ranks=1) == []
+
+
+def test_a_warning_does_not_end_the_run(run, caplog: pytest.LogCaptureFixture):
+    status, _ = run("train", *GENERATED, *assign("run.checkpoint_every=1"))
+    assert status == 0
+    assert "run.checkpoint_every does nothing" in caplog.text
+
+
+def test_a_run_that_is_over_says_so(run, capsys: pytest.CaptureFixture[str]):
+    saving = [*GENERATED, *assign("run.checkpoint=runs")]
+    with pytest.raises(SystemExit):
+        main(["train", *saving])
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        main(["train", *saving, "--resume", "auto"])
+    out = capsys.readouterr().out
+    assert stop.value.code == 0
+    assert "nothing to train after step 1, where run.steps = 1 ends; set more to go on" in out
+    assert "nan" not in out
+
+
+def test_training_on_the_test_split_is_told(run, capsys: pytest.CaptureFixture[str]):
+    same = assign("data.path=clicks.parquet", "data.test_path=clicks.parquet", "run.steps=1")
+    with pytest.raises(SystemExit):
+        main(["train", *PARQUET, *same, *assign("run.device=cpu")])
+    assert "evaluation on the test split, which is what it trains on, " in capsys.readouterr().out
+
+
+def test_columns_with_odd_names_have_tables():
+    odd = ("user id", "user_id", "price ($)", "7", "größe", "user-id")
+    names = table_names(odd)
+    assert names == {
+        "user id": "user_id_",
+        "user_id": "user_id",
+        "price ($)": "price____",
+        "7": "_7",
+        "größe": "größe",
+        "user-id": "user_id__",
+    }
+    tables = Dlrm(DlrmConfig(features=odd, dense_features=0)).tables()
+    assert [table.feature_names for table in tables] == [(name,) for name in odd]
+
+
+def test_no_rate_is_blamed_for_the_first_loss():
+    assert "lower the learning rates" in str(LossError(2, float("nan")))
+    assert "look at the data for huge numbers" in str(LossError(1, float("nan")))
 
 
 def test_a_gpu_that_is_not_there_is_told(run, monkeypatch: pytest.MonkeyPatch):
@@ -254,6 +559,15 @@ def loss(change: Callable[[torch.Tensor, Batch], Any]) -> Own:
     return Own(loss=change)
 
 
+def with_predictions(losses: torch.Tensor, predictions: torch.Tensor) -> Loss:
+    cut = predictions[: len(losses)]
+    return Loss(losses.sum(), len(losses), cut, LABELS[: len(losses)])
+
+
+def no_loss(losses: torch.Tensor, batch: Batch) -> Loss:
+    raise AssertionError("so")
+
+
 def with_nan() -> nn.Module:
     model = Own()
     with torch.no_grad():
@@ -327,6 +641,27 @@ PYTHON: dict[str, tuple[Callable[[], object], str]] = {
         lambda: fit(loss(lambda losses, batch: losses.sum())),
         "`dense` of Own returned a Tensor; return Loss(total, weight)",
     ),
+    "logits as predictions": (
+        lambda: fit(loss(lambda losses, batch: with_predictions(losses, LABELS * 4 - 2))),
+        "predictions of `dense` of Own have 2, which is no probability; give torch.sigmoid",
+    ),
+    "predictions in a column": (
+        lambda: fit(loss(lambda losses, batch: with_predictions(losses, LABELS[:, None]))),
+        "have shape (4, 1) and their labels (4,); give both flat",
+    ),
+    "a weight of nothing": (
+        lambda: fit(loss(lambda losses, batch: Loss(losses.sum(), 0.0))),
+        "gives weight 0 for a loss of",
+    ),
+    "a name that is not there": (
+        lambda: fit(loss(lambda losses, batch: losses_of_the_batch)),  # type: ignore[name-defined]  # noqa: F821
+        "`dense` of Own failed (NameError: name 'losses_of_the_batch' is not defined, test_mis",
+    ),
+    "an assertion": (lambda: fit(loss(no_loss)), "`dense` of Own failed (AssertionError: so, "),
+    "a shape that torch refuses": (
+        lambda: fit(loss(lambda losses, batch: functional.relu(losses.view(3, 5)))),
+        "invalid for input of size 4, test_mistakes.py:",
+    ),
     "dense returns nothing": (lambda: fit(loss(lambda losses, batch: None)), "returned None"),
     "a loss for each sample": (
         lambda: fit(loss(lambda losses, batch: Loss(losses, batch.size))),
@@ -388,7 +723,7 @@ def test_a_mistake_in_python_is_one_sentence(mistake: str):
 
 def test_weights_that_are_nan_end_the_run_before_a_row_moves():
     trainer = Trainer(with_nan(), [ITEM], TrainSettings(batch=4, device="cpu"))
-    with pytest.raises(NestpipeError, match="step 1 is nan"):
+    with pytest.raises(NestpipeError, match="step 1 is nan; no row or weight had moved yet"):
         trainer.fit(Clicks())  # type: ignore[arg-type]
 
 

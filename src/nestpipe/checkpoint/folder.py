@@ -38,7 +38,7 @@ from nestpipe.checkpoint.disk import (
     write_bytes,
     write_tensors,
 )
-from nestpipe.errors import CheckpointError
+from nestpipe.errors import CheckpointError, MisfitError
 
 FORMAT = 2
 MANIFEST = "manifest.json"
@@ -521,6 +521,8 @@ def first_good(paths: Sequence[Path], use: Callable[[Path], T], *, tell: bool = 
     for path in paths:
         try:
             return use(path)
+        except MisfitError:
+            raise
         except CheckpointError as error:
             first = first or error
             if tell and len(paths) > 1:

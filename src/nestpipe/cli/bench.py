@@ -285,12 +285,21 @@ SYSTEMS = {
 """What `bench train` times, its name in the table, and the key of our speed over it."""
 
 
+ABOUT_PEERS = (
+    "x: NestPipe over it;\n"
+    "distinct keys: torch.unique before the lookup, since FBGEMM has no dedup on a CPU"
+)
+
+
 def train_table(results: list[dict[str, Any]]) -> Table:
     """Speeds of both systems, with and without dedup of the peer's keys."""
+    peers = any(
+        result[f"{key}_samples_per_s"] for result in results for key in SYSTEMS if key != "nestpipe"
+    )
     table = figures_table(
         "samples per second, all ranks",
-        "median over rounds; range: slowest and fastest round; x: NestPipe over it;\n"
-        "distinct keys: torch.unique before the lookup, since FBGEMM has no dedup on a CPU",
+        "median over rounds; range: slowest and fastest round"
+        + (f"; {ABOUT_PEERS}" if peers else ""),
         "case, system",
         ("samples/s", "range", "x"),
     )

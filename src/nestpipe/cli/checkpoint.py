@@ -81,7 +81,10 @@ def show(path: CheckpointPath, json: JsonFile = None) -> None:
         write_json(json, {**facts, "config": checkpoint.manifest.config})
     if json == STDOUT:
         return
-    for name, value in {**facts, **flat(checkpoint.manifest.config)}.items():
+    facts["created"] = datetime.fromtimestamp(facts["created"]).isoformat(" ", "seconds")
+    named = {str(table.pop("name")): table for table in map(dict, facts.pop("tables"))}
+    shown = {**facts, **flat({"tables": named, "metrics": facts.pop("metrics")})}
+    for name, value in {**shown, **flat(checkpoint.manifest.config)}.items():
         console().print(f"{name} = {value}", markup=False, soft_wrap=True)
 
 
@@ -150,7 +153,11 @@ def prune(
     for path in gone:
         verb = "would remove" if dry_run else "removed"
         console().print(f"{verb} {path.name}", markup=False)
-    console().print(f"{len(gone)} checkpoints, {len(paths_in(folder))} in the folder")
+    left = len(paths_in(folder))
+    verb = "would be removed" if dry_run else "removed"
+    told = f"{len(gone)} {verb}, {left} in the folder"
+    rule = damaged or keep_last or keep_hours or keep_best
+    console().print(told if rule else f"{told}: without --keep-last or another rule all stay")
 
 
 @checkpoint_app.command()
@@ -370,6 +377,7 @@ def _put_rows(trainer: Trainer, folder: Path) -> dict[str, int]:
 
 def _load_dense(trainer: Trainer, folder: Path) -> None:
     from nestpipe.checkpoint.export import exported_dense
+    from nestpipe.train.checkpoint import state_misfit
 
     weights = exported_dense(folder)
     if weights is None:
@@ -377,8 +385,7 @@ def _load_dense(trainer: Trainer, folder: Path) -> None:
     try:
         trainer.model.load_state_dict(weights)
     except RuntimeError as error:
-        reason = " ".join(str(error).split())
         raise ConfigError(
-            f"the dense weights of '{folder}' do not fit the model ({reason}); use the config that "
-            "they were trained with, or --no-dense"
+            f"the dense weights of '{folder}' do not fit the model ({state_misfit(error)}); use "
+            "the config that they were trained with, or --no-dense"
         ) from None

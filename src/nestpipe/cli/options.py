@@ -90,8 +90,9 @@ def schedule_from(source: str, options: PlanOptions, batches: int) -> Schedule:
         if batches > MOST_BATCHES:
             raise ConfigError(f"{batches} batches are too many to look at; use 1 to {MOST_BATCHES}")
         return plan(source, options).schedule(batches)
+    text = read_text(Path(source))
     try:
-        return from_text(read_text(Path(source)))
+        return from_text(text)
     except ParseError as error:
         raise ParseError(f"{source}: {error}") from None
 
@@ -276,7 +277,7 @@ def summary_lines(summary: Summary) -> str:
             f"rows per batch and rank: {summary.rows_read:,.0f} read, "
             f"{summary.rows_refreshed:,.0f} refreshed, {summary.rows_written:,.0f} written",
             f"keys asked for per batch and rank: {summary.keys_asked:,.0f}",
-            f"sent per batch and rank: {_size(summary.bytes_sent)}",
+            f"sent per batch and rank: {size_of(summary.bytes_sent)}",
             f"times: mean of {summary.batches} steady batches over all ranks",
             *_model_speed(summary),
         ]
@@ -288,10 +289,13 @@ def _model_speed(summary: Summary) -> list[str]:
     if summary.tflops is None:
         return []
     share = f", {100 * summary.mfu:.1f} % MFU" if summary.mfu is not None else ""
-    return [f"model: {summary.tflops:,.3g} TFLOP/s a rank{share}"]
+    small = summary.tflops < 0.1
+    speed = f"{1000 * summary.tflops:,.3g} G" if small else f"{summary.tflops:,.3g} T"
+    return [f"model: {speed}FLOP/s a rank{share}"]
 
 
-def _size(num_bytes: float) -> str:
+def size_of(num_bytes: float) -> str:
+    """Bytes in the unit that fits."""
     for unit in ("B", "kB", "MB"):
         if num_bytes < 1000:
             return f"{num_bytes:,.0f} B" if unit == "B" else f"{num_bytes:,.1f} {unit}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Callable, Generator, Mapping
@@ -28,6 +29,7 @@ from nestpipe.cli.options import (
     progress_bar,
     quieten,
     read_job,
+    size_of,
     starts_ranks,
     summary_lines,
     summary_table,
@@ -42,6 +44,9 @@ if TYPE_CHECKING:
     from nestpipe.train.ops import StepReport
     from nestpipe.train.trainer import Trainer
     from nestpipe.train.verify import Agreement, Verdict
+
+
+log = logging.getLogger("nestpipe.train")
 
 
 def train(
@@ -130,13 +135,14 @@ def train(
     if comm.rank == 0:
         if trace is not None:
             write_chrome(outcome.trace, trace)
-        _show(outcome, comm.size, job.trainer.plan.name, json)
+        _show(outcome, job, json)
     comm.close()
     if outcome.stopped:
         mark_stopped(comm.rank)
 
 
 def _trained(job: Job, json: str | None, threads: str) -> TrainResult:
+    from nestpipe.train.job import idle_settings
     from nestpipe.train.loop import total_steps, train_job
 
     trainer = job.trainer
@@ -145,6 +151,9 @@ def _trained(job: Job, json: str | None, threads: str) -> TrainResult:
     said += [threads, _split_sentence(job), *_stream_sentence(job)]
     if trainer.comm.rank == 0 and json != STDOUT:
         console().print("\n".join(said), markup=False, soft_wrap=True)
+    if trainer.comm.rank == 0:
+        for sentence in idle_settings(job.config, trainer.comm.size):
+            log.warning("%s", sentence)
     with _progress(total_steps(job), trainer) as (tell, tell_metrics):
         if not job.config.run.adaptive:
             return train_job(job, tell, tell_metrics)
@@ -176,7 +185,11 @@ def _split_sentence(job: Job) -> str:
     when = f"every {every} batches and at the end" if every else "after each epoch"
     chosen = job.config.run.eval_split
     why = "; the data has no validation split" if (chosen, split) == ("auto", "test") else ""
-    return f"evaluation on the {split} split, {when}{why}"
+    data = job.config.data
+    held_out = data.validation_path if split == "validation" else data.test_path
+    same = held_out and held_out == data.path and not data.test_every
+    of = ", which is what it trains on," if same else ","
+    return f"evaluation on the {split} split{of} {when}{why}"
 
 
 def evaluate(
@@ -211,7 +224,7 @@ def evaluate(
         if json is not None:
             write_json(json, metrics)
         if json != STDOUT:
-            console().print(_metrics_table(f"evaluation on the {job.eval_split} split", metrics))
+            _print_metrics(f"evaluation on the {job.eval_split} split", metrics)
     job.trainer.close()
     comm.close()
 
@@ -316,7 +329,8 @@ def _check_folder_of(file: Path, what: str) -> None:
         raise ConfigError(f"cannot write the {what} to '{file}'; name a file in an existing folder")
 
 
-def _show(outcome: TrainResult, ranks: int, plan: str, json: str | None) -> None:
+def _show(outcome: TrainResult, job: Job, json: str | None) -> None:
+    ranks, plan = job.trainer.comm.size, job.trainer.plan.name
     if json is not None:
         value: dict[str, Any] = {
             "steps": outcome.steps,
@@ -336,10 +350,13 @@ def _show(outcome: TrainResult, ranks: int, plan: str, json: str | None) -> None
         write_json(json, value)
     if json == STDOUT:
         return
-    ranked = "1 rank" if ranks == 1 else f"{ranks} ranks"
-    figures = {"train loss": outcome.loss, "samples/s": outcome.samples_per_s, **outcome.metrics}
-    on = f", evaluated on the {outcome.split} split" if outcome.split else ""
-    console().print(_metrics_table(f"{outcome.steps} steps on {ranked}{on}", figures))
+    if not outcome.samples_per_s:
+        console().print(_nothing_sentence(outcome.steps, job.config), markup=False, soft_wrap=True)
+    else:
+        on = f", evaluated on the {outcome.split} split" if outcome.split else ""
+        speed = {"train loss": outcome.loss, "samples/s": outcome.samples_per_s}
+        ran = f"{_count(outcome.steps, 'step')} on {_count(ranks, 'rank')}"
+        _print_metrics(f"{ran}{on}", {**speed, **outcome.metrics})
     if outcome.early is not None:
         console().print(_early_sentence(outcome.early), markup=False, soft_wrap=True)
     if outcome.best_checkpoint:
@@ -352,19 +369,31 @@ def _show(outcome: TrainResult, ranks: int, plan: str, json: str | None) -> None
         said = f"checkpoint: {outcome.checkpoint}"
         if cost.checkpoints:
             said += (
-                f"\ncheckpoints written: {cost.checkpoints}, {cost.gigabytes:.3g} GB; training "
-                f"stood still for {cost.waited_s:.1f} s"
+                f"\ncheckpoints written: {cost.checkpoints}, {size_of(1e9 * cost.gigabytes)}; "
+                f"training stood still for {cost.waited_s:.1f} s"
             )
         console().print(said, markup=False, soft_wrap=True)
     if outcome.stopped:
         console().print("stopped by a signal; --resume auto goes on from there", markup=False)
 
 
-def _metrics_table(title: str, figures: dict[str, float]) -> Table:
-    table = Table(title=title, show_header=False)
+def _nothing_sentence(step: int, config: JobConfig) -> str:
+    """Why a run had no batch to train."""
+    if config.data.kind == "stream":
+        return f"nothing to train after step {step}: {config.data.path} has no whole batch more"
+    run = config.run
+    ends = f"run.steps = {run.steps}" if run.steps else f"run.epochs = {run.epochs}"
+    return f"nothing to train after step {step}, where {ends} ends; set more to go on"
+
+
+def _print_metrics(title: str, figures: dict[str, float]) -> None:
+    """The title is a line of its own: a narrow table would break it."""
+    table = Table(show_header=False)
     for name, value in figures.items():
-        table.add_row(name, f"{value:,.0f}" if abs(value) >= 100 else f"{value:.4f}")
-    return table
+        whole = abs(value) >= 100 or name == "samples/s"
+        table.add_row(name, f"{value:,.0f}" if whole else f"{value:.4f}")
+    console().print(title, markup=False, soft_wrap=True)
+    console().print(table)
 
 
 DEFAULT_PLAN = "nested"

@@ -49,6 +49,12 @@ def not_negative(name: str, value: float) -> None:
         raise ConfigError(f"{name} is {value}; give 0 or a number above it")
 
 
+def finite(name: str, value: float) -> None:
+    """Refuse inf, which is right for the speed of a simulated network and not for a rate."""
+    if math.isinf(value):
+        raise ConfigError(f"{name} is {value}; give a finite number")
+
+
 def fraction(name: str, value: float) -> None:
     """Refuse what is not between 0 and 1, both included."""
     if not 0 <= value <= 1:

@@ -66,7 +66,9 @@ def modified_ns(file: DataFile) -> int:
     return file.modified_ns if isinstance(file, RemoteFile) else file.stat().st_mtime_ns
 
 
-def find_remote_files(uri: str, patterns: Sequence[str], what: str) -> list[RemoteFile]:
+def find_remote_files(
+    uri: str, patterns: Sequence[str], what: str, key: str = "data.path"
+) -> list[RemoteFile]:
     """The file itself, or those below the folder that fit a pattern, sorted by name.
 
     As on disk, names that begin with `.` or `_` are no data.
@@ -79,7 +81,7 @@ def find_remote_files(uri: str, patterns: Sequence[str], what: str) -> list[Remo
         found = filesystem.get_file_info(arrow_fs.FileSelector(top, recursive=True))
     except (OSError, pa.ArrowException) as error:
         reason = str(error).splitlines()[0]
-        raise DataError(f"cannot read {uri!r} ({reason}); check data.path") from None
+        raise DataError(f"cannot read {uri!r} ({reason}); check {key}") from None
     files = [
         _remote(f"{uri.rstrip('/')}/{below}", info, filesystem)
         for info in found
@@ -89,7 +91,7 @@ def find_remote_files(uri: str, patterns: Sequence[str], what: str) -> list[Remo
         and not any(part.startswith((".", "_")) for part in below.split("/"))
     ]
     if not files:
-        raise DataError(f"there are no {what} in {uri!r}; check data.path and data.kind")
+        raise DataError(f"there are no {what} in {uri!r}; check {key} and data.kind")
     return sorted(files, key=lambda file: file.path)
 
 
@@ -116,7 +118,9 @@ def _remote(uri: str, info: Any, filesystem: Any) -> RemoteFile:
     return RemoteFile(uri, info.path, info.mtime_ns or 0, filesystem)
 
 
-def find_files(path: str | Path, patterns: Sequence[str], what: str) -> list[Path]:
+def find_files(
+    path: str | Path, patterns: Sequence[str], what: str, key: str = "data.path"
+) -> list[Path]:
     """The file itself, or those below the folder that fit a pattern, sorted by name.
 
     Names and folders that begin with `.` or `_` are not data: other programs keep markers and
@@ -128,7 +132,7 @@ def find_files(path: str | Path, patterns: Sequence[str], what: str) -> list[Pat
     if top.is_file():
         return [top]
     if not top.exists():
-        raise DataError(f"there is no file or folder {str(path)!r}; check data.path")
+        raise DataError(f"there is no file or folder {str(path)!r}; check {key}")
     found = {
         file
         for pattern in patterns
@@ -137,7 +141,7 @@ def find_files(path: str | Path, patterns: Sequence[str], what: str) -> list[Pat
         and not any(part.startswith((".", "_")) for part in file.relative_to(top).parts)
     }
     if not found:
-        raise DataError(f"there are no {what} in {str(path)!r}; check data.path and data.kind")
+        raise DataError(f"there are no {what} in {str(path)!r}; check {key} and data.kind")
     return sorted(found)
 
 
@@ -339,8 +343,13 @@ def list_lengths(array: Any) -> NDArray[np.int64]:
 
 def need(kind: pa.DataType, wanted: bool, name: str, use: str, where: object) -> None:
     """Refuse a column whose type does not fit its use."""
-    if not wanted:
-        raise DataError(f"column {name} of {where} is {kind}, which cannot be {use}; name another")
+    if wanted:
+        return
+    value = kind.value_type if is_list(kind) else kind
+    todo = "name another"
+    if use == "keys" and pa.types.is_floating(value):
+        todo = "write whole numbers or strings, or name another"
+    raise DataError(f"column {name} of {where} is {kind}, which cannot be {use}; {todo}")
 
 
 def need_alike(kind: pa.DataType, text: bool, name: str, where: object) -> None:

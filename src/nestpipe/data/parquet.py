@@ -141,6 +141,11 @@ def choose(schema: pa.Schema, config: ParquetConfig, where: DataFile) -> ColumnL
     )
     if not layout.sparse and not layout.dense and not layout.labels:
         raise DataError(f"{where} has no column of keys or numbers; name some in data.parquet")
+    if given := [name for name in layout.labels if name in {*layout.sparse, *layout.dense}]:
+        raise DataError(
+            f"{given[0]} of {where} is a label and named as a feature too, which would give the "
+            "answer away; name it once in data.parquet"
+        )
     _refuse_weights(layout, where)
     return layout
 
@@ -272,7 +277,7 @@ def _misfits(piece: Any, of: str, column: str) -> list[tuple[np.ndarray, str]]:
 
 
 def _bad_labels(label: np.ndarray, name: str, layout: ColumnLayout) -> list[tuple[np.ndarray, str]]:
-    found = [(~np.isfinite(label), f"{name} is no number")]
+    found = [(~np.isfinite(label), f"{name} is no number, or empty")]
     if not layout.any_labels and (outside := (label < 0) | (label > 1)).any():
         found.append((outside, LABEL_RANGE.format(name, f"{label[outside][0]:g}")))
     return found
@@ -377,7 +382,8 @@ class ColumnRows:
 PIECE = 65_536
 MOST_IN_TURN = 131_072
 """Rows of a row group whose columns are decoded one after the other; larger ones come in pieces."""
-PATTERNS = ("*.parquet", "*.pq")
+SUFFIXES = (".parquet", ".pq")
+PATTERNS = tuple(f"*{suffix}" for suffix in SUFFIXES)
 
 
 def open_parquet(config: DataConfig, split: Split, like: DataFile | None = None) -> Stream:
@@ -388,6 +394,10 @@ def open_parquet(config: DataConfig, split: Split, like: DataFile | None = None)
         for number, file in enumerate(files)
         for chunk in _chunks(file, layout, split, every, number)
     ]
+    if all(chunk.count() == 0 for chunk in chunks):
+        raise DataError(
+            f"the {split} split of {path} has no samples; check the split and the files"
+        )
     if split == "train" and isinstance(layout, ColumnLayout):
         refuse_labels(files, layout, skips=config.max_broken > 0)
     return Stream(
@@ -416,7 +426,7 @@ def find_split(
         path, every = config.path, 0
     else:
         path, every = split_path(config, split)
-    files = find_data(path)
+    files = find_data(path, _key_of(path, config, split))
     if layout is None:
         layout = choose(schema, config.parquet, like)
     else:
@@ -428,6 +438,12 @@ def with_rows(files: Sequence[AnyFile]) -> AnyFile:
     """The first file that has rows: what programs write without any may have other types."""
     found = (file for file in files if open_file(file).metadata.num_rows)
     return next(found, files[0])
+
+
+def _key_of(path: str, config: DataConfig, split: Split) -> str:
+    """Which key of the config names a split's path."""
+    held_out = {"validation": config.validation_path, "test": config.test_path}
+    return f"data.{split}_path" if held_out.get(split) == path else "data.path"
 
 
 def refuse_labels(files: Sequence[DataFile], layout: ColumnLayout, *, skips: bool) -> None:
@@ -443,13 +459,18 @@ def refuse_labels(files: Sequence[DataFile], layout: ColumnLayout, *, skips: boo
         free = skips or layout.any_labels or layout.positive_from
         if not free and (least < 0 or most > 1):
             wrong = least if least < 0 else most
-            raise DataError(f"{files[0].parent}: {LABEL_RANGE.format(name, f'{wrong:g}')}")
+            raise DataError(f"{_place(files)}: {LABEL_RANGE.format(name, f'{wrong:g}')}")
         made = layout.label(pa.array([least, most]))
         if made[0] == made[1]:
             raise DataError(
-                f"every {name} of {files[0].parent} is {made[0] + 0:g}, so there is nothing to "
+                f"every {name} of {_place(files)} is {made[0] + 0:g}, so there is nothing to "
                 "learn; add rows of the other kind, or check data.parquet.labels"
             )
+
+
+def _place(files: Sequence[DataFile]) -> DataFile | str:
+    """The file, or the folder of several."""
+    return files[0] if len(files) == 1 else files[0].parent
 
 
 def _bounds(files: Sequence[DataFile], name: str) -> tuple[float, float] | None:
@@ -511,11 +532,11 @@ def _has_own_rows(config: DataConfig) -> bool:
     return bool(config.test_every or config.test_path or config.validation_path)
 
 
-def find_data(path: str) -> Sequence[DataFile]:
-    """The Parquet files of a path or URI."""
+def find_data(path: str, key: str = "data.path") -> Sequence[DataFile]:
+    """The Parquet files of a path or URI, which that key of the config names."""
     if is_uri(path):
-        return find_remote_files(path, PATTERNS, "Parquet files")
-    return find_files(path, PATTERNS, "Parquet files")
+        return find_remote_files(path, PATTERNS, "Parquet files", key)
+    return find_files(path, PATTERNS, "Parquet files", key)
 
 
 def open_file(path: DataFile, footer: pq.FileMetaData | None = None) -> pq.ParquetFile:
@@ -544,6 +565,12 @@ def unreadable(path: DataFile, error: Exception) -> DataError:
     reason = error.strerror if isinstance(error, OSError) else None
     if reason:
         return DataError(f"cannot read {path}: {reason}; check the file")
+    suffix = Path(str(path)).suffix.lower()
+    if suffix and suffix not in SUFFIXES:
+        return DataError(
+            f"{path} is no Parquet file, by its name {suffix}; write it as Parquet, or name its "
+            "format in data.kind"
+        )
     return DataError(NO_PARQUET.format(path))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -84,8 +85,13 @@ class Dlrm(nn.Module):
         """One table per feature."""
         config = self.config
         return [
-            Table(name=f, dim=config.dim, pooling="none" if f in config.weights else config.pooling)
-            for f in config.features
+            Table(
+                name=name,
+                dim=config.dim,
+                features=() if name == f else (f,),
+                pooling="none" if f in config.weights else config.pooling,
+            )
+            for f, name in table_names(config.features).items()
         ]
 
     def sparse_keys(self, batch: Batch) -> Mapping[str, Jagged]:
@@ -124,6 +130,21 @@ class Dlrm(nn.Module):
                 'set pooling = "sum", or give each sample one key'
             )
         return rows[feature]
+
+
+def table_names(features: Sequence[str]) -> dict[str, str]:
+    """What the table of each feature is called: as the feature, with _ for what no name has.
+
+    Columns of files are called `user id` or `price ($)`; tables name files and parameters.
+    """
+    found = {feature: feature for feature in features if feature.isidentifier()}
+    for feature in features:
+        name = re.sub(r"\W", "_", feature)
+        name = name if name[:1].isidentifier() else f"_{name}"
+        while feature not in found and name in found.values():
+            name += "_"
+        found.setdefault(feature, name)
+    return {feature: found[feature] for feature in features}
 
 
 def weighted_rows(
@@ -178,8 +199,14 @@ class LogisticRegression(nn.Module):
     def tables(self) -> list[Table]:
         """A table of single weights per feature; they start at zero."""
         return [
-            Table(name=f, dim=1, pooling="none" if f in self.weights else "sum", init_std=0.0)
-            for f in self.features
+            Table(
+                name=name,
+                dim=1,
+                features=() if name == f else (f,),
+                pooling="none" if f in self.weights else "sum",
+                init_std=0.0,
+            )
+            for f, name in table_names(self.features).items()
         ]
 
     def sparse_keys(self, batch: Batch) -> Mapping[str, Jagged]:

@@ -11,6 +11,7 @@ the model and its tables.
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 import traceback
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
@@ -221,10 +222,34 @@ def refuse_means(
             model.train(was_training)
             for buffer, before in buffers:
                 buffer.copy_(before)
-    _compare_halves(type(model).__name__, *losses)
+    name = type(model).__name__
+    _compare_halves(name, *losses)
+    for task, measured in losses[0].measured().items():
+        check_measured(name, task, *measured)
+
+
+def check_measured(name: str, task: str, predictions: Tensor, labels: Tensor) -> None:
+    """Refuse predictions that no metric of clicks can be made of."""
+    what = f"predictions of `dense` of {name}" + (f" for task {task!r}" if task else "")
+    if predictions.ndim != 1 or predictions.shape != labels.shape:
+        raise ModelError(
+            f"{what} have shape {tuple(predictions.shape)} and their labels "
+            f"{tuple(labels.shape)}; give both flat, one for each sample"
+        )
+    outside = predictions[(predictions < 0) | (predictions > 1)]
+    if outside.numel():
+        raise ModelError(
+            f"{what} have {float(outside[0]):g}, which is no probability; give torch.sigmoid of "
+            "the logits, or leave predictions out"
+        )
 
 
 def _compare_halves(name: str, both: Loss, one: Loss, other: Loss) -> None:
+    if both.weight <= 0 and float(both.total) != 0:
+        raise ModelError(
+            f"`dense` of {name} gives weight {both.weight:g} for a loss of {float(both.total):g}; "
+            "return the number of samples that the total sums"
+        )
     weight = one.weight + other.weight
     if abs(weight - both.weight) > 1e-6 * max(abs(weight), 1.0):
         raise ModelError(
@@ -246,8 +271,9 @@ def explained(what: str, batch: Batch) -> Generator[None]:
     """What a user's code raises, as a sentence with the place; the rest follows it in Python."""
     try:
         yield
-    except (KeyError, IndexError, AttributeError, TypeError, ValueError, RuntimeError) as error:
-        full = isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error)
+    except Exception as error:
+        full = isinstance(error, torch.OutOfMemoryError | MemoryError)
+        full = full or "allocate memory" in str(error)
         if full or isinstance(error, NestpipeError):
             raise
         columns = f"; the batch has {_columns(batch)}" if isinstance(error, KeyError) else ""
@@ -255,11 +281,16 @@ def explained(what: str, batch: Batch) -> Generator[None]:
 
 
 def told(error: BaseException) -> str:
-    """An exception of a user's code on one line, with the place that raised it."""
+    """An exception of a user's code on one line, with the last place of that code."""
     frames = traceback.extract_tb(error.__traceback__)
-    place = f", {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+    own = [frame for frame in frames if not frame.filename.startswith(_NOT_OWN)] or frames
+    place = f", {Path(own[-1].filename).name}:{own[-1].lineno}" if own else ""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:200]}{place}"
+
+
+_NOT_OWN = (str(Path(__file__).parents[1]) + os.sep, str(Path(torch.__file__).parent) + os.sep)
+"""Where code is that no user has written."""
 
 
 def _columns(batch: Batch) -> str:

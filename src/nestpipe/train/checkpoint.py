@@ -43,6 +43,7 @@ from nestpipe.errors import (
     CheckpointError,
     ConfigError,
     DataError,
+    MisfitError,
     NestpipeError,
     RunError,
 )
@@ -178,6 +179,7 @@ _KINDS: Mapping[str, type[NestpipeError]] = {
     for kind in (
         *(CapacityError, CheckpointError, ConfigError, DataError, RunError),
         LostParentError,
+        MisfitError,
     )
 }
 
@@ -237,6 +239,31 @@ def _declared(tables: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """What must be the same to load a checkpoint, by name; who owns a table may change."""
     found = [{key: table.get(key) for key in ("name", "dim", "dtype")} for table in tables]
     return sorted(found, key=lambda table: str(table["name"]))
+
+
+def _table_difference(
+    where: str, saved: Sequence[Mapping[str, Any]], wanted: Sequence[Mapping[str, Any]]
+) -> str:
+    """The first table that a checkpoint has otherwise than the model."""
+    then, now = ({str(t["name"]): t for t in tables} for tables in (saved, wanted))
+    for name in sorted({*then, *now}):
+        if name not in now:
+            return f"{where!r} has a table {name!r}, and the model has none of that name"
+        if name not in then:
+            return f"{where!r} has no table {name!r}, which the model has"
+        for key, what in (("dim", "rows of width"), ("dtype", "weights of type")):
+            if then[name][key] != now[name][key]:
+                return (
+                    f"table {name!r} of {where!r} has {what} {then[name][key]}, and that of the "
+                    f"model {now[name][key]}"
+                )
+    return f"the tables of {where!r} are others than those of the model"
+
+
+def state_misfit(error: RuntimeError) -> str:
+    """The first thing that torch says of a `state_dict` that does not fit."""
+    lines = [" ".join(line.split()) for line in str(error).splitlines()]
+    return next((line for line in lines[1:] if line), lines[0]).rstrip(". ")
 
 
 def describe_model(model: nn.Module) -> dict[str, Any]:
@@ -407,16 +434,19 @@ def _refuse_misfits(
     checkpoint: Checkpoint, groups: Sequence[TableGroup], optimizer: str, dense: str
 ) -> None:
     manifest, where = checkpoint.manifest, str(checkpoint.path)
-    tables = _declared(manifest.tables)
-    if tables != _declared(_about_tables(groups)):
-        raise CheckpointError(f"the tables of {where!r} are {tables}; declare the same ones")
+    saved, wanted = _declared(manifest.tables), _declared(_about_tables(groups))
+    if saved != wanted:
+        raise MisfitError(
+            f"{_table_difference(where, saved, wanted)}; use the config and the data that it was "
+            "trained with, or another folder"
+        )
     if manifest.optimizer != optimizer:
-        raise CheckpointError(
+        raise MisfitError(
             f"the rows of {where!r} carry the state of {manifest.optimizer!r}, not of "
             f"{optimizer!r}; use that row optimizer"
         )
     if dense and manifest.dense_optimizer not in ("", dense):
-        raise CheckpointError(
+        raise MisfitError(
             f"{where!r} carries the state of the dense optimizer {manifest.dense_optimizer!r}, not "
             f"of {dense!r}; use that one"
         )
@@ -434,10 +464,9 @@ def _load_dense(
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:
-        reason = " ".join(str(error).split())
-        raise CheckpointError(
-            f"the model of {str(checkpoint.path)!r} does not fit ({reason}); use the same model "
-            "settings"
+        raise MisfitError(
+            f"the model of {str(checkpoint.path)!r} does not fit ({state_misfit(error)}); use the "
+            "same model settings"
         ) from None
     if optimizer is None:
         return

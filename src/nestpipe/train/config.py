@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from nestpipe.config import RateOptions, Table, not_negative, positive
-from nestpipe.config.load import fit_leaf, known_words, memory_size
+from nestpipe.config.load import finite, fit_leaf, known_words, memory_size
 from nestpipe.config.sections import first_match, rates_of, refuse_idle
 from nestpipe.deprecated import renamed_fields
 from nestpipe.errors import ConfigError
@@ -262,6 +262,8 @@ class DenseSettings(RateOptions):
 def _check_moments(
     optimizer: str, lr: float, betas: tuple[float, ...], weight_decay: float
 ) -> None:
+    finite("lr", lr)
+    finite("weight_decay", weight_decay)
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         raise ConfigError(f"betas is {list(betas)}; give two numbers from 0 to below 1")
     not_negative("weight_decay", weight_decay)
@@ -333,6 +335,8 @@ class ExecutionSettings:
     def __post_init__(self) -> None:
         known_words(self)
         positive("batch", self.batch)
+        if not -(1 << 63) <= self.seed < 1 << 63:
+            raise ConfigError(f"seed is {self.seed}; give a whole number of 64 bits")
         positive("lifecycle_every", self.lifecycle_every)
         not_negative("store_threads", self.store_threads)
         not_negative("peak_tflops", self.peak_tflops)
@@ -344,6 +348,7 @@ class ExecutionSettings:
         if self.store == "ssd" and not self.native:
             raise ConfigError("store is 'ssd', which needs native code; set native = true")
         not_negative("clip_norm", self.clip_norm)
+        finite("clip_norm", self.clip_norm)
 
 
 @dataclass(frozen=True, kw_only=True)

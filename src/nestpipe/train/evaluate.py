@@ -20,7 +20,7 @@ from nestpipe.embedding.table_groups import mean_features
 from nestpipe.errors import DataError
 from nestpipe.jagged import Jagged
 from nestpipe.models import Auc, HstuRetriever, LogLoss, TargetRank, ranks_of_targets
-from nestpipe.models.protocol import RecModel, in_precision, loss_of
+from nestpipe.models.protocol import RecModel, check_measured, in_precision, loss_of
 from nestpipe.schedule import PlanOptions, plan
 from nestpipe.train.trainer import Trainer
 
@@ -61,6 +61,7 @@ def _evaluate_clicks(
             total, weight = sums.get(name, [0.0, 0.0])
             sums[name] = [total + float(part.total), weight + part.weight]
         for name, measured in loss.measured().items():
+            check_measured(type(model).__name__, name, *measured)
             auc, log_loss = metrics.get(name, (Auc(), LogLoss()))
             metrics[name] = auc.add(*measured), log_loss.add(*measured)
         on_batch()

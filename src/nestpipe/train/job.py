@@ -5,13 +5,15 @@ It begins afresh, or goes on from a checkpoint.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from difflib import get_close_matches
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -41,7 +43,13 @@ from nestpipe.data import (
     StreamingSource,
     open_source,
 )
-from nestpipe.errors import CheckpointError, ConfigError, MissingSplitError, NestpipeError
+from nestpipe.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    MissingSplitError,
+    NestpipeError,
+)
 from nestpipe.models import (
     Dlrm,
     DlrmConfig,
@@ -51,6 +59,7 @@ from nestpipe.models import (
     HstuRetriever,
     LogisticRegression,
     SampledSoftmaxConfig,
+    TargetRank,
 )
 from nestpipe.models.protocol import is_own, make_own
 from nestpipe.train.checkpoint import describe_model, gathered_from_first, raise_everywhere
@@ -69,6 +78,8 @@ log = logging.getLogger("nestpipe.train")
 
 MOST_TIMEOUT_S = 1e6
 """Eleven days: longer is a hang."""
+MOST_THREADS = 1024
+"""Of a rank: more would use up what the system has."""
 
 
 ModelKind = Literal["auto", "dlrm", "logistic", "hstu", "ranker"]
@@ -127,6 +138,9 @@ class ModelConfig:
                 )
         for name in ("dim", "blocks", "heads", "attention_dim", "max_len"):
             positive(name, getattr(self, name))
+        for name in ("bottom", "top"):
+            for width in getattr(self, name):
+                positive(name, width)
         for name in ("negatives", "positives"):
             positive(name, getattr(self, name))
         positive("temperature", self.temperature)
@@ -225,6 +239,8 @@ class RunConfig(ExecutionSettings):
             not_negative(name, getattr(self, name))
         for name in ("min_delta", "log_every", "threads"):
             not_negative(name, getattr(self, name))
+        if self.threads > MOST_THREADS:
+            raise ConfigError(f"threads is {self.threads}; give at most {MOST_THREADS:,}")
         positive("patience", self.patience)
         if self.adaptive_every < 8:
             raise ConfigError(
@@ -312,7 +328,8 @@ def open_split(config: JobConfig, split: Split) -> Source:
         return source
     if [column.name for column in source.columns if column.kind == "keys"] != [HISTORY]:
         raise ConfigError(
-            "model.kind is 'ranker' but the data has no sequences; use data of sequences, or 'dlrm'"
+            "model.kind is 'ranker' but the data has no sequences; use data of sequences, or "
+            f"'dlrm'{_or_name(config)}"
         )
     wanted = config.model
     options = RankingOptions(
@@ -330,9 +347,66 @@ def make_job(config: JobConfig, comm: Communicator) -> Job:
     source = open_split(config, "train")
     torch.manual_seed(config.run.seed)
     model, tables = make_model(config, source)
+    for key in ("early_stop", "keep_best"):
+        _refuse_metric(key, getattr(config.run, key), model)
     trainer = Trainer(model, config.lifecycle.applied(tables), config.settings(), comm)
     trainer.about_model = about_model(config, model, source)
     return Job(config, source, trainer)
+
+
+def _refuse_metric(key: str, metric: str, model: nn.Module) -> None:
+    """A misspelt metric is told before an epoch has been trained for it."""
+    retrieves = isinstance(model, HstuRetriever)
+    known = [*TargetRank().add(torch.ones(1)).values] if retrieves else [*CLICK_METRICS]
+    if metric and metric.rpartition("/")[2] not in known:
+        near = get_close_matches(metric, known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"give one of {', '.join(known)}"
+        raise ConfigError(f"run.{key} is {metric!r}, which no evaluation of the model has; {hint}")
+
+
+CLICK_METRICS = (
+    *("auc", "loss", "log_loss", "normalised_entropy"),
+    *("train_auc", "train_normalised_entropy"),
+)
+"""What an evaluation of predictions has; each task of several has its own, such as `buy/auc`."""
+
+
+def idle_settings(config: JobConfig, ranks: int) -> list[str]:
+    """Settings that do nothing as they stand, each a sentence: often another one is missing."""
+    found = _kept_nowhere(config.run)
+    for name, rates in (("rows", config.rows), ("dense", config.dense)):
+        if rates.schedule == "constant" and rates.decay_steps:
+            found.append(f"{name}.decay_steps does nothing, since {name}.schedule is 'constant'")
+    share, micros = -(-config.run.batch // ranks), config.pipeline.micro_batches
+    if micros > share:
+        found.append(
+            f"pipeline.micro_batches is {micros}, more than the {share} samples that a rank has of "
+            "a batch, so some are empty"
+        )
+    if config.data.kind == "stream" and config.run.epochs > 1:
+        found.append("run.epochs does nothing: every sample of a stream is trained once")
+    if is_own(config.model.kind):
+        usual, read = ModelConfig(), ("kind", "config", "compile")
+        found += [
+            f"model.{known.name} does nothing: {config.model.kind} reads [model.config] alone"
+            for known in fields(ModelConfig)
+            if known.name not in read
+            and getattr(config.model, known.name) != getattr(usual, known.name)
+        ]
+    return found
+
+
+def _kept_nowhere(run: RunConfig) -> list[str]:
+    """How to save and to log, without a place for it."""
+    found: list[str] = []
+    for key in ("checkpoint_every", "incremental", "keep_last", "keep_hours", "keep_best"):
+        if not run.checkpoint and getattr(run, key):
+            found.append(f"run.{key} does nothing: run.checkpoint is empty, so nothing is saved")
+    if run.checkpoint and run.keep_best and not (run.keep_last or run.keep_hours):
+        found.append("run.keep_best does nothing without keep_last or keep_hours: all are kept")
+    if not run.log and run.loggers != RunConfig().loggers:
+        found.append("run.loggers does nothing: run.log is empty, so nothing is logged")
+    return found
 
 
 def about_model(config: JobConfig, model: nn.Module, source: Source) -> dict[str, Any]:
@@ -356,7 +430,9 @@ def make_model(config: JobConfig, source: Source) -> tuple[nn.Module, list[Table
         kind = "hstu" if keys == [HISTORY] else "dlrm"
     if kind == "hstu":
         if HISTORY not in keys:
-            raise ConfigError("model.kind is 'hstu' but the data has no histories; use 'dlrm'")
+            raise ConfigError(
+                f"model.kind is 'hstu' but the data has no histories; use 'dlrm'{_or_name(config)}"
+            )
         _check_times(wanted.encoder, source)
         return _hstu(config, source)
     if kind == "ranker":
@@ -371,12 +447,18 @@ def make_model(config: JobConfig, source: Source) -> tuple[nn.Module, list[Table
     return _dlrm(wanted, keys, fields, weights)
 
 
+def _or_name(config: JobConfig) -> str:
+    """The other remedy where columns of files have names of their own."""
+    files = config.data.kind in ("parquet", "stream")
+    return ", or name the column of items in data.parquet.history" if files else ""
+
+
 def _refuse_labels(kind: str, labels: list[str]) -> None:
     """A model of clicks learns one label: none would be missed late, others never be used."""
     if not labels:
         raise ConfigError(
             f"model.kind is {kind!r} but the data has no label; name its column in "
-            "data.parquet.labels"
+            "data.parquet.labels (of sequences, that of items in data.parquet.history)"
         )
     if len(labels) > 1:
         raise ConfigError(
@@ -454,7 +536,10 @@ def _catalogue(config: JobConfig, source: Source) -> Catalogue:
         return Catalogue(known)
     if column is None or column.items is None:
         raise ConfigError("model.num_items is 0; say how many items there are, keys from 1")
-    return Catalogue.of(column.items())
+    items = column.items()
+    if not len(items):
+        raise DataError("no history of the data has an item; check data.parquet.history")
+    return Catalogue.of(items)
 
 
 # Going on from a checkpoint: exactly, or not at all. A setting that changes results must be the
@@ -566,6 +651,31 @@ def refuse_changes(config: JobConfig, manifest: Manifest, where: Path, *, overri
             log.warning("%s is %r instead of %r, which changes %s", key, now, then, changed)
 
 
+_OF_A_NODE = frozenset(
+    {"data.path", "data.validation_path", "data.test_path", "data.threads"}
+    | {f"run.{name}" for name in ("checkpoint", "log", "record", "evicted", "store_path")}
+    | {f"run.{name}" for name in ("threads", "store_threads", "host_memory", "device_memory")}
+)
+"""Keys that may differ between nodes: where things are, and how much a machine has."""
+
+
+def refuse_other_configs(config: JobConfig, comm: Communicator) -> None:
+    """Refuse a rank whose config is not that of rank 0; all ranks call it, and all refuse."""
+    known = flat(asdict(config)).items()
+    mine = {key: json.dumps(value, default=str) for key, value in known if key not in _OF_A_NODE}
+    first = cast("dict[str, str]", gathered_from_first(comm, mine if comm.rank == 0 else {}))
+
+    def check() -> None:
+        for key in sorted({*mine, *first}):
+            if mine.get(key) != first.get(key):
+                raise ConfigError(
+                    f"{key} is {mine.get(key, 'not set')} on rank {comm.rank} and "
+                    f"{first.get(key, 'not set')} on rank 0; start all ranks with the same config"
+                )
+
+    raise_everywhere(comm, check)
+
+
 def prepare(
     config: JobConfig,
     comm: Communicator,
@@ -583,6 +693,8 @@ def prepare(
         raise ConfigError(
             "--resume is 'auto' but run.checkpoint is empty; name the folder of the run there"
         )
+    if comm.size > 1:
+        refuse_other_configs(config, comm)
     if checkpoint is None:
         return make_job(config, comm)
     folder = Path(config.run.checkpoint if checkpoint == AUTO else checkpoint)
@@ -609,7 +721,6 @@ def prepare(
     if job is None and checkpoint == AUTO:
         return make_job(config, comm)
     if job is None:
-        raise CheckpointError(
-            f"there is no checkpoint in {checkpoint!r}; check its name, or begin without --resume"
-        )
+        instead = ", or begin without --resume" if exact else ""
+        raise CheckpointError(f"there is no checkpoint in {checkpoint!r}; check its name{instead}")
     return job

@@ -384,7 +384,11 @@ class MetricLoggers:
     def __init__(
         self, names: Sequence[LoggerName], folder: str, config: Mapping[str, object]
     ) -> None:
-        self._loggers = [_KINDS[name](Path(folder), config) for name in names] if folder else []
+        self._loggers: list[MetricLogger] = []
+        if folder:
+            with disk.explained(f"the log {folder!r}"):
+                disk.make_folder(Path(folder))
+                self._loggers = [_KINDS[name](Path(folder), config) for name in names]
 
     def __bool__(self) -> bool:
         return bool(self._loggers)

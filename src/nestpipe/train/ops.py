@@ -25,7 +25,7 @@ from nestpipe.embedding.optimizers import constant
 from nestpipe.embedding.routing.requests import averaged
 from nestpipe.embedding.sharded import ShardedTables
 from nestpipe.embedding.table_groups import mean_features
-from nestpipe.errors import LossError, RunError
+from nestpipe.errors import LossError, RunError, remedy
 from nestpipe.jagged import Jagged
 from nestpipe.kernels.index.segments import LARGEST
 from nestpipe.kernels.index.steady import StepNews
@@ -642,9 +642,7 @@ class TrainingWork:
         state = self.in_flight.get(op.batch)
         kept = self.keep_batch(step, state.on_host) if state is not None else None
         where = f" (the batch is kept in {str(kept)!r})" if kept else ""
-        return RunError(
-            f"{what} of step {step} are {how}{where}; lower the learning rates, or {instead}"
-        )
+        return RunError(f"{what} of step {step} are {how}{where}; {remedy(step)}, or {instead}")
 
     @property
     def _model(self) -> RecModel:

@@ -6,8 +6,10 @@ index, a row of ours by its key: index i is key i, unless told which keys the in
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -17,6 +19,8 @@ from nestpipe.config import Table
 from nestpipe.errors import ConfigError, DataError
 from nestpipe.jagged import Jagged
 from nestpipe.train.trainer import Trainer
+
+log = logging.getLogger("nestpipe.train")
 
 # Shapes: N rows of a table, D their width, S numbers of state per row, B samples, F features
 
@@ -113,6 +117,12 @@ def export_torchrec(
     Keys that were never trained have their first values. All ranks call it and get the same.
     """
     state: dict[str, Tensor] = {}
+    of_ranks = cast(
+        "list[dict[str, int]]", trainer.mesh.shards.all_gather_values(trainer.row_counts())
+    )
+    held = Counter[str]()
+    for of_rank in of_ranks:
+        held.update(of_rank)
     for group in trainer.groups:
         for table in group.tables:
             if table.name not in num_embeddings:
@@ -122,9 +132,22 @@ def export_torchrec(
             weights_ND = torch.empty(count, table.dim)
             for part in part_slices(count, table.dim):
                 weights_ND[part] = trainer.rows_of(table.name, keys_N[part])
+            _tell_left_out(table.name, held[table.name], count)
             kind = ROWS if table.pooling == "none" else BAGS
             state[f"{prefix}{kind}.{table.name}.weight"] = weights_ND
     return state
+
+
+def _tell_left_out(table: str, held: int, count: int) -> None:
+    """Rows that no index has would be lost without a word."""
+    if held > count:
+        log.warning(
+            "table %r has %d rows and num_embeddings is %d, so some are left out; give more, or "
+            "keys",
+            table,
+            held,
+            count,
+        )
 
 
 def _weights_in(state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -179,9 +202,9 @@ def _keys_of(table: str, count: int, keys: Mapping[str, Tensor] | None) -> Tenso
     if keys is None or table not in keys:
         return torch.arange(count)
     if keys[table].shape != (count,) or keys[table].dtype != torch.int64:
+        form = f"shape {tuple(keys[table].shape)} and type {keys[table].dtype}"
         raise ConfigError(
-            f"keys of {table!r} have shape {tuple(keys[table].shape)}; give an int64 for each of "
-            f"its {count} rows"
+            f"keys of {table!r} have {form}; give a torch.int64 for each of its {count} rows"
         )
     return keys[table]
 

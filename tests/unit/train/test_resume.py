@@ -223,6 +223,18 @@ def test_several_ranks_refuse_alike(tmp_path: Path):
     assert len(set(run_ranks(2, one))) == 1
 
 
+@pytest.mark.parametrize("resume", [None, "auto"])
+def test_a_rank_with_another_config_is_refused_on_all_ranks(tmp_path: Path, resume: str | None):
+    def one(comm: Any) -> str:
+        own = {"rows": {"lr": 0.1}, "run": {"threads": 1}} if comm.rank == 1 else {}
+        with pytest.raises(ConfigError) as caught:
+            prepare(job_of(tmp_path, **own), comm, resume)
+        return str(caught.value)
+
+    (told,) = set(run_ranks(2, one))
+    assert told.startswith("rows.lr is 0.1 on rank 1 and 0.05 on rank 0; start all ranks with the")
+
+
 def test_old_checkpoints_go_and_the_best_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from nestpipe.train import loop
 

@@ -178,6 +178,16 @@ def weighted_kjt(torchrec: Any) -> Any:
     )
 
 
+def test_rows_that_no_index_has_are_told(torchrec: Any, caplog: pytest.LogCaptureFixture):
+    bags = torchrec.EmbeddingBagCollection(tables=configs(torchrec))
+    trainer = trainer_of(bags, "a", "b")
+    counts = import_torchrec(trainer, bags.state_dict())
+    export_torchrec(trainer, counts)
+    assert not caplog.text
+    export_torchrec(trainer, {**counts, "table_a": 2})
+    assert "table 'table_a' has 5 rows and num_embeddings is 2" in caplog.text
+
+
 def test_what_does_not_map_is_told(torchrec: Any):
     bags = torchrec.EmbeddingBagCollection(tables=configs(torchrec))
     ours, state = trainer_of(bags, "a", "b"), bags.state_dict()
@@ -192,7 +202,7 @@ def test_what_does_not_map_is_told(torchrec: Any):
         "are a list; gather them": lambda: import_torchrec(ours, {key: [] for key in state}),
         "has no momentum1": lambda: import_torchrec(ours, state, optimizer_state={"state": {}}),
         "num_embeddings has no 'table_a'": lambda: export_torchrec(ours, {}),
-        "give an int64 for each of its 5": lambda: import_torchrec(
+        "give a torch.int64 for each of its 5": lambda: import_torchrec(
             ours, state, keys={"table_a": torch.zeros(2)}
         ),
         "has weights; pass them on": lambda: jagged_from_kjt(weighted_kjt(torchrec)),

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from nestpipe.batch import Batch
 from nestpipe.checkpoint.folder import Checkpoint, open_noted
 from nestpipe.config import Table, build
-from nestpipe.data import Column
+from nestpipe.data import MISSING, Column
 from nestpipe.errors import CheckpointError, ConfigError, DataError, ModelError, RunError
 from nestpipe.jagged import Jagged
 from nestpipe.models import Dlrm, DlrmConfig, LogisticRegression, ScoringModel
@@ -90,14 +90,16 @@ class ScoreModel:
         tables: Mapping[str, ServedTable],
         version: str,
         candidate_feature: str,
+        columns: Sequence[Column] = (),
     ) -> None:
-        """`tables` are by feature; use `from_checkpoint`."""
+        """`tables` are by feature, `columns` those of training; use `from_checkpoint`."""
         assert isinstance(model, ScoringModel)
         self.model = model
         self.version = version
         self.candidate_feature = candidate_feature
         self.device = next(iter(tables.values())).rows.rows_KD.device
         self._tables = tables
+        self._columns = {column.name: column for column in columns}
 
     @classmethod
     def from_checkpoint(
@@ -130,7 +132,9 @@ class ScoreModel:
         model = model.to(place).eval().requires_grad_(False)
         version = f"step-{checkpoint.manifest.step:08d}-{digest.hexdigest()}"
         asked = candidate_feature or getattr(model, "candidate_feature", "")
-        return cls(model, served, version, _candidate_feature(asked, list(served), where))
+        columns = [_column(one) for one in checkpoint.manifest.model.get("columns", ())]
+        found = _candidate_feature(asked, list(served), where)
+        return cls(model, served, version, found, columns)
 
     @torch.inference_mode()
     def rank(self, items: Sequence[RankItem]) -> list[Scores]:
@@ -170,6 +174,8 @@ class ScoreModel:
     def _batch(self, items: Sequence[RankItem]) -> Batch:
         """All candidates of all rankings, a sample each, on the host."""
         parts = [_columns_of(item, self.candidate_feature) for item in items]
+        for keys, values in parts:
+            self._fit(keys, values)
         first_keys, first_values = parts[0]
         for keys, values in parts:
             # The engine then asks for each ranking by itself.
@@ -183,6 +189,30 @@ class ScoreModel:
             name: _joined(name, [values[name] for _, values in parts]) for name in first_values
         }
         return Batch(sum(len(item.candidates_C) for item in items), dense, sparse)
+
+    def _fit(self, keys: dict[str, list[Ids]], values: Mapping[str, Values]) -> None:
+        """Make keys what training had, and refuse what it did not have.
+
+        A feature with one key a sample had `MISSING` where there was none.
+        """
+        for name, lists in keys.items():
+            if (column := self._columns.get(name)) is None or not column.single:
+                continue
+            most = max(map(len, lists), default=0)
+            if most > 1:
+                raise DataError(
+                    f"feature {name} has {most} keys for a sample, and training had one; give one, "
+                    "or none"
+                )
+            keys[name] = [one if len(one) else _NO_KEY for one in lists]
+        for name, given in values.items():
+            fields = column.fields if (column := self._columns.get(name)) else ()
+            width = given.shape[1] if given.ndim == 2 else 1
+            if fields and (given.ndim != 2 or width != len(fields)):
+                raise DataError(
+                    f"values.{name} has {width} {'number' if width == 1 else 'numbers'} for a "
+                    f"sample, and the model reads {len(fields)}: {', '.join(fields[:8])}"
+                )
 
     # What an engine asks of models that have a prefix.
 
@@ -200,6 +230,7 @@ class ScoreModel:
 
 
 _CPU = torch.device("cpu")
+_NO_KEY = np.array([MISSING], np.int64)
 
 
 def _columns_of(

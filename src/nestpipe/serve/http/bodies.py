@@ -43,6 +43,9 @@ LONGEST_VALUE = 40
 
 Whole = Annotated[int, Field(ge=-LARGEST - 1, le=LARGEST)]
 Wholes = Annotated[list[Whole], Field(fail_fast=True)]
+Texts = Annotated[list[Annotated[str, Field(max_length=4096)]], Field(fail_fast=True)]
+Keys = Annotated[Wholes | Texts, Field(union_mode="left_to_right")]
+"""Whole numbers, or strings where the data had strings, whose keys are made as in training."""
 Count = Annotated[int, Field(ge=0, le=2**31)]
 User = Annotated[str, Field(min_length=1, max_length=256, examples=["u42"])]
 Deadline = Annotated[
@@ -57,7 +60,7 @@ class _StrictModel(BaseModel):
 class HistoryBody(_StrictModel):
     """Events of a user, oldest first."""
 
-    items: Wholes
+    items: Keys
     times: Wholes | None = None
     """As many as items; needed where the model reads times."""
 
@@ -77,9 +80,9 @@ Numbers = Annotated[list[Number], Field(fail_fast=True)]
 class RankColumns(_StrictModel):
     """What models without a prefix read besides the candidates."""
 
-    features: dict[str, Wholes] | None = None
+    features: dict[str, Keys] | None = None
     """Keys by feature, the same for all candidates."""
-    candidate_features: dict[str, list[Wholes]] | None = None
+    candidate_features: dict[str, list[Keys]] | None = None
     """Keys by feature, a list for each candidate."""
     values: dict[str, Number | Numbers] | None = None
     """Numbers by dense column, the same for all candidates."""
@@ -101,7 +104,7 @@ class RankBody(RankColumns):
     """The history that was (or could have been) given to /v1/prefetch."""
     short: HistoryBody | None = None
     """Events after it."""
-    candidates: Wholes
+    candidates: Keys
     time: Whole | None = None
     """When it is asked; needed where the model reads times."""
     deadline_ms: Deadline | None = None
@@ -192,10 +195,13 @@ def request_schemas(settings: ServeSettings, http: HttpSettings, histories: bool
     schemas: dict[str, Any] = found["$defs"]
     items = schemas["HistoryBody"]["properties"]["items"]
     candidates = schemas["RankBody"]["properties"]["candidates"]
-    items["maxItems"] = settings.max_events
-    candidates |= {"minItems": 1, "maxItems": settings.max_candidates}
+    for numbers_or_texts in items["anyOf"]:
+        numbers_or_texts["maxItems"] = settings.max_events
+    for numbers_or_texts in candidates["anyOf"]:
+        numbers_or_texts |= {"minItems": 1, "maxItems": settings.max_candidates}
     if not http.negative_ids:
-        items["items"]["minimum"] = candidates["items"]["minimum"] = 0
+        for field in (items, candidates):
+            field["anyOf"][0]["items"]["minimum"] = 0
     if not histories:
         for body, name in (("PrefetchBody", "history"), ("RankBody", "long")):
             schemas[body]["required"].append(name)
@@ -316,8 +322,9 @@ def of_body(error: ValidationError) -> HttpError:
 
 
 def _place(loc: tuple[int | str, ...]) -> str:
-    """`long.items[3]`, or `the body`."""
-    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc)
+    """`long.items[3]`, or `the body`; without the form of a value that was tried."""
+    shown = [part for part in loc if not str(part).startswith(("list[", "constrained-"))]
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in shown)
     return text.lstrip(".") or "the body"
 
 

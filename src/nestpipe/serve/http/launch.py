@@ -422,7 +422,8 @@ def serve(service: Service, say: Callable[[str], None]) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: launcher.tell("stop"))
         signal.signal(signal.SIGHUP, lambda *_: launcher.tell("reload"))
-        say(f"loading {role.checkpoint!r} into {len(workers)} instances")
+        count = "1 instance" if len(workers) == 1 else f"{len(workers)} instances"
+        say(f"loading {role.checkpoint!r} into {count}")
         try:
             status = launcher.start(workers)
             if status is None:

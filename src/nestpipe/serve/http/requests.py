@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 from urllib.parse import unquote
 
 import numpy as np
@@ -65,10 +65,10 @@ class RequestReader:
         if media_type(headers) == MEDIA_TYPE:
             text, data = _split(body)
             header = validated(PrefetchHeader, text)
-            user, (history,) = header.user, _cut_histories(data, [header.history])[0]
+            user, (history,) = header.user, self._arrays(data, [header.history])[0]
         else:
             parsed = validated(PrefetchBody, body)
-            user, history = parsed.user, _history("history", parsed.history)
+            user, history = parsed.user, self._history("history", parsed.history)
         self._check_user(user, headers)
         return Signal(user, self._checked(self._known("history", user, history)))
 
@@ -78,13 +78,15 @@ class RequestReader:
         if media_type(headers) == MEDIA_TYPE:
             text, data = _split(body)
             parsed = validated(RankHeader, text)
-            histories, rest = _cut_histories(data, [parsed.long, parsed.short], parsed.candidates)
+            histories, candidates_C = self._arrays(
+                data, [parsed.long, parsed.short], parsed.candidates
+            )
             long, short = histories
-            candidates_C = rest
         else:
             parsed = validated(RankBody, body)
-            long, short = _history("long", parsed.long), _history("short", parsed.short)
-            candidates_C = np.array(parsed.candidates, dtype=np.int64)
+            long = self._history("long", parsed.long)
+            short = self._history("short", parsed.short)
+            candidates_C = self._keys("candidates", parsed.candidates)
         self._check_user(parsed.user, headers)
         long = self._known("long", parsed.user, long)
         short = short or _none_after(long)
@@ -103,16 +105,16 @@ class RequestReader:
                 f"{body.any_columns} is for models without a prefix, and this one reads histories; "
                 "leave it out",
             )
-        keys = {name: np.array(ids, np.int64) for name, ids in (body.features or {}).items()}
-        of_each = {
-            name: [np.array(ids, np.int64) for ids in lists]
-            for name, lists in (body.candidate_features or {}).items()
-        }
-        for name, lists in of_each.items():
+        for name, lists in (body.candidate_features or {}).items():
             if sum(map(len, lists)) > self.settings.max_events:
                 raise HttpError(413, f"candidate_features.{name} has too many keys; give fewer")
-        for name, ids in {**keys, **{n: _joined(lists) for n, lists in of_each.items()}}.items():
-            self._check_ids(f"feature {name}", ids)
+        keys = {
+            name: self._keys(f"feature {name}", ids) for name, ids in (body.features or {}).items()
+        }
+        of_each = {
+            name: [self._keys(f"feature {name}", ids) for ids in lists]
+            for name, lists in (body.candidate_features or {}).items()
+        }
         values = {name: np.array(given, np.float32) for name, given in (body.values or {}).items()}
         rows = {
             name: _rows(name, given, candidates)
@@ -141,7 +143,6 @@ class RequestReader:
             raise HttpError(
                 413, f"{len(history) + beside} events are too many; give the newest {most}"
             )
-        self._check_ids("items", history.items_N)
         return history
 
     def _check_candidates(self, candidates_C: Ids) -> None:
@@ -152,7 +153,41 @@ class RequestReader:
             raise HttpError(
                 413, f"{len(candidates_C)} candidates are too many; give {most} at most"
             )
+
+    def _arrays(
+        self,
+        data: memoryview,
+        counts: list[HistoryCounts | None],
+        candidates: int | None = None,
+    ) -> tuple[list[History | None], Ids]:
+        """Histories and candidates of a binary body."""
+        histories, candidates_C = _cut_histories(data, counts, candidates)
+        for history in histories:
+            self._check_ids("items", history.items_N if history is not None else candidates_C[:0])
         self._check_ids("candidates", candidates_C)
+        return histories, candidates_C
+
+    def _keys(self, name: str, given: list[int] | list[str]) -> Ids:
+        """Numbers as they are, if they may be negative; strings as training has made keys of."""
+        if given and isinstance(given[0], str):
+            from nestpipe.data.order import text_keys
+
+            texts = cast("list[str]", given)
+            for place, text in enumerate(texts):
+                if text.removeprefix("-").isdecimal():  # a number in quotes, not a string of data
+                    raise HttpError(
+                        422, f'{name}[{place}] is "{text}"; it should be a whole number, unquoted'
+                    )
+            return text_keys(texts)
+        ids_N = np.array(given, np.int64)
+        self._check_ids(name, ids_N)
+        return ids_N
+
+    def _history(self, name: str, body: HistoryBody | None) -> History | None:
+        if body is None:
+            return None
+        times_N = None if body.times is None else np.array(body.times, dtype=np.int64)
+        return _paired(name, self._keys("items", body.items), times_N)
 
     def _check_ids(self, name: str, ids_N: Ids) -> None:
         if not self.http.negative_ids and len(ids_N) and ids_N.min() < 0:
@@ -208,13 +243,6 @@ def _cut_histories(
     return found, next(arrays)
 
 
-def _history(name: str, body: HistoryBody | None) -> History | None:
-    if body is None:
-        return None
-    times_N = None if body.times is None else np.array(body.times, dtype=np.int64)
-    return _paired(name, np.array(body.items, dtype=np.int64), times_N)
-
-
 def _paired(name: str, items_N: Ids, times_N: Ids | None) -> History:
     if times_N is not None and len(times_N) != len(items_N):
         raise HttpError(
@@ -230,10 +258,6 @@ def _rows(name: str, given: list[float] | list[list[float]], candidates: int) ->
             422, f"candidate_values.{name} does not fit {candidates} candidates; give one for each"
         )
     return np.array(given, np.float32)
-
-
-def _joined(lists: list[Ids]) -> Ids:
-    return np.concatenate([np.zeros(0, np.int64), *lists])
 
 
 def _none_after(long: History) -> History:

@@ -1,6 +1,7 @@
 """A model without a prefix is served: its scores are those of training, whatever is beside it."""
 
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +12,13 @@ from nestpipe import Dlrm, DlrmConfig, Table, Trainer, TrainSettings
 from nestpipe.batch import Batch
 from nestpipe.comm import LocalCommunicator
 from nestpipe.config import build
+from nestpipe.data import MISSING, Column
 from nestpipe.errors import CheckpointError, ConfigError, DataError, NestpipeError
 from nestpipe.jagged import Jagged
 from nestpipe.serve.engine.instance import Instance
 from nestpipe.serve.engine.score_model import ScoreModel, open_model
 from nestpipe.serve.types import Context, History, RankItem, RankRequest, ServeSettings, Signal
+from nestpipe.train.checkpoint import describe_model
 from nestpipe.train.job import JobConfig, make_job
 from support.own_model import write_own_model
 
@@ -184,3 +187,46 @@ def test_rankings_with_other_columns_are_answered_one_by_one(saved: tuple[Path, 
     odd = RankItem(NONE, np.array([1]), context=Context({"user": np.array([1])}))
     with pytest.raises(DataError, match="different columns"):
         model.rank([item(7, [1], [0.0, 0.0]), odd])
+
+
+COLUMNS = (
+    Column("user", "keys", "int64", single=True),
+    Column("item", "keys", "int64"),
+    Column("features", "features", "float32", ("price", "age")),
+)
+
+
+@pytest.fixture
+def with_columns(saved: tuple[Path, Trainer]) -> tuple[ScoreModel, Trainer]:
+    """The model of a checkpoint that says what the columns of its data were."""
+    path, trainer = saved
+    columns = {"columns": [asdict(column) for column in COLUMNS]}
+    trainer.about_model = {**describe_model(trainer.model), **columns}
+    model = open_model(trainer.save(path.parent / "columns"), "cpu")
+    assert isinstance(model, ScoreModel)
+    return model, trainer
+
+
+def test_no_key_of_a_feature_with_one_is_the_missing_one(with_columns: tuple[ScoreModel, Trainer]):
+    model, trainer = with_columns
+    numbers = np.array([0.5, -1.0], np.float32)
+    context = Context({"user": np.zeros(0, np.int64)}, {"features": numbers})
+    (scores,) = model.rank([RankItem(NONE, np.array([1, 3]), context=context)])
+    expected = logits(trainer, MISSING, [1, 3], [0.5, -1.0])
+    np.testing.assert_allclose(scores, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("keys", "numbers", "told"),
+    [
+        ([7, 8], [0.5, 1.0], "feature user has 2 keys for a sample, and training had one"),
+        ([7], [0.5], "values.features has 1 number for a sample, and the model reads 2: price, a"),
+        ([7], [1.0, 2.0, 3.0], "values.features has 3 numbers for a sample"),
+    ],
+)
+def test_a_request_of_another_shape_than_the_data_is_refused(
+    with_columns: tuple[ScoreModel, Trainer], keys: list[int], numbers: list[float], told: str
+):
+    context = Context({"user": np.array(keys)}, {"features": np.array(numbers, np.float32)})
+    with pytest.raises(DataError, match=told):
+        with_columns[0].rank([RankItem(NONE, np.array([1, 3]), context=context)])

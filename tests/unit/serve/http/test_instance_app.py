@@ -11,6 +11,7 @@ import httpx
 import numpy as np
 import pytest
 
+from nestpipe.data.order import text_keys
 from nestpipe.errors import CheckpointError, DataError, RunError, ShedError
 from nestpipe.serve.engine.state import ClosingError
 from nestpipe.serve.http.apps import ServedApp, instance_app
@@ -281,6 +282,32 @@ def test_a_body_that_is_no_object_is_refused(value: Any):
         reply = ask(served, "POST", page, content=json.dumps(value), headers=headers)
         assert reply.status_code == 422
         assert "the body is" in sentence(reply)
+
+
+def test_strings_become_the_keys_that_training_made_of_them():
+    served, fake, _ = build()
+    texts = ["SKU-1", "東京", ""]
+    body = {**GOOD, "long": {"items": texts}, "candidates": texts}
+    assert ask(served, "POST", "/v1/rank", json=body).status_code == 200
+    expected = text_keys(texts).tolist()
+    assert fake.requests[0].candidates_C.tolist() == expected
+    assert fake.requests[0].long.items_N.tolist() == expected
+
+
+@pytest.mark.parametrize("mixed", [[1, "a"], ["a", 1]])
+def test_numbers_and_strings_do_not_mix(mixed: list[Any]):
+    served, _, _ = build()
+    reply = ask(served, "POST", "/v1/rank", json={**GOOD, "candidates": mixed})
+    assert reply.status_code == 422
+    place = mixed.index("a")
+    assert sentence(reply) == f'candidates[{place}] is "a"; it should be a valid integer'
+
+
+def test_a_number_in_quotes_is_no_string_of_the_data():
+    served, _, _ = build()
+    reply = ask(served, "POST", "/v1/rank", json={**GOOD, "long": {"items": ["a", "-7"]}})
+    assert reply.status_code == 422
+    assert sentence(reply) == 'items[1] is "-7"; it should be a whole number, unquoted'
 
 
 def test_negative_ids_are_let_through_where_the_model_has_them():
@@ -583,9 +610,12 @@ def test_the_page_of_the_api_names_the_limits_of_this_service():
     served, _, _ = build()
     page = ask(served, "GET", "/openapi.json").json()
     schemas = page["components"]["schemas"]
-    assert schemas["HistoryBody"]["properties"]["items"]["maxItems"] == 50
-    assert schemas["RankBody"]["properties"]["candidates"]["maxItems"] == 10
-    assert schemas["RankBody"]["properties"]["candidates"]["items"]["minimum"] == 0
+    numbers, texts = schemas["HistoryBody"]["properties"]["items"]["anyOf"]
+    assert (numbers["maxItems"], texts["maxItems"]) == (50, 50)
+    numbers, texts = schemas["RankBody"]["properties"]["candidates"]["anyOf"]
+    assert (numbers["maxItems"], texts["maxItems"]) == (10, 10)
+    assert numbers["items"]["minimum"] == 0
+    assert texts["items"]["type"] == "string"
     assert MEDIA_TYPE in page["paths"]["/v1/rank"]["post"]["requestBody"]["content"]
     assert set(page["paths"]) == {
         "/v1/prefetch", "/v1/rank", "/v1/reload", "/v1/health", "/metrics",
