@@ -602,7 +602,7 @@ function showNotices(data) {
   if (run.status === "failed") notice("bad", `The run failed at step ${whole(run.step)}`, run.sentence || "It said nothing more.");
   if (run.status === "lost") notice("bad", `The run is gone since step ${whole(run.step)}`, run.sentence);
   if (run.status === "stopped") notice("warn", "The run was stopped by a signal", "train --resume auto goes on from its checkpoint.");
-  if (data.now.faults) notice("warn", `${whole(data.now.faults)} gradients were NaN or inf`, "run.non_finite says what is done with them.");
+  if (data.now.faults) notice("warn", `${whole(data.now.faults)} gradients were NaN or inf, or weights beyond float16`, "run.non_finite says what is done with them.");
   if (run.ranks_seen < run.ranks && run.step) notice("warn", `${run.ranks_seen} of ${run.ranks} ranks are shown`, "The others write elsewhere, or nothing yet; ranks above 63 are not recorded.");
   if (run.damaged) notice("warn", `${run.damaged} lines of the record are damaged`, "They are left out.");
   if (unreachable) notice("warn", "The dashboard does not answer", `Shown is what was known at ${clock(unreachable)}. After a run, nestpipe show RUN opens it again.`);

@@ -102,7 +102,7 @@ PLAIN = {
     "rows_refreshed": "Rows refreshed from the batch before",
     "rows_written": "Rows written back to host memory",
     "keys_asked": "Keys asked for, the rank's own included",
-    "faults": "Gradients that were NaN or inf",
+    "faults": "Gradients that were NaN or inf, and weights beyond float16",
     "seconds": "Seconds of training by the clock",
 }
 COUNTED = {

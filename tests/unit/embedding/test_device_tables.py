@@ -223,6 +223,25 @@ def test_kernels_of_the_gpu_have_the_bits_of_the_host(ranks, placements, memory,
     assert ("nestpipe_dedup" in called) == (ranks > 1)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.usefixtures("on_device")
+def test_kernels_of_the_gpu_have_the_bits_of_the_host_for_rows_in_half_precision(ranks, dtype):
+    plain = PipelineSettings(owner_sums="off")
+    pooled = PipelineSettings(plan="nested", retrieval=Retrieval.POOLED)
+    twins = run_ranks(ranks, lambda comm: train(comm, plain, dtype=dtype))
+    with pools_on_emulated_gpu() as called:
+        made = run_ranks(
+            ranks,
+            lambda comm: train(
+                comm, pooled, device_memory="25KB" if ranks == 1 else "15KB", dtype=dtype
+            ),
+        )
+    for twin, other in zip(twins, made, strict=True):
+        check_same(twin, other)
+    assert "nestpipe_update_segments" in called
+
+
 TUNED = RowSettings(
     optimizer="adamw",
     weight_decay=0.3,
