@@ -157,6 +157,10 @@ _SIGNATURES = {
         c_int,
         [c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int64],
     ),
+    "nestpipe_within": (
+        c_int,
+        [c_void_p, c_int64, c_int64, c_float, c_int64, POINTER(c_int64)],
+    ),
     "nestpipe_update": (
         c_int,
         [c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_float, c_int64],

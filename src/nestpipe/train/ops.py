@@ -29,7 +29,8 @@ from nestpipe.errors import LossError, RunError, remedy
 from nestpipe.jagged import Jagged
 from nestpipe.kernels.index.segments import LARGEST
 from nestpipe.kernels.index.steady import StepNews
-from nestpipe.kernels.rows.native import Gradients
+from nestpipe.kernels.library import native_wanted
+from nestpipe.kernels.rows.native import Gradients, all_within
 from nestpipe.kernels.rows.segments import Segments, empty_rows, sum_segments
 from nestpipe.models.metrics import click_sums
 from nestpipe.models.protocol import (
@@ -758,6 +759,8 @@ def drop_row_faults(sums: dict[int, Gradients], number: int, *, clip: bool) -> l
 
 
 def _is_finite(tensor: Tensor) -> bool:
+    if native_wanted():
+        return all_within(tensor, LARGEST)
     return bool(torch.linalg.vector_norm(tensor, math.inf) <= LARGEST)
 
 

@@ -125,24 +125,26 @@ class NativeStore(NativeRows):
         """
         assert self.layout.dtype == "float32", "rows in place are float32"
         check_keys(self.layout, keys_K, counts)
-        pointers = self._locate(keys_K, counts)
-        new_K = pointers.addresses_K == 0
-        if not bool(new_K.any()):
+        pointers, num_new = self._locate(keys_K, counts)
+        if not num_new:
             return pointers
+        new_K = pointers.addresses_K == 0
         new_counts = [int(part.sum()) for part in torch.split(new_K, list(counts))]
         rows_KW = torch.empty(sum(new_counts), self.layout.width)
         self.gather(keys_K[new_K], new_counts, rows_KW)
         self.scatter(keys_K[new_K], new_counts, rows_KW)
-        return self._locate(keys_K, counts)
+        pointers, _ = self._locate(keys_K, counts)
+        return pointers
 
-    def _locate(self, keys_K: Tensor, counts: Sequence[int]) -> RowPointers:
+    def _locate(self, keys_K: Tensor, counts: Sequence[int]) -> tuple[RowPointers, int]:
+        """Also how many keys have no row."""
         addresses_K = torch.empty_like(keys_K)
         num_new = ctypes.c_int64()
         status = self._library.nestpipe_store_locate(
             self._open, keys_K.data_ptr(), int64s(counts), addresses_K.data_ptr(), num_new
         )
         self._raise(status, StoreReport(), keys_K)
-        return RowPointers(addresses_K, self.layout.width)
+        return RowPointers(addresses_K, self.layout.width), num_new.value
 
     def locate_each(self, keys_n: Tensor, tables_n: Tensor, addresses_n: Tensor) -> None:
         """The same for keys in any order, each with its table (int32), into a tensor that is given.

@@ -158,6 +158,17 @@ def update(
     _check(status)
 
 
+def all_within(rows_ND: Tensor, bound: float) -> bool:
+    """Whether no number of some rows is NaN, or further from zero than a finite bound."""
+    source, _ = _rows_of([rows_ND])
+    within = c_int64()
+    status = library().nestpipe_within(
+        ctypes.byref(source), *rows_ND.shape, bound, torch.get_num_threads(), within
+    )
+    _check(status)
+    return bool(within.value)
+
+
 def unknown_optimizer(optimizer: OptimizerStruct) -> ConfigError:
     """The error for an optimizer that compiled code does not have."""
     return ConfigError(

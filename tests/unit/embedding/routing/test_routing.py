@@ -510,6 +510,23 @@ def test_native_and_plain_owners_differ_only_in_the_order_of_their_keys(world):
             assert list(map(len, lists_of(one))) == list(map(len, lists_of(other)))
 
 
+@pytest.mark.parametrize("different", [(1, 1, 5000, 1), (5000, 1, 5000), (0, 4999, 3)])
+def test_more_different_keys_than_the_last_table_had_are_numbered(different):
+    """Native code makes room for as large a part of a table's keys as was different before."""
+    keys = [torch.arange(5000) % max(count, 1) * 7919 for count in different]
+    keys = [of if count else of[:0] for of, count in zip(keys, different, strict=True)]
+    counts = torch.tensor([len(of) for of in keys]).view(1, 1, -1)
+    asked = OwnerRequests(torch.cat(keys), torch.zeros(0).long(), counts, counts, 0)
+    for _ in range(2):
+        union = native_routing.union_of(asked)
+        assert union.table_counts == list(different)
+        parts = torch.split(union.keys_K, union.table_counts)
+        for part, of, count in zip(parts, keys, different, strict=True):
+            assert part.tolist() == of[:count].tolist()
+        (serve,) = union.serve
+        assert union.keys_K[serve.rows_T.long()].tolist() == asked.keys_A.tolist()
+
+
 SETS = st.tuples(st.sets(FEW), st.sets(FEW), st.sets(FEW))
 
 

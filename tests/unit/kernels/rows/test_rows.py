@@ -23,7 +23,7 @@ from nestpipe.kernels.rows.segments import (
 )
 from support.examples import examples
 
-DIMS = st.one_of(st.integers(1, 130), st.sampled_from([8, 16, 64, 65, 72, 128]))
+DIMS = st.one_of(st.integers(1, 130), st.sampled_from([8, 16, 32, 64, 65, 72, 120, 128]))
 SCALED = [name for name in OPTIMIZERS if name.endswith("scaled_rowwise_adagrad")]
 MANY_DIMS = (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 48, 63, 64, 65, 72, 96, 100, 127, 128, 129)
 
@@ -148,7 +148,7 @@ def update_plainly(optimizer, rows_KW: Tensor, gradients_KD: Tensor, times: floa
 @examples("some")
 @given(
     dim=DIMS,
-    rows=st.integers(1, 7),
+    rows=st.integers(1, 40),  # native code takes 16 at a time
     scale=st.one_of(st.sampled_from([1, 2, 4, 8]), st.floats(1, 100)),
     seed=st.integers(0, 99),
 )
@@ -175,6 +175,34 @@ def test_native_updates_are_those_of_torch(name, dim, rows, scale, seed):
             optimizer.count_groups(rows_KW, dim, groups)
         assert_same_bits(copied_KW, plain_KW)
         assert_same_bits(in_place_KW, plain_KW)
+
+
+BOUND = 1e18
+BEYOND = torch.tensor(BOUND).nextafter(torch.tensor(torch.inf)).item()
+SOME_NUMBERS = (0.0, -0.0, 1e-45, BOUND, -BOUND, 3.4e38, -3.4e38, BEYOND, -BEYOND)
+
+
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize("number", [*SOME_NUMBERS, torch.inf, -torch.inf, torch.nan, -torch.nan])
+@given(dim=DIMS, rows=st.integers(1, 20), place=st.integers(0, 10**6))
+def test_numbers_are_within_a_bound_where_torch_says_so(number, strided, dim, rows, place):
+    """One number decides, wherever it stands; what lies beside the rows, NaN here, does not."""
+    rows_ND = torch.full((rows, dim), 0.5)
+    rows_ND.view(-1)[place % rows_ND.numel()] = number
+    (given_ND,) = in_parts(rows_ND, [rows], strided)
+    expected = bool(torch.linalg.vector_norm(rows_ND, torch.inf) <= BOUND)
+    assert expected == (abs(number) <= BOUND)
+    assert native_rows.all_within(given_ND, BOUND) is expected
+
+
+def test_every_thread_looks_for_numbers_beyond_a_bound():
+    rows_ND = torch.zeros(7000, 3)  # several tasks for a thread
+    for row in (0, 2047, 2048, 5000, 6999):
+        with threads(3):
+            assert native_rows.all_within(rows_ND, 1.0)
+            rows_ND[row, 2] = 2.0
+            assert not native_rows.all_within(rows_ND, 1.0)
+            rows_ND[row, 2] = 0.0
 
 
 @pytest.mark.parametrize("kind", [-1, len(native_rows.KINDS), 99])

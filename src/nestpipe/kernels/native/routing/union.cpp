@@ -14,7 +14,6 @@ namespace {
 // Kept between calls of one thread: fresh memory would cost more than the work in it.
 struct Kept {
   Unique unique;
-  std::vector<uint32_t> positions;  // of each key
   std::vector<uint32_t> next;       // of each unique key: its gradients, then where the next goes
 };
 
@@ -30,7 +29,6 @@ class Union {
       : in_(asked),
         out_(made),
         unique_(kept.unique),
-        positions_(kept.positions),
         next_(kept.next) {}
 
   void run() {
@@ -44,6 +42,7 @@ class Union {
  private:
   struct Cell {
     int64_t first_key = 0, keys = 0, first_length = 0, first_last = 0, rows = 0;
+    int64_t first_term = 0;  // where its keys' positions stand in serve_rows
     bool sums() const { return rows < keys; }
   };
 
@@ -62,13 +61,22 @@ class Union {
         for (int64_t t = 0; t < in_.tables; ++t) {
           Cell& s = cell(rank_of(peer), m, t);
           const int64_t c = (rank_of(peer) * in_.micros + m) * in_.tables + t;
-          s = {key, in_.key_counts[c], length, last, in_.row_counts[c]};
+          s = {key, in_.key_counts[c], length, last, in_.row_counts[c], 0};
           key += s.keys;
           (s.sums() ? length : last) += s.rows;
         }
       }
     }
-    positions_.resize(size_t(key));
+    int64_t term = 0;
+    for (int64_t m = 0; m < in_.micros; ++m) {
+      for (int64_t peer = 0; peer < in_.ranks; ++peer) {
+        for (int64_t t = 0; t < in_.tables; ++t) {
+          Cell& s = cell(rank_of(peer), m, t);
+          s.first_term = term;
+          term += s.keys;
+        }
+      }
+    }
   }
 
   void number_keys() {
@@ -79,14 +87,15 @@ class Union {
         for (int64_t m = 0; m < in_.micros; ++m) most += cell(r, m, t).keys;
       }
       unique_.begin(most);
-      const auto first = static_cast<uint32_t>(num_unique_);
+      const auto first = static_cast<int32_t>(num_unique_);
       for (int64_t r = 0; r < in_.ranks; ++r) {
         for (int64_t m = 0; m < in_.micros; ++m) {
           const Cell& s = cell(r, m, t);
-          uint32_t* const positions = positions_.data() + s.first_key;
-          unique_.number_all(
-              in_.keys + s.first_key, s.keys,
-              [positions, first](int64_t i, uint32_t number) { positions[i] = first + number; });
+          int32_t* const positions = out_.serve_rows + s.first_term;
+          unique_.number_all(in_.keys + s.first_key, s.keys,
+                             [positions, first](int64_t i, uint32_t number) {
+                               positions[i] = first + static_cast<int32_t>(number);
+                             });
         }
       }
       std::copy(unique_.keys().begin(), unique_.keys().end(), out_.keys + num_unique_);
@@ -95,9 +104,10 @@ class Union {
     }
   }
 
+  const int32_t* positions_of(const Cell& s) const { return out_.serve_rows + s.first_term; }
+
   // One micro-batch; `row` and `term` are how many were written for those before.
   void serve(int64_t m, int64_t& row, int64_t& term) {
-    int32_t* const rows = out_.serve_rows + term;
     int32_t* const ends = out_.serve_ends + row + m;
     first_served_.resize(size_t(in_.ranks * in_.tables));
     int64_t served = 0, num = 0;
@@ -107,11 +117,8 @@ class Union {
       for (int64_t t = 0; t < in_.tables; ++t) {
         const Cell& s = cell(rank_of(peer), m, t);
         first_served_[size_t(rank_of(peer) * in_.tables + t)] = served;
-        for (int64_t i = 0; i < s.keys; ++i) {
-          const uint32_t position = positions_[size_t(s.first_key + i)];
-          rows[num + i] = static_cast<int32_t>(position);
-          ++next_[position];
-        }
+        const int32_t* const positions = positions_of(s);
+        for (int64_t i = 0; i < s.keys; ++i) ++next_[size_t(positions[i])];
         for (int64_t r = 0; r < s.rows; ++r) {
           num += s.sums() ? in_.lengths[s.first_length + r] : 1;
           ends[++served] = static_cast<int32_t>(num);
@@ -136,7 +143,7 @@ class Union {
       for (int64_t t = 0; t < in_.tables; ++t) {
         const Cell& s = cell(rank, m, t);
         auto served = static_cast<int32_t>(first_served_[size_t(rank * in_.tables + t)]);
-        const uint32_t* position = positions_.data() + s.first_key;
+        const int32_t* position = positions_of(s);
         for (int64_t r = 0; r < s.rows; ++r, ++served) {
           const int64_t terms = s.sums() ? in_.lengths[s.first_length + r] : 1;
           for (int64_t i = 0; i < terms; ++i) back[next_[size_t(*position++)]++] = served;
@@ -156,7 +163,7 @@ class Union {
     for (int64_t m = 0; m < in_.micros; ++m) {
       for (int64_t t = 0; t < in_.tables; ++t) {
         const Cell& s = cell(rank, m, t);
-        const uint32_t* position = positions_.data() + s.first_key;
+        const int32_t* position = positions_of(s);
         for (int64_t r = 0; r < s.rows; ++r) {
           const int64_t terms = s.sums() ? in_.lengths[s.first_length + r] : 1;
           each(last_of(s, m, r), position, terms);
@@ -177,9 +184,9 @@ class Union {
     for (int64_t peer = 0; peer < in_.ranks; ++peer) {
       const int64_t rank = rank_of(peer);
       std::copy(arrived.begin(), arrived.end(), first_served_.begin() + rank * in_.micros);
-      every_row(rank, [&](int64_t m, const uint32_t* position, int64_t terms) {
+      every_row(rank, [&](int64_t m, const int32_t* position, int64_t terms) {
         ++arrived[size_t(m)];
-        for (int64_t i = 0; i < terms; ++i) ++ends[size_t(m) * wide + position[i] + 1];
+        for (int64_t i = 0; i < terms; ++i) ++ends[size_t(m) * wide + size_t(position[i]) + 1];
       });
     }
     // Where the gradients of each unique key go next; all micro-batches behind each other.
@@ -195,10 +202,10 @@ class Union {
     }
     for (int64_t rank = 0; rank < in_.ranks; ++rank) {
       int64_t* const number = first_served_.data() + rank * in_.micros;
-      every_row(rank, [&](int64_t m, const uint32_t* position, int64_t terms) {
+      every_row(rank, [&](int64_t m, const int32_t* position, int64_t terms) {
         const auto gradient = static_cast<int32_t>(number[m]++);
         for (int64_t i = 0; i < terms; ++i) {
-          out_.back_served[next_[size_t(m) * wide + position[i]]++] = gradient;
+          out_.back_served[next_[size_t(m) * wide + size_t(position[i])]++] = gradient;
         }
       });
     }
@@ -210,7 +217,6 @@ class Union {
   std::vector<Cell> cells_;
   std::vector<int64_t> first_served_;  // by rank and table, or rank and micro
   Unique& unique_;
-  std::vector<uint32_t>& positions_;
   std::vector<uint32_t>& next_;
 };
 

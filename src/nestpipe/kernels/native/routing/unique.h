@@ -11,55 +11,81 @@ namespace nestpipe {
 
 class Unique {
  public:
-  // Forgets all keys; about so many different ones will follow.
-  void begin(int64_t different) {
+  struct Keys {
+    const int64_t* first;
+    size_t count;
+
+    const int64_t* begin() const { return first; }
+    const int64_t* end() const { return first + count; }
+    size_t size() const { return count; }
+  };
+
+  // Forgets all keys; so many will follow, of which about as large a part is different as was
+  // before.
+  void begin(int64_t count) {
+    if (asked_ > 0) different_ = static_cast<double>(num_) / static_cast<double>(asked_);
+    asked_ = count;
+    const auto expected = static_cast<uint64_t>(static_cast<double>(count) * different_);
     uint64_t size = 16;
-    while (size <= 2 * static_cast<uint64_t>(different)) size *= 2;
-    keys_.clear();
+    while (size <= 2 * expected) size *= 2;
+    if (size <= kSmall) size *= 2;
+    num_ = 0;
     resize(size);
   }
 
-  // The number of a key, a new one where it has none yet.
-  uint32_t number(int64_t key) {
-    uint64_t at = hash_of(key) & mask_;
-    for (; places_[at] != 0; at = (at + 1) & mask_) {
-      if (keys_[places_[at] - 1] == key) return places_[at] - 1;
-    }
-    keys_.push_back(key);
-    const auto number = static_cast<uint32_t>(keys_.size());
-    places_[at] = number;
-    if (2 * keys_.size() > mask_) resize(2 * (mask_ + 1));
-    return number - 1;
-  }
-
-  // Numbers many keys: `use(i, number)` for each.
+  // Numbers many keys: `use(i, number)` for each; one that has no number yet gets a new one.
   template <typename Use>
   void number_all(const int64_t* keys, int64_t count, Use use) {
-    for (int64_t i = 0; i < count; ++i) {
-      fetch(keys, i, count);
-      use(i, number(keys[i]));
+    uint32_t numbers[kAtOnce];
+    for (int64_t first = 0; first < count; first += kAtOnce) {
+      const int64_t here = std::min(kAtOnce, count - first);
+      number_some(keys + first, here, numbers);
+      for (int64_t j = 0; j < here; ++j) use(first + j, numbers[j]);
     }
   }
 
-  const std::vector<int64_t>& keys() const { return keys_; }
+  Keys keys() const { return {keys_.data(), num_}; }
 
  private:
-  static constexpr int64_t kAhead = 16, kHalfWay = 8;
+  static constexpr int64_t kAtOnce = 64;
+  // So many places stay in a core's cache when they are twice as many, and fewer keys collide.
+  static constexpr uint64_t kSmall = 32768;
 
-  // Memory that keys will need after the one at `i`: first their places, then what stands there.
-  void fetch(const int64_t* keys, int64_t i, int64_t count) const {
-    if (i + kAhead < count) __builtin_prefetch(&places_[hash_of(keys[i + kAhead]) & mask_]);
-    if (i + kHalfWay < count) {
-      const uint32_t place = places_[hash_of(keys[i + kHalfWay]) & mask_];
-      if (place != 0) __builtin_prefetch(&keys_[place - 1]);
+  void number_some(const int64_t* some, int64_t count, uint32_t* numbers) {
+    while (2 * (num_ + static_cast<uint64_t>(count)) > mask_) resize(2 * (mask_ + 1));
+    uint32_t* const places = places_.data();
+    int64_t* const keys = keys_.data();
+    const uint64_t mask = mask_;
+    uint64_t hashes[kAtOnce];
+    for (int64_t j = 0; j < count; ++j) hashes[j] = hash_of(some[j]);
+    for (int64_t j = 0; j < count; ++j) __builtin_prefetch(&places[hashes[j] & mask], 1);
+    auto num = static_cast<uint32_t>(num_);
+    for (int64_t j = 0; j < count; ++j) {
+      const int64_t key = some[j];
+      uint64_t at = hashes[j] & mask;
+      // Nobody can guess whether a key is new, so there is no branch on it: it is noted as the next
+      // one, which counts only where its place was empty.
+      uint32_t number;
+      for (;; at = (at + 1) & mask) {
+        const uint32_t place = places[at];
+        const bool fresh = place == 0;
+        number = fresh ? num : place - 1;
+        keys[num] = key;
+        places[at] = number + 1;
+        num += fresh;
+        if (keys[number] == key) break;
+      }
+      numbers[j] = number;
     }
+    num_ = num;
   }
 
   void resize(uint64_t size) {
     if (places_.size() < size) places_.resize(size);
+    if (keys_.size() <= size / 2) keys_.resize(size / 2 + 1);
     std::fill(places_.begin(), places_.begin() + static_cast<int64_t>(size), 0U);
     mask_ = size - 1;
-    for (uint32_t number = 0; number < keys_.size(); ++number) {
+    for (uint32_t number = 0; number < num_; ++number) {
       uint64_t at = hash_of(keys_[number]) & mask_;
       while (places_[at] != 0) at = (at + 1) & mask_;
       places_[at] = number + 1;
@@ -67,8 +93,11 @@ class Unique {
   }
 
   std::vector<uint32_t> places_;  // 1 + number, 0: empty
-  std::vector<int64_t> keys_;
+  std::vector<int64_t> keys_;     // by number; one more may be written
+  uint64_t num_ = 0;
   uint64_t mask_ = 0;
+  int64_t asked_ = 0;
+  double different_ = 1.0;
 };
 
 }  // namespace nestpipe

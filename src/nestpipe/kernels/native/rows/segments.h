@@ -35,28 +35,29 @@ struct Segments {
 };
 
 using Eight = float __attribute__((vector_size(32)));
-constexpr int64_t kAheadTerms = 12;
+using Sixteen = float __attribute__((vector_size(64)));
+constexpr int64_t kAheadTerms = 20;
 
 inline void prefetch_row(const float* row, int64_t dim) {
   for (int64_t i = 0; i < dim; i += 16) __builtin_prefetch(row + i);
 }
 
-// Eights that are summed in registers at once.
-constexpr int64_t kBlock = 8;
-
-template <int64_t kEights>
+// Numbers [at, at + kVectors vectors) of all terms, summed in registers.
+template <typename Vector, int64_t kVectors>
 inline void sum_block(const Rows& rows, const Segments& segments, int64_t begin, int64_t end,
-                      int64_t at, float* out) {
-  Eight sums[kEights] = {};
+                      int64_t& at, float* out) {
+  constexpr int64_t kNumbers = sizeof(Vector) / sizeof(float);
+  Vector sums[kVectors] = {};
   for (int64_t i = begin; i < end; ++i) {
     const float* row = rows.row(segments.term(i)) + at;
-    for (int64_t e = 0; e < kEights; ++e) {
-      Eight term;  // by memcpy: a row begins at any float, and clang takes an Eight for aligned
-      std::memcpy(&term, row + 8 * e, sizeof term);
-      sums[e] += term;
+    for (int64_t v = 0; v < kVectors; ++v) {
+      Vector term;  // by memcpy: a row begins at any float, and clang takes a vector for aligned
+      std::memcpy(&term, row + kNumbers * v, sizeof term);
+      sums[v] += term;
     }
   }
   std::memcpy(out + at, sums, sizeof sums);
+  at += kNumbers * kVectors;
 }
 
 // out = terms [begin, end), one after the other. `last` bounds the terms that may be prefetched.
@@ -66,10 +67,10 @@ inline void sum_piece(const Rows& rows, const Segments& segments, int64_t begin,
     prefetch_row(rows.row(segments.term(i)), dim);
   }
   int64_t at = 0;
-  for (; at + 8 * kBlock <= dim; at += 8 * kBlock) {
-    sum_block<kBlock>(rows, segments, begin, end, at, out);
-  }
-  for (; at + 8 <= dim; at += 8) sum_block<1>(rows, segments, begin, end, at, out);
+  while (at + 64 <= dim) sum_block<Sixteen, 4>(rows, segments, begin, end, at, out);
+  if (at + 32 <= dim) sum_block<Sixteen, 2>(rows, segments, begin, end, at, out);
+  if (at + 16 <= dim) sum_block<Sixteen, 1>(rows, segments, begin, end, at, out);
+  if (at + 8 <= dim) sum_block<Eight, 1>(rows, segments, begin, end, at, out);
   for (; at < dim; ++at) {
     float total = 0.0F;
     for (int64_t i = begin; i < end; ++i) total += rows.row(segments.term(i))[at];
@@ -117,3 +118,6 @@ inline void sum_segment(const Rows& rows, const Segments& segments, int64_t sum,
 NESTPIPE_API int nestpipe_segment_sum(const nestpipe::Rows* rows,
                                       const nestpipe::Segments* segments, int64_t sums, int64_t dim,
                                       const nestpipe::Rows* out, int64_t add, int64_t threads);
+// Whether every number of the rows lies at most `bound` from zero, which is finite; NaN does not.
+NESTPIPE_API int nestpipe_within(const nestpipe::Rows* rows, int64_t count, int64_t dim,
+                                 float bound, int64_t threads, int64_t* within);

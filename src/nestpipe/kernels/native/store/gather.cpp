@@ -14,6 +14,7 @@ namespace {
 constexpr int64_t kTask = 4096;  // keys that one thread takes at a time
 constexpr int64_t kEpoch = 256;   // keys of one epoch: bounds a writer's wait
 constexpr int64_t kAhead = 12;   // keys between one step and the next
+constexpr int64_t kAheadAlone = 32;  // the same where only their addresses are asked for
 
 struct Job {
   Store& store;
@@ -68,22 +69,23 @@ class Range {
     const Shard* shards[kEpoch];
     const Bucket* buckets[kEpoch];
     std::byte* rows[kEpoch];
+    const int64_t ahead = job_.out == nullptr ? kAheadAlone : kAhead;
     later_.clear();
     reader_.enter();
-    for (int64_t i = 0; i < count + 2 * kAhead; ++i) {
+    for (int64_t i = 0; i < count + 2 * ahead; ++i) {
       if (i < count) {
         const uint64_t hash = hash_of(keys[i]);
         shards[i] = &table(begin + i).shards[shard_of(hash)];
         buckets[i] = bucket_of(*shards[i], hash);
         __builtin_prefetch(buckets[i]);
       }
-      if (const int64_t j = i - kAhead; j >= 0 && j < count) {
+      if (const int64_t j = i - ahead; j >= 0 && j < count) {
         rows[j] = buckets[j] == nullptr ? nullptr : shards[j]->find(keys[j], buckets[j]);
         if (rows[j] != nullptr && job_.out != nullptr) {
           prefetch_lines<0>(rows[j], store_.form.bytes());
         }
       }
-      if (const int64_t j = i - 2 * kAhead; j >= 0) {
+      if (const int64_t j = i - 2 * ahead; j >= 0) {
         if (buckets[j] == nullptr) {
           later_.push_back(begin + j);
         } else {
