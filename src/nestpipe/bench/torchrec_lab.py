@@ -206,7 +206,7 @@ def _sharder(case: PipelineCase) -> object:
     )
 
 
-def _bfloat16_codecs() -> object:
+def _bfloat16_codecs() -> Any:
     from torchrec.distributed import fbgemm_qcomm_codec as qcomm
 
     half = qcomm.CommType.BF16

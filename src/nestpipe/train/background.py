@@ -93,6 +93,10 @@ class TouchedKeys:
         self._lock = threading.RLock()
         """Rows are located by one thread while another one writes some."""
 
+    @property
+    def num_tables(self) -> int:
+        return len(self._sorted)
+
     def add(self, keys_K: Tensor, counts: Sequence[int]) -> None:
         if not len(keys_K):
             return
@@ -199,7 +203,7 @@ class TrackedStore:
         assert self._locator is not None
         if self._touched is not None:
             tables, order = torch.sort(tables_n, stable=True)
-            counts = torch.bincount(tables, minlength=len(self._touched)).tolist()
+            counts = torch.bincount(tables, minlength=self._touched.num_tables).tolist()
             self.note(keys_n[order], counts)
         self._locator.locate_each(keys_n, tables_n, addresses_n)
 
