@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from nestpipe.config import Table
 from nestpipe.embedding.optimizers import RowOptimizer
-from nestpipe.embedding.store.protocol import StoreLayout, weight_bytes
+from nestpipe.embedding.store.protocol import ROW_TYPES, StoreLayout
 from nestpipe.errors import ConfigError
 
 ROW_INDEX_BYTES = 128
@@ -80,7 +80,7 @@ class TableGroup:
 
     def max_rows(self, optimizer: RowOptimizer) -> tuple[int, ...]:
         """For each table, its rows over all ranks at most; 0: no limit."""
-        weights = weight_bytes(self.dim, self.dtype)
+        weights = self.dim * ROW_TYPES[self.dtype].itemsize
         row_bytes = weights + 4 * optimizer.state_dim(self.dim) + ROW_INDEX_BYTES
         for table in self.tables:
             if 0 < table.max_bytes < row_bytes:

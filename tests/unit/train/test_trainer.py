@@ -335,10 +335,12 @@ def test_a_restart_with_other_ranks_ends_in_the_same_place(optimizer, tmp_path):
     assert_close(straight, resumed)
 
 
-def test_a_restart_with_the_same_ranks_changes_no_bit(tmp_path):
-    straight, _ = reference(2)
-    train(2, steps=25, save=tmp_path)
-    resumed, _ = train(2, load=only_checkpoint(tmp_path))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_restart_with_the_same_ranks_changes_no_bit(tmp_path, dtype):
+    tables = tuple(replace(table, dtype=dtype) for table in TABLES)
+    straight, _ = reference(2, tables=tables)
+    train(2, steps=25, save=tmp_path, tables=tables)
+    resumed, _ = train(2, load=only_checkpoint(tmp_path), tables=tables)
     assert_identical(straight, resumed)
 
 
