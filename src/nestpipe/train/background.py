@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import logging
-import mmap
 import os
 import threading
 import time
@@ -153,9 +152,7 @@ class CopyRoom:
         self._used = 0
         if not numbers <= len(self._memory) <= 4 * numbers:
             self._memory = torch.empty(0)  # the old one first
-            with suppress(OSError):  # of no memory: then each part asks for its own
-                if numbers:
-                    self._memory = _in_large_pages(numbers + numbers // 4)
+            self._memory = torch.empty(numbers + numbers // 4)
 
     def take(self, rows: int, width: int) -> Tensor:
         """Some of it, from the beginning of a cache line; once there is no more, other memory."""
@@ -164,15 +161,6 @@ class CopyRoom:
             return torch.empty(rows, width)
         begin, self._used = self._used, -(-end // 16) * 16
         return self._memory[begin:end].view(rows, width)
-
-
-def _in_large_pages(numbers: int) -> Tensor:
-    """Memory in pages of 2 MiB, where the system has such: of others there are very many."""
-    pages = mmap.mmap(-1, 4 * numbers, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):
-            pages.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(pages, dtype=torch.float32)
 
 
 class TrackedStore:

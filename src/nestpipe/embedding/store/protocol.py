@@ -80,7 +80,7 @@ class SsdOptions:
     """Memory for rows, 24 bytes beside each included; the index of all keys comes on top."""
     depth: int = 32
     """Reads and writes at the same time."""
-    segment_bytes: int = 1 << 16
+    segment_bytes: int = 1 << 18
     """What is written at once."""
 
 

@@ -16,7 +16,7 @@ namespace {
 
 constexpr size_t kLongestRead = size_t{128} << 10;  // neighbours that are read at once
 constexpr size_t kGrowth = size_t{64} << 20;        // what a file grows by, where it may
-constexpr size_t kMostScanned = 256;                // segments that are emptied at a time
+constexpr size_t kMostScanned = 64;                 // segments emptied at a time: 16 MiB
 
 size_t round_up(size_t value, size_t unit) { return (value + unit - 1) / unit * unit; }
 
