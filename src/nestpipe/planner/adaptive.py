@@ -169,13 +169,14 @@ class SettingSearch:
         return None
 
     def _next_to(self, best: Choice, reading: Reading) -> list[Choice]:
-        """One step down the ladder, and up where compute waits: predictions may be wrong there.
+        """Two steps down the ladder, and up where compute waits: predictions may be wrong there.
 
-        What a message costs by its size is known only where several sizes were tried.
+        What a message costs by its size is known only where several sizes were tried, and the step
+        between may have been read in a bad moment.
         """
         count = best.micro_batches
-        fewer = [n for n in LADDER if n < count][-1:]
-        more = [n for n in LADDER if n > count][:1]
+        fewer = [n for n in reversed(LADDER) if n < count][:2]
+        more = [n for n in LADDER if n > count][:2]
         counts = [*fewer, *(more if _compute_share(reading.trace) < 1 - WORTH else ())]
         return [replace(best, micro_batches=n, first=1.0, last=1.0) for n in counts]
 

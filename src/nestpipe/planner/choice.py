@@ -160,14 +160,13 @@ class ProfilePredictor:
 
     def __init__(self, profile: JobProfile) -> None:
         self.profile = profile
-        self._costs: dict[tuple[int | None, bool], JobCosts] = {}
+        self._costs: dict[int | None, JobCosts] = {}
 
-    def costs(self, seed: int | None = None, *, overlaps: bool = False) -> JobCosts:
+    def costs(self, seed: int | None = None) -> JobCosts:
         """Costs as measured, or as batches that are drawn anew from them would have them."""
-        key = seed, overlaps
-        if key not in self._costs:
-            self._costs[key] = JobCosts(self.profile, seed, overlaps=overlaps)
-        return self._costs[key]
+        if seed not in self._costs:
+            self._costs[seed] = JobCosts(self.profile, seed)
+        return self._costs[seed]
 
     def figures(
         self, candidate: Candidate, *, batches: int = SEARCH_BATCHES, seed: int | None = None
@@ -175,9 +174,8 @@ class ProfilePredictor:
         """Replay the plan on the ranks of the profile."""
         of = self.profile
         made = candidate.make_plan(of.device, of.ranks, gradient_norm=of.gradient_norm)
-        costs = self.costs(seed, overlaps=made.shape.overlaps)
-        cost_of = costs.of(candidate.form, candidate.split, made.shape)
-        sharing = of.sharing(candidate.form)
+        cost_of = self.costs(seed).of(candidate.form, candidate.split, made.shape)
+        sharing = of.sharing(candidate.threads)
         trace = replay_shared(made, cost_of, sharing, batches=batches, buckets=of.buckets)
         return figures(trace, samples=of.samples)
 

@@ -19,7 +19,7 @@ from nestpipe.errors import ConfigError
 from nestpipe.planner.choice import Candidate
 from nestpipe.schedule import Kind, Op
 from nestpipe.sim import Figures, figures
-from nestpipe.sim.job_costs import JobCosts, JobProfile, RunForm, Split
+from nestpipe.sim.job_costs import JobCosts, JobProfile, Split
 from nestpipe.sim.replay import CostOf, Sharing, replay_shared
 
 K = Kind
@@ -152,8 +152,7 @@ class FleetPredictor:
             )
         self.profile, self._on = profile, measured_on
         self._batch, self._per_worker = global_batch, per_worker
-        self._serial = JobCosts(profile)
-        self._overlapping = JobCosts(profile, overlaps=True)
+        self._costs = JobCosts(profile)
 
     def samples(self, workers: int) -> float:
         """Of one worker's batch."""
@@ -166,37 +165,26 @@ class FleetPredictor:
         # Up to the batch of the profile, sizes are on its curves; larger ones go on in a line.
         size = min(1.0, self.samples(site.workers) / self.profile.samples)
         split = Split(tuple(size * share for share in one.split.shares))
-        form = replace(one.form, groups=1)
-        costs = self._overlapping if made.shape.overlaps else self._serial
-        base = costs.of(form, split, made.shape)
-        cost_of = self._carried_over(base, site, assumed, self.profile.draw_in(form))
-        sharing = self._sharing(site, replayed, form)
-        trace = replay_shared(made, cost_of, sharing, batches=BATCHES, buckets=self.profile.buckets)
+        base = self._costs.of(replace(one.form, groups=1), split, made.shape)
+        cost_of = self._carried_over(base, site, assumed)
+        trace = replay_shared(
+            made, cost_of, self._sharing(site, replayed), batches=BATCHES, buckets=4
+        )
         run = figures(trace, samples=self.samples(site.workers))
         speed = 1000 * self.samples(site.workers) * site.workers / run.step_ms
         return replace(run, workers=site.workers, groups=site.groups, samples_per_s=speed)
 
-    def _sharing(self, site: Site, replayed: int, form: RunForm) -> Sharing:
+    def _sharing(self, site: Site, replayed: int) -> Sharing:
         """Each worker has as many cores as a rank of the profile had for itself."""
-        known = self.profile.sharing(form)
-        busy = known.collective_draw / site.machine.host
-        waiting = (1 - known.collective_draw) * self._slower(self._far(site, Assumptions()))
-        # A faster link leaves a message its processor time, which is more of it then.
-        draw = busy / (busy + waiting) if busy else 0.0
-        known = replace(known, collective_draw=draw)
+        known = self.profile.sharing()
         if site.pools:
             return replace(known, pools=site.pools)
         on_each = self.profile.ranks / len(set(self.profile.pools))
         return replace(known, pools=tuple(range(replayed)), capacity=known.capacity / on_each)
 
-    def _slower(self, byte_ms: float) -> float:
-        """Times as long as on the link of the profile that a byte takes."""
-        return byte_ms * self._on.gb_per_s * 1e6
-
-    def _carried_over(self, base: CostOf, site: Site, assumed: Assumptions, busy: float) -> CostOf:
-        """`busy`: the part of a message's time in the profile that is processor time."""
+    def _carried_over(self, base: CostOf, site: Site, assumed: Assumptions) -> CostOf:
         profile, workers = self.profile, site.workers
-        growth = self._serial.growth
+        growth = self._costs.growth
         by_samples = self.samples(workers) / profile.samples
         whole = self.samples(workers) * workers / (profile.samples * profile.ranks)
         shards, measured_shards = workers // site.groups, profile.ranks
@@ -208,7 +196,7 @@ class FleetPredictor:
         beyond = max(1.0, by_samples)
         grown = {K.KEYS: by_samples**growth, K.REDUCE: 1.0}
         wire = {
-            kind: self._wire(kind, site, far, grown.get(kind, beyond**growth), assumed, busy)
+            kind: self._wire(kind, site, far, grown.get(kind, beyond**growth), assumed)
             for kind in SENT_KINDS
         }
         ranks = profile.ranks
@@ -240,13 +228,7 @@ class FleetPredictor:
         return (outside * far + (1 - outside) / site.link.node_gb_per_s) / 1e6
 
     def _wire(
-        self,
-        kind: Kind,
-        site: Site,
-        byte_ms: float,
-        grown: float,
-        assumed: Assumptions,
-        busy: float,
+        self, kind: Kind, site: Site, byte_ms: float, grown: float, assumed: Assumptions
     ) -> Callable[[float], float]:
         """From what a message took in the profile to what it takes on the site."""
         ranks = self.profile.ranks
@@ -254,12 +236,13 @@ class FleetPredictor:
         if shards == 1:
             return lambda ms: 0.0
         sent = self.profile.plain.sent_by(kind)
-        whole = float(np.mean(self._serial.typical(kind)))
+        whole = float(np.mean(self._costs.typical(kind)))
         to_others = ((shards - 1) / shards) / ((ranks - 1) / ranks)
         ratio = to_others * grown
         message = site.link.message_us * (shards - 1) / 1000
         # What the processor did not spend on a message, the link took.
-        slower = self._slower(byte_ms)
+        busy = self.profile.plain.collective_draw
+        slower = byte_ms * self._on.gb_per_s * 1e6
 
         def carried(ms: float) -> float:
             copies = busy * ms * ratio / site.machine.host
@@ -287,13 +270,13 @@ class FleetPredictor:
         """How much longer than the usual worker the slowest of so many takes for its compute."""
         if workers <= REPLAYED:
             return 1.0
-        spread = self._serial.spread_of(K.DENSE)
+        spread = self._costs.spread_of(K.DENSE)
         return 1 + spread * (2 * log(workers)) ** 0.5
 
     def candidates(self, workers: int) -> list[Candidate]:
         """Plans that are worth a look on any site."""
         counts = [n for n in (2, 4, 8) if 4 * n <= self.samples(workers)] if workers > 1 else []
-        window = "window" if "window" in self._serial.known("exchange") else "micro"
+        window = "window" if "window" in self._costs.known("exchange") else "micro"
         return [
             Candidate(retrieval="new"),
             Candidate(plan="dual_buffer", retrieval="new"),

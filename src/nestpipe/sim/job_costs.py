@@ -29,8 +29,6 @@ EXCHANGED = (Kind.ROWS, Kind.GRADS)
 """Kinds whose cost follows the bytes that they send; that of `dense` follows its samples."""
 SURE = 2.0
 """A factor counts where it is so many standard errors away from 1."""
-IN_TURNS = 0.75
-"""The quantile of a message's time that counts where a pipeline keeps the link busy."""
 LEAST_PART = 0.2
 """Of what an op costs in the unsplit run: no fit goes below it."""
 
@@ -105,30 +103,17 @@ class JobProfile:
     @property
     def split(self) -> ProfiledRun | None:
         """The run that has micro-batches and nothing else of its own; None: one sample a batch."""
-        return self._differs_in({"micro_batches"})
-
-    def _differs_in(self, settings: set[str]) -> ProfiledRun | None:
-        """The run that differs from the unsplit one in these settings and no other."""
+        wanted = {"micro_batches"}
         of = self.plain.form
-        return next((r for r in self.runs if set(r.form.changed_from(of)) == settings), None)
+        return next((r for r in self.runs if set(r.form.changed_from(of)) == wanted), None)
 
-    def draw_in(self, form: RunForm) -> float:
-        """The part of a core that collectives take in that form: small messages take more of it."""
-        wanted = {"micro_batches", *({"exchange"} if form.exchange == Exchange.WINDOW else ())}
-        split = self._differs_in(wanted) or self.split
-        if split is None:
-            return self.plain.collective_draw
-        counts = (self.plain.form.micro_batches, split.form.micro_batches)
-        draws = (self.plain.collective_draw, split.collective_draw)
-        return float(np.interp(form.micro_batches, counts, draws))
-
-    def sharing(self, form: RunForm) -> Sharing:
-        """What its ranks compute with in that form, and have to share."""
+    def sharing(self, threads: int = 0) -> Sharing:
+        """What its ranks compute with, and have to share."""
         if self.device == "cuda":
             return Sharing(self.pools, frozenset({Lane.COMPUTE}))
-        capacity = self.cores / max(1, min(self.cores, form.threads or self.threads))
+        capacity = self.cores / max(1, min(self.cores, threads or self.threads))
+        draw = self.plain.collective_draw
         lanes = frozenset(Lane) - {Lane.NET}
-        draw = self.draw_in(form)
         return Sharing(self.pools, lanes, capacity=capacity, collective_draw=draw)
 
     def as_json(self) -> dict[str, Any]:
@@ -194,15 +179,8 @@ def _steady(trace: Trace, form: RunForm, sharing: Sharing) -> list[_OfBatch]:
 class _Measured:
     """Costs of one run's ops by kind, batch and rank."""
 
-    def __init__(
-        self,
-        run: ProfiledRun,
-        sharing: Sharing,
-        rng: np.random.Generator | None,
-        *,
-        in_turns: bool,
-    ) -> None:
-        self.form, self.run, self._in_turns = run.form, run, in_turns
+    def __init__(self, run: ProfiledRun, sharing: Sharing, rng: np.random.Generator | None) -> None:
+        self.form, self.run = run.form, run
         batches = [one for trace in run.traces for one in _steady(trace, run.form, sharing)]
         if len(batches) < 2:
             raise ParseError("the runs of a profile are too short to tell costs; give more steps")
@@ -214,10 +192,6 @@ class _Measured:
         for t, place in enumerate(drawn):
             for (kind, micro, rank), ms in batches[place].items():
                 self._costs[kind][t, micro or 0, rank] = ms
-        for kind in COLLECTIVES & self.kinds:
-            # Whose turn is last changes from one to the next; what follows needs them all.
-            last = self._costs[kind].max(axis=2, keepdims=True)
-            self._costs[kind] = np.broadcast_to(last, shape)
 
     @property
     def kinds(self) -> set[Kind]:
@@ -228,10 +202,7 @@ class _Measured:
         return self._costs[kind].sum(axis=1)
 
     def typical(self, kind: Kind) -> Times:
-        """The median over batches, of every rank; of messages in turns that of the late ones."""
-        if self._in_turns and kind in EXCHANGED:
-            late_MR = np.quantile(self._costs[kind], IN_TURNS, axis=0)
-            return late_MR.sum(axis=0)
+        """The median over batches, of every rank."""
         return np.median(self.totals(kind), axis=0)
 
 
@@ -266,20 +237,14 @@ class JobCosts:
     """Milliseconds of every op of a job, for any setting between those of its profile.
 
     With a seed, batches are drawn anew from those that were measured: what that changes is how
-    sure a prediction is. In a serial run the two directions of a message take turns now and then;
-    where a pipeline overlaps they always do.
+    sure a prediction is.
     """
 
-    def __init__(
-        self, profile: JobProfile, seed: int | None = None, *, overlaps: bool = False
-    ) -> None:
-        self.profile, self._overlaps = profile, overlaps
+    def __init__(self, profile: JobProfile, seed: int | None = None) -> None:
+        self.profile = profile
         rng = None if seed is None else np.random.default_rng(seed)
         self._rng = np.random.default_rng(seed or 0)
-        measured = [
-            _Measured(run, profile.sharing(run.form), rng, in_turns=overlaps)
-            for run in profile.runs
-        ]
+        measured = [_Measured(r, profile.sharing(r.form.threads), rng) for r in profile.runs]
         self._plain = measured[0]
         split = profile.split
         self._split = measured[profile.runs.index(split)] if split is not None else measured[0]
@@ -345,7 +310,7 @@ class JobCosts:
                 found[kind] = 1.0, np.median(mine, axis=0)
                 continue
             ratio = mine.mean(axis=1) / np.mean(base)
-            factor = float(np.mean(one.typical(kind)) / np.mean(base))
+            factor = float(np.median(ratio))
             error = float(ratio.std()) / len(ratio) ** 0.5 + self._error(kind)
             found[kind] = (factor if abs(factor - 1) > SURE * error else 1.0), None
         return found
@@ -388,8 +353,6 @@ class JobCosts:
     def _spread(self, kind: Kind) -> Times:
         """How the unsplit run's batches differed from the typical one, on every rank."""
         totals_TR = self._plain.totals(kind)
-        if self._overlaps and kind in EXCHANGED:
-            return np.ones_like(totals_TR)
         typical_R = np.median(totals_TR, axis=0)
         safe_R = np.where(typical_R > 0, typical_R, 1.0)
         return np.where(typical_R > 0, np.clip(totals_TR / safe_R, 0.25, 4.0), 1.0)

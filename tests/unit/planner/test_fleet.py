@@ -67,17 +67,6 @@ def test_messages_may_use_more_of_a_link_than_they_did_in_the_profile():
     assert used.step_ms - full.step_ms == pytest.approx(20, rel=0.1)
 
 
-def test_on_a_faster_link_messages_take_more_of_a_core():
-    profile = world_profile(net=40.0, dense=30.0)
-    busy = replace(profile, runs=tuple(replace(r, collective_draw=0.1) for r in profile.runs))
-    known = FleetPredictor(busy, ON, global_batch=512, per_worker=False)
-    slow, fast = (known.figures(site(gb_per_s=g), NESTED, PLAIN) for g in (GB_PER_S, 1.0))
-    # A tenth of a message's time was the processor's; a link 20 times as fast leaves it that, and
-    # what runs beside it gets so much less of the core.
-    assert fast.step_ms < slow.step_ms
-    assert fast.busy_ms["compute"] > 1.1 * slow.busy_ms["compute"]
-
-
 def test_faster_compute_shortens_compute_alone():
     serial = Candidate(retrieval="new")
     slow, fast = (predictor().figures(site(compute=c), serial, PLAIN) for c in (1.0, 2.0))

@@ -9,8 +9,7 @@ from nestpipe.errors import ParseError
 from nestpipe.planner.choice import Candidate, ProfilePredictor
 from nestpipe.schedule import Kind, Op
 from nestpipe.sim import figures
-from nestpipe.sim.job_costs import JobCosts, JobProfile, RunForm, Split, profile_from_json
-from nestpipe.trace import Span, Trace
+from nestpipe.sim.job_costs import JobCosts, JobProfile, Split, profile_from_json
 from support.job_world import true_trace, world_profile
 
 CANDIDATES = [
@@ -39,68 +38,6 @@ def test_a_large_message_may_cost_more_than_its_part():
     eighth = 0.5 + 19.5 / 8
     assert cost_of(Op(Kind.ROWS, 0, 0), 0) == pytest.approx(eighth + (60 - eighth) * 3 / 7)
     assert cost_of(Op(Kind.GRADS, 0, 1), 1) == pytest.approx(eighth + (60 - eighth) * 3 / 7)
-
-
-def test_a_collective_costs_every_rank_what_its_last_member_took():
-    """Where the directions of a message take turns, now one rank ends first and now the other."""
-    profile = world_profile()
-    late = tuple(replace(run, traces=tuple(map(_in_turns, run.traces))) for run in profile.runs)
-    cost_of = JobCosts(replace(profile, runs=late)).of(
-        RunForm(), Split.of(1), Candidate(retrieval="new").make_plan("cpu", 2).shape
-    )
-    costs = [cost_of(Op(Kind.ROWS, batch, 0), rank) for batch in range(4) for rank in range(2)]
-    assert costs == pytest.approx([20.0] * 8)
-
-
-def test_where_a_pipeline_overlaps_the_late_messages_count():
-    """In a third of the batches both directions go at once, in half the time."""
-    profile = world_profile()
-    lucky = tuple(
-        replace(run, traces=tuple(map(_sometimes_at_once, run.traces))) for run in profile.runs
-    )
-    one, nested = Candidate(retrieval="new"), Candidate(plan="nested", retrieval="new")
-    rows = [
-        ProfilePredictor(replace(profile, runs=lucky))
-        .costs(overlaps=plan.make_plan("cpu", 2).shape.overlaps)
-        .of(plan.form, plan.split, plan.make_plan("cpu", 2).shape)
-        for plan in (one, nested)
-    ]
-    serial, overlapping = ({round(cost(Op(Kind.ROWS, b, 0), 0)) for b in range(6)} for cost in rows)
-    assert serial == {10, 20}
-    assert overlapping == {20}
-
-
-def _sometimes_at_once(trace: Trace) -> Trace:
-    def changed(span: Span) -> Span:
-        early = span.kind == Kind.ROWS and span.batch % 3 == 0
-        return replace(span, end=(span.start + span.end) / 2) if early else span
-
-    return replace(trace, spans=tuple(map(changed, trace.spans)))
-
-
-def _in_turns(trace: Trace) -> Trace:
-    """Rows come to rank 0 in half the time in even batches, and to rank 1 in odd ones."""
-
-    def changed(span: Span) -> Span:
-        early = span.kind == Kind.ROWS and span.batch % 2 == span.rank
-        return replace(span, end=(span.start + span.end) / 2) if early else span
-
-    return replace(trace, spans=tuple(map(changed, trace.spans)))
-
-
-def test_what_collectives_take_of_a_core_follows_the_number_of_messages():
-    profile = world_profile()
-    plain, split, whole = profile.runs
-    window = replace(split, form=replace(split.form, exchange="window"), collective_draw=0.5)
-    drawn = (replace(plain, collective_draw=0.1), replace(split, collective_draw=0.3), whole)
-    known = replace(profile, runs=drawn)
-    forms = [RunForm(micro_batches=n) for n in (1, 8, 12)]
-    assert [known.draw_in(form) for form in forms] == pytest.approx([0.1, 0.3, 0.3])
-    assert 0.1 < known.draw_in(RunForm(micro_batches=4)) < 0.3
-    with_window = replace(known, runs=(*drawn, window))
-    eight = RunForm(micro_batches=8, exchange="window")
-    assert known.draw_in(eight) == pytest.approx(0.3)
-    assert with_window.draw_in(eight) == with_window.sharing(eight).collective_draw == 0.5
 
 
 def test_in_a_window_rows_come_with_their_first_use_and_gradients_leave_after_their_last():
