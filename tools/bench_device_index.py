@@ -42,8 +42,8 @@ from nestpipe.kernels.index.segments import (
     sort_segments,
     update_segments,
 )
+from nestpipe.kernels.rows.cuda import aligned_rows
 from nestpipe.kernels.rows.native import OptimizerStruct, optimizer_struct
-from nestpipe.kernels.rows.row_copy_tma import aligned_rows
 
 # Shapes: N keys of a batch, S slots, O outputs, D weights of a row, W weights and state
 

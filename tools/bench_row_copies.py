@@ -18,8 +18,8 @@ import torch
 
 from nestpipe.embedding.store import StoreLayout
 from nestpipe.embedding.store.host import NativeStore
-from nestpipe.kernels.rows import row_copy_tma
-from nestpipe.kernels.rows.row_copy_tma import aligned_rows, copy_rows_in_bulk
+from nestpipe.kernels.rows import cuda as row_copies
+from nestpipe.kernels.rows.cuda import aligned_rows, copy_rows_in_bulk
 
 BLOCKS = (2, 4, 8, 16, 32, 64)
 ROUNDS, WARM = 20, 3
@@ -125,7 +125,7 @@ def measure(memory: str, given: argparse.Namespace) -> list[dict[str, float | st
     found: list[dict[str, float | str]] = []
     sys.stdout.write(f"{memory}: {huge_gb():.2f} GB of this process are in huge pages\n")
     for blocks in BLOCKS:
-        row_copy_tma.BLOCKS_ALONE = blocks
+        row_copies.BLOCKS_ALONE = blocks
         speeds = {
             "read_gb_s": gigabytes_per_s(read),
             "write_gb_s": gigabytes_per_s(write),

@@ -32,7 +32,7 @@ from nestpipe.bench.embedding import (
 )
 from nestpipe.bench.pipeline_rank import Repeated
 from nestpipe.embedding import slot_transfer
-from nestpipe.kernels.rows import row_copy_tma
+from nestpipe.kernels.rows import cuda as row_copies
 from nestpipe.runtime import Lanes, cuda
 from nestpipe.runtime.lanes import Act
 from nestpipe.schedule import Lane, Plan
@@ -60,8 +60,8 @@ VARIANTS: Mapping[str, tuple[Switch, ...]] = {
     "lanes of rows wait on the host": (STREAMS,),
     "keys sorted by table": (EACH,),
     "backward by autograd's thread": (BACKWARD,),
-    "8 blocks": ((row_copy_tma, "BLOCKS_ALONE", 8),),
-    "32 blocks": ((row_copy_tma, "BLOCKS_ALONE", 32),),
+    "8 blocks": ((row_copies, "BLOCKS_ALONE", 8),),
+    "32 blocks": ((row_copies, "BLOCKS_ALONE", 32),),
 }
 IN_HBM = ("all on", "all off", "union waits for rows", "backward by autograd's thread")
 """Those that matter where no row moves."""

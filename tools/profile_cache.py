@@ -106,9 +106,9 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("torch finds no GPU; run this on a machine that has one")
     if given.blocks:
-        from nestpipe.kernels.rows import row_copy_tma
+        from nestpipe.kernels.rows import cuda as row_copies
 
-        row_copy_tma.BLOCKS_ALONE = given.blocks
+        row_copies.BLOCKS_ALONE = given.blocks
     case = EmbeddingCase(
         where="cache",
         optimizer=given.optimizer,

@@ -35,8 +35,8 @@ from nestpipe.kernels.index.steady import (
     plain_pool_outputs,
     pool_outputs,
 )
+from nestpipe.kernels.rows.cuda import aligned_rows
 from nestpipe.kernels.rows.native import OptimizerStruct
-from nestpipe.kernels.rows.row_copy_tma import aligned_rows
 
 CUDA = torch.device("cuda")
 BIG = 2**63 - 1

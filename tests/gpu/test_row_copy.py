@@ -10,7 +10,7 @@ from nestpipe.kernels.rows.native import copy_rows
 pytest.importorskip("triton", reason="triton comes with torch's builds for GPUs alone")
 
 from nestpipe.kernels.rows import row_copy_triton
-from nestpipe.kernels.rows.row_copy_tma import aligned_rows, can_copy_in_bulk
+from nestpipe.kernels.rows.cuda import aligned_rows, can_copy_in_bulk
 from nestpipe.kernels.rows.row_copy_triton import copy_rows_by_gpu
 
 

@@ -5,9 +5,8 @@ import torch
 
 from nestpipe.embedding.optimizers import OPTIMIZERS, row_optimizer
 from nestpipe.errors import ConfigError
-from nestpipe.kernels.rows.cuda import can_update, update_rows
+from nestpipe.kernels.rows.cuda import aligned_rows, can_update, update_rows
 from nestpipe.kernels.rows.native import KINDS, OptimizerStruct
-from nestpipe.kernels.rows.row_copy_tma import aligned_rows
 
 CUDA = torch.device("cuda")
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 SOURCE = Path(__file__).parents[2] / "src" / "nestpipe" / "kernels" / "attention"
-MODULES = ("fused_pairs", "fused_biases", "hopper_kernel")
+MODULES = ("fused_pairs", "hopper_kernel")
 
 
 class Wrong(AssertionError):  # noqa: N818  what it says of a kernel

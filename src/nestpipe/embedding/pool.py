@@ -36,7 +36,7 @@ from nestpipe.kernels.index.device_index import (
 )
 from nestpipe.kernels.index.library import ask
 from nestpipe.kernels.index.steady import TermBuffers
-from nestpipe.kernels.rows.row_copy_tma import aligned_rows
+from nestpipe.kernels.rows.cuda import aligned_rows
 from nestpipe.kernels.rows.segments import Segments, lists_on
 
 # Shapes: N keys asked for, S slots, V slots of a list, n those of them that count, C tables,

@@ -266,7 +266,8 @@ class DirectTransfer:
             return None
         device = slots_n.device
         addresses_n = addresses_n.to(device, non_blocking=True)
-        # Rows that share a page of host memory come one after the other: see `row_copy_tma`.
+        # Rows of one page of host memory come one after the other: `in_order_of_addresses` says
+        # why.
         addresses_n, order_n = torch.sort(addresses_n)
         ready = torch.cuda.Event() if device.type == "cuda" else None
         made = LocatedRows(slots_n.index_select(0, order_n), addresses_n, ready)

@@ -27,8 +27,8 @@ from nestpipe.embedding.routing.owners import RowSelection, WorkingSet
 from nestpipe.embedding.store.protocol import DeviceRows, RowLocator, RowPinner, RowStore
 from nestpipe.kernels.host_memory import empty
 from nestpipe.kernels.library import native_wanted
+from nestpipe.kernels.rows.cuda import aligned_rows
 from nestpipe.kernels.rows.native import RowPointers, copy_rows
-from nestpipe.kernels.rows.row_copy_tma import aligned_rows
 from nestpipe.kernels.rows.segments import empty_rows, use_native
 from nestpipe.schedule.schedule import Shape
 

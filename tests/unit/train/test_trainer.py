@@ -425,7 +425,7 @@ def test_a_checkpoint_of_other_tables_or_another_optimizer_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="use that row optimizer"):
         train(1, load=checkpoint, optimizer="adam")
     trainer = Trainer(Model(), TABLES[:2], settings())
-    with pytest.raises(CheckpointError, match="has a table .users., and the model has none"):
+    with pytest.raises(CheckpointError, match=r"has a table .users., and the model has none"):
         trainer.load(checkpoint)
     with pytest.raises(CheckpointError, match=r"no manifest\.json"):
         trainer.load(tmp_path)

@@ -20,19 +20,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nestpipe.kernels.attention.fused_biases import (
+from nestpipe.kernels.attention.fused_pairs import (
     add_biases,
+    half_silu_and_slope,
     is_easy,
     is_near,
-    kind_of,
-    time_bucket,
-    time_passed,
-)
-from nestpipe.kernels.attention.fused_pairs import (
-    half_silu_and_slope,
     keys_of_queries,
+    kind_of,
     masked_keys,
     sample_rows,
+    time_bucket,
+    time_passed,
     visible,
 )
 

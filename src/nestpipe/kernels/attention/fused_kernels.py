@@ -17,11 +17,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nestpipe.kernels.attention.fused_biases import add_biases, add_by_time, is_near, kind_of
 from nestpipe.kernels.attention.fused_pairs import (
+    add_biases,
+    add_by_time,
     half_silu,
     half_silu_and_slope,
+    is_near,
     keys_of_queries,
+    kind_of,
     locate,
     masked_keys,
     queries_of_keys,

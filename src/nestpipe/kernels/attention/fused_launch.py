@@ -23,12 +23,12 @@ from nestpipe.kernels.attention.fused_bias_gradient import (
     find_hard_tiles,
     sum_bias_gradients,
 )
-from nestpipe.kernels.attention.fused_biases import BLOCK_ROWS, PAST_END, prepare_biases
 from nestpipe.kernels.attention.fused_kernels import (
     attend_backward_keys,
     attend_backward_queries,
     attend_forward,
 )
+from nestpipe.kernels.attention.fused_pairs import BLOCK_ROWS, PAST_END, prepare_biases
 from nestpipe.kernels.attention.hopper_launch import ROWS, GroupTiles
 from nestpipe.kernels.attention.reference import RelativeBias
 from nestpipe.kernels.triton_launch import Constants, Starter, constants

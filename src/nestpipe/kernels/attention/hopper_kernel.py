@@ -30,11 +30,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from nestpipe.kernels.attention.fused_biases import add_biases, add_by_time, is_near, kind_of
 from nestpipe.kernels.attention.fused_pairs import (
+    add_biases,
+    add_by_time,
     half_silu,
     half_silu_and_slope,
+    is_near,
     keys_of_queries,
+    kind_of,
     masked_keys,
     place_of,
     queries_of_keys,

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nestpipe.kernels.rows.row_copy_tma import (
+from nestpipe.kernels.rows.cuda import (
     can_copy_in_bulk,
     copy_rows_in_bulk,
     in_order_of_addresses,

@@ -10,8 +10,8 @@ import torch
 from nestpipe.kernels import build as building
 from nestpipe.kernels.build import CannotCompileError, build_cuda, find_nvcc
 from nestpipe.kernels.library import cuda_library
-from nestpipe.kernels.rows import row_copy_tma
-from nestpipe.kernels.rows.row_copy_tma import (
+from nestpipe.kernels.rows import cuda as row_copies
+from nestpipe.kernels.rows.cuda import (
     WHOLE,
     aligned_rows,
     can_copy_in_bulk,
@@ -122,11 +122,11 @@ def test_where_nothing_can_be_compiled_rows_take_the_other_way_and_it_is_said_on
 
 
 def test_rows_that_do_not_fit_bulk_copies_take_the_other_way(monkeypatch):
-    monkeypatch.setattr(row_copy_tma, "cuda_library", lambda device: object())
+    monkeypatch.setattr(row_copies, "cuda_library", lambda device: object())
     assert can_copy_in_bulk(aligned_rows(3, 65, CPU))
     assert not can_copy_in_bulk(torch.empty(3, 65))
     assert not can_copy_in_bulk(aligned_rows(3, 65, CPU)[:, 1:])
-    assert not can_copy_in_bulk(aligned_rows(2, row_copy_tma.MOST_BYTES // 4 + 1, CPU))
+    assert not can_copy_in_bulk(aligned_rows(2, row_copies.MOST_BYTES // 4 + 1, CPU))
 
 
 def test_a_gpu_without_bulk_copies_has_the_other_way(monkeypatch):
