@@ -102,6 +102,8 @@ class Manifest:
     """... and its samples: here the data goes on, whatever the batch size."""
     cursor: dict[str, int] = field(default_factory=dict[str, int])
     """Of a stream: the offset of each partition after the last trained sample."""
+    data: str = ""
+    """Tells the data apart that was trained on; empty where it has no files."""
     optimizer: str = ""
     """The row optimizer, whose state the rows carry."""
     dense_optimizer: str = ""

@@ -23,6 +23,7 @@ from nestpipe.data.source import (
     PinsBatches,
     Source,
     concat,
+    data_digest,
     open_source,
 )
 from nestpipe.data.streaming import LogRange, PartitionedLog, Polled, StreamingSource
@@ -56,5 +57,6 @@ __all__ = [
     "StreamingSource",
     "SyntheticConfig",
     "concat",
+    "data_digest",
     "open_source",
 ]

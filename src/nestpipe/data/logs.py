@@ -19,7 +19,6 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from hashlib import blake2b
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ import pyarrow.json as pa_json
 from nestpipe.batch import Batch
 from nestpipe.data import inputs
 from nestpipe.data.config import DataConfig, StreamConfig
+from nestpipe.data.inputs import digest_of
 from nestpipe.data.order import text_key
 from nestpipe.data.parquet import (
     FILE_BITS,
@@ -50,9 +50,6 @@ from nestpipe.data.source import empty_batch
 from nestpipe.data.streaming import LogRange, Offsets, Polled
 from nestpipe.data.text import Broken, RowError
 from nestpipe.errors import ConfigError, DataError
-
-TAIL = 1 << 16
-"""Bytes at the end of a file that are hashed: a Parquet file says there what it holds."""
 
 LATE_S = 15.0
 """How long a rank waits for a file that another one has seen."""
@@ -132,9 +129,7 @@ class FolderLog:
             before = self._seen.get(name)
             if before is not None and before[0] == print_:
                 return before[1]
-            with path.open("rb") as file:
-                file.seek(max(0, stat.st_size - TAIL))
-                end = file.read()
+            digest = digest_of(path).hex()
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -142,7 +137,6 @@ class FolderLog:
         opened = open_file(path)
         if opened.metadata.num_rows:
             check(opened.schema_arrow, self._layout, path)
-        digest = blake2b(end + str(stat.st_size).encode(), digest_size=8).hexdigest()
         found = Segment(name, opened.metadata.num_rows, digest)
         self._seen[name] = (print_, found)
         return found

@@ -281,6 +281,14 @@ HISTORY_LABEL = "history_long_view"
 """Aligned with the history: 1 where that video was watched for long."""
 
 
+FILES = {
+    "criteo": CRITEO_PATTERNS,
+    "kuairand": (*LOGS, "user_*", "video_*"),
+    "movielens": RATINGS_PATTERNS,
+}
+"""What each data set is read from."""
+
+
 def open_kuairand(config: DataConfig, split: Split) -> Stream:
     """The events of a split's days, in windows; a CSV file or a row group is a chunk."""
     chosen = config.kuairand

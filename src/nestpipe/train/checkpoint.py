@@ -73,6 +73,8 @@ class RunState:
     """What row policies go on with."""
     cursor: Mapping[str, int] = field(default_factory=dict[str, int])
     """Of a stream: the offset of each partition after the last trained sample."""
+    data: str = ""
+    """Tells the files apart that are trained on."""
     model: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """How to make the model again; empty: what the model itself says, if it is a shipped one."""
     choices: Sequence[Mapping[str, Any]] = ()
@@ -205,6 +207,7 @@ def manifest_of(
         position=state.position,
         samples=state.samples,
         cursor=dict(state.cursor),
+        data=state.data,
         optimizer=state.optimizer,
         dense_optimizer=state.dense_optimizer,
         ranks=mesh.world.size,
@@ -421,6 +424,7 @@ def _state_of(manifest: Manifest) -> RunState:
         position=manifest.position,
         samples=manifest.samples,
         cursor=manifest.cursor,
+        data=manifest.data,
         optimizer=manifest.optimizer,
         dense_optimizer=manifest.dense_optimizer,
         config=manifest.config,

@@ -41,6 +41,7 @@ from nestpipe.data import (
     Source,
     Split,
     StreamingSource,
+    data_digest,
     open_source,
 )
 from nestpipe.errors import (
@@ -351,6 +352,7 @@ def make_job(config: JobConfig, comm: Communicator) -> Job:
         _refuse_metric(key, getattr(config.run, key), model)
     trainer = Trainer(model, config.lifecycle.applied(tables), config.settings(), comm)
     trainer.about_model = about_model(config, model, source)
+    trainer.about_data = data_digest(config.data) if comm.rank == 0 else ""
     return Job(config, source, trainer)
 
 
@@ -636,6 +638,8 @@ def refuse_changes(config: JobConfig, manifest: Manifest, where: Path, *, overri
     if saved is None:
         return
     found = changes(config, saved)
+    if manifest.data and manifest.data == data_digest(config.data):
+        found.pop("data.path", None)  # the same files in another place
     results = {key: both for key, both in found.items() if effect_of(key) == "results"}
     if results and not override:
         told = ", ".join(
@@ -645,10 +649,26 @@ def refuse_changes(config: JobConfig, manifest: Manifest, where: Path, *, overri
         raise ConfigError(
             f"{told} in {where.name}; results would differ, so set what it was, or add --override"
         )
+    if "data.path" not in found:
+        _refuse_other_data(config, manifest, where, override=override)
     for key, (then, now) in found.items():
         if effect_of(key) != "none":
             changed = "results" if key in results else "only the order of sums"
             log.warning("%s is %r instead of %r, which changes %s", key, now, then, changed)
+
+
+def _refuse_other_data(
+    config: JobConfig, manifest: Manifest, where: Path, *, override: bool
+) -> None:
+    """Refuse files that were added, taken away or written again since the checkpoint."""
+    if not manifest.data or manifest.data == data_digest(config.data):
+        return
+    told = f"the files of data.path {config.data.path!r} are not those that {where.name} trained on"
+    if not override:
+        raise ConfigError(
+            f"{told}; samples would come in another order, so put them back, or add --override"
+        )
+    log.warning("%s, which changes results", told)
 
 
 _OF_A_NODE = frozenset(

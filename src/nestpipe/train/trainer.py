@@ -181,6 +181,8 @@ class Trainer:
         self.about_model: Mapping[str, Any] = {}
         """What its checkpoints say of the model, so that others can make it again: a kind and its
         config. Empty: what a shipped model says of itself."""
+        self.about_data = ""
+        """Tells the files apart that it trains on; checkpoints keep it."""
         self.loaded_metrics: dict[str, float] = {}
         """The metrics of the checkpoint that it goes on from."""
         self.choices: list[dict[str, Any]] = []
@@ -729,6 +731,7 @@ class Trainer:
             metrics=metrics or {},
             lifecycle=self.lifecycle.state() if self.lifecycle is not None else {},
             model=self.about_model,
+            data=self.about_data,
             choices=self.choices,
         )
 

@@ -8,6 +8,9 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -282,3 +285,52 @@ def test_a_clipped_run_goes_on_bit_for_bit(tmp_path: Path, plan: str, clip_rows:
     assert min(straight) > 0.02, "every step is clipped"
     assert norms("run", steps=5) + norms("run") == straight
     assert_same(tmp_path / "run", tmp_path / "straight")
+
+
+class ClickFiles:
+    """A folder of Parquet files of clicks, and a run on them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.run = folder / "clicks", folder / "run"
+        self.folder.mkdir()
+        for number in range(2):
+            self.write(f"part-{number}.parquet", seed=number)
+
+    def write(self, name: str, seed: int) -> None:
+        draw = np.random.default_rng(seed)
+        keys = {name: draw.integers(0, 9, 64) for name in ("user", "item")}
+        table = pa.table({**keys, "label": draw.integers(0, 2, 64) * 1.0})
+        pq.write_table(table, self.folder / name)
+
+    def train(self, steps: int, *, override: bool = False, path: Path | None = None) -> int:
+        data = {"kind": "parquet", "path": str(path or self.folder)}
+        config = job_of(self.run, data=data, run={"steps": steps})
+        return trained(config, "auto", override=override)[0].steps
+
+
+@pytest.mark.parametrize("change", ["added", "removed", "written again"])
+def test_files_that_are_not_those_of_the_checkpoint_are_refused(
+    tmp_path: Path, change: str, caplog: pytest.LogCaptureFixture
+):
+    files = ClickFiles(tmp_path)
+    files.train(3)
+    if change == "added":
+        files.write("part-2.parquet", seed=2)
+    elif change == "removed":
+        (files.folder / "part-1.parquet").unlink()
+    else:
+        files.write("part-1.parquet", seed=3)
+    with pytest.raises(ConfigError, match=r"files of data\.path .* are not those that"):
+        files.train(5)
+    assert files.train(5, override=True) == 5
+    assert "which changes results" in caplog.text
+
+
+def test_the_same_files_in_another_place_are_gone_on_with(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    files = ClickFiles(tmp_path)
+    files.train(3)
+    moved = files.folder.rename(tmp_path / "moved")
+    assert files.train(5, path=moved) == 5
+    assert not caplog.text
