@@ -579,7 +579,7 @@ ITEM = Table(name="item", dim=4)
 PYTHON: dict[str, tuple[Callable[[], object], str]] = {
     "a pooling": (lambda: Table(name="t", dim=4, pooling="banana"), "pooling of table 't' is 'ba"),  # type: ignore[arg-type]
     "a placement": (lambda: Table(name="t", dim=4, placement="here"), "placement of table 't'"),  # type: ignore[arg-type]
-    "a dtype": (lambda: Table(name="t", dim=4, dtype="float16"), "dtype of table 't' is 'float16"),  # type: ignore[arg-type]
+    "a dtype": (lambda: Table(name="t", dim=4, dtype="float8"), "dtype of table 't' is 'float8"),  # type: ignore[arg-type]
     "no width": (lambda: Table(name="t", dim=0), "dim is 0; give a number above 0"),
     "a name with a dash": (lambda: Table(name="my-items", dim=4), "use letters, digits and _"),
     "a negative spread": (lambda: Table(name="t", dim=4, init_std=-1), "init_std is -1"),

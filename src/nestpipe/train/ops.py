@@ -567,7 +567,10 @@ class TrainingWork:
             raise self._fault(op)
         if beyond and self.non_finite == "stop":
             raise self._fault(
-                op, "weights", "beyond 65,504, where float16 ends", "keep tables as bfloat16"
+                op,
+                "weights",
+                "beyond 65,504, where float16 ends",
+                "lower the learning rates, or keep tables as bfloat16",
             )
         faults += beyond
         before = self.applied.pop(op.batch - 1, None)
@@ -636,14 +639,15 @@ class TrainingWork:
         op: Op,
         what: str = "gradients",
         how: str = "NaN or inf",
-        instead: str = "set run.non_finite = 'skip'",
+        advice: str = "",
     ) -> RunError:
         """The error that ends a run; the batch is kept where there is a place for it."""
         step = self.first_step + op.batch + 1
+        advice = advice or f"{remedy(step)}, or set run.non_finite = 'skip'"
         state = self.in_flight.get(op.batch)
         kept = self.keep_batch(step, state.on_host) if state is not None else None
         where = f" (the batch is kept in {str(kept)!r})" if kept else ""
-        return RunError(f"{what} of step {step} are {how}{where}; {remedy(step)}, or {instead}")
+        return RunError(f"{what} of step {step} are {how}{where}; {advice}")
 
     @property
     def _model(self) -> RecModel:

@@ -26,7 +26,7 @@ from support.examples import num_examples
 schemathesis = pytest.importorskip("schemathesis", reason="needs the dev extra")
 
 BEYOND_SCHEMAS = ("make them agree", "give one for each", "events are too many", "a valid integer")
-BEYOND_SCHEMAS += ("for models without a prefix",)
+BEYOND_SCHEMAS += ("for models without a prefix", "a whole number, unquoted")
 """How values must fit each other, and that 5.0 is no id: what a schema cannot say."""
 OPERATIONS = ["POST /v1/prefetch", "POST /v1/rank", "POST /v1/reload"]
 OPERATIONS += ["GET /v1/health", "GET /metrics"]
