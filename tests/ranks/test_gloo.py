@@ -60,10 +60,11 @@ def test_ranks_end_when_their_launcher_is_killed():
     assert done.stderr.count("told to stop") == 2
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("scenario", ["one_is_killed", "one_stays_away"])
-def test_survivors_without_a_launcher_exit_by_themselves(outcomes, scenario: str):
+def test_survivors_without_a_launcher_exit_by_themselves(outcomes, scenario: str, ranks: int):
     """As on several machines, where the launcher of another one cannot stop them."""
-    for rank in outcomes(PROGRAM, scenario, ranks=3, first=2):
+    for rank in outcomes(PROGRAM, scenario, ranks=ranks, first=ranks - 1):
         assert rank.status == 3
         assert "in `rows 3.1` (all_to_all), at most 4 s" in rank.said
-        assert "no sign of rank 2" in rank.said
+        assert f"no sign of rank {ranks - 1}" in rank.said
