@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nestpipe.comm import LocalCommunicator, connect
-from nestpipe.comm.process_group import exchange_of_two
+from nestpipe.comm.process_group import exchange_at_once
 from nestpipe.errors import RunError
 
 
@@ -34,11 +34,25 @@ def test_a_group_of_one_process_is_like_no_group(monkeypatch: pytest.MonkeyPatch
             either.barrier()
 
 
-@pytest.mark.parametrize(("received_splits", "sent_splits"), [([1, 2], [1, 3]), ([2, 0], [2, 1])])
-def test_of_two_ranks_each_says_that_it_waits_before_it_sends(
-    monkeypatch: pytest.MonkeyPatch, received_splits: list[int], sent_splits: list[int]
+@pytest.mark.parametrize(
+    ("received_splits", "sent_splits", "posted_first"),
+    [
+        ([1, 2], [1, 3], ["receive from 1", "send to 1"]),
+        ([2, 0], [2, 1], ["send to 1"]),
+        (
+            [1, 2, 3],
+            [1, 4, 5],
+            ["receive from 2", "receive from 1", "send to 1", "send to 2"],
+        ),
+    ],
+)
+def test_a_rank_says_that_it_waits_before_it_sends(
+    monkeypatch: pytest.MonkeyPatch,
+    received_splits: list[int],
+    sent_splits: list[int],
+    posted_first: list[str],
 ):
-    """Behind a message of its own, the other direction would wait for the end of that message."""
+    """Behind a message of its own, the other directions would wait for the end of that message."""
     posted: list[str] = []
 
     class Posted:
@@ -49,19 +63,21 @@ def test_of_two_ranks_each_says_that_it_waits_before_it_sends(
             posted.append("wait")
 
     def isend(part: Tensor, *, group: object, group_dst: int) -> Posted:
-        assert part.tolist() == [7] * sent_splits[1]
+        assert part.tolist() == [10 + group_dst] * sent_splits[group_dst]
         return Posted(f"send to {group_dst}")
 
     def irecv(part: Tensor, *, group: object, group_src: int) -> Posted:
-        part.fill_(9)
+        part.fill_(20 + group_src)
         return Posted(f"receive from {group_src}")
 
     monkeypatch.setattr(dist, "get_rank", lambda group: 0)  # pyright: ignore
+    monkeypatch.setattr(dist, "get_world_size", lambda group: len(sent_splits))  # pyright: ignore
     monkeypatch.setattr(dist, "isend", isend)
     monkeypatch.setattr(dist, "irecv", irecv)
     received = torch.zeros(sum(received_splits), dtype=torch.uint8)
-    sent = torch.tensor([5] * sent_splits[0] + [7] * sent_splits[1], dtype=torch.uint8)
-    exchange_of_two(received, sent, received_splits, sent_splits, group=None)
-    assert received.tolist() == [5] * received_splits[0] + [9] * received_splits[1]
-    waits = ["receive from 1"] if received_splits[1] else []
-    assert posted == [*waits, "send to 1", *["wait"] * (len(waits) + 1)]
+    sent = torch.cat([torch.full((n,), 10 + to) for to, n in enumerate(sent_splits)]).byte()
+    exchange_at_once(received, sent, received_splits, sent_splits, group=None)
+    own, others = received_splits[0], enumerate(received_splits[1:], start=1)
+    expected = [10] * own + [20 + peer for peer, n in others for _ in range(n)]
+    assert received.tolist() == expected
+    assert posted == [*posted_first, *["wait"] * len(posted_first)]
