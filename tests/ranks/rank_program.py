@@ -102,6 +102,17 @@ def one_is_killed_beside_threads(comm: DistributedCommunicator) -> None:
     raise failures[0]
 
 
+def one_waits_for_a_survivor(comm: DistributedCommunicator) -> None:
+    """Rank 0 waits for the one that is killed; rank 1, a collective later, for rank 0 alone."""
+    comm.barrier()
+    if comm.rank == 2:
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    awaited = [0, 0, 1] if comm.rank == 0 else [1, 0, 0]
+    with comm.op_label("rows 3.1" if comm.rank == 0 else "grads 3.0"):
+        comm.all_to_all(torch.empty(1), torch.empty(0), awaited, [0, 0, 0])
+
+
 def launcher_is_killed(comm: DistributedCommunicator) -> None:
     """Rank 0 kills the launcher; nobody else would end them so soon."""
     comm.barrier()

@@ -68,3 +68,11 @@ def test_survivors_without_a_launcher_exit_by_themselves(outcomes, scenario: str
         assert rank.status == 3
         assert "in `rows 3.1` (all_to_all), at most 4 s" in rank.said
         assert f"no sign of rank {ranks - 1}" in rank.said
+
+
+def test_a_rank_that_waits_for_a_survivor_hears_of_the_loss_too(outcomes):
+    """The one that sees it hangs up, so neither takes the other for lost."""
+    ranks = outcomes(PROGRAM, "one_waits_for_a_survivor", ranks=3, first=2)
+    for rank, call in zip(ranks, ("rows 3.1", "grads 3.0"), strict=True):
+        assert rank.status == 3
+        assert f"in `{call}` (all_to_all), at most 4 s: no sign of rank 2" in rank.said

@@ -41,6 +41,15 @@ class CollectiveState:
         """The collective that this rank is in, by thread: each network may have one."""
         self._last = "any collective"
         self._broken: str | None = None
+        self._failing = threading.Lock()
+        self._hang_up: list[Callable[[], None]] = []
+
+    def on_failure(self, hang_up: Callable[[], None]) -> None:
+        """Once a collective has failed, `hang_up` lets the peers know that no message will come.
+
+        One of them may wait for this rank alone, in another collective than the one that failed.
+        """
+        self._hang_up.append(hang_up)
 
     @contextmanager
     def inside(self, collective: str, members: Sequence[int]) -> Iterator[None]:
@@ -58,11 +67,14 @@ class CollectiveState:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            sentence = self._lost.explain(call, error, members)
-            # What another thread has seen fail first is what others are told.
-            self._broken = self._broken or sentence
+            with self._failing:
+                # What fails in other threads follows from what has failed first.
+                if self._broken is None:
+                    for hang_up in self._hang_up:
+                        hang_up()
+                    self._broken = self._lost.explain(call, error, members)
             time.sleep(CULPRIT_FIRST_S)
-            raise RunError(sentence) from error
+            raise RunError(self._broken) from error
         finally:
             self._inside.pop(thread, None)
 

@@ -15,7 +15,7 @@ import tempfile
 import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -313,6 +313,7 @@ class DistributedCommunicator:
         self._dense_mesh: DeviceMesh | None = None
         self._sent = dict.fromkeys(NETWORKS, 0)
         """By network: each may have a thread."""
+        state.on_failure(self._hang_up)
 
     def where(self) -> str:
         """In which collective this rank is, for people."""
@@ -432,6 +433,14 @@ class DistributedCommunicator:
         for subgroup in self._subgroups:
             subgroup._groups = {}
 
+    def _hang_up(self) -> None:
+        """Close this rank's connections of Gloo; NCCL ends the process by itself."""
+        groups = [self._groups["hosts"]] if self._groups else []
+        if self._dense_mesh is not None and not self.separate_groups:
+            groups.append(self._dense_mesh.get_group())
+        for group in groups:
+            close_connections(group)
+
     def _network(self, tensor: Tensor) -> str:
         return "hosts" if self.separate_groups and tensor.device.type == "cpu" else "devices"
 
@@ -469,3 +478,22 @@ def exchange_at_once(
     for work in works:
         assert work is not None, "all ranks are in the group"
         work.wait()
+
+
+HANG_UP_TAG = 0x4E50
+"""No message has it, so none is taken for the one that is waited for in vain."""
+
+
+def close_connections(group: dist.ProcessGroup | None) -> None:
+    """Close this rank's connections to all peers of a group of Gloo.
+
+    Messages are waited for one by one, so a peer that waits for this rank's would not see that
+    another rank is lost. Gloo closes all connections of a group where a message does not come in
+    time.
+    """
+    for peer in range(dist.get_world_size(group)):
+        if peer != dist.get_rank(group):
+            with suppress(RuntimeError):  # as it must: nothing comes
+                never = dist.irecv(torch.empty(1), group=group, group_src=peer, tag=HANG_UP_TAG)
+                if never is not None:
+                    never.wait(timedelta(milliseconds=1))
