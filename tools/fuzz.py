@@ -381,14 +381,14 @@ def manifest(rng: random.Random, folder: Path) -> None:
 
 def tensors(rng: random.Random, folder: Path) -> None:
     """Files of tensors with a manifest that agrees, so that their own parser meets them."""
-    from nestpipe.checkpoint.disk import hash_of
+    from nestpipe.checkpoint.disk import hash_of, kind_of_new_files
 
     path = small_checkpoint(folder)
     body = json.loads((path / MANIFEST).read_text())
     del body["format"], body["hash"]
     victim = rng.choice(sorted(body["files"]))
     (path / victim).write_bytes(changed_bytes(rng, (path / victim).read_bytes()))
-    now = hash_of(path / victim)
+    now = hash_of(path / victim, kind_of_new_files())
     body["files"][victim] |= {"num_bytes": now.num_bytes, "hash": now.hash}
     text = {"format": FORMAT, "hash": hash_of_body(body), **body}
     (path / MANIFEST).write_text(json.dumps(text, indent=1) + "\n")

@@ -207,6 +207,9 @@ def _built(body: Json) -> Manifest:
         if not isinstance(body[name], dict):
             raise ValueError(f"{name} is {body[name]!r}")
     files = {_checked_name(name): FileEntry(**entry) for name, entry in body["files"].items()}
+    for name, entry in files.items():
+        if not isinstance(entry.hash, str):
+            raise ValueError(f"the hash of {name} is {entry.hash!r}")
     parent = Parent(**body["parent"]) if body["parent"] else None
     if parent is not None and Path(parent.name).name != parent.name:
         raise ValueError(f"its parent is called {parent.name!r}")
@@ -379,8 +382,8 @@ class Checkpoint:
         """Read every file of the checkpoint and its parents; raises what is wrong with one."""
         for checkpoint in self.chain:
             for name, entry in checkpoint.manifest.files.items():
-                path = checkpoint.path / name
-                if entry.written is not None and hash_of(path) != entry.written:
+                path, written = checkpoint.path / name, entry.written
+                if written is not None and hash_of(path, written.kind) != written:
                     raise damaged(path, "its contents are not those that were written")
 
 

@@ -22,6 +22,7 @@ from typing import cast
 import numpy as np
 import pytest
 import torch
+import xxhash
 
 from nestpipe.checkpoint import disk
 from nestpipe.checkpoint.folder import (
@@ -130,8 +131,35 @@ def test_long_files_have_the_bytes_and_the_hash_of_what_was_written(
         pieces = [contents[a:b] for a, b in pairwise(cuts)]
         written = disk.write_bytes(tmp_path / f"{size}", iter(pieces))
         assert (tmp_path / f"{size}").read_bytes() == contents
-        assert written == disk.hash_of(tmp_path / f"{size}")
+        assert written == disk.hash_of(tmp_path / f"{size}", written.kind)
+        assert written.hash == f"xxh3-128:{xxhash.xxh3_128(contents).hexdigest()}"
+
+
+def test_files_without_xxhash_have_sha_256_and_every_environment_reads_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path, contents = tmp_path / "file", b"rows"
+    with monkeypatch.context() as without:
+        without.setattr(disk, "xxhash", None)
+        written = disk.write_bytes(path, iter([contents]))
         assert written.hash == hashlib.sha256(contents).hexdigest()
+        assert disk.read_bytes(path, written) == contents
+    assert disk.read_bytes(path, written) == contents
+    path.write_bytes(b"rowS")
+    with pytest.raises(CheckpointError, match="not those that were written"):
+        disk.read_bytes(path, written)
+
+
+def test_hashes_that_this_environment_cannot_compare_say_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path = tmp_path / "file"
+    written = disk.write_bytes(path, iter([b"rows"]))
+    monkeypatch.setattr(disk, "xxhash", None)
+    with pytest.raises(CheckpointError, match="pip install xxhash"):
+        disk.read_bytes(path, written)
+    with pytest.raises(CheckpointError, match="unknown kind, 'md5'"):
+        disk.read_bytes(path, disk.WrittenFile(4, "md5:ab"))
 
 
 class _OddFile:
