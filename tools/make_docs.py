@@ -211,6 +211,7 @@ def experiments() -> str:
         text = page.read_text(encoding="utf-8")
         question = text.splitlines()[0].removeprefix("# ")
         decision = text.partition("- **Decision**: ")[2].partition("\n- **")[0]
+        decision = " ".join(decision.split())
         lines += _item(f"{page.name[:10]}: [{question}]({page.name}) Decision: {decision}")
     # For the site: which pages stand below this one.
     lines += ["", "```{toctree}", ":hidden:", ":glob:", ":reversed:", "", "20*", "```"]
