@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -27,11 +26,8 @@ from nestpipe.embedding.sharded import ShardedTables
 from nestpipe.embedding.table_groups import mean_features
 from nestpipe.errors import LossError, RunError, remedy
 from nestpipe.jagged import Jagged
-from nestpipe.kernels.index.segments import LARGEST
 from nestpipe.kernels.index.steady import StepNews
-from nestpipe.kernels.library import native_wanted
-from nestpipe.kernels.rows.native import Gradients, all_within
-from nestpipe.kernels.rows.segments import Segments, empty_rows, sum_segments
+from nestpipe.kernels.rows.native import Gradients
 from nestpipe.models.metrics import click_sums
 from nestpipe.models.protocol import (
     DenseHalf,
@@ -45,13 +41,19 @@ from nestpipe.models.protocol import (
 from nestpipe.runtime import StopSignal
 from nestpipe.schedule import Merge
 from nestpipe.schedule.schedule import Kind, Op
-from nestpipe.train.dense import (
-    DenseGraphs,
+from nestpipe.train.dense import DenseGraphs, ShardedDense, local, set_rates
+from nestpipe.train.gradients import (
     GradBuckets,
-    ShardedDense,
     clip_factor,
+    drop_dense_faults,
+    drop_row_faults,
+    fill_gradients,
     global_norm,
-    local,
+    grad_scale,
+    grad_scales,
+    not_finite,
+    split_gradients,
+    summed_rows,
 )
 
 K = Kind
@@ -413,13 +415,13 @@ class TrainingWork:
             return
         if self.mesh.world.size == 1:
             state.totals = state.totals_here(self.mesh)
-            _fill_gradients(parameters)
+            fill_gradients(parameters)
             return
         gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
         totals = state.totals_here(self.mesh)
         flat = torch.cat([*(g.reshape(-1) for g in gradients), totals])
         self.mesh.world.all_reduce(flat)
-        _set_gradients(parameters, flat)
+        split_gradients(parameters, flat)
         state.totals = flat[-len(totals) :]
         state.kept += [gradients, flat]
 
@@ -445,7 +447,7 @@ class TrainingWork:
         dense = list(buckets.summed().values()) if buckets is not None else self._dense_gradients()
         self._drop_faults(op, sums, dense=dense)
         for number, gradients in sums.items():
-            sums[number] = Gradients([_summed(gradients)], None, None)
+            sums[number] = Gradients([summed_rows(gradients)], None, None)
         squares = [of_group.rows[0] for of_group in sums.values()] if self.clip_rows else []
         of_shards = self.mesh.world if self.shards is not None else None
         norm = global_norm(dense, squares, self.mesh.shards, self.device, of_shards).reshape(())
@@ -478,7 +480,7 @@ class TrainingWork:
     def _update_alone(self, op: Op, tables: DeviceTables) -> None:
         """`update` where one rank has all of the batch; the loss goes to the host by a kernel."""
         state, clip = self.in_flight[op.batch], self.non_finite == "clip"
-        _fill_gradients(self._parameters)
+        fill_gradients(self._parameters)
         if not state.dense_checked:
             self._drop_faults(op, {}, dense=self._dense_gradients())
         times = grad_scale(state.weight)
@@ -664,26 +666,6 @@ def backward(loss: Tensor, *, here: bool) -> None:
         loss.backward()
 
 
-def grad_scales(totals: Tensor) -> Tensor:
-    """One over each of a batch's totals; samples may weigh nothing, and then nothing moves.
-
-    Made by the op that uses it, on its stream: memory of another stream's could be taken again
-    before this one has read it.
-    """
-    return torch.where(totals == 0, 1.0, totals).reciprocal_()
-
-
-def set_rates(optimizer: torch.optim.Optimizer, factor: float) -> None:
-    """Give every group of parameters its own rate times a number."""
-    for group in optimizer.param_groups:
-        group["lr"] = group["initial_lr"] * factor
-
-
-def grad_scale(weight: float) -> float:
-    """The same for a weight that the host knows, with the same rounding."""
-    return float(np.float32(1.0) / np.float32(weight or 1.0))
-
-
 def join_on(device: torch.device, on_host: Batch, there: Batch, lists: list[Tensor]) -> Tensor:
     """Lists of keys, or of lengths, behind each other on the device.
 
@@ -695,88 +677,6 @@ def join_on(device: torch.device, on_host: Batch, there: Batch, lists: list[Tens
             return found
     joined = torch.cat(lists)
     return joined if device.type == "cpu" else joined.pin_memory().to(device, non_blocking=True)
-
-
-def _fill_gradients(parameters: Sequence[nn.Parameter]) -> None:
-    for parameter in parameters:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-
-
-def _set_gradients(parameters: list[nn.Parameter], flat: Tensor) -> None:
-    start = 0
-    for parameter in parameters:
-        part = flat[start : start + parameter.numel()]
-        parameter.grad = part.view_as(parameter)
-        start += parameter.numel()
-
-
-# Gradients that are NaN or inf.
-
-
-def drop_dense_faults(
-    gradients: Sequence[Tensor], *, clip: bool, known: Tensor | None = None
-) -> list[Tensor]:
-    """Zero all gradients where one is not finite, or only its numbers; whether, as a count.
-
-    On the host nothing is returned, or touched, where all are finite. `known`: what all ranks
-    together found, where each has shards of its own.
-    """
-    some = [gradient for gradient in gradients if gradient.numel()]
-    if known is None and not some:
-        return []
-    bad = not_finite(some, some[0].device) if known is None else known > 0
-    if bad.device.type == "cpu" and not bool(bad):
-        return []
-    for gradient in some:
-        if clip:
-            gradient.masked_fill_(~(gradient.abs() <= LARGEST), 0.0)
-        else:
-            gradient.masked_fill_(bad, 0.0)
-    return [bad]
-
-
-def not_finite(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Whether one of these has a number that is NaN or inf, on the device."""
-    some = [gradient for gradient in gradients if gradient.numel()]
-    if not some:
-        return torch.zeros((), dtype=torch.bool, device=device)
-    norms = torch._foreach_norm(some, math.inf)  # pyright: ignore[reportPrivateImportUsage]
-    largest = torch.stack([norm.float() for norm in norms])
-    return ~(largest <= LARGEST).all()
-
-
-def drop_row_faults(sums: dict[int, Gradients], number: int, *, clip: bool) -> list[Tensor]:
-    """Zero the gradient of each row where it is not finite, or only its numbers; how many rows.
-
-    Works on the gradients of one group of tables; on the host only where one is not finite.
-    """
-    rows = [part for part in sums[number].rows if part.numel()]
-    if not rows or (rows[0].device.type == "cpu" and all(map(_is_finite, rows))):
-        return []
-    sums_KD = _summed(sums[number])
-    sums[number] = Gradients([sums_KD], None, None)
-    bad_K = ~(torch.linalg.vector_norm(sums_KD, math.inf, dim=1) <= LARGEST)
-    bad = ~(sums_KD.abs() <= LARGEST) if clip else bad_K[:, None]
-    sums_KD.masked_fill_(bad, 0.0)
-    return [bad_K.sum()]
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    if native_wanted():
-        return all_within(tensor, LARGEST)
-    return bool(torch.linalg.vector_norm(tensor, math.inf) <= LARGEST)
-
-
-def _summed(gradients: Gradients) -> Tensor:
-    """The gradient of each row; the update would sum those of a single micro-batch by itself."""
-    if gradients.terms_T is None:
-        return gradients.rows[0]
-    segments = Segments(gradients.terms_T, gradients.ends_K1)
-    dim = gradients.rows[0].shape[1]
-    sums_KD = empty_rows(len(segments), dim, gradients.rows[0].device)
-    sum_segments(segments, gradients.rows, [sums_KD])
-    return sums_KD
 
 
 # How a batch is cut into micro-batches: how many samples each gets, and which.

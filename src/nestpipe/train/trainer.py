@@ -18,9 +18,7 @@ from nestpipe.batch import Batch
 from nestpipe.checkpoint import disk
 from nestpipe.comm import Communicator, LocalCommunicator
 from nestpipe.comm.communicator import make_mesh
-from nestpipe.comm.process_group import DistributedCommunicator
 from nestpipe.config import Table
-from nestpipe.config.sections import first_match, rates_of, refuse_idle
 from nestpipe.data import PinsBatches, Source, StreamingSource
 from nestpipe.data.clustering import WorkOf, deal_evenly
 from nestpipe.embedding.device_tables import DeviceTables, can_route_on_device
@@ -35,7 +33,6 @@ from nestpipe.embedding.table_groups import TableGroup, group_tables, mean_featu
 from nestpipe.errors import ConfigError
 from nestpipe.kernels.library import native_wanted
 from nestpipe.kernels.rows.segments import COMM_DTYPES
-from nestpipe.models.compiled import CompiledDense
 from nestpipe.models.metrics import CLICK_BINS, read_click_sums
 from nestpipe.models.protocol import KnowsWork, RecModel
 from nestpipe.runtime import Lanes, StopSignal, Work, lanes_for, name_collectives, run, spans_for
@@ -56,19 +53,26 @@ from nestpipe.trace import Trace
 from nestpipe.train.background import BackgroundWriter, TrackedStore
 from nestpipe.train.checkpoint import RunState, load_checkpoint, put_rows, save_checkpoint
 from nestpipe.train.config import (
-    DenseSettings,
     PipelineSettings,
     TrainSettings,
     choose_pipeline,
 )
-from nestpipe.train.dense import DenseGraphs, GradBuckets, ShardedDense
+from nestpipe.train.dense import (
+    CompiledDense,
+    DenseGraphs,
+    dense_optimizer,
+    refuse_overlap,
+    shard_dense,
+    share_first_weights,
+    trained_parameters,
+)
+from nestpipe.train.gradients import GradBuckets, drop_dense_faults
 from nestpipe.train.loggers import Traffic
 from nestpipe.train.ops import (
     MicroBatchSplitter,
     OnKeys,
     StepReport,
     TrainingWork,
-    drop_dense_faults,
 )
 
 
@@ -147,7 +151,7 @@ class Trainer:
         self.device = choose_device(settings.device)
         self.settings, self.plan_reason = _with_plan(settings, self.device, self.comm.size)
         self.model = _checked(model).to(self.device)
-        _share_first_weights(self.model, self.comm)
+        share_first_weights(self.model, self.comm)
         self.mesh = make_mesh(self.comm, settings.parallel.groups, settings.parallel.layout)
         tables = self.settings.rows.tuned(tables)
         self.groups = group_tables(tables, owner_sums=self.settings.pipeline.owners_add_up)
@@ -164,7 +168,7 @@ class Trainer:
         self.around = around
         """Put around the work of every op, for runs that start from now on."""
         self.row_optimizer = _row_optimizer(self.settings, self.groups)
-        self.dense_optimizer = _dense_optimizer(self.model, self.settings.dense)
+        self.dense_optimizer = dense_optimizer(self.model, self.settings.dense)
         self._pools: list[RowPool] = []
         self._stores = [TrackedStore(store) for store in self._open_stores()]
         self.lifecycle = self._open_lifecycle()
@@ -172,7 +176,7 @@ class Trainer:
         self.on_evicted: Callable[[int, dict[str, Tensor]], None] = lambda step, keys: None
         """Told at each boundary: the step, and this rank's keys by table whose rows have left."""
         apart = self.plan.shape.separate_dense_group
-        self._grad_buckets = GradBuckets(_trained(self.model)) if apart else None
+        self._grad_buckets = GradBuckets(trained_parameters(self.model)) if apart else None
         compiled = CompiledDense(self.model, self.device) if settings.compile else None
         self.dense_half = self.shards or compiled
         """The model's `dense` in another form, which training and evaluation call; None: itself."""
@@ -906,41 +910,6 @@ def _work_of(model: nn.Module, balance: str) -> WorkOf | None:
     return model.step_flops
 
 
-def shard_dense(model: nn.Module, comm: Communicator) -> ShardedDense | None:
-    """The model with its parameters sharded over all ranks; None where there is nothing to cut."""
-    if comm.size == 1 or not any(p.requires_grad for p in model.parameters()):
-        return None
-    if not isinstance(comm, DistributedCommunicator):
-        raise ConfigError(
-            "parallel.dense is 'sharded', which needs ranks that are processes; start them with "
-            "--ranks or torchrun"
-        )
-    return ShardedDense(model, comm)
-
-
-def refuse_overlap(plan: Plan, device: torch.device) -> None:
-    """On GPUs collectives of the dense half and of the plan must have one order on all ranks."""
-    if device.type == "cuda" and plan.shape.overlaps:
-        raise ConfigError(
-            f"parallel.dense is 'sharded' and pipeline.plan {plan.name!r}, whose collectives could "
-            "meet those of the dense half on a GPU in another order on each rank; use plan "
-            "'serial', or dense = 'replicated'"
-        )
-
-
-def _share_first_weights(model: nn.Module, comm: Communicator) -> None:
-    """Every rank starts with the dense weights of rank 0, whatever its own random state was."""
-    with torch.no_grad():
-        for tensor in model.state_dict().values():
-            if comm.rank != 0:
-                tensor.zero_()
-            comm.all_reduce(tensor)
-
-
-def _trained(model: nn.Module) -> list[nn.Parameter]:
-    return [p for p in model.parameters() if p.requires_grad]
-
-
 def _with_plan(
     settings: TrainSettings, device: torch.device, ranks: int
 ) -> tuple[TrainSettings, str]:
@@ -971,47 +940,3 @@ def _refuse_whole_decay(optimizer: RowOptimizer, group: TableGroup) -> None:
             f"rows.weight_decay is {optimizer.weight_decay} and the rate of table "
             f"{group.tables[0].name!r} {optimizer.lr}: a step would take all of a weight; lower one"
         )
-
-
-def _dense_optimizer(model: nn.Module, settings: DenseSettings) -> torch.optim.Optimizer:
-    kinds = {
-        "sgd": torch.optim.SGD,
-        "adagrad": torch.optim.Adagrad,
-        "adam": torch.optim.Adam,
-        "adamw": torch.optim.AdamW,
-    }
-    groups = _parameter_groups(model, settings)
-    parameters = [parameter for group in groups for parameter in group["params"]]
-    # One launch for all parameters, where torch has it for the device.
-    on_gpu = bool(parameters) and all(p.is_cuda and p.is_floating_point() for p in parameters)
-    fused = {"fused": True} if on_gpu and settings.optimizer != "adagrad" else {}
-    options: dict[str, Any] = {}
-    if settings.optimizer in ("adam", "adamw"):
-        options["betas"] = settings.betas
-    if settings.eps and settings.optimizer != "sgd":
-        options["eps"] = settings.eps
-    # An optimizer without parameters is refused by torch; a model may well have none.
-    if not parameters:
-        groups = [{"params": [nn.Parameter(torch.zeros(0))], "lr": settings.lr}]
-    optimizer = kinds[settings.optimizer](groups, **options, **fused)
-    for group in optimizer.param_groups:
-        group["initial_lr"] = group["lr"]
-    return optimizer
-
-
-def _parameter_groups(model: nn.Module, settings: DenseSettings) -> list[dict[str, Any]]:
-    """Parameters that share a rate and a decay, in the order of their first one."""
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    names, rates = [name for name, _ in named], rates_of(settings.rates)
-    refuse_idle("dense.rates", rates, names, "parameter")
-    refuse_idle("dense.no_decay", settings.no_decay, names, "parameter")
-    kept = dict.fromkeys(settings.no_decay, 1.0)
-    found: dict[tuple[float, float], list[nn.Parameter]] = {}
-    for name, parameter in named:
-        lr = first_match(rates, name) or settings.lr
-        decay = settings.weight_decay if first_match(kept, name) is None else 0.0
-        found.setdefault((lr, decay), []).append(parameter)
-    return [
-        {"params": parameters, "lr": lr, "weight_decay": decay}
-        for (lr, decay), parameters in found.items()
-    ]
