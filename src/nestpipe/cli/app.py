@@ -23,8 +23,7 @@ from nestpipe.cli.bench import (
     bench_groups,
     bench_train,
 )
-from nestpipe.cli.bench_hstu import bench_hstu
-from nestpipe.cli.bench_runs import bench_pipeline, bench_relay
+from nestpipe.cli.bench_runs import bench_hstu, bench_pipeline, bench_relay
 from nestpipe.cli.checkpoint import checkpoint_app, export, import_weights
 from nestpipe.cli.data import bench_data, data_app
 from nestpipe.cli.draw import check, draw, show

@@ -38,6 +38,7 @@ from nestpipe.errors import ConfigError, ModelError
 from nestpipe.models.protocol import Loss, NamesShardUnits, RecModel, in_precision
 from nestpipe.schedule import Plan
 from nestpipe.train.config import DenseSettings
+from nestpipe.train.gradients import GradBuckets
 
 EAGER_FIRST = 3
 """Batches of a shape before it is captured: libraries choose their kernels meanwhile."""
@@ -449,6 +450,29 @@ def _refuse_without_compiler(device: torch.device) -> None:
             "model.compile is true but there is no C++ compiler; install g++, name one in CXX, or "
             "set model.compile = false"
         ) from None
+
+
+# All of it together.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DenseTraining:
+    """The dense half as training runs it: its form, its optimizer, how its gradients travel."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    schedule: Callable[[int], float]
+    """What the rate of a step, counted from 1, is over its first one."""
+    precision: str
+    """Of products."""
+    form: ShardedDense | CompiledDense | None = None
+    """Another form of the model's `dense`; None: itself."""
+    shards: ShardedDense | None = None
+    """The same form, where parameters are sharded."""
+    graphs: DenseGraphs | None = None
+    """Replays of both passes, where the model can be captured."""
+    buckets: GradBuckets | None = None
+    """Hands gradients over where they have a network of their own."""
 
 
 # The parameters, and what moves them.

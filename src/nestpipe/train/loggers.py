@@ -17,14 +17,18 @@ from dataclasses import dataclass, fields, replace
 from importlib import import_module
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from nestpipe.checkpoint import disk
+from nestpipe.comm import Communicator
 from nestpipe.dashboard.record import FAILED, FINISHED, STOPPED, RunRecorder
 from nestpipe.errors import ConfigError, NestpipeError
 from nestpipe.jagged import Jagged
+from nestpipe.models.metrics import CLICK_BINS, read_click_sums
 from nestpipe.schedule import Kind, Lane
 from nestpipe.trace import (
     IDLE,
@@ -41,6 +45,45 @@ from nestpipe.train.ops import StepReport
 
 if TYPE_CHECKING:
     from nestpipe.train.trainer import Trainer
+
+
+class RunningMetrics:
+    """AUC and normalised entropy of training, from the predictions of the steps themselves."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._sums: dict[str, Tensor] = {}
+        """What `click_sums` made of this rank's batches, by task, since they were last taken."""
+
+    def count(self, seen: Mapping[str, Tensor]) -> None:
+        """Add the sums of a batch on the current stream; only who reads them waits for them."""
+        for task, sums in seen.items():
+            if sums.is_cuda:  # another stream made them
+                sums.record_stream(torch.cuda.current_stream())
+            self._sums[task] = self._sums[task] + sums if task in self._sums else sums.clone()
+
+    def of_this_rank(self) -> dict[str, float]:
+        """The metrics of what this rank trained on; waits for the device."""
+        return _read_sums(self._sums)
+
+    def take(self, comm: Communicator) -> dict[str, float]:
+        """The metrics over all ranks, which all call it; counting begins anew."""
+        gathered = cast("list[list[str]]", comm.all_gather_values(sorted(self._sums)))
+        every: dict[str, Tensor] = {}
+        for task in sorted({task for of_rank in gathered for task in of_rank}):
+            none = torch.zeros(2 * CLICK_BINS + 3, dtype=torch.float64, device=self._device)
+            every[task] = self._sums.get(task, none)
+            comm.all_reduce(every[task])
+        self._sums = {}
+        return _read_sums(every)
+
+
+def _read_sums(by_task: Mapping[str, Tensor]) -> dict[str, float]:
+    return {
+        f"{task}/train_{name}" if task else f"train_{name}": value
+        for task, sums in by_task.items()
+        for name, value in read_click_sums(sums).items()
+    }
 
 
 @dataclass(slots=True)

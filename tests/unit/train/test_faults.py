@@ -53,7 +53,7 @@ def inject(monkeypatch: pytest.MonkeyPatch, seed: int) -> tuple[int, str]:
             return
         found: list[torch.Tensor] = []
         if place == "dense":
-            found = [p.grad for p in self.model.parameters() if p.grad is not None]
+            found = [p.grad for p in self.half.model.parameters() if p.grad is not None]
         elif place == "rows":
             assert isinstance(self.tables, ShardedTables)
             made = self.tables.in_flight[op.batch].gradients[op.micro or 0]
