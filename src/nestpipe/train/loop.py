@@ -323,56 +323,77 @@ def train_steps(
     adapt: Callable[[], Adaptation] | None = None,
 ) -> TrainResult:
     """The run itself, in a folder that nobody else writes to; ends early where a rank wants to."""
-    config, trainer = job.config, job.trainer
-    run, comm = config.run, trainer.comm
-    split, seen = job.eval_split, _Figures()
-    metrics: dict[str, float] = {}
-    evaluated_at = -1
+    trainer, run = job.trainer, job.config.run
     early = EarlyStopping.of(run, trainer.loaded_metrics)
-    checkpoints = RunCheckpoints(job, early)
+    checkpoints, seen = RunCheckpoints(job, early), _Figures()
     adaptation = adapt() if adapt is not None else None
     if adaptation is None:
         trainer.note_settings("as the config has it, without --adaptive")
-    folder = run.log if comm.rank == 0 else ""
-    loggers_opened = MetricLoggers(run.loggers, folder, flat(asdict(config)))
+    folder = run.log if trainer.comm.rank == 0 else ""
+    loggers_opened = MetricLoggers(run.loggers, folder, flat(asdict(job.config)))
     with (
         loggers_opened as loggers,
         recorded(trainer, run.record_folder, {"steps": total_steps(job)}) as recorder,
         checkpoints.finished_on_failure(),
     ):
         on_step = _logged(_told(job, tell, seen, recorder), loggers, job)
+        evaluations = _Evaluations(job, early, loggers, recorder, tell_metrics)
         while not (_finished(job) or _over(job) or (early is not None and early.ended)):
-            start, epoch = time.perf_counter(), trainer.progress.epoch
-            trainer.fit(
-                job.train,
-                steps=_until_next_stop(job, adaptation),
-                epochs=run.epochs if run.eval_every else epoch + 1,
-                on_step=on_step,
-            )
-            seen.seconds += time.perf_counter() - start
+            epoch = trainer.progress.epoch
+            with seen.timed():
+                trainer.fit(
+                    job.train,
+                    steps=_until_next_stop(job, adaptation),
+                    epochs=run.epochs if run.eval_every else epoch + 1,
+                    on_step=on_step,
+                )
             if adaptation is not None and trainer.progress.step >= adaptation.next_stop:
                 adaptation.decide()
-            step, now, best = trainer.progress.step, dict[str, float](), False
-            due = (_eval_due(job, epoch) or _finished(job) or _over(job)) and not trainer.stopped
-            if due and split is not None:
-                now = evaluate(trainer, job.held_out())
-            if now:  # else a rank wanted to stop meanwhile
-                now |= trainer.take_train_metrics()
-                metrics, evaluated_at = now, step
-                loggers.log({_named(split, name): value for name, value in now.items()}, step)
-                if comm.rank == 0:
-                    tell_metrics(step, str(split), now)
-                    if recorder is not None:
-                        recorder.on_evaluation(step, str(split), now)
-                best = early is not None and early.hear(now, step)
+            best = evaluations.evaluate_if_due(epoch)
             now_saved = best or _due(job, run.checkpoint_every) or trainer.idle
             if now_saved and not (_finished(job) or _over(job)):
-                checkpoints.save(now)
-        current = metrics if evaluated_at == trainer.progress.step else {}
-        checkpoints.save(current, last=True)
+                checkpoints.save(evaluations.of_this_step)
+        checkpoints.save(evaluations.of_this_step, last=True)
     if adaptation is not None:
         adaptation.finish()
-    return _result(job, seen, metrics, checkpoints, early)
+    return _result(job, seen, evaluations.newest, checkpoints, early)
+
+
+@dataclass(slots=True)
+class _Evaluations:
+    """The evaluations of a run: made when they are due, and told to everybody who listens."""
+
+    job: Job
+    early: EarlyStopping | None
+    loggers: MetricLoggers
+    recorder: RunRecorder | None
+    tell: TellMetrics
+    newest: dict[str, float] = field(default_factory=dict[str, float])
+    """The metrics of the last one."""
+    step: int = -1
+    """The step at which it was made."""
+
+    @property
+    def of_this_step(self) -> dict[str, float]:
+        """The metrics of the trainer as it is now; empty where it was not evaluated."""
+        return self.newest if self.step == self.job.trainer.progress.step else {}
+
+    def evaluate_if_due(self, epoch: int) -> bool:
+        """Evaluate, where training has gone on since `epoch`; whether it is the best so far."""
+        job, trainer, split = self.job, self.job.trainer, self.job.eval_split
+        due = (_eval_due(job, epoch) or _finished(job) or _over(job)) and not trainer.stopped
+        found = evaluate(trainer, job.held_out()) if due and split is not None else {}
+        if not found:  # nothing is due, or a rank wanted to stop meanwhile
+            return False
+        step = trainer.progress.step
+        self.newest, self.step = found | trainer.take_train_metrics(), step
+        named = {_named(split, name): value for name, value in self.newest.items()}
+        self.loggers.log(named, step)
+        if trainer.comm.rank == 0:
+            self.tell(step, str(split), self.newest)
+            if self.recorder is not None:
+                self.recorder.on_evaluation(step, str(split), self.newest)
+        return self.early is not None and self.early.hear(self.newest, step)
 
 
 @dataclass(slots=True)
@@ -382,6 +403,13 @@ class _Figures:
     losses: list[float] = field(default_factory=list[float])
     samples: int = 0
     seconds: float = 0.0
+
+    @contextmanager
+    def timed(self) -> Generator[None]:
+        """What runs inside counts as training, where it does not fail."""
+        start = time.perf_counter()
+        yield
+        self.seconds += time.perf_counter() - start
 
     @property
     def loss(self) -> float:
