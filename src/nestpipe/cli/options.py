@@ -25,7 +25,7 @@ from nestpipe.errors import ConfigError, ParseError
 from nestpipe.schedule import PLANS, PlanOptions, Schedule, from_text, plan
 
 if TYPE_CHECKING:
-    from nestpipe.train.job import JobConfig
+    from nestpipe.train.config import JobConfig
     from nestpipe.train.loggers import Summary
 
 MOST_BATCHES = 1000
@@ -126,7 +126,7 @@ def read_job(
     folder that the settings name.
     """
     try:
-        from nestpipe.train.job import JobConfig
+        from nestpipe.train.config import JobConfig
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"training needs {error.name}, which is not installed; pip install 'nestpipe[train]'"

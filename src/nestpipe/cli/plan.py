@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from nestpipe.planner import JobBench, PlanChoice
     from nestpipe.planner.fleet import SiteAnswer
     from nestpipe.sim.job_costs import JobProfile
-    from nestpipe.train.job import JobConfig
+    from nestpipe.train.config import JobConfig
 
 
 def plan_job(

@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields, replace
 from importlib import import_module
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -41,6 +41,7 @@ from nestpipe.trace import (
     steady_interval,
 )
 from nestpipe.train.checkpoint import raise_everywhere
+from nestpipe.train.config import LoggerName
 from nestpipe.train.ops import StepReport
 
 if TYPE_CHECKING:
@@ -320,7 +321,6 @@ def _mean(of_ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: fmean(of_rank.get(name, 0.0) for of_rank in of_ranks) for name in names}
 
 
-LoggerName = Literal["tensorboard", "jsonl", "wandb", "mlflow"]
 LINES = "metrics.jsonl"
 
 

@@ -38,8 +38,9 @@ from nestpipe.models import HstuRetriever
 from nestpipe.trace import ShortTraceError, Span, Trace
 from nestpipe.train.background import BackgroundWriter
 from nestpipe.train.checkpoint import LostParentError, gathered_from_first, raise_everywhere
+from nestpipe.train.config import JobConfig, RunConfig
 from nestpipe.train.evaluate import evaluate, popularity, popularity_auc
-from nestpipe.train.job import Job, JobConfig, RunConfig
+from nestpipe.train.job import Job
 from nestpipe.train.loggers import MetricLoggers, Summary, Traffic, peak_tflops, recorded, summarise
 from nestpipe.train.ops import StepReport
 from nestpipe.train.trainer import Trainer, choose_device

@@ -29,9 +29,9 @@ from nestpipe.embedding.store.protocol import RowStore
 from nestpipe.errors import ConfigError, DataError, LossError, RunError
 from nestpipe.runtime import Work, inject_delays
 from nestpipe.train.checkpoint import snapshots
-from nestpipe.train.config import AUTO, ParallelSettings, PipelineSettings
+from nestpipe.train.config import AUTO, JobConfig, ParallelSettings, PipelineSettings
 from nestpipe.train.dense import local
-from nestpipe.train.job import JobConfig, make_job
+from nestpipe.train.job import make_job
 from nestpipe.train.ops import StepReport
 from nestpipe.train.trainer import Trainer
 
