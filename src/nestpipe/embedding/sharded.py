@@ -126,6 +126,9 @@ class BatchState:
 class ShardedTables:
     """One rank's shard of all tables, and the batches in flight."""
 
+    host_acts: frozenset[Kind] = frozenset()
+    """Kinds of ops that leave the device alone: none of them all."""
+
     def __init__(
         self,
         groups: Sequence[TableGroup],
@@ -186,6 +189,10 @@ class ShardedTables:
             Kind.GRADS: lambda op: self.grads(op.batch, op.micro or 0),
             Kind.REPLICA_SYNC: lambda op: self.replica_sync(op.batch),
         }
+
+    def moves_nothing(self, batch: int) -> bool:
+        """Whether `retrieve` of that batch is known to have nothing to do: never beforehand."""
+        return False
 
     # Routing, in host memory
 

@@ -264,14 +264,14 @@ class TrainingWork:
     @property
     def host_acts(self) -> frozenset[Kind]:
         """Kinds that leave the device alone: what a rank would exchange with itself."""
-        return self.tables.host_acts if isinstance(self.tables, DeviceTables) else frozenset()
+        return self.tables.host_acts
 
     def is_idle(self, op: Op) -> bool:
         """Whether the act of an op would do nothing, known before its turn."""
-        tables = self.tables
-        return isinstance(tables, DeviceTables) and tables.moves_nothing(op.batch)
+        return self.tables.moves_nothing(op.batch)
 
     def prefetch(self, op: Op) -> None:
+        """Read a batch, split it into micro-batches, pin them; after the data, an empty one."""
         batch = next(self.batches, self.empty)
         micros = self.splitter.split(batch, query_keys(self._model), self.tables.table_of)
         if self.device.type == "cuda":
@@ -280,10 +280,12 @@ class TrainingWork:
         self.in_flight[op.batch] = TrainingBatch(micros, flops=flops)
 
     def copy(self, op: Op) -> None:
+        """The micro-batches onto the device."""
         state = self.in_flight[op.batch]
         state.micros = [micro.to(self.device, non_blocking=True) for micro in state.on_host]
 
     def dedup(self, op: Op) -> None:
+        """Ask the model for its keys, and keep each key once, ordered by owner."""
         state = self.in_flight[op.batch]
         if isinstance(self.tables, DeviceTables):
             self._dedup_on_device(op, state, self.tables)
@@ -308,6 +310,7 @@ class TrainingWork:
         return {name: keys[name].lengths for name in self._means if name in keys}
 
     def counts(self, op: Op) -> None:
+        """Exchange numbers of keys and of samples; where no rank has a sample, the run ends."""
         state = self.in_flight[op.batch]
         mine = sum(micro.size for micro in state.on_host)
         total = self.tables.counts(op.batch, mine + STOP * self.hooks.stop_wanted())
@@ -319,15 +322,22 @@ class TrainingWork:
             self.end.found_at(op.batch)
 
     def retrieve(self, op: Op) -> None:
+        """Read rows from the stores."""
         self.in_flight[op.batch].read = self.tables.retrieve(op.batch)
 
     def sync(self, op: Op) -> None:
+        """Refresh rows that the batch before has, too."""
         if op.batch == 0:  # nothing to refresh: it may come before all else of the batch
             return
         assert isinstance(self.tables, ShardedTables)
         self.in_flight[op.batch].refreshed = self.tables.sync(op.batch)
 
     def dense(self, op: Op) -> None:
+        """Forward and backward of a micro-batch.
+
+        The last one of a batch hands its gradients over while they are made, where they have a
+        network of their own.
+        """
         if self.half.graphs is not None and self._replayed(op, self.half.graphs):
             return
         buckets, last = self.half.buckets, op == self.tables.shape.last_dense(op.batch)
