@@ -258,7 +258,7 @@ def bench_relay(
     for name, value in (("target-ms", target_ms), ("rate", rate), ("seconds", seconds)):
         if value is not None:
             positive(f"--{name}", value)
-    build(LoadSettings, {}, overrides=settings or [])  # a wrong name is told before the work
+    build(LoadSettings, {}, overrides=settings or [])  # refuse a wrong name before the work
     require(
         "a load test", "torch", "safetensors", "fastapi", "httpx", "prometheus_client", "uvicorn"
     )
@@ -389,16 +389,16 @@ def times_table(case: RelayCase, readings: Sequence[RelayReading]) -> Table:
         ("requests", "P50", "P99", "within", "asked", "used", "late"),
     )
     for one in readings:
-        told, latency = one.told, one.told.latency
+        report, latency = one.told, one.told.latency
         table.add_row(
-            f"{one.front}: {told.name}",
-            f"{told.requests:,}",
+            f"{one.front}: {report.name}",
+            f"{report.requests:,}",
             short_ms(latency.p50_ms) if latency else "-",
             short_ms(latency.p99_ms) if latency else "-",
-            f"{told.compliant / max(1, told.requests):.1%}",
-            f"{told.asked.mean:,.0f}",
-            f"{told.used.mean:,.0f}",
-            short_ms(told.late_p99_ms),
+            f"{report.compliant / max(1, report.requests):.1%}",
+            f"{report.asked.mean:,.0f}",
+            f"{report.used.mean:,.0f}",
+            short_ms(report.late_p99_ms),
         )
     return table
 

@@ -49,8 +49,8 @@ from nestpipe.serve.types import (
     AdmissionOutcome,
     Clock,
     ClosingError,
-    Path,
     RankModel,
+    RankPath,
     RankRequest,
     Scores,
     ServeSettings,
@@ -66,7 +66,7 @@ MIB = 2**20
 RECENT = 256
 """Rankings whose candidates stand for those of a ranking that has only been signalled."""
 COUNTED = (
-    *(f"path_{path}" for path in Path),
+    *(f"path_{path}" for path in RankPath),
     *(f"outcome_{outcome}" for outcome in AdmissionOutcome),
     *("fills", "failed_fills", "abandoned_fills", "wasted_prefixes", "discarded"),
     *("reloads", "failed_reloads", "offloads", "failed_offloads"),
@@ -174,7 +174,7 @@ class EngineState:
             return
         if isinstance(step, Use):
             ranking.entry = step.entry
-            ranking.path = Path.LATE_HIT if step.entry.arriving else Path.HBM_HIT
+            ranking.path = RankPath.LATE_HIT if step.entry.arriving else RankPath.HBM_HIT
         else:
             ranking.predicted_ms = costs.inline_ms(ranking.length, candidates)
         self.rank_queue.enqueue(ranking, now)
@@ -307,7 +307,7 @@ class EngineState:
         self.rank_queue.enqueue_first(rankings, now)
 
     def _without_prefix(self, ranking: PendingRanking) -> None:
-        ranking.entry, ranking.path = None, Path.MISS_FULL
+        ranking.entry, ranking.path = None, RankPath.MISS_FULL
         ranking.predicted_ms = self.predictions.inline_ms(ranking.length, ranking.num_candidates)
 
     # The copy threads
@@ -506,11 +506,11 @@ def _outcome(step: Acquired) -> AdmissionOutcome:
     return AdmissionOutcome.REJECTED_FOOTPRINT
 
 
-def _path(step: Wait | Load | Fill) -> Path:
+def _path(step: Wait | Load | Fill) -> RankPath:
     """Of a ranking that waits for its prefix, if it gets it."""
     if isinstance(step, Load):
-        return Path.DRAM_HIT
-    return Path.LATE_HIT if isinstance(step, Wait) else Path.MISS_FULL
+        return RankPath.DRAM_HIT
+    return RankPath.LATE_HIT if isinstance(step, Wait) else RankPath.MISS_FULL
 
 
 def start_thread(

@@ -29,7 +29,7 @@ from nestpipe.serve.types import (
     AdmissionOutcome,
     ClosingError,
     HttpSettings,
-    Path,
+    RankPath,
     ServeSettings,
 )
 
@@ -153,7 +153,7 @@ class RankAnswer(BaseModel):
     """Scores in the order of the candidates, and how they came about."""
 
     scores: list[float]
-    path: Path
+    path: RankPath
     length_used: int
     """Events that the scores rest on."""
     version: str

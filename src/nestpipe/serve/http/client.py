@@ -32,7 +32,7 @@ from nestpipe.serve.types import (
     Answer,
     History,
     HttpSettings,
-    Path,
+    RankPath,
     RankRequest,
     RealClock,
     Signal,
@@ -177,7 +177,7 @@ def read_answer(body: bytes) -> Answer:
     (scores_C,) = cut(data, [header["scores"]], np.float32)
     return Answer(
         scores_C,
-        Path(header["path"]),
+        RankPath(header["path"]),
         header["length_used"],
         header["version"],
         header["stages_ms"],
