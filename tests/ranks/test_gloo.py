@@ -66,5 +66,5 @@ def test_survivors_without_a_launcher_exit_by_themselves(outcomes, scenario: str
     """As on several machines, where the launcher of another one cannot stop them."""
     for rank in outcomes(PROGRAM, scenario, ranks=ranks, first=ranks - 1):
         assert rank.status == 3
-        assert "in `rows 3.1` (all_to_all), at most 4 s" in rank.said
+        assert "in `rows 3.1` (all_to_all), after at most 4 s" in rank.said
         assert f"no sign of rank {ranks - 1}" in rank.said

@@ -149,7 +149,7 @@ def starts_ranks(ranks: int) -> bool:
 
 
 def launch_ranks(ranks: int) -> int:
-    """Run this very command as so many ranks; returns the exit status."""
+    """Run this command once per rank; returns the exit status."""
     from nestpipe.comm import launch
 
     return launch([sys.executable, "-m", "nestpipe", *sys.argv[1:]], ranks)
@@ -177,7 +177,7 @@ def console() -> Console:
 def figures_table(title: str, caption: str, first: str, columns: Sequence[str]) -> Table:
     """A table of figures: a column of names, then numbers, with no wider gaps than two spaces.
 
-    Nothing is wrapped or cut, so whoever adds columns keeps the rows within 100 columns.
+    Nothing is wrapped or cut: keep the rows within 100 columns.
     """
     table = Table(
         title=title,

@@ -124,7 +124,7 @@ def _role(assignments: list[str]) -> dict[str, Any]:
 
 
 def _check(checkpoint: Path, instances: int, port: int, histories: Path | None) -> None:
-    """Refuse at once what could only fail after a while."""
+    """Refuse at once what would fail later."""
     if not checkpoint.exists():
         raise CheckpointError(f"there is no checkpoint '{checkpoint}'; check its name")
     if not checkpoint.is_dir():
@@ -503,7 +503,7 @@ def invalid_lines(reports: Sequence[Report]) -> list[str]:
     """What must be known of runs that show nothing."""
     return [
         f"NOT VALID: in arm {report.name} the driver was {report.late_p99_ms:.1f} ms late at P99 "
-        f"(at most {report.late_max_ms:.1f} ms), so requests did not come when they were due; use a "
+        f"(at most {report.late_max_ms:.1f} ms), so requests did not come on time; use a "
         "lower rate, fewer threads or another machine for the driver."
         for report in reports
         if not report.valid
@@ -651,7 +651,7 @@ def load(
         Path | None, typer.Option(metavar="FILE", help="Draw latencies or the search.")
     ] = None,
 ) -> None:
-    """Send requests when they are due, whatever the answers, and tell what became of them.
+    """Send requests when they are due, whatever the answers, and report what became of them.
 
     Both legs of each request are sent: the signal, then after retrieval and pre-processing the
     ranking. An answer counts where it is in time and rests on the whole history.

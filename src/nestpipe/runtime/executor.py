@@ -43,14 +43,14 @@ def run(
     idle: Callable[[Op], bool] | None = None,
     steady: bool = True,
 ) -> Trace:
-    """Do every op of the plan's stream, until the end that `batches` tells.
+    """Do every op of the plan's stream, until the end that `batches` gives.
 
     The end may become known late, with ops of batches past it already issued: they are skipped
     when their turn comes. It is `counts` that finds the end, and all that follows in a batch waits
     for its `counts`. So of batches past the end nothing runs but `prefetch`, `copy` and `dedup`,
     and the one `counts` that found it; these acts must bear a batch without samples.
 
-    `host_acts`: kinds whose acts put nothing on a device and read nothing from it. `idle` tells of
+    `host_acts`: kinds whose acts put nothing on a device and read nothing from it. `idle` says of
     an op, when all that it waits for has been issued, whether its act would do nothing; then it is
     not called. `steady`: ticks that are all alike are issued from one list; False: the plan is
     asked about every op.
@@ -133,7 +133,7 @@ class RecentEnds:
         }
 
     def of(self, kind: Kind, micro: int | None) -> list[Event]:
-        """Of one op of a tick: batch b is at b modulo `turns`."""
+        """The ends of one op of a tick: batch b is at b modulo `turns`."""
         return self._of_op[kind, micro]
 
     def __getitem__(self, op: Op) -> Event:
@@ -274,7 +274,7 @@ class StopSignal:
         self._batches = batch if self._batches is None else min(batch, self._batches)
 
 
-# Python's own habits, for the time of a run: when it collects garbage, how it shares its lock.
+# The interpreter during a run: when it collects garbage, how threads share its lock.
 
 
 COLLECT_EVERY = 32
@@ -302,7 +302,7 @@ def quiet_interpreter() -> Generator[None]:
 
 
 def between_batches(batch: int) -> None:
-    """Collect what young garbage there is, every so many batches, the same ones on every rank."""
+    """Collect young garbage every N batches, after the same ones on every rank."""
     if batch % COLLECT_EVERY == COLLECT_EVERY - 1:
         gc.collect(1)
 
@@ -431,7 +431,7 @@ class LastBatches(Generic[T]):
             return [item for items in self._of_batch.values() for item in items]
 
     def newest(self, batches: int) -> list[T]:
-        """Of so many batches alone."""
+        """Items of the newest batches alone."""
         with self._lock:
             oldest = self._newest - batches
             return [item for b, items in self._of_batch.items() if b > oldest for item in items]

@@ -49,7 +49,7 @@ class ParallelSettings(ReplicaOptions):
 
     groups: int = 1
     """Groups of ranks; keys, rows and row gradients never leave one."""
-    # Groups are exact unless told: then they train as one group does.
+    # Groups are exact by default: then they train as one group does.
     merge: Merge = with_default(ReplicaOptions, "merge", Merge.EXACT)
     merge_every: int = with_default(ReplicaOptions, "merge_every", 1)
     layout: Literal["auto", "replicas", "shards"] = "auto"
@@ -77,8 +77,8 @@ class PipelineSettings(PipelineOptions):
     """
 
     plan: str = AUTO
-    """How ops overlap: one of the plans of `nestpipe draw`, or `auto`: what is fastest on such a
-    device and so many ranks. The run says what it chose."""
+    """How ops overlap: one of the plans of `nestpipe draw`, or `auto`: the fastest for this device
+    and number of ranks. The run says what it chose."""
     comm_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of rows and row gradients between ranks; bfloat16 halves what is sent."""
     owner_sums: Literal["auto", "off"] = "auto"
@@ -135,7 +135,7 @@ class PipelineChoice:
 def choose_pipeline(
     asked: PipelineSettings, device: str, ranks: int, *, sharded: bool = False
 ) -> PipelineChoice:
-    """What `auto` stands for on that type of device, with so many ranks in all.
+    """What `auto` stands for on that type of device, with that number of ranks in all.
 
     Every rank comes to the same answer. Settings that were changed from their defaults stay. Among
     GPUs a `sharded` dense half and the exchange of rows take turns.
@@ -291,7 +291,7 @@ def _check_moments(
 
 @dataclass(frozen=True, kw_only=True)
 class ExecutionSettings:
-    """What every rank computes with, whoever drives it."""
+    """What every rank computes with, from a config file or from Python."""
 
     batch: int = 512
     """Samples of a global batch, over all ranks."""
@@ -340,8 +340,8 @@ class ExecutionSettings:
     """clip_norm: off: only dense gradients count and are scaled."""
 
     lifecycle_every: int = 100
-    """Rows of tables with a policy come and go after every so many batches, and earlier where a
-    table may be full before. It has no effect on tables without a policy."""
+    """Apply row policies every N batches, and earlier where a table may be full before. It has no
+    effect on tables without a policy."""
 
     def __post_init__(self) -> None:
         known_words(self)
@@ -434,7 +434,7 @@ class ModelConfig:
     positives: int = 4
     """ranker: positive candidates, the items that follow a history."""
     negative_pool: int = 0
-    """hstu: draw so many per sample, of which each position takes about `negatives` of its own;
+    """hstu: draw N negatives per sample, of which each position takes about `negatives` of its own;
     0: all positions of a sample share them."""
     temperature: float = 0.05
     """hstu: what scores are divided by."""
@@ -492,7 +492,7 @@ class RunConfig(ExecutionSettings):
     epochs: int = 1
     """Passes over the data."""
     steps: int = 0
-    """Stop after so many batches; 0: only after the epochs."""
+    """Stop after this many batches; 0: only after the epochs."""
     timeout_s: float = DEFAULT_TIMEOUT_S
     """Seconds that a rank waits for its peers in one collective before it gives up."""
     eval_every: int = 0
@@ -510,13 +510,13 @@ class RunConfig(ExecutionSettings):
     checkpoint: str = ""
     """Folder for checkpoints; empty: none."""
     checkpoint_every: int = 0
-    """Write one after every so many batches; 0: at the end."""
+    """Write a checkpoint every N batches; 0: only at the end."""
     incremental: bool = False
     """Checkpoints hold only rows touched since the one before; else all are full."""
     full_every: int = 10
-    """incremental: so many increments in a row, then a full checkpoint; 0: never."""
+    """incremental: write a full checkpoint after every N increments; 0: never."""
     keep_last: int = 0
-    """Keep the newest so many checkpoints; 0: no rule. Without any rule all are kept."""
+    """Keep the newest N checkpoints; 0: no rule. Without any rule all are kept."""
     keep_hours: float = 0.0
     """Keep checkpoints not older than this; 0: no rule."""
     keep_best: str = ""
@@ -534,7 +534,7 @@ class RunConfig(ExecutionSettings):
     loggers: tuple[LoggerName, ...] = ("tensorboard",)
     """What is written there: `tensorboard`, `jsonl`, and with extras `wandb` and `mlflow`."""
     log_every: int = 50
-    """Write AUC and normalised entropy of training after every so many batches; 0: never."""
+    """Write AUC and normalised entropy of training every N batches; 0: never."""
     adaptive: bool = False
     """Let micro-batches, their sizes and the pool follow the measured trace while the run goes on.
     What is chosen is recorded; it changes only the order of sums."""

@@ -59,7 +59,7 @@ class Replayed:
     weight: float
     seen_gradients: list[Tensor]
     faults: Tensor | None
-    """Whether a gradient of a parameter was not finite; None: nobody looked."""
+    """Whether a gradient of a parameter was not finite; None: not checked."""
     measured: Mapping[str, tuple[Tensor, Tensor]]
     """Predictions and labels by task."""
 
@@ -254,7 +254,7 @@ class _DenseModule(nn.Module):
     def forward(self, method: str, rows: Mapping[str, Tensor], batch: Batch) -> tuple[Any, Any]:
         """The total by itself, too: torch finds tensors in a tuple, and not in a `Loss`."""
         result = getattr(self.model, method)(rows, batch)
-        total = getattr(result, "total", None)  # whoever called says what is wrong with it
+        total = getattr(result, "total", None)  # the caller says what is wrong with it
         if not isinstance(total, Tensor) or not total.requires_grad:
             return None, result
         total = _UseAll.apply(total, *(self.model.get_parameter(name) for name in self._names))
@@ -354,7 +354,7 @@ def whole(tensor: Any) -> Tensor:
 
 
 def sharded_as(tensor: Tensor, other: Any) -> Tensor:
-    """A whole tensor, cut as another one of its shape is; without a word to other ranks."""
+    """A whole tensor, cut as another one of its shape is; ranks exchange nothing."""
     if not is_sharded(other) or tensor.shape != other.shape:
         return tensor
     from torch.distributed.tensor import distribute_tensor

@@ -35,8 +35,8 @@ from nestpipe.kernels.rows.segments import Segments, empty_rows, sum_segments
 # Shapes: K rows, D weights of a row, N numbers, B bins
 
 BUCKET_BYTES = 4 << 20
-"""Parameters are added to a bucket until it has so many: small enough that the last one, which
-nothing hides, is short; large enough that a message's fixed cost does not matter."""
+"""A bucket takes parameters until it is this large: small enough that the last one, which nothing
+hides, is short; large enough that a message's fixed cost does not matter."""
 MANTISSA_BITS = 24
 LOWEST = -149
 """The exponent below which no float32 is but 0; `frexp` gives 0 the exponent 0."""
@@ -98,7 +98,7 @@ class GradBuckets:
     def filling(self) -> Iterator[None]:
         """Inside, `dense` hands over what it makes.
 
-        However it ends, the queue is closed: nobody waits for what a failed pass never makes.
+        However it ends, the queue is closed: `reduce` does not wait for what a failed pass lacks.
         """
         self._sent = []
         self._missing = [len(bucket) for bucket in self._buckets]

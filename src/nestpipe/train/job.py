@@ -68,7 +68,7 @@ log = logging.getLogger("nestpipe.train")
 
 @dataclass(frozen=True)
 class Job:
-    """A config brought to life on one rank."""
+    """A config, with the source and the trainer made from it on one rank."""
 
     config: JobConfig
     train: Source
@@ -76,7 +76,7 @@ class Job:
 
     @cached_property
     def eval_split(self) -> Split | None:
-        """The split to evaluate on; None: the data has none, and nobody asked for one."""
+        """The split to evaluate on; None: the data has none, and the config names none."""
         wanted = self.config.run.eval_split
         if wanted != "auto":
             open_split(self.config, wanted)
@@ -134,7 +134,7 @@ def make_job(config: JobConfig, comm: Communicator) -> Job:
 
 
 def _refuse_metric(key: str, metric: str, model: nn.Module) -> None:
-    """A misspelt metric is told before an epoch has been trained for it."""
+    """Refuse a misspelt metric before an epoch has been trained for it."""
     retrieves = isinstance(model, HstuRetriever)
     known = [*TargetRank().add(torch.ones(1)).values] if retrieves else [*CLICK_METRICS]
     if metric and metric.rpartition("/")[2] not in known:

@@ -57,7 +57,7 @@ class RunningMetrics:
         """What `click_sums` made of this rank's batches, by task, since they were last taken."""
 
     def count(self, seen: Mapping[str, Tensor]) -> None:
-        """Add the sums of a batch on the current stream; only who reads them waits for them."""
+        """Add the sums of a batch on the current stream, without waiting for them."""
         for task, sums in seen.items():
             if sums.is_cuda:  # another stream made them
                 sums.record_stream(torch.cuda.current_stream())
@@ -68,7 +68,7 @@ class RunningMetrics:
         return _read_sums(self._sums)
 
     def take(self, comm: Communicator) -> dict[str, float]:
-        """The metrics over all ranks, which all call it; counting begins anew."""
+        """The metrics over all ranks, which all call it; counting starts again at 0."""
         gathered = cast("list[list[str]]", comm.all_gather_values(sorted(self._sums)))
         every: dict[str, Tensor] = {}
         for task in sorted({task for of_rank in gathered for task in of_rank}):
@@ -120,13 +120,13 @@ class Traffic:
 
 
 MOST_COMPARED = 1 << 16
-"""Keys that are compared with those of the batch before; of more, one in so many is taken."""
+"""Keys that are compared with those of the batch before; of more, a sample is taken."""
 
 
 class SharedKeys:
     """How many keys of a batch the batch before had too, by samples, for plans that do not compare.
 
-    `hear` is told of every batch and keeps two in a row; whoever reads does the comparing.
+    `hear` is called for every batch and keeps two in a row; they are compared when read.
     """
 
     def __init__(self, table_of: Mapping[str, str]) -> None:
@@ -165,7 +165,7 @@ class SharedKeys:
 
 
 def _sample(keys: np.ndarray, total: int) -> np.ndarray:
-    """One key in so many, always the same ones; keys that follow each other are spread."""
+    """Every N-th key, always the same ones; keys that follow each other are spread."""
     if total <= MOST_COMPARED:
         return keys
     bits = (total // MOST_COMPARED).bit_length()
@@ -263,7 +263,7 @@ products, without sparsity, as the data sheets have them."""
 
 
 def peak_tflops(device_name: str, precision: str, given: float = 0.0) -> float | None:
-    """What a device can do at most; None where nobody says."""
+    """What a device can do at most; None where that is not known."""
     if given:
         return given
     found = next((peak for name, peak in PEAK_TFLOPS.items() if name in device_name), None)

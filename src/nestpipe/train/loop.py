@@ -1,4 +1,4 @@
-"""The loop of `nestpipe train` on one rank: training, evaluating, saving and telling."""
+"""The loop of `nestpipe train` on one rank: train, evaluate, save, report."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ MOST_TRACED = 16
 """Ranks whose traces are gathered at the end; of a larger run rank 0's is enough to look at."""
 Tell = Callable[[StepReport], None]
 TellMetrics = Callable[[int, str, Mapping[str, float]], None]
-"""Hears the step, the split, and what the evaluation found there."""
+"""Called with the step, the split, and what the evaluation found there."""
 
 
 class Adaptation(Protocol):
@@ -219,13 +219,13 @@ def train_job(
 ) -> TrainResult:
     """Train, evaluate and save as the config says.
 
-    On rank 0 `tell` hears of every step, `tell_metrics` of every evaluation. `adapt` makes what
-    changes settings meanwhile, where `run.adaptive` asks for it.
+    On rank 0 `tell` is called after every step, `tell_metrics` after every evaluation. `adapt`
+    makes what changes settings during the run, where `run.adaptive` asks for it.
     """
     run, comm = job.config.run, job.trainer.comm
     if run.adaptive and adapt is None:
         raise ConfigError(
-            "run.adaptive is true, and nobody adapts; pass adapt=partial(AdaptiveRun, job) of "
+            "run.adaptive is true, and nothing adapts; pass adapt=partial(AdaptiveRun, job) of "
             "nestpipe.planner, or set run.adaptive = false"
         )
     stop = StopRequest(run.grace_s)
@@ -267,15 +267,15 @@ class EvictedStream:
             disk.check_writable(self._folder, "evicted keys")
 
     def write(self, step: int, keys: Mapping[str, Tensor]) -> None:
-        """All ranks tell what left; one of them writes it down."""
+        """Gather the keys of all ranks on one, which writes them."""
         shards, found = self._trainer.mesh.shards, dict[str, Tensor]()
         for table, mine in keys.items():
             of_ranks = cast("list[int]", shards.all_gather_values(len(mine)))
             first, nothing = shards.rank == 0, [0] * shards.size
-            everybodys = mine.new_empty(sum(of_ranks) if first else 0)
+            gathered = mine.new_empty(sum(of_ranks) if first else 0)
             to_first = [len(mine), *nothing[1:]]
-            shards.all_to_all(everybodys, mine, of_ranks if first else nothing, to_first)
-            found[table] = everybodys.sort().values
+            shards.all_to_all(gathered, mine, of_ranks if first else nothing, to_first)
+            found[table] = gathered.sort().values
 
         def publish() -> None:
             if self._trainer.comm.rank == 0 and any(map(len, found.values())):
@@ -362,7 +362,7 @@ def train_steps(
 
 @dataclass(slots=True)
 class _Evaluations:
-    """The evaluations of a run: made when they are due, and told to everybody who listens."""
+    """The evaluations of a run: made when they are due, logged, recorded and reported."""
 
     job: Job
     early: EarlyStopping | None
@@ -484,7 +484,7 @@ def _summary(trainer: Trainer, trace: Trace) -> Summary | None:
 
 
 def total_steps(job: Job) -> int | None:
-    """Batches that the whole run will have; None where the data does not tell its size."""
+    """Batches that the whole run will have; None where the data has no known size."""
     run, samples = job.config.run, job.train.num_samples
     if samples is None:
         return run.steps or None
@@ -625,7 +625,7 @@ def _finished(job: Job) -> bool:
 
 
 def _over(job: Job) -> bool:
-    """Whether the run was told to end, or follows a stream that has nothing more."""
+    """Whether the run was asked to end, or follows a stream that has nothing more."""
     trainer = job.trainer
     return trainer.stopped or (trainer.idle and job.config.data.stream.on_idle == "end")
 
@@ -634,7 +634,7 @@ def _baseline(job: Job) -> dict[str, float]:
     """What putting the most popular items first would have reached, for models of histories."""
     model = job.trainer.model
     if isinstance(job.train, StreamingSource):
-        return {}  # nobody reads a stream again to count its items
+        return {}  # a stream is not read again to count its items
     if isinstance(job.train, Ranking):
         held_out = job.held_out()
         assert isinstance(held_out, Ranking), "all splits of a job are of one kind"

@@ -90,7 +90,7 @@ NO_TOTALS = torch.zeros(2)
 BACKWARD_HERE = True
 """Whether the thread that calls a backward pass on a GPU runs it; False: autograd's own does."""
 GPU_SEEN_EVERY = 16
-"""On a GPU one batch in so many counts for the metrics of training."""
+"""On a GPU every N-th batch counts for the metrics of training."""
 
 
 @dataclass(slots=True)
@@ -120,7 +120,7 @@ class TrainingBatch:
     faults: list[Tensor] = field(default_factory=list[Tensor])
     """How many gradients were not finite, on the device."""
     beyond: list[Tensor] = field(default_factory=list[Tensor])
-    """For groups of tables kept as float16: whether a weight was too large for it, likewise."""
+    """[float16 group] whether a weight was too large for float16, on the device."""
     news: StepNews | None = None
     """The loss and such counts on their way to the host, where one rank has all of the batch."""
     dense_checked: bool = False
@@ -406,7 +406,7 @@ class TrainingWork:
     def _count_predictions(
         self, op: Op, state: TrainingBatch, measured: Mapping[str, tuple[Tensor, Tensor]]
     ) -> None:
-        """For the metrics of training; nobody waits for them here."""
+        """For the metrics of training; the host does not wait for the sums."""
         if self.device.type == "cuda" and op.batch % GPU_SEEN_EVERY:
             return  # launching it costs the host more than the device
         for task, (predictions, labels) in measured.items():
@@ -497,7 +497,7 @@ class TrainingWork:
 
     @property
     def _updates_alone(self) -> bool:
-        """Whether the host knows what gradients are divided by, so that no sum need tell it."""
+        """Whether the host knows what gradients are divided by, without a sum over ranks."""
         return isinstance(self.tables, DeviceTables) and self.mesh.world.size == 1
 
     def _update_alone(self, op: Op, tables: DeviceTables) -> None:
@@ -577,7 +577,7 @@ class TrainingWork:
     def _step_dense(self, op: Op, times: Tensor | float) -> None:
         if not self._parameters:
             return
-        # A number of the host, which kernels get as an argument: no graph has it, nobody waits.
+        # A number of the host is an argument of kernels: no graph holds it, and nothing waits.
         set_rates(self.half.optimizer, self.half.schedule(self.first_step + op.batch + 1))
         gradients = self._dense_gradients()
         if gradients:  # a model may have no weights at all
@@ -586,7 +586,7 @@ class TrainingWork:
         self.half.optimizer.zero_grad(set_to_none=True)
 
     def writeback(self, op: Op) -> None:
-        """Save rows, and report the batch: here the host knows that it is done."""
+        """Write rows back, and report the batch: by now the host knows that it is done."""
         state = self.in_flight[op.batch]
         loss, faults = self._checked_loss_and_faults(op, state)
         before = self.applied.pop(op.batch - 1, None)
@@ -647,9 +647,9 @@ class TrainingWork:
     def _drop_faults(self, op: Op, sums: dict[int, Gradients], *, dense: Sequence[Tensor]) -> None:
         """Before gradients are applied: take out what is NaN or inf, and count it.
 
-        Dense gradients are the same on all ranks, or `reduce` has told of those of other shards,
-        and a row's gradient is its owner's alone, so ranks agree without a word. On a GPU the host
-        does not wait: it reads the count when it learns the loss. A skipped gradient is 0: SGD and
+        Ranks agree without an exchange: dense gradients are the same on all of them, or `reduce`
+        has looked at all shards, and a row's gradient is its owner's alone. On a GPU the host does
+        not wait: it reads the count when it reads the loss. A skipped gradient is 0: SGD and
         AdaGrad then move nothing.
         """
         state = self.in_flight.get(op.batch)

@@ -95,7 +95,7 @@ class EpochReader:
     """Batches of an epoch that are being read, from where training stands.
 
     A run that ends in the middle of an epoch, for a checkpoint or an evaluation, leaves it for the
-    next: reading anew would decode and shuffle the same window of samples once more.
+    next: another reader would decode and shuffle the same window of samples again.
     """
 
     def __init__(self, source: Source, place: tuple[int, int], batches: Iterator[Batch]) -> None:
@@ -212,10 +212,10 @@ class Trainer:
         epochs: int = 1,
         on_step: Callable[[StepReport], None] = lambda report: None,
     ) -> Progress:
-        """Train until so many epochs are done, or so many more steps; returns how far it came.
+        """Train until this many epochs are done, or for this many more steps.
 
-        Goes on where the trainer stands, also in the middle of an epoch after a checkpoint. The
-        epoch of a stream has no end; it ends where the stream has nothing more for a while.
+        Starts where the trainer stands, also in the middle of an epoch after a checkpoint. The
+        epoch of a stream has no end: training returns when the stream has been idle for a while.
         """
         self.model.train()
         left, self.idle = steps, False
@@ -264,11 +264,11 @@ class Trainer:
     def _fit_epoch(
         self, source: Source, most: int | None, on_step: Callable[[StepReport], None]
     ) -> bool:
-        """Train on what is left of the epoch, at most so many steps; whether it ended."""
+        """Train on what is left of the epoch, for at most this many steps; whether it ended."""
         reading = self._reading_from(source)
         work = self._work(source, reading, most, on_step)
         self._run(work)
-        # Who looks at rows now, or saves them, finds the same in every group.
+        # Rows that are read or saved between runs are the same in every group.
         self._storage.merge_rest(work.tables)
         trained = work.end()
         assert trained is not None, "a run ends only when its end is known"
@@ -338,18 +338,18 @@ class Trainer:
             },
         )
         if self.device.type == "cuda":
-            # The GPU may still write rows into host memory, where anybody may look for them now.
+            # The GPU may still write rows into host memory, which others may read from now on.
             torch.cuda.synchronize(self.device)
         work.check_rest()
         self._sent_before = None
         self.traffic.bytes_sent += self.comm.bytes_sent - sent
-        # A run cut short, by a checkpoint or the end of the data, would tell less.
+        # Keep the longest: a run cut short by a checkpoint shows less.
         self.trace = max(trace, self.trace, key=_num_batches)
 
     def _counted(
         self, on_step: Callable[[StepReport], None], first_step: int
     ) -> Callable[[StepReport], None]:
-        """Count what each step moves, before the caller hears of it."""
+        """Count what each step moves, then call `on_step`."""
         shape = self.plan.shape
 
         def counted(report: StepReport) -> None:
@@ -458,9 +458,9 @@ class Trainer:
         return plan if alone or self.shards is not None else with_separate_dense_group(plan)
 
     def routes_on_device(self, plan: Plan) -> bool:
-        """Whether keys of that plan are routed by the device, so that its ops wait for nobody."""
+        """Whether the device routes the keys of that plan: its ops then never wait for the host."""
         if any(table.has_lifecycle for group in self.groups for table in group.tables):
-            return False  # who notes keys is the host
+            return False  # the host notes the keys
         comm_dtype = COMM_DTYPES[self.settings.pipeline.comm_dtype]
         return can_route_on_device(self.groups, plan.shape, self.device, self.mesh, comm_dtype)
 
@@ -477,7 +477,7 @@ class Trainer:
         """Train the next batches with other settings, and a pool of another size if given.
 
         No batch is in flight between two `fit`. Results are those of a trainer that has had these
-        settings for these batches; how owners add up rows is settled for good when it is made.
+        settings for these batches; how owners add up rows cannot change.
         """
         if pipeline.owners_add_up != self.settings.pipeline.owners_add_up:
             raise ConfigError(
@@ -536,7 +536,7 @@ class Trainer:
             precision=settings.precision,
             form=form,
             shards=self.shards,
-            # Compiled code has few launches left to save; what it would capture is torch's affair.
+            # Compiled code has few launches left to save; torch decides what it captures.
             graphs=self._make_graphs() if form is None else None,
             buckets=GradBuckets(trained_parameters(self.model)) if apart else None,
         )
@@ -626,7 +626,7 @@ class Trainer:
         return self._running.of_this_rank()
 
     def take_train_metrics(self) -> dict[str, float]:
-        """The same over all ranks, which all call it; the next ones begin anew."""
+        """The same over all ranks, which all call it; counting starts again at 0."""
         return self._running.take(self.comm)
 
     # Checkpoints.

@@ -1,7 +1,7 @@
 """The state of an engine: cache, queues, counters, and the one lock around them.
 
 `EngineState` is a monitor and the only owner of what it holds. The instance, the model's thread and
-the copy threads call its methods, which take the lock, change the state and wake whoever waits.
+the copy threads call its methods, which take the lock, change the state and wake waiting threads.
 Models are called and prefixes are copied outside of it, without the lock.
 """
 
@@ -141,7 +141,7 @@ class EngineState:
             return _outcome(self.cache.acquire(need, Purpose.SIGNAL, self.now()))
 
     def signalled(self, outcome: AdmissionOutcome) -> None:
-        """Count a signal, and wake whoever computes or copies its prefix."""
+        """Count a signal, and wake the threads that compute or copy its prefix."""
         with self.change:
             self.counts[f"outcome_{outcome}"] += 1
             self.change.notify_all()
@@ -292,7 +292,7 @@ class EngineState:
             self.change.notify_all()
 
     def discard_prefix(self, ranking: PendingRanking) -> None:
-        """The model failed on a ranking with its prefix: nobody else shall read that."""
+        """The model failed on a ranking with its prefix: no other ranking may read it."""
         with self.change:
             assert ranking.entry is not None, "it has no prefix"
             self.cache.discard(ranking.entry)
@@ -317,7 +317,7 @@ class EngineState:
         return self.cache.next_load(self.now())
 
     def next_offload(self, most: int) -> tuple[Entry, KV] | None:
-        """A prefix to copy to host memory, unless so many are under way."""
+        """A prefix to copy to host memory, unless `most` are under way."""
         if self.num_offloading >= most:
             return None
         copy = self.cache.next_copy(self.now())
@@ -420,7 +420,7 @@ class EngineState:
         self._fail_pending(has_failed(error))
 
     def _fail_pending(self, error: BaseException) -> int:
-        """Let nobody wait for an answer that will not come; how many did. Takes the lock."""
+        """Fail rankings whose answer will not come; returns how many waited. Takes the lock."""
         with self.change:
             left, self.rank_queue = list(self.rank_queue.open), RankQueue()
             self.probes.cancel()
