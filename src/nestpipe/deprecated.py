@@ -44,6 +44,7 @@ FLAGS: dict[str, str] = {
 NAMES: dict[str, str] = {
     "nestpipe.train.Outcome": "nestpipe.train.TrainResult",
     "nestpipe.serve.types.Outcome": "nestpipe.serve.types.AdmissionOutcome",
+    "nestpipe.serve.types.Path": "nestpipe.serve.types.RankPath",
     "nestpipe.runtime.End": "nestpipe.runtime.StopSignal",
     "nestpipe.schedule.with_keys_apart": "nestpipe.schedule.with_separate_key_group",
     "nestpipe.schedule.with_sums_apart": "nestpipe.schedule.with_separate_dense_group",

@@ -284,9 +284,9 @@ def test_dense_graphs_change_no_bit(plan):
         for trainer in (twin, eager, replayed):
             for steps in (6, STEPS - 6):
                 trainer.fit(clicks, steps=steps)  # type: ignore[arg-type]
-        assert eager._graphs is None
-        assert replayed._graphs is not None
-        assert len(replayed._graphs._captured) == 1, "batches of one shape share a graph"
+        assert eager._dense.graphs is None
+        assert replayed._dense.graphs is not None
+        assert len(replayed._dense.graphs._captured) == 1, "batches of one shape share a graph"
         assert_same(twin, eager)
         assert_same(twin, replayed)
 

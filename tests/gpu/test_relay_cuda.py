@@ -20,9 +20,9 @@ from nestpipe.serve.types import (
     AdmissionOutcome,
     Answer,
     History,
-    Path,
     PrefixItem,
     RankItem,
+    RankPath,
     RankRequest,
     Scores,
     ServeSettings,
@@ -112,8 +112,8 @@ def test_scores_by_slot_by_reload_and_in_full_agree(dtype: str, bound: float, by
             assert kept.kv.values_LNHV.is_pinned()
         by_reload = rank_all(instance, requests)
         stats = until(instance, reloads=REQUESTS, device_bytes=0)
-    assert {answer.path for answer in by_slot} == {Path.HBM_HIT}
-    assert {answer.path for answer in by_reload} == {Path.DRAM_HIT}
+    assert {answer.path for answer in by_slot} == {RankPath.HBM_HIT}
+    assert {answer.path for answer in by_reload} == {RankPath.DRAM_HIT}
     assert deviation(by_slot, wanted, spread) <= bound
     assert deviation(by_reload, wanted, spread) <= bound
     assert (stats["faults"], stats["failed_batches"], stats["failed_reloads"]) == (0, 0, 0)

@@ -18,7 +18,7 @@ SETTINGS = (
     *("data.synthetic.num_tables=2", "model.dim=4", "pipeline.plan=nested", "run.timeout_s=6"),
 )
 LOST_PEER = 3
-"""Exit status of a rank that waited in vain."""
+"""Exit status of a rank that lost its peers."""
 
 
 def started(hosts: list[ShapedHost], folder: Path) -> list[subprocess.Popen[str]]:

@@ -6,14 +6,12 @@ from pathlib import Path
 import pytest
 
 PROGRAM = Path(__file__).with_name("train_program.py")
-LATE = r", at most 4 s: no sign of rank 2"
-IN_VAIN = re.compile(
-    r"rank (\d) waited in vain for its peers in `(\w+) (\d+)(?:\.\d)?` "
+LATE = r", after at most 4 s: no sign of rank 2"
+LOST = re.compile(
+    r"rank (\d) lost its peers in `(\w+) (\d+)(?:\.\d)?` "
     r"\((?:all_to_all|all_reduce|all_gather|reduce_scatter)\)" + LATE
 )
-OF_SHARDS = re.compile(
-    r"rank (\d) waited in vain for its peers in `(?:all_gather|reduce_scatter)`" + LATE
-)
+OF_SHARDS = re.compile(r"rank (\d) lost its peers in `(?:all_gather|reduce_scatter)`" + LATE)
 """FSDP gathers some parameters outside of any op."""
 
 
@@ -24,7 +22,7 @@ def test_every_survivor_exits_and_names_op_batch_and_peer(outcomes, how: str):
         if how == "killed sharded" and (outside := OF_SHARDS.search(rank.said)):
             assert int(outside[1]) == number
             continue
-        found = IN_VAIN.search(rank.said)
+        found = LOST.search(rank.said)
         assert found, "a survivor names the op, its batch and the rank that it waited for"
         assert int(found[1]) == number
         assert int(found[3]) >= 3, "batches before that window had ended"

@@ -223,7 +223,7 @@ def counted_leavers() -> Iterator[list[int]]:
 
 def use_one_stream(trainer: Trainer, lanes: CudaLanes) -> None:
     """A tool for tests: collectives that two threads start share what there is least of."""
-    assert trainer._grad_buckets is not None
+    assert trainer._dense.buckets is not None
     lanes._places[Lane.DENSE_NET] = lanes._places[Lane.NET]
 
 

@@ -38,7 +38,8 @@ from nestpipe.cli.app import main
 from nestpipe.config import build
 from nestpipe.errors import LossError, NestpipeError
 from nestpipe.models.dlrm import table_names
-from nestpipe.train.job import JobConfig, ModelConfig, idle_settings
+from nestpipe.train.config import JobConfig, ModelConfig
+from nestpipe.train.job import idle_settings
 
 # On the command line
 

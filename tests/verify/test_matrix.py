@@ -13,8 +13,9 @@ import pytest
 from nestpipe.config import build
 from nestpipe.embedding.optimizers import OPTIMIZERS
 from nestpipe.embedding.pool import RowPool
-from nestpipe.embedding.sharded import RowBuffers, ShardedTables
+from nestpipe.embedding.sharded import ShardedTables
 from nestpipe.embedding.store.ssd import SsdStore
+from nestpipe.embedding.transports import RowBuffers
 from nestpipe.errors import RunError
 from nestpipe.train.config import PipelineSettings
 from nestpipe.train.verify import Verdict, verify

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
@@ -33,8 +34,11 @@ from nestpipe.errors import ConfigError
 from nestpipe.jagged import Jagged
 from nestpipe.models.dlrm import Dlrm, DlrmConfig
 from nestpipe.runtime import StopSignal, run, spans_for
-from nestpipe.runtime.executor import KEEP_BATCHES, HostTime, HostTimes
-from nestpipe.schedule import Kind, Op
+from nestpipe.runtime.executor import KEEP_BATCHES, Spans
+from nestpipe.runtime.lanes import Act
+from nestpipe.schedule import Kind, Lane, Op
+from nestpipe.trace import Span, Trace
+from nestpipe.trace.span import Fact
 from nestpipe.train.config import DenseSettings, PipelineSettings, RowSettings, TrainSettings
 from nestpipe.train.trainer import Trainer
 
@@ -394,3 +398,103 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# What the host spends on a batch: processor time of its acts, and of the threads that call them.
+
+
+@dataclass(frozen=True, slots=True)
+class HostTime:
+    """Processor time of a mean batch in ms."""
+
+    acts_ms: Mapping[str, float]
+    """By kind of op, in the thread that calls the act."""
+    issuing_ms: float
+    """The thread that issues ops; without lanes of their own it runs their acts too."""
+    lanes_ms: Mapping[str, float]
+    """The threads of lanes: acts, and what is between them."""
+    other_ms: float
+    """All other threads: autograd's backward on a GPU, teams of math libraries."""
+
+    @property
+    def threads_ms(self) -> float:
+        """The issuing thread and all lanes."""
+        return self.issuing_ms + sum(self.lanes_ms.values())
+
+    @property
+    def between_ms(self) -> float:
+        """What issuing, queues and waits cost: those threads without acts."""
+        return self.threads_ms - sum(self.acts_ms.values())
+
+
+class HostTimes:
+    """A clock around another one: processor time from the end of batch `first` to that of `last`.
+
+    A batch ends with its write-back.
+    """
+
+    def __init__(self, spans: Spans, first: int, last: int) -> None:
+        assert first < last, f"no batches from {first} to {last}"
+        self._spans = spans
+        self._bounds = first, last
+        self._acts: dict[Kind, float] = {}
+        self._marks: list[_HostMoment] = []
+        self._issuing = threading.current_thread()
+
+    def begin(self) -> None:
+        self._spans.begin()
+        self._acts.clear()
+        self._marks.clear()
+        self._issuing = threading.current_thread()
+
+    def timed(self, act: Act, lane: Lane, *, on_host: bool = False) -> Act:
+        timed = self._spans.timed(act, lane, on_host=on_host)
+
+        def counted(op: Op) -> None:
+            before = time.thread_time()
+            timed(op)
+            # All ops of a kind run on one lane, so no other thread writes here.
+            self._acts[op.kind] = self._acts.get(op.kind, 0.0) + time.thread_time() - before
+            if op.kind is Kind.WRITEBACK and op.batch in self._bounds:
+                self._marks.append(self._now())
+
+        return counted
+
+    def trace(self, facts: Mapping[str, Fact]) -> Trace:
+        return self._spans.trace(facts)
+
+    def recent(self, batches: int) -> list[Span]:
+        return self._spans.recent(batches)
+
+    def reading(self) -> HostTime:
+        """After a run that came past both batches."""
+        start, end = self._marks
+        batches = self._bounds[1] - self._bounds[0]
+
+        def per_batch(after: float, before: float) -> float:
+            return (after - before) * 1e3 / batches
+
+        acts = {k: per_batch(s, start.acts.get(k, 0.0)) for k, s in end.acts.items()}
+        threads = {n: per_batch(s, start.threads[n]) for n, s in end.threads.items()}
+        other = per_batch(end.process, start.process) - sum(threads.values())
+        return HostTime(
+            acts_ms={kind.value: spent for kind, spent in acts.items()},
+            issuing_ms=threads.pop(self._issuing.name),
+            lanes_ms=threads,
+            other_ms=other,
+        )
+
+    def _now(self) -> _HostMoment:
+        threads = [self._issuing, *(t for t in threading.enumerate() if t.name.startswith("lane "))]
+        clocks = {t.name: time.pthread_getcpuclockid(t.ident or 0) for t in threads}
+        spent = {name: time.clock_gettime(clock) for name, clock in clocks.items()}
+        return _HostMoment(dict(self._acts), spent, time.process_time())
+
+
+@dataclass(frozen=True, slots=True)
+class _HostMoment:
+    """Processor time since the beginning, in seconds."""
+
+    acts: Mapping[Kind, float]
+    threads: Mapping[str, float]
+    process: float

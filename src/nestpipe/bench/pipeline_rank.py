@@ -55,7 +55,7 @@ from nestpipe.sim.trace_costs import BUCKETS
 from nestpipe.trace import Span, Trace, read_chrome, write_chrome
 from nestpipe.trace.span import Fact
 from nestpipe.train.config import DenseSettings, PipelineSettings, RowSettings, TrainSettings
-from nestpipe.train.dense import buckets_of
+from nestpipe.train.gradients import buckets_of
 from nestpipe.train.trainer import Trainer
 
 MOVE_DRAW = 0.115

@@ -34,11 +34,11 @@ from nestpipe.serve.types import (
     AdmissionOutcome,
     Answer,
     RankItem,
+    RankPath,
     RankRequest,
     Scores,
     Signal,
 )
-from nestpipe.serve.types import Path as AnswerPath
 
 START_S = 600.0
 """How long a service may take to be ready."""
@@ -333,7 +333,7 @@ class RelayReading:
     @property
     def hits(self) -> dict[str, int]:
         """Answers by path."""
-        found = {path: self.told.paths.get(str(path)) for path in AnswerPath}
+        found = {path: self.told.paths.get(str(path)) for path in RankPath}
         return {str(path): one.count if one else 0 for path, one in found.items()}
 
     @property

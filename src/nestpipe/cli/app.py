@@ -23,8 +23,7 @@ from nestpipe.cli.bench import (
     bench_groups,
     bench_train,
 )
-from nestpipe.cli.bench_hstu import bench_hstu
-from nestpipe.cli.bench_runs import bench_pipeline, bench_relay
+from nestpipe.cli.bench_runs import bench_hstu, bench_pipeline, bench_relay
 from nestpipe.cli.checkpoint import checkpoint_app, export, import_weights
 from nestpipe.cli.data import bench_data, data_app
 from nestpipe.cli.draw import check, draw, show
@@ -92,7 +91,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the command line; exit 0 done, 1 a check failed, 2 wrong input, 3 the run failed."""
     warnings.formatwarning = _format_warning
     if os.environ.get("RANK", "0") != "0":
-        warnings.filterwarnings("ignore", category=RenamedWarning)  # rank 0 tells it
+        warnings.filterwarnings("ignore", category=RenamedWarning)  # rank 0 prints it
     if arguments is None:
         # Ranks that the command starts get the same arguments.
         sys.argv[1:] = arguments = with_address(current_flags(sys.argv[1:]))
@@ -124,7 +123,7 @@ def _run(arguments: list[str]) -> int:
         _say("stopped")
         return 130
     except BrokenPipeError:
-        # Whoever read our output (`| head`) has gone; what is left must go nowhere.
+        # The reader of our output (`| head`) has gone; what is left must go nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:  # noqa: BLE001 - the last place that can say how the run failed
@@ -150,7 +149,7 @@ def _fault_of_machine(error: Exception) -> str | None:
 
 
 def _format_warning(message: Warning | str, category: type[Warning], *place: Any) -> str:
-    """An old name is told as a line like that of an error; any other warning in full."""
+    """Print a warning of an old name as one line, any other in full."""
     if issubclass(category, RenamedWarning):
         return f"warning: {message}\n"
     return _FORMAT_IN_FULL(message, category, *place)

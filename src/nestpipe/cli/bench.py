@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from nestpipe.bench.dlrm import DispatchReading, SideBySide
     from nestpipe.bench.groups import GroupReading
     from nestpipe.bench.store import SsdCase, StoreCase
-    from nestpipe.train.job import JobConfig
+    from nestpipe.train.config import JobConfig
 
 bench_app = typer.Typer(
     help="Measure the parts of nestpipe beside their alternatives.",

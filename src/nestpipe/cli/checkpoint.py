@@ -206,7 +206,7 @@ def export_plain(
 
 @checkpoint_app.command()
 def compact(path: CheckpointPath) -> None:
-    """Write an increment anew as a full checkpoint, in its place; its parents may go then.
+    """Rewrite an increment as a full checkpoint, in its place; its parents may be deleted then.
 
     Example: nestpipe checkpoint compact runs/today/step-00001000
     """

@@ -74,7 +74,7 @@ def describe(
 
 
 def _describe_topic(path: str, json: str | None) -> None:
-    """What Kafka tells without reading messages."""
+    """What Kafka reports without reading messages."""
     from nestpipe.data.config import StreamConfig
     from nestpipe.data.logs import KafkaTopic
 
@@ -133,7 +133,7 @@ def bench_data(
         typer.Option(help="Clicks (26 lists, 13 floats), users' sequences, or both."),
     ] = "both",
     samples: Annotated[int, typer.Option(help="Samples of each.")] = 1_000_000,
-    ranks: Annotated[int, typer.Option(help="Read the share of one of so many ranks.")] = 1,
+    ranks: Annotated[int, typer.Option(help="Read the share of one of this many ranks.")] = 1,
     batch: Annotated[int, typer.Option(help="Samples of a batch and rank.")] = 4096,
     rounds: Annotated[int, typer.Option(help="Timed rounds of each.")] = 3,
     json: JsonFile = None,

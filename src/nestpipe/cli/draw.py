@@ -52,7 +52,7 @@ from nestpipe.trace import Trace, grid, read_chrome, svg, to_chrome
 
 if TYPE_CHECKING:
     from nestpipe.comm import Communicator
-    from nestpipe.train.job import JobConfig
+    from nestpipe.train.config import JobConfig
 
 
 class Format(StrEnum):

@@ -25,7 +25,7 @@ from nestpipe.errors import ConfigError, ParseError
 from nestpipe.schedule import PLANS, PlanOptions, Schedule, from_text, plan
 
 if TYPE_CHECKING:
-    from nestpipe.train.job import JobConfig
+    from nestpipe.train.config import JobConfig
     from nestpipe.train.loggers import Summary
 
 MOST_BATCHES = 1000
@@ -126,7 +126,7 @@ def read_job(
     folder that the settings name.
     """
     try:
-        from nestpipe.train.job import JobConfig
+        from nestpipe.train.config import JobConfig
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"training needs {error.name}, which is not installed; pip install 'nestpipe[train]'"
@@ -149,7 +149,7 @@ def starts_ranks(ranks: int) -> bool:
 
 
 def launch_ranks(ranks: int) -> int:
-    """Run this very command as so many ranks; returns the exit status."""
+    """Run this command once per rank; returns the exit status."""
     from nestpipe.comm import launch
 
     return launch([sys.executable, "-m", "nestpipe", *sys.argv[1:]], ranks)
@@ -177,7 +177,7 @@ def console() -> Console:
 def figures_table(title: str, caption: str, first: str, columns: Sequence[str]) -> Table:
     """A table of figures: a column of names, then numbers, with no wider gaps than two spaces.
 
-    Nothing is wrapped or cut, so whoever adds columns keeps the rows within 100 columns.
+    Nothing is wrapped or cut: keep the rows within 100 columns.
     """
     table = Table(
         title=title,

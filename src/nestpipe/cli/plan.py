@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from nestpipe.planner import JobBench, PlanChoice
     from nestpipe.planner.fleet import SiteAnswer
     from nestpipe.sim.job_costs import JobProfile
-    from nestpipe.train.job import JobConfig
+    from nestpipe.train.config import JobConfig
 
 
 def plan_job(
@@ -109,7 +109,7 @@ def plan_job(
         if starts_ranks(ranks):
             raise typer.Exit(launch_ranks(ranks))
         choice = _from_runs(job_config, steps, check, allow_rounding, save_profile)
-        if choice is None:  # rank 0 tells
+        if choice is None:  # rank 0 broadcasts it
             return
     if out is not None:
         write_text(out, _planned(given, settings, choice))
@@ -396,7 +396,7 @@ def answer_job(
     if profile is None and starts_ranks(ranks):
         raise typer.Exit(launch_ranks(ranks))
     known = read_profile(profile) if profile is not None else _measured(job_config)
-    if known is None:  # rank 0 tells
+    if known is None:  # rank 0 broadcasts it
         return
     predictor = FleetPredictor(
         known, offer.profile, global_batch=job_config.run.batch, per_worker=per_worker

@@ -124,7 +124,7 @@ def _role(assignments: list[str]) -> dict[str, Any]:
 
 
 def _check(checkpoint: Path, instances: int, port: int, histories: Path | None) -> None:
-    """Refuse at once what could only fail after a while."""
+    """Refuse at once what would fail later."""
     if not checkpoint.exists():
         raise CheckpointError(f"there is no checkpoint '{checkpoint}'; check its name")
     if not checkpoint.is_dir():
@@ -212,10 +212,10 @@ def compare(where: Where, settings: LoadSettings, json: str | None, plot: Path |
         for name, measure in measures.items():
             with progress_bar(name, len(made)) as advance:
                 done[name] = measure(settings, advance)
-    reports = [told for told, _ in done.values()]
+    reports = [report for report, _ in done.values()]
     if json is not None:
         about = {"settings": asdict(settings), "reuse_share": reuse_share(made)}
-        write_json(json, {**about, "results": [as_json(told) for told in reports]})
+        write_json(json, {**about, "results": [as_json(report) for report in reports]})
     if plot is not None:
         from nestpipe.loadtest.driver import plot_latencies
 
@@ -227,7 +227,7 @@ def compare(where: Where, settings: LoadSettings, json: str | None, plot: Path |
         terminal.print(paths_table(reports))
         for line in invalid_lines(reports):
             terminal.print(line, markup=False, soft_wrap=True)
-    return all(told.valid for told in reports)
+    return all(report.valid for report in reports)
 
 
 def find_most(
@@ -271,9 +271,9 @@ def find_most(
         plot_search(plot, steps, settings.serve.target_ms, axis)
     if json != STDOUT:
         console().print(found_table(what, found, settings))
-    runs = [told for one in found.values() for step in one.steps for told in step.reports]
+    runs = [report for one in found.values() for step in one.steps for report in step.reports]
     # Overload can starve the driver of this process; such a run counts as one that failed.
-    return any(told.valid for told in runs)
+    return any(report.valid for report in runs)
 
 
 def advise_on(
@@ -457,21 +457,21 @@ def results_table(reports: Sequence[Report], settings: LoadSettings, reuse: floa
         "arm",
         ("P50", "P99", "used", "asked", "cut", "shed", "failed", "within", "within/s"),
     )
-    for told in reports:
+    for report in reports:
         p50, p99 = ("-", "-")
-        if told.latency is not None:
-            p50, p99 = short_ms(told.latency.p50_ms), short_ms(told.latency.p99_ms)
+        if report.latency is not None:
+            p50, p99 = short_ms(report.latency.p50_ms), short_ms(report.latency.p99_ms)
         table.add_row(
-            told.name,
+            report.name,
             p50,
             p99,
-            f"{told.used.mean:,.0f}",
-            f"{told.asked.mean:,.0f}",
-            _share(told.cuts, told.requests),
-            _share(told.sheds, told.requests),
-            _share(told.errors + told.unanswered, told.requests),
-            _share(told.compliant, told.requests),
-            f"{told.compliant_per_s:.1f}",
+            f"{report.used.mean:,.0f}",
+            f"{report.asked.mean:,.0f}",
+            _share(report.cuts, report.requests),
+            _share(report.sheds, report.requests),
+            _share(report.errors + report.unanswered, report.requests),
+            _share(report.compliant, report.requests),
+            f"{report.compliant_per_s:.1f}",
         )
     return table
 
@@ -485,16 +485,16 @@ def paths_table(reports: Sequence[Report]) -> Table:
         "arm",
         (*(path.replace("_", " ") for path in PATHS), "filled", "wasted", "host", "late"),
     )
-    for told in reports:
-        cells = [_path(told, path) for path in PATHS]
-        host = "-" if told.host_hits is None else f"{told.host_hits:.0%}"
+    for report in reports:
+        cells = [_path(report, path) for path in PATHS]
+        host = "-" if report.host_hits is None else f"{report.host_hits:.0%}"
         table.add_row(
-            told.name.split(" ")[0],
+            report.name.split(" ")[0],
             *cells,
-            _share(told.outcomes.get("admitted", 0), told.requests),
-            _share(told.wasted, told.requests),
+            _share(report.outcomes.get("admitted", 0), report.requests),
+            _share(report.wasted, report.requests),
             host,
-            short_ms(told.late_p99_ms),
+            short_ms(report.late_p99_ms),
         )
     return table
 
@@ -502,21 +502,21 @@ def paths_table(reports: Sequence[Report]) -> Table:
 def invalid_lines(reports: Sequence[Report]) -> list[str]:
     """What must be known of runs that show nothing."""
     return [
-        f"NOT VALID: in arm {told.name} the driver was {told.late_p99_ms:.1f} ms late at P99 (at "
-        f"most {told.late_max_ms:.1f} ms), so requests did not come when they were due; use a "
+        f"NOT VALID: in arm {report.name} the driver was {report.late_p99_ms:.1f} ms late at P99 "
+        f"(at most {report.late_max_ms:.1f} ms), so requests did not come on time; use a "
         "lower rate, fewer threads or another machine for the driver."
-        for told in reports
-        if not told.valid
+        for report in reports
+        if not report.valid
     ]
 
 
 def step_line(name: str, what: str, step: SearchStep) -> str:
     """One value that was tried."""
     runs: list[str] = []
-    for told in step.reports:
-        p99 = "none answered" if told.latency is None else f"P99 {told.latency.p99_ms:.1f} ms"
-        spoilt = f", {told.spoilt:.1%} cut or shed" if told.spoilt else ""
-        runs.append(p99 + spoilt + ("" if told.valid else ", driver late"))
+    for report in step.reports:
+        p99 = "none answered" if report.latency is None else f"P99 {report.latency.p99_ms:.1f} ms"
+        spoilt = f", {report.spoilt:.1%} cut or shed" if report.spoilt else ""
+        runs.append(p99 + spoilt + ("" if report.valid else ", driver late"))
     return f"{name}: {what} {step.value:g}: {'kept' if step.kept else 'missed'} ({'; '.join(runs)})"
 
 
@@ -565,9 +565,9 @@ def _share(count: int, of: int) -> str:
     return f"{count / of:.1%}" if of else "-"
 
 
-def _path(told: Report, path: str) -> str:
-    found = told.paths.get(path)
-    return "-" if found is None else f"{found.count / told.requests:.0%} {found.p99_ms:.0f}"
+def _path(report: Report, path: str) -> str:
+    found = report.paths.get(path)
+    return "-" if found is None else f"{found.count / report.requests:.0%} {found.p99_ms:.0f}"
 
 
 NOT_VALID = 1
@@ -651,7 +651,7 @@ def load(
         Path | None, typer.Option(metavar="FILE", help="Draw latencies or the search.")
     ] = None,
 ) -> None:
-    """Send requests when they are due, whatever the answers, and tell what became of them.
+    """Send requests when they are due, whatever the answers, and report what became of them.
 
     Both legs of each request are sent: the signal, then after retrieval and pre-processing the
     ranking. An answer counts where it is in time and rests on the whole history.

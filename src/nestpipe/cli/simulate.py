@@ -126,7 +126,7 @@ def simulate(
         typer.Option(metavar="FILE", help="--job: its profile, by plan --save-profile."),
     ] = None,
     ranks: Annotated[
-        int, typer.Option(help="--job without --profile: profile it on so many ranks here.")
+        int, typer.Option(help="--job without --profile: profile it on this many ranks here.")
     ] = 2,
     batch_per_worker: Annotated[
         bool,

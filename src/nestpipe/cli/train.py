@@ -39,7 +39,8 @@ from nestpipe.errors import ConfigError
 from nestpipe.trace import write_chrome
 
 if TYPE_CHECKING:
-    from nestpipe.train.job import Job, JobConfig
+    from nestpipe.train.config import JobConfig
+    from nestpipe.train.job import Job
     from nestpipe.train.loop import EarlyStopping, Tell, TellMetrics, TrainResult
     from nestpipe.train.ops import StepReport
     from nestpipe.train.trainer import Trainer

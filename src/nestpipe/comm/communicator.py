@@ -110,7 +110,7 @@ class Communicator(Protocol):
         ...
 
 
-# A group of one rank: the same calls, nobody to wait for.
+# A group of one rank: the same calls, and no peer to wait for.
 
 
 class LocalCommunicator:

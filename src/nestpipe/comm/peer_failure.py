@@ -68,7 +68,7 @@ class CollectiveState:
             raise
         except RuntimeError as error:
             with self._failing:
-                # What fails in other threads follows from what has failed first.
+                # Report what failed first: what fails in other threads follows from it.
                 if self._broken is None:
                     for hang_up in self._hang_up:
                         hang_up()
@@ -122,7 +122,7 @@ class OpLabel:
 
 @dataclass(frozen=True, slots=True)
 class _Report:
-    """What a survivor tells: the collective that failed, and for whom it waited there."""
+    """What a survivor reports: the failed collective, and the ranks it waited for there."""
 
     call: str
     part: list[int] | None
@@ -137,7 +137,7 @@ class _Report:
 
 
 class LostPeers:
-    """Survivors report to the store of the group; who does not report is lost.
+    """Survivors report to the store of the group; a rank that does not report is lost.
 
     A backend says that a connection closed or a time ran out, not whose rank that was.
     """
@@ -173,7 +173,7 @@ class LostPeers:
             doubts.append("the store of reports does not answer")
         reports = dict(found)
         silent = sorted(self._waited_for(members, reports) - reports.keys())
-        elsewhere = {r: told.call for r, told in sorted(reports.items()) if told.call != call}
+        elsewhere = {r: of.call for r, of in sorted(reports.items()) if of.call != call}
         facts = [
             f"no sign of {_ranks(silent)}" if silent else "every peer reports a failure too",
             *(f"rank {r} failed in {what}" for r, what in elsewhere.items()),
@@ -181,28 +181,28 @@ class LostPeers:
             f"the network said: {_first_sentence(error)}",
         ]
         return (
-            f"rank {self._rank} waited in vain for its peers in {call}, at most "
+            f"rank {self._rank} lost its peers in {call}, after at most "
             f"{self._timeout_s:g} s: {'; '.join(facts)}"
         )
 
     def _report(self, call: str, members: Sequence[int]) -> None:
-        """Tell what failed here first; what fails in other threads follows from it."""
+        """Report what failed here first; what fails in other threads follows from it."""
         if not self._reported:
             part = None if len(members) == self._size else list(members)
             self._store.set(str(self._rank), _Report(call, part).encode())
             self._reported = True
 
     def _collect(self, members: Sequence[int], reports: dict[int, _Report]) -> None:
-        """Fill in what the other survivors tell; waits a moment for them, unless all have told."""
+        """Fill in the reports of other survivors; waits a moment for those that are missing."""
         give_up = time.monotonic() + min(GRACE_S, self._timeout_s / 2)
         # Somebody is lost, so of all ranks a single silent one needs no more waiting for. In a part
-        # it may live, and be about to tell that it waited for a rank outside.
+        # it may live, and be about to report that it waited for a rank outside.
         spare = 1 if len(members) == self._size else 0
         while True:
             silent = self._waited_for(members, reports) - reports.keys()
-            told = [r for r in silent if self._store.check([str(r)])]
-            reports.update({r: _Report.decode(self._store.get(str(r))) for r in told})
-            if told:
+            reported = [r for r in silent if self._store.check([str(r)])]
+            reports.update({r: _Report.decode(self._store.get(str(r))) for r in reported})
+            if reported:
                 continue  # with those that they waited for
             if len(silent) <= spare or time.monotonic() > give_up:
                 return
@@ -257,7 +257,7 @@ LAUNCHER = "NESTPIPE_LAUNCHER"
 def end_with_launcher() -> None:
     """Let SIGTERM come when the process that started this rank is gone, however it ended.
 
-    A launcher that is killed tells its ranks nothing: they would train on, and nobody knew.
+    A launcher that is killed cannot stop its ranks: they would train on unnoticed.
     """
     of_torchrun = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else 0
     launcher = int(os.environ.get(LAUNCHER, of_torchrun))
@@ -297,7 +297,7 @@ MARKERS = "NESTPIPE_STOPPED"
 
 
 class StopRequest:
-    """Whether this process was told to stop, and until when it may take."""
+    """Whether a signal asked this process to stop, and how long it may take."""
 
     def __init__(self, grace_s: float) -> None:
         self.wanted = False

@@ -261,3 +261,53 @@ def deal_evenly(
     )
     for batch in whole:
         yield batch.select(even_parts(work_of(batch), [1.0] * ranks)[rank])
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatchSplitter:
+    """How batches are split into micro-batches: how many samples each gets, and which."""
+
+    count: int
+    how: How = "contiguous"
+    first: float = 1.0
+    last: float = 1.0
+    """Sizes of the first and the last micro-batch over that of those in the middle."""
+    work_of: WorkOf | None = None
+    """Sizes are by work; None: by samples."""
+
+    def split(
+        self,
+        batch: Batch,
+        keys_of: Callable[[Batch], Mapping[str, Jagged]],
+        table_of: Mapping[str, str],
+    ) -> list[Batch]:
+        """The micro-batches; `table_of` says which of the features in `keys_of` share keys."""
+        if self.count == 1:
+            return [batch]
+        sizes = micro_sizes(batch.size, self.count, self.first, self.last)
+        work_B = None if self.work_of is None else self.work_of(batch)
+        if work_B is not None and self.how != "clustered":
+            shares = _weights(self.count, self.first, self.last)
+            return [batch.select(part) for part in even_parts(work_B, shares)]
+        if self.how == "contiguous":
+            return batch.split(sizes)
+        keys = keys_of(batch)
+        return micro_batches(batch, keys, sizes, self.how, table_of=table_of, work_B=work_B)
+
+
+def _weights(count: int, first: float, last: float) -> list[float]:
+    weights = [1.0] * count
+    weights[0], weights[-1] = first, last
+    return weights
+
+
+def micro_sizes(total: int, count: int, first: float = 1.0, last: float = 1.0) -> list[int]:
+    """Samples of each micro-batch: at the ends `first` and `last` times those in the middle."""
+    weights = _weights(count, first, last)
+    due = [total * weight / sum(weights) for weight in weights]
+    sizes = [int(share) for share in due]
+    # What rounding left over goes where it is missed most, earlier ones first.
+    order = sorted(range(count), key=lambda i: (sizes[i] - due[i], i))
+    for i in order[: total - sum(sizes)]:
+        sizes[i] += 1
+    return sizes

@@ -491,6 +491,8 @@ class PoolRows:
     It stands where `RowBuffers` stands for the other forms of retrieval.
     """
 
+    compares = False
+
     def __init__(self, pools: Sequence[RowPool]) -> None:
         self.pools = list(pools)
         self._rows: dict[int, list[SlotRows]] = {}
@@ -525,7 +527,14 @@ class PoolRows:
     def retrieve(self, batch: int, working: Sequence[WorkingSet]) -> int:
         return sum(pool.retrieve(batch) for pool in self.pools)
 
-    def writeback(self, batch: int) -> int:
+    def sync(self, batch: int, working: Sequence[WorkingSet]) -> int:
+        """Nothing: batches that share a row use the same memory."""
+        return 0
+
+    def writeback(
+        self, batch: int, working: Sequence[WorkingSet], then: Sequence[WorkingSet] | None
+    ) -> int:
+        """Rows that make room for those of later batches."""
         return sum(pool.writeback(batch) for pool in self.pools)
 
     def forget(self, batch: int) -> None:

@@ -13,7 +13,6 @@ into a buffer and back is the transport's business.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -44,7 +43,7 @@ from nestpipe.embedding.routing.all_to_all import (
     unpack_requests,
 )
 from nestpipe.embedding.routing.lists import KeyUnion, OwnerRequests
-from nestpipe.embedding.routing.owners import RowSelection, WorkingSet, make_working_set, union_of
+from nestpipe.embedding.routing.owners import WorkingSet, make_working_set, union_of
 from nestpipe.embedding.routing.requests import (
     Request,
     lookup_rows,
@@ -55,7 +54,7 @@ from nestpipe.embedding.routing.requests import (
 )
 from nestpipe.embedding.store.protocol import RowStore, round_weights
 from nestpipe.embedding.table_groups import TableGroup, check_features
-from nestpipe.embedding.transports import BufferRows, choose_transport
+from nestpipe.embedding.transports import HeldRows, RowBuffers
 from nestpipe.jagged import Jagged
 from nestpipe.kernels.rows.native import Gradients, RowPointers
 from nestpipe.kernels.rows.segments import (
@@ -74,109 +73,6 @@ from nestpipe.schedule import Exchange, Kind, Merge, Op, Retrieval, Shape
 
 # Shapes: P rows that come for a micro-batch, K rows of a working set, D weights, W weights and
 # state, R ranks, M micro-batches, C tables of a group, G groups
-
-
-class RowBuffers:
-    """The rows, with their state, of the batches in flight."""
-
-    def __init__(
-        self,
-        stores: Sequence[RowStore],
-        shape: Shape,
-        device: torch.device,
-        *,
-        in_place: bool,
-        pin: bool,
-    ) -> None:
-        """`in_place` and `pin`: what transports may do, see `choose_transport`."""
-        self._only_new = shape.retrieval is Retrieval.NEW
-        self._transports = [
-            choose_transport(store, shape, device, in_place=in_place, pin=pin) for store in stores
-        ]
-        self._rows: dict[int, list[BufferRows]] = {}
-        """[batch][group]"""
-        self.poison = False
-        """Fill a buffer with NaN before it is read into, so that a late reader is found out."""
-        self._num_buffers = shape.buffers
-
-    def of(self, batch: int) -> list[BufferRows]:
-        return self._rows[batch]
-
-    def retrieve(self, batch: int, working: Sequence[WorkingSet]) -> int:
-        """Rows from the stores into the idle buffer; returns how many were read."""
-        if self.poison:
-            self._poison(batch - self._num_buffers)
-        new = [self._new_rows(of_store) for of_store in working]
-        self._rows[batch] = [
-            transport.read(batch, of_store, chosen)
-            for transport, of_store, chosen in zip(self._transports, working, new, strict=True)
-        ]
-        self._carry_over(batch, working)
-        return sum(map(len, new))
-
-    def _new_rows(self, working: WorkingSet) -> RowSelection:
-        """Rows that no buffer has."""
-        here_K = working.shared_K
-        if working.carried_over is not None:
-            here_K = torch.cat([here_K, working.carried_over.positions_K])
-        return working.without(here_K) if self._only_new and len(here_K) else working.all_rows
-
-    def _poison(self, batch: int) -> None:
-        """Rows that the plan lets `retrieve` overwrite; memory is taken anew, so they linger."""
-        for rows in self._rows.get(batch, []):
-            if isinstance(rows, Tensor):
-                rows.fill_(math.nan)
-
-    def _carry_over(self, batch: int, working: Sequence[WorkingSet]) -> None:
-        """Rows that may not be back in their store yet, from the buffer where they still are."""
-        for g, of_store in enumerate(working):
-            if (carried := of_store.carried_over) is None:
-                continue
-            now_KW, older_KW = self._rows[batch][g], self._rows[batch - 2][g]
-            assert isinstance(now_KW, Tensor)
-            assert isinstance(older_KW, Tensor)
-            rows = older_KW.index_select(0, carried.older_there)
-            now_KW.index_copy_(0, carried.positions_there, rows)
-
-    def sync(self, batch: int, working: Sequence[WorkingSet]) -> int:
-        """Rows that the batch before had too, from its buffer; returns how many.
-
-        Rows that were carried over from an older batch count too.
-        """
-        if batch - 1 not in self._rows:
-            return 0
-        refreshed = 0
-        for of_store, now_KW, before_KW in zip(
-            working, self._rows[batch], self._rows[batch - 1], strict=True
-        ):
-            assert isinstance(now_KW, Tensor)
-            assert isinstance(before_KW, Tensor)
-            shared = before_KW.index_select(0, of_store.shared_before_there)
-            now_KW.index_copy_(0, of_store.shared_there, shared)
-            refreshed += len(of_store.shared_K)
-            if of_store.carried_over is not None:
-                refreshed += len(of_store.carried_over.positions_K)
-        return refreshed
-
-    def writeback(
-        self, batch: int, working: Sequence[WorkingSet], then: Sequence[WorkingSet] | None
-    ) -> int:
-        """Rows that leave the device into their stores; returns how many.
-
-        `then` is the working set of the next batch, where what it shares stays.
-        """
-        written = 0
-        for g, (transport, of_store) in enumerate(zip(self._transports, working, strict=True)):
-            leaving = of_store.all_rows if then is None else of_store.without(then[g].shared_before)
-            transport.write(batch, of_store, leaving, self._rows[batch][g])
-            written += len(leaving)
-        return written
-
-    def forget(self, batch: int) -> None:
-        """Drop the rows of a batch."""
-        self._rows.pop(batch, None)
-        for transport in self._transports:
-            transport.forget(batch)
 
 
 AnyRows = Tensor | RowPointers | SlotRows
@@ -230,6 +126,9 @@ class BatchState:
 class ShardedTables:
     """One rank's shard of all tables, and the batches in flight."""
 
+    host_acts: frozenset[Kind] = frozenset()
+    """Kinds of ops that leave the device alone: none of them all."""
+
     def __init__(
         self,
         groups: Sequence[TableGroup],
@@ -260,7 +159,7 @@ class ShardedTables:
         self.device = device
         self.comm_dtype = comm_dtype
         self._lifecycle = lifecycle
-        self.buffers = (
+        self.buffers: HeldRows = (
             PoolRows(pools)
             if shape.retrieval is Retrieval.POOLED
             else RowBuffers(list(stores), shape, device, in_place=in_place, pin=pin)
@@ -290,6 +189,10 @@ class ShardedTables:
             Kind.GRADS: lambda op: self.grads(op.batch, op.micro or 0),
             Kind.REPLICA_SYNC: lambda op: self.replica_sync(op.batch),
         }
+
+    def moves_nothing(self, batch: int) -> bool:
+        """Whether `retrieve` of that batch is known to have nothing to do: never beforehand."""
+        return False
 
     # Routing, in host memory
 
@@ -392,10 +295,10 @@ class ShardedTables:
 
     def _make_working_sets(self, batch: int, replicas: Sequence[ReplicaUnion] | None) -> None:
         state = self.in_flight[batch]
-        compared = self.shape.buffers > 1 and not isinstance(self.buffers, PoolRows)
+        compared = self.buffers.compares
         before = self.in_flight.get(batch - 1) if compared else None
         older = self.in_flight.get(batch - 2) if self.shape.takes_over else None
-        state.working = [
+        working = [
             make_working_set(
                 asked,
                 before.working[g] if before else None,
@@ -408,8 +311,7 @@ class ShardedTables:
             )
             for g, asked in enumerate(state.asked)
         ]
-        if isinstance(self.buffers, PoolRows):
-            state.working = self.buffers.admit(batch, state.working)
+        state.working = self.buffers.admit(batch, working)
         state.asked, state.unions = [], []
 
     def stale_mask(self, batch: int) -> None:
@@ -428,22 +330,16 @@ class ShardedTables:
 
         Returns how many; rows carried over from an older batch count too.
         """
-        assert isinstance(self.buffers, RowBuffers), "rows in a pool are never refreshed"
         return self.buffers.sync(batch, self.in_flight[batch].working)
 
     def writeback(self, batch: int) -> int:
         """Rows that leave the device into their stores; returns how many."""
-        written = self._write_rows(batch)
+        then = self.in_flight.get(batch + 1) if self.shape.retrieval is Retrieval.NEW else None
+        staying = then.working if then is not None and then.working else None
+        written = self.buffers.writeback(batch, self.in_flight[batch].working, staying)
         # With several buffers a batch's keys serve later unions, and its rows later batches.
         self.forget(batch - self.shape.buffers + 1)
         return written
-
-    def _write_rows(self, batch: int) -> int:
-        if isinstance(self.buffers, PoolRows):
-            return self.buffers.writeback(batch)
-        then = self.in_flight.get(batch + 1) if self.shape.retrieval is Retrieval.NEW else None
-        staying = then.working if then is not None and then.working else None
-        return self.buffers.writeback(batch, self.in_flight[batch].working, staying)
 
     def forget(self, batch: int) -> None:
         """Drop the state of a batch."""

@@ -1,4 +1,4 @@
-"""How rows move between a store and the buffers of the batches in flight: one class per way.
+"""Buffers of the batches in flight, and how rows move between a store and them.
 
 `choose_transport` picks one for each store, once, by what the store can do, the device, and the
 shape of the schedule:
@@ -16,9 +16,11 @@ A new tier brings a store with the right ability, or a transport of its own and 
 
 from __future__ import annotations
 
+import math
 import warnings
+from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -30,7 +32,10 @@ from nestpipe.kernels.library import native_wanted
 from nestpipe.kernels.rows.cuda import aligned_rows
 from nestpipe.kernels.rows.native import RowPointers, copy_rows
 from nestpipe.kernels.rows.segments import empty_rows, use_native
-from nestpipe.schedule.schedule import Shape
+from nestpipe.schedule import Retrieval, Shape
+
+if TYPE_CHECKING:
+    from nestpipe.embedding.pool import SlotRows
 
 # Shapes: K rows of a working set, n some of them, W weights and state
 
@@ -343,3 +348,160 @@ class SlotTransport:
 
     def forget(self, batch: int) -> None:
         """Nothing is known of any batch."""
+
+
+# The buffers that they fill.
+
+
+class HeldRows(Protocol):
+    """The rows, with their state, that the batches in flight have on the device."""
+
+    @property
+    def poison(self) -> bool:
+        """Whether room is filled with NaN before it is read into, which a late reader finds."""
+        ...
+
+    @poison.setter
+    def poison(self, wanted: bool, /) -> None: ...
+
+    @property
+    def compares(self) -> bool:
+        """Whether the working set of a batch is compared with that of the batch before."""
+        ...
+
+    def admit(self, batch: int, working: list[WorkingSet]) -> list[WorkingSet]:
+        """Make room for a batch; returns its working sets with the places of rows to send."""
+        ...
+
+    def of(self, batch: int) -> Sequence[BufferRows | SlotRows]:
+        """The rows of a batch, group by group."""
+        ...
+
+    def retrieve(self, batch: int, working: Sequence[WorkingSet]) -> int:
+        """Read rows from the stores; returns how many."""
+        ...
+
+    def sync(self, batch: int, working: Sequence[WorkingSet]) -> int:
+        """Refresh rows that the batch before had too; returns how many."""
+        ...
+
+    def writeback(
+        self, batch: int, working: Sequence[WorkingSet], then: Sequence[WorkingSet] | None
+    ) -> int:
+        """Write rows that leave the device into their stores; returns how many.
+
+        `then` is the working set of the next batch, where what it shares stays.
+        """
+        ...
+
+    def forget(self, batch: int) -> None:
+        """Drop the rows of a batch."""
+        ...
+
+
+class RowBuffers:
+    """The rows, with their state, of the batches in flight: each batch has a buffer."""
+
+    def __init__(
+        self,
+        stores: Sequence[RowStore],
+        shape: Shape,
+        device: torch.device,
+        *,
+        in_place: bool,
+        pin: bool,
+    ) -> None:
+        """`in_place` and `pin`: what transports may do, see `choose_transport`."""
+        self._only_new = shape.retrieval is Retrieval.NEW
+        self._transports = [
+            choose_transport(store, shape, device, in_place=in_place, pin=pin) for store in stores
+        ]
+        self._rows: dict[int, list[BufferRows]] = {}
+        """[batch][group]"""
+        self.poison = False
+        """Fill a buffer with NaN before it is read into, so that a late reader is found out."""
+        self._num_buffers = shape.buffers
+        self.compares = shape.buffers > 1
+
+    def admit(self, batch: int, working: list[WorkingSet]) -> list[WorkingSet]:
+        """A buffer has room for every row of its batch."""
+        return working
+
+    def of(self, batch: int) -> Sequence[BufferRows]:
+        return self._rows[batch]
+
+    def retrieve(self, batch: int, working: Sequence[WorkingSet]) -> int:
+        """Rows from the stores into the idle buffer; returns how many were read."""
+        if self.poison:
+            self._poison(batch - self._num_buffers)
+        new = [self._new_rows(of_store) for of_store in working]
+        self._rows[batch] = [
+            transport.read(batch, of_store, chosen)
+            for transport, of_store, chosen in zip(self._transports, working, new, strict=True)
+        ]
+        self._carry_over(batch, working)
+        return sum(map(len, new))
+
+    def _new_rows(self, working: WorkingSet) -> RowSelection:
+        """Rows that no buffer has."""
+        here_K = working.shared_K
+        if working.carried_over is not None:
+            here_K = torch.cat([here_K, working.carried_over.positions_K])
+        return working.without(here_K) if self._only_new and len(here_K) else working.all_rows
+
+    def _poison(self, batch: int) -> None:
+        """Rows that the plan lets `retrieve` overwrite; memory is taken anew, so they linger."""
+        for rows in self._rows.get(batch, []):
+            if isinstance(rows, Tensor):
+                rows.fill_(math.nan)
+
+    def _carry_over(self, batch: int, working: Sequence[WorkingSet]) -> None:
+        """Rows that may not be back in their store yet, from the buffer where they still are."""
+        for g, of_store in enumerate(working):
+            if (carried := of_store.carried_over) is None:
+                continue
+            now_KW, older_KW = self._rows[batch][g], self._rows[batch - 2][g]
+            assert isinstance(now_KW, Tensor)
+            assert isinstance(older_KW, Tensor)
+            rows = older_KW.index_select(0, carried.older_there)
+            now_KW.index_copy_(0, carried.positions_there, rows)
+
+    def sync(self, batch: int, working: Sequence[WorkingSet]) -> int:
+        """Rows that the batch before had too, from its buffer; returns how many.
+
+        Rows that were carried over from an older batch count too.
+        """
+        if batch - 1 not in self._rows:
+            return 0
+        refreshed = 0
+        for of_store, now_KW, before_KW in zip(
+            working, self._rows[batch], self._rows[batch - 1], strict=True
+        ):
+            assert isinstance(now_KW, Tensor)
+            assert isinstance(before_KW, Tensor)
+            shared = before_KW.index_select(0, of_store.shared_before_there)
+            now_KW.index_copy_(0, of_store.shared_there, shared)
+            refreshed += len(of_store.shared_K)
+            if of_store.carried_over is not None:
+                refreshed += len(of_store.carried_over.positions_K)
+        return refreshed
+
+    def writeback(
+        self, batch: int, working: Sequence[WorkingSet], then: Sequence[WorkingSet] | None
+    ) -> int:
+        """Rows that leave the device into their stores; returns how many.
+
+        `then` is the working set of the next batch, where what it shares stays.
+        """
+        written = 0
+        for g, (transport, of_store) in enumerate(zip(self._transports, working, strict=True)):
+            leaving = of_store.all_rows if then is None else of_store.without(then[g].shared_before)
+            transport.write(batch, of_store, leaving, self._rows[batch][g])
+            written += len(leaving)
+        return written
+
+    def forget(self, batch: int) -> None:
+        """Drop the rows of a batch."""
+        self._rows.pop(batch, None)
+        for transport in self._transports:
+            transport.forget(batch)

@@ -28,11 +28,11 @@ from nestpipe.serve.types import (
     AdmissionOutcome,
     Answer,
     Clock,
+    RankPath,
     RankRequest,
     RankService,
     Signal,
 )
-from nestpipe.serve.types import Path as RankPath
 
 if TYPE_CHECKING:
     from nestpipe.loadtest.run import SearchStep

@@ -39,7 +39,7 @@ from nestpipe.sim.job_costs import JobProfile, ProfiledRun, draw_of
 from nestpipe.sim.trace_costs import WARM_UP
 from nestpipe.trace import Span, Trace
 from nestpipe.train.config import PipelineSettings, choose_pipeline
-from nestpipe.train.dense import buckets_of
+from nestpipe.train.gradients import buckets_of
 from nestpipe.train.job import JobConfig, make_job
 from nestpipe.train.trainer import Trainer
 

@@ -68,7 +68,7 @@ class StreamMark:
 
 
 class _Here(threading.local):
-    """What the calling thread's current stream is: torch takes its time to tell."""
+    """The calling thread's current stream: asking torch takes longer."""
 
     stream: Any = None
 
@@ -194,7 +194,7 @@ def _place(lane: Lane, device: torch.device, on_host: frozenset[Lane]) -> Stream
 
 
 RECORD_EVERY = 512
-"""The first batches of so many are timed: events of all of them would cost the host its time."""
+"""The first batches of every N are timed: events of all of them would cost host time."""
 TRIES = 5
 """How often the two clocks are compared; the shortest time between counts."""
 _Timed = tuple[Op, Lane, torch.cuda.Event, torch.cuda.Event]
@@ -247,7 +247,7 @@ class CudaSpans:
     def trace(self, facts: Mapping[str, Fact]) -> Trace:
         """Waits for the GPU to reach the last event.
 
-        Two clocks may run apart, so they are compared once more.
+        Two clocks may run apart, so they are compared again.
         """
         timed = self._timed.all()
         for *_, end in timed:
@@ -325,5 +325,5 @@ def _one_after_the_other(device: torch.device) -> InlineLanes:
 
 
 def spans_for(device: torch.device, rank: int) -> Spans:
-    """The clock of whoever does the work."""
+    """The clock of the device, or of the host."""
     return CudaSpans(rank) if device.type == "cuda" else HostSpans(rank)

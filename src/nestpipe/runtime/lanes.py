@@ -1,7 +1,7 @@
 """Lanes: what a run asks of them, and lanes as the caller itself or as threads.
 
 A lane takes an op, runs it after others, and says when it is done. It may be a thread, a CUDA
-stream, or the caller. Whoever it is, ops start in the order in which they are submitted to it.
+stream, or the caller. Either way ops start in the order in which they are submitted to it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from nestpipe.schedule import Kind, Lane, Op
 Act = Callable[[Op], None]
 """Does one op."""
 Work = Mapping[Kind, Act]
-"""What each kind of op does; handed to a run by whoever knows."""
+"""What each kind of op does; the caller of a run knows."""
 
 
 class Event(Protocol):
@@ -55,11 +55,11 @@ class LaneQueue(Protocol):
         """Run `act(op)` after all that was submitted before and after the events.
 
         The act is called when that of `alongside` has been called, and when those of `behind` have
-        returned, whether their ops have ended or not. Without `marked` nobody but this lane waits
+        returned, whether their ops have ended or not. Without `marked` only this lane waits
         for the event. An act `on_host` has nothing to do with a device: the op has ended when it
         has returned and all before it has ended. An act that is `idle` has nothing to do at all,
-        and is not called. `again`: the event of an op so long ago that nobody asks about it; what
-        it is made of may be used for this one. Raises the first failure of any lane, once there is
+        and is not called. `again`: the event of an op so long ago that nothing waits for it;
+        it may be used again for this one. Raises the first failure of any lane, once there is
         one.
         """
         ...
@@ -268,12 +268,12 @@ class Place(Protocol):
         ...
 
     def mark(self, again: Mark | None = None) -> Mark:
-        """Mark the end of all that ran here so far; `again`: an old mark that nobody asks about."""
+        """Mark the end of all that ran here so far; `again`: an old mark to use again."""
         ...
 
 
 class Halt:
-    """Whether the lanes shall skip what they have not started, and the failure that is to blame."""
+    """Whether lanes skip what they have not started, and the first failure."""
 
     def __init__(self) -> None:
         self.called = False
@@ -434,7 +434,7 @@ class _Task:
             name_failure(error, self.op, lane)
             halt.call(error)
         finally:
-            # Also after a failure: whoever waits for it wakes up and finds the halt.
+            # Also after a failure: a thread that waits for it wakes up and finds the halt.
             end.started.open()
             end.issued.open()
 

@@ -44,7 +44,7 @@ K = Kind
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """Why a schedule is refused: one sentence, and the edge that would mend it."""
+    """Why a schedule is refused: one sentence, and the edge that is missing."""
 
     rule: str
     sentence: str
@@ -267,7 +267,7 @@ def _stored_rows_land_in_order(schedule: Schedule, order: HappensBefore) -> Iter
 
 
 def _fresh_rows(schedule: Schedule, order: HappensBefore) -> Iterator[Violation]:
-    """What a batch reads from host memory, nobody is still about to write there."""
+    """What a batch reads from host memory has been written there before."""
     shape = schedule.shape
     refreshed = shape.handover is K.SYNC or shape.pooled
     for batch in range(1, schedule.batches):

@@ -183,7 +183,7 @@ class Plan:
         return self.shape.plan
 
     def stream(self, batches: Callable[[], int | None] = lambda: None) -> Iterator[Step]:
-        """Steps without end, or until the end that `batches` tells once it is known.
+        """Steps without end, or until the end that `batches` gives once it is known.
 
         An edge never reaches further back than `lookahead + 1` batches, so a reader needs to
         remember no more than that.
@@ -230,7 +230,7 @@ class Plan:
         return SteadyTick(first, ahead, tuple(_relative(step, first) for step in steps))
 
     def schedule(self, batches: int) -> Schedule:
-        """The finite schedule of so many batches."""
+        """The finite schedule of this many batches."""
         if batches < 1:
             raise PlanError(f"cannot plan {batches} batches; ask for at least 1")
         return Schedule(self.shape, batches, tuple(self.stream(lambda: batches)))

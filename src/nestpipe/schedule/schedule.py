@@ -61,7 +61,7 @@ class Kind(StrEnum):
     UNION = "union"
     """The owner's working set of the batch, and what it shares with the batch before."""
     REPLICA_KEYS = "replica_keys"
-    """Replicas of a shard tell each other which keys they touched since they were last merged; only
+    """Replicas of a shard exchange the keys that they touched since they were last merged; only
     in batches that merge them (2D parallelism)."""
     REPLICA_UNION = "replica_union"
     """The working set widens to all of these keys; only in batches that merge replicas."""
@@ -322,7 +322,7 @@ class Shape(PlanOptions):
 
     @property
     def leaving_known_after(self) -> int:
-        """How many batches later the keys come that tell which rows `writeback` stores."""
+        """How many batches later the keys come that decide which rows `writeback` stores."""
         return {Retrieval.WHOLE: 0, Retrieval.NEW: 1, Retrieval.POOLED: 2}[self.retrieval]
 
     @property
@@ -337,7 +337,7 @@ class Shape(PlanOptions):
 
     @property
     def stores_while_reading(self) -> bool:
-        """Whether `retrieve` itself stores rows whose places it needs and nobody has emptied."""
+        """Whether `retrieve` itself stores rows whose places it needs: no write-back has yet."""
         return self.buffers > 2 and self.pooled
 
     @property
@@ -581,7 +581,7 @@ def _schedule(facts: dict[str, str], steps: list[Step]) -> Schedule:
     batches = _read(facts, "batches")
     for name, count in (("batches", batches), ("micro_batches", shape.micro_batches)):
         if count > len(steps):
-            raise ParseError(f"{count} {name} cannot fit into {len(steps)} ops; mend that line")
+            raise ParseError(f"{count} {name} cannot fit into {len(steps)} ops; correct that line")
     return Schedule(shape, batches, tuple(steps))
 
 

@@ -248,7 +248,7 @@ class RankRequest:
         return replace(self, deadline_s=max(self.deadline_s - waited_s, LEAST_DEADLINE_S))
 
 
-class Path(StrEnum):
+class RankPath(StrEnum):
     """How a ranking was computed."""
 
     HBM_HIT = "hbm_hit"
@@ -281,7 +281,7 @@ class Answer:
     """Scores, and how they were computed."""
 
     scores_C: Scores
-    path: Path
+    path: RankPath
     length_used: int
     """Events that the scores rest on, long and short."""
     version: str

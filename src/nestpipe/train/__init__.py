@@ -3,13 +3,14 @@
 from nestpipe.deprecated import old_names
 from nestpipe.train.config import (
     DenseSettings,
+    JobConfig,
     ParallelSettings,
     PipelineSettings,
     RowSettings,
     TrainSettings,
 )
 from nestpipe.train.evaluate import evaluate
-from nestpipe.train.job import Job, JobConfig, make_job
+from nestpipe.train.job import Job, make_job
 from nestpipe.train.loggers import Summary, Traffic, summarise
 from nestpipe.train.loop import TrainResult, train_job
 from nestpipe.train.ops import StepReport

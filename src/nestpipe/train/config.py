@@ -1,17 +1,24 @@
-"""How to train: the settings of a run, besides its data and its model."""
+"""How to train: the settings of a trainer, and the sections of a config file."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal
 
-from nestpipe.config import RateOptions, Table, not_negative, positive
+from nestpipe.checkpoint.folder import Retention
+from nestpipe.comm import DEFAULT_TIMEOUT_S
+from nestpipe.config import RateOptions, RowPolicy, Table, not_negative, positive
 from nestpipe.config.load import finite, fit_leaf, known_words, memory_size
 from nestpipe.config.sections import first_match, rates_of, refuse_idle
+from nestpipe.dashboard.record import FOLDER as RECORD_FOLDER
+from nestpipe.data import DataConfig
 from nestpipe.deprecated import renamed_fields
 from nestpipe.errors import ConfigError
+from nestpipe.models import EncoderOptions
+from nestpipe.models.protocol import is_own
 from nestpipe.schedule import (
     PLANS,
     Merge,
@@ -26,6 +33,10 @@ from nestpipe.schedule import (
     with_default,
 )
 
+MOST_TIMEOUT_S = 1e6
+"""Eleven days: longer is a hang."""
+MOST_THREADS = 1024
+"""Of a rank: more would use up what the system has."""
 AUTO = "auto"
 """The plan that leaves the choice to the run."""
 AUTO_MICRO_BATCHES = 4
@@ -38,7 +49,7 @@ class ParallelSettings(ReplicaOptions):
 
     groups: int = 1
     """Groups of ranks; keys, rows and row gradients never leave one."""
-    # Groups are exact unless told: then they train as one group does.
+    # Groups are exact by default: then they train as one group does.
     merge: Merge = with_default(ReplicaOptions, "merge", Merge.EXACT)
     merge_every: int = with_default(ReplicaOptions, "merge_every", 1)
     layout: Literal["auto", "replicas", "shards"] = "auto"
@@ -66,8 +77,8 @@ class PipelineSettings(PipelineOptions):
     """
 
     plan: str = AUTO
-    """How ops overlap: one of the plans of `nestpipe draw`, or `auto`: what is fastest on such a
-    device and so many ranks. The run says what it chose."""
+    """How ops overlap: one of the plans of `nestpipe draw`, or `auto`: the fastest for this device
+    and number of ranks. The run says what it chose."""
     comm_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of rows and row gradients between ranks; bfloat16 halves what is sent."""
     owner_sums: Literal["auto", "off"] = "auto"
@@ -124,7 +135,7 @@ class PipelineChoice:
 def choose_pipeline(
     asked: PipelineSettings, device: str, ranks: int, *, sharded: bool = False
 ) -> PipelineChoice:
-    """What `auto` stands for on that type of device, with so many ranks in all.
+    """What `auto` stands for on that type of device, with that number of ranks in all.
 
     Every rank comes to the same answer. Settings that were changed from their defaults stay. Among
     GPUs a `sharded` dense half and the exchange of rows take turns.
@@ -280,7 +291,7 @@ def _check_moments(
 
 @dataclass(frozen=True, kw_only=True)
 class ExecutionSettings:
-    """What every rank computes with, whoever drives it."""
+    """What every rank computes with, from a config file or from Python."""
 
     batch: int = 512
     """Samples of a global batch, over all ranks."""
@@ -329,8 +340,8 @@ class ExecutionSettings:
     """clip_norm: off: only dense gradients count and are scaled."""
 
     lifecycle_every: int = 100
-    """Rows of tables with a policy come and go after every so many batches, and earlier where a
-    table may be full before. It has no effect on tables without a policy."""
+    """Apply row policies every N batches, and earlier where a table may be full before. It has no
+    effect on tables without a policy."""
 
     def __post_init__(self) -> None:
         known_words(self)
@@ -380,3 +391,213 @@ class TrainSettings(ExecutionSettings):
     def clips_rows(self) -> bool:
         """Whether row gradients are clipped, by a norm that all ranks must know."""
         return self.clip_norm > 0 and self.clip_rows
+
+
+# The sections of a config file.
+
+
+LoggerName = Literal["tensorboard", "jsonl", "wandb", "mlflow"]
+ModelKind = Literal["auto", "dlrm", "logistic", "hstu", "ranker"]
+"""Models that are shipped."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """`[model]`: which model, and how large."""
+
+    kind: str = "auto"
+    """`auto`: hstu (next item) where the data has histories only, else dlrm (clicks).
+    `logistic` is the baseline of click models; `ranker`, for histories, is served in two legs. Or
+    your own: `package.module:factory`, looked for in the working directory, too."""
+    config: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """What your own model gets, as `[model.config]`."""
+    dim: int = 32
+    """Width of a row."""
+    init_std: float = 0.02
+    """Spread of a new row's weights."""
+    bottom: tuple[int, ...] = (64, 32)
+    """dlrm: hidden layers on the dense features."""
+    top: tuple[int, ...] = (128, 64)
+    """dlrm: hidden layers on the dot products."""
+    blocks: int = 2
+    """hstu, ranker: blocks."""
+    heads: int = 2
+    """hstu, ranker: attention heads."""
+    attention_dim: int = 32
+    """hstu, ranker: width of a head's queries, keys and values."""
+    max_len: int = 200
+    """hstu, ranker: longest history that is expected."""
+    num_items: int = 0
+    """hstu, ranker: items are keys from 1 to this; 0: those that the data has, whatever keys."""
+    negatives: int = 128
+    """hstu, ranker: negative samples per sample."""
+    positives: int = 4
+    """ranker: positive candidates, the items that follow a history."""
+    negative_pool: int = 0
+    """hstu: draw N negatives per sample, of which each position takes about `negatives` of its own;
+    0: all positions of a sample share them."""
+    temperature: float = 0.05
+    """hstu: what scores are divided by."""
+    encoder: EncoderOptions = field(default_factory=EncoderOptions)
+    compile: bool = False
+    """Compile the dense half by `torch.compile`, for training and evaluation. It changes the order
+    of sums; a GPU then replays no CUDA graphs."""
+
+    def __post_init__(self) -> None:
+        if not is_own(self.kind):
+            fit_leaf(ModelKind, self.kind, "kind")
+            if self.config:
+                raise ConfigError(
+                    f"config has {', '.join(self.config)}, but kind is {self.kind!r}; it is for a "
+                    "model of your own, kind = 'package.module:factory'"
+                )
+        for name in ("dim", "blocks", "heads", "attention_dim", "max_len"):
+            positive(name, getattr(self, name))
+        for name in ("bottom", "top"):
+            for width in getattr(self, name):
+                positive(name, width)
+        for name in ("negatives", "positives"):
+            positive(name, getattr(self, name))
+        positive("temperature", self.temperature)
+        not_negative("num_items", self.num_items)
+        not_negative("negative_pool", self.negative_pool)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LifecycleConfig(RowPolicy):
+    """`[lifecycle]`: which keys get a row and which rows leave; without it tables only grow."""
+
+    tables: tuple[str, ...] = ()
+    """Names of the tables that it is for; empty: all."""
+
+    def applied(self, tables: Sequence[Table]) -> list[Table]:
+        """The tables with this policy; a section that says nothing leaves them as they are."""
+        names = [table.name for table in tables]
+        if unknown := [name for name in self.tables if name not in names]:
+            raise ConfigError(
+                f"lifecycle.tables names {unknown[0]!r}, which is no table; the tables are "
+                f"{', '.join(names)}"
+            )
+        policy = {known.name: getattr(self, known.name) for known in fields(RowPolicy)}
+        if RowPolicy(**policy) == RowPolicy():
+            return list(tables)
+        chosen = self.tables or names
+        return [replace(t, **policy) if t.name in chosen else t for t in tables]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(ExecutionSettings):
+    """`[run]`: what to compute with, how long, and what is written on the way."""
+
+    epochs: int = 1
+    """Passes over the data."""
+    steps: int = 0
+    """Stop after this many batches; 0: only after the epochs."""
+    timeout_s: float = DEFAULT_TIMEOUT_S
+    """Seconds that a rank waits for its peers in one collective before it gives up."""
+    eval_every: int = 0
+    """Evaluate every N batches, and at the end; 0: after each epoch."""
+    eval_split: Literal["auto", "validation", "test"] = "auto"
+    """What to evaluate on; `auto`: validation, or test where the data has no such split. The run
+    says which."""
+    early_stop: str = ""
+    """End where this metric of the evaluation, e.g. `auc`, has not become better for `patience`
+    evaluations; empty: never. The checkpoint of the best one is kept."""
+    patience: int = 3
+    """early_stop: evaluations in a row without a better one."""
+    min_delta: float = 0.0
+    """early_stop: by how much a better one is better."""
+    checkpoint: str = ""
+    """Folder for checkpoints; empty: none."""
+    checkpoint_every: int = 0
+    """Write a checkpoint every N batches; 0: only at the end."""
+    incremental: bool = False
+    """Checkpoints hold only rows touched since the one before; else all are full."""
+    full_every: int = 10
+    """incremental: write a full checkpoint after every N increments; 0: never."""
+    keep_last: int = 0
+    """Keep the newest N checkpoints; 0: no rule. Without any rule all are kept."""
+    keep_hours: float = 0.0
+    """Keep checkpoints not older than this; 0: no rule."""
+    keep_best: str = ""
+    """Keep also the checkpoint with the best value of this metric, e.g. `auc`."""
+    grace_s: float = 25.0
+    """After SIGTERM or SIGINT, seconds to finish the batch, save and exit."""
+    evicted: str = ""
+    """Folder for the keys whose rows leave: a file of JSON lines for each boundary at which some
+    did; empty: none."""
+    record: str = "auto"
+    """Folder for the record that `nestpipe show` and the dashboard read, `off`, or `auto`: the
+    folder of checkpoints, or that of logs, where there is one."""
+    log: str = ""
+    """Folder for logs; empty: none."""
+    loggers: tuple[LoggerName, ...] = ("tensorboard",)
+    """What is written there: `tensorboard`, `jsonl`, and with extras `wandb` and `mlflow`."""
+    log_every: int = 50
+    """Write AUC and normalised entropy of training every N batches; 0: never."""
+    adaptive: bool = False
+    """Let micro-batches, their sizes and the pool follow the measured trace while the run goes on.
+    What is chosen is recorded; it changes only the order of sums."""
+    adaptive_every: int = 32
+    """adaptive: batches between two looks at the trace, until nothing more is gained."""
+    threads: int = 0
+    """Threads of each rank for torch's operations; 0: the cores over the ranks of the machine, or
+    OMP_NUM_THREADS where that is set."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        positive("epochs", self.epochs)
+        positive("timeout_s", self.timeout_s)
+        if self.timeout_s > MOST_TIMEOUT_S:
+            raise ConfigError(f"timeout_s is {self.timeout_s}; give at most {MOST_TIMEOUT_S:,.0f}")
+        for name in ("steps", "eval_every", "checkpoint_every", "keep_last", "full_every"):
+            not_negative(name, getattr(self, name))
+        for name in ("min_delta", "log_every", "threads"):
+            not_negative(name, getattr(self, name))
+        if self.threads > MOST_THREADS:
+            raise ConfigError(f"threads is {self.threads}; give at most {MOST_THREADS:,}")
+        positive("patience", self.patience)
+        if self.adaptive_every < 8:
+            raise ConfigError(
+                f"adaptive_every is {self.adaptive_every}; give at least 8, for a steady state"
+            )
+        not_negative("keep_hours", self.keep_hours)
+        positive("grace_s", self.grace_s)
+
+    @property
+    def record_folder(self) -> Path | None:
+        """Where the record of the run goes; None: nowhere."""
+        chosen = (self.checkpoint or self.log) if self.record == "auto" else self.record
+        return Path(chosen) / RECORD_FOLDER if chosen not in ("", "off") else None
+
+    @property
+    def retention(self) -> Retention:
+        """Which checkpoints stay when a new one is written."""
+        return Retention(
+            last=self.keep_last, hours=self.keep_hours, best=self.keep_best or self.early_stop
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobConfig:
+    """A whole config file; every key has a default that works without any file."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+    pipeline: PipelineSettings = field(default_factory=PipelineSettings)
+    parallel: ParallelSettings = field(default_factory=ParallelSettings)
+    rows: RowSettings = field(default_factory=RowSettings)
+    dense: DenseSettings = field(default_factory=DenseSettings)
+    lifecycle: LifecycleConfig = field(default_factory=LifecycleConfig)
+
+    def settings(self) -> TrainSettings:
+        shared = {known.name: getattr(self.run, known.name) for known in fields(ExecutionSettings)}
+        return TrainSettings(
+            **shared,
+            pipeline=self.pipeline,
+            parallel=self.parallel,
+            rows=self.rows,
+            dense=self.dense,
+            compile=self.model.compile,
+        )

@@ -1,34 +1,30 @@
-"""The dense half in training: as a CUDA graph, or sharded over ranks, and its gradients.
+"""The dense half in training: the forms that it takes, and its optimizer.
 
-A step of a few milliseconds is decided by how fast the host launches kernels: a DLRM has two
-hundred of them. A graph replays all with one call, and the same kernels give the same bits. A model
-says that it can be captured (`capturable = True`): its `dense` launches the same kernels for equal
-shapes, never waits for the device, and the weight of its loss depends on shapes alone.
+As a CUDA graph: a step of a few milliseconds is decided by how fast the host launches kernels, and
+a DLRM has two hundred of them. A graph replays all with one call, and the same kernels give the
+same bits. A model says that it can be captured (`capturable = True`): its `dense` launches the same
+kernels for equal shapes, never waits for the device, and the weight of its loss depends on shapes
+alone.
 
-With `parallel.dense = "sharded"`, torch's FSDP keeps a part of every parameter, of its gradient and
-of its optimizer state on each rank. Parameters are gathered where they are used, and gradients are
-summed where they are kept. All of this happens inside `dense`, in a process group of its own: one
-thread issues these collectives, in the order that the schedule has for `dense`, which is the same
-on every rank.
+Sharded (`parallel.dense = "sharded"`): torch's FSDP keeps a part of every parameter, of its
+gradient and of its optimizer state on each rank. Parameters are gathered where they are used, and
+gradients are summed where they are kept. All of this happens inside `dense`, in a process group of
+its own: one thread issues these collectives, in the order that the schedule has for `dense`, which
+is the same on every rank.
 
-Gradients are clipped by their global norm. Which row lies where depends on the plan, on the pool,
-and on how tables are sharded. So a norm has the same bits in every order of rows and ranks. The
-squares are summed exactly: each is a whole number of units of its binary exponent, and whole
-numbers are added up exponent by exponent. Such sums have no rounding, and hence no order.
-
-A backward pass ends with the first layers; the gradients of the last ones are ready long before.
-The pass puts each complete bucket into a queue. The ops `totals` and `reduce` run alongside it, on
-a thread and a stream of their own. They take from the queue and sum over all ranks, so every rank
-starts these collectives in the same order, whatever order its own pass has.
+Compiled (`model.compile`): compiled code depends on the shapes it first meets, and torch keeps it
+by function for the whole process. So each trainer has code of its own, made from its own batches in
+their order, which no plan changes. Nothing is chosen by timing: two runs would get other kernels,
+and other bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+import inspect
+import shutil
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
-from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -37,14 +33,20 @@ from torch import Tensor, nn
 from nestpipe.batch import Batch, PackedColumns
 from nestpipe.comm.communicator import Communicator
 from nestpipe.comm.process_group import DistributedCommunicator
-from nestpipe.embedding.optimizers import sum_of_squares
-from nestpipe.errors import ConfigError, RunError
+from nestpipe.config.sections import first_match, rates_of, refuse_idle
+from nestpipe.errors import ConfigError, ModelError
 from nestpipe.models.protocol import Loss, NamesShardUnits, RecModel, in_precision
+from nestpipe.schedule import Plan
+from nestpipe.train.config import DenseSettings
+from nestpipe.train.gradients import GradBuckets
 
 EAGER_FIRST = 3
 """Batches of a shape before it is captured: libraries choose their kernels meanwhile."""
 MOST_GRAPHS = 4
 """Each keeps the memory of a step; batches of further shapes are launched kernel by kernel."""
+MOST_FORMS = 16
+"""Times that one function is compiled: sizes of 0 and 1 are forms of their own, and so are
+training and evaluation."""
 
 Key = tuple[object, ...]
 
@@ -57,7 +59,7 @@ class Replayed:
     weight: float
     seen_gradients: list[Tensor]
     faults: Tensor | None
-    """Whether a gradient of a parameter was not finite; None: nobody looked."""
+    """Whether a gradient of a parameter was not finite; None: not checked."""
     measured: Mapping[str, tuple[Tensor, Tensor]]
     """Predictions and labels by task."""
 
@@ -155,6 +157,31 @@ def _key(seen: Sequence[Tensor], sizes: Sequence[Mapping[str, int]], packed: Pac
     )
 
 
+# Sharded over ranks.
+
+
+def shard_dense(model: nn.Module, comm: Communicator) -> ShardedDense | None:
+    """The model with its parameters sharded over all ranks; None where there is nothing to cut."""
+    if comm.size == 1 or not any(p.requires_grad for p in model.parameters()):
+        return None
+    if not isinstance(comm, DistributedCommunicator):
+        raise ConfigError(
+            "parallel.dense is 'sharded', which needs ranks that are processes; start them with "
+            "--ranks or torchrun"
+        )
+    return ShardedDense(model, comm)
+
+
+def refuse_overlap(plan: Plan, device: torch.device) -> None:
+    """On GPUs collectives of the dense half and of the plan must have one order on all ranks."""
+    if device.type == "cuda" and plan.shape.overlaps:
+        raise ConfigError(
+            f"parallel.dense is 'sharded' and pipeline.plan {plan.name!r}, whose collectives could "
+            "meet those of the dense half on a GPU in another order on each rank; use plan "
+            "'serial', or dense = 'replicated'"
+        )
+
+
 class ShardedDense:
     """The method `dense` of a model whose parameters are sharded; call it as that.
 
@@ -227,7 +254,7 @@ class _DenseModule(nn.Module):
     def forward(self, method: str, rows: Mapping[str, Tensor], batch: Batch) -> tuple[Any, Any]:
         """The total by itself, too: torch finds tensors in a tuple, and not in a `Loss`."""
         result = getattr(self.model, method)(rows, batch)
-        total = getattr(result, "total", None)  # whoever called says what is wrong with it
+        total = getattr(result, "total", None)  # the caller says what is wrong with it
         if not isinstance(total, Tensor) or not total.requires_grad:
             return None, result
         total = _UseAll.apply(total, *(self.model.get_parameter(name) for name in self._names))
@@ -327,7 +354,7 @@ def whole(tensor: Any) -> Tensor:
 
 
 def sharded_as(tensor: Tensor, other: Any) -> Tensor:
-    """A whole tensor, cut as another one of its shape is; without a word to other ranks."""
+    """A whole tensor, cut as another one of its shape is; ranks exchange nothing."""
     if not is_sharded(other) or tensor.shape != other.shape:
         return tensor
     from torch.distributed.tensor import distribute_tensor
@@ -340,219 +367,187 @@ def _megabytes(num_bytes: int) -> str:
     return f"{num_bytes / 1e6:.2f}"
 
 
-# Shapes: K rows, D weights of a row, N numbers, B bins
-
-MANTISSA_BITS = 24
-LOWEST = -149
-"""The exponent below which no float32 is but 0; `frexp` gives 0 the exponent 0."""
-BINS = 279
-EPSILON = 1e-6
-"""Added to the norm, as `torch.nn.utils.clip_grad_norm_` does."""
+# Compiled.
 
 
-def global_norm(
-    dense: Sequence[Tensor],
-    rows: Sequence[Tensor],
-    comm: Communicator | None,
-    device: torch.device,
-    of_shards: Communicator | None = None,
-) -> Tensor:
-    """(1,) float32: the norm of dense gradients, which all ranks have, and of rows that each owns.
+class CompiledDense:
+    """The method `dense` of a model; call it as that. The model itself stays as it is.
 
-    `rows`: (K, D) gradients of the rows that this rank owns, over `comm`. Waits for no device. Over
-    `of_shards` each rank has other parts of the dense gradients, all together once.
+    The parameters, their names and `state_dict` are the model's own.
     """
-    counts_B = torch.zeros(BINS, dtype=torch.int64, device=device)
-    for gradients_KD in rows:
-        if gradients_KD.numel():
-            count_exactly(counts_B, sum_of_squares(gradients_KD).view(-1))
-    if comm is not None:
-        comm.all_reduce(counts_B)
-    dense_B = torch.zeros_like(counts_B)
-    for gradient in dense:
-        if gradient.numel():
-            # A tree of halves: its order depends on the size alone, not on threads.
-            count_exactly(dense_B, sum_of_squares(gradient.float().reshape(1, -1)).view(-1))
-    if of_shards is not None:
-        of_shards.all_reduce(dense_B)
-    counts_B += dense_B
-    return exact_total(counts_B).sqrt().float()
 
-
-def count_exactly(counts_B: Tensor, numbers_N: Tensor) -> None:
-    """Add float32 numbers, none negative, to counts of units by exponent."""
-    most = torch.finfo(torch.float32).max
-    mantissa_N, exponent_N = torch.frexp(numbers_N.clamp(max=most))
-    units_N = mantissa_N.double().mul_(2**MANTISSA_BITS).long()
-    counts_B.index_add_(0, (exponent_N - LOWEST).long(), units_N)
-
-
-def exact_total(counts_B: Tensor) -> Tensor:
-    """(1,) float64: the sum of all numbers that were counted."""
-    parts_B = counts_B.double() * _units(counts_B.device)
-    while len(parts_B) > 1:
-        half = (len(parts_B) + 1) // 2
-        parts_B = torch.cat(
-            [parts_B[: len(parts_B) - half] + parts_B[half:], parts_B[len(parts_B) - half : half]]
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        """Refuses a machine that has no compiler for the device."""
+        _refuse_without_compiler(device)
+        self._name = type(model).__name__
+        graphs = ", instead of CUDA graphs" if device.type == "cuda" else ""
+        self.reason = f"dense half: compiled by torch.compile{graphs}, while the first batches wait"
+        """What a run says of it."""
+        # Sizes are symbols from the first batch on: jagged features differ from batch to batch.
+        compile_: Any = torch.compile  # its declared forms leave out the last two parameters
+        self._dense = compile_(
+            getattr(model, "dense"),  # noqa: B009 - a method that `nn.Module` does not declare
+            dynamic=True,
+            # torch hashes headers by openssl, and fails where there is none.
+            options={
+                "deterministic": True,
+                "cpp_cache_precompile_headers": shutil.which("openssl") is not None,
+            },
+            recompile_limit=MOST_FORMS,
+            isolate_recompiles=True,
         )
-    return parts_B
+
+    def __call__(self, rows: Mapping[str, Tensor], batch: Batch) -> Loss:
+        # Not imported before they are needed: torch's compiler is large.
+        from torch._dynamo import config, exc
+        from torch.fx.experimental import _config
+
+        shapes: Any = _config
+        # Equal sizes of a first batch must not become one symbol: the next batch would need other
+        # code, and which code a batch gets would depend on the batches before.
+        with (
+            shapes.patch(use_duck_shape=False),
+            config.patch(fail_on_recompile_limit_hit=True),
+        ):
+            try:
+                return self._dense(rows, batch)
+            except exc.FailOnRecompileLimitHit as error:
+                raise ModelError(
+                    f"`dense` of {self._name} was compiled {MOST_FORMS} times and needs yet "
+                    "another form; set model.compile = false, or let it branch on fewer sizes"
+                ) from error
+            except exc.TorchDynamoException as error:
+                text = " ".join(str(error).split())[:200]
+                raise ModelError(
+                    f"`dense` of {self._name} cannot be compiled ({type(error).__name__}: {text}); "
+                    "set model.compile = false"
+                ) from error
 
 
-@cache
-def _units(device: torch.device) -> Tensor:
-    """(B,) what one unit of each bin is worth."""
-    worth = [2.0 ** (LOWEST + b - MANTISSA_BITS) for b in range(BINS)]
-    return torch.tensor(worth, dtype=torch.float64, device=device)
+def _refuse_without_compiler(device: torch.device) -> None:
+    """Say what is missing before training begins, rather than in its first batch."""
+    if "isolate_recompiles" not in inspect.signature(torch.compile).parameters:
+        raise ConfigError(
+            f"model.compile is true, and torch {torch.__version__} cannot keep the code of two "
+            "trainers apart; use torch 2.13 or newer, or set model.compile = false"
+        )
+    if device.type == "cuda":
+        from torch.utils._triton import has_triton
 
-
-def clip_factor(norm: Tensor, most: float) -> Tensor:
-    """What gradients of that norm are multiplied by, so that it is at most so much."""
-    return (most / (norm + EPSILON)).clamp(max=1.0)
-
-
-BUCKET_BYTES = 4 << 20
-"""Parameters are added to a bucket until it has so many: small enough that the last one, which
-nothing hides, is short; large enough that a message's fixed cost does not matter."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Made:
-    """A tensor, and the moment at which the stream that makes it has done so."""
-
-    tensor: Tensor
-    event: torch.cuda.Event | None
-
-    @classmethod
-    def now(cls, tensor: Tensor) -> _Made:
-        event = None
-        if tensor.is_cuda:
-            event = torch.cuda.Event()
-            event.record()
-        return cls(tensor, event)
-
-    def here(self) -> Tensor:
-        """The tensor, ready for the current stream."""
-        if self.event is not None:
-            torch.cuda.current_stream().wait_event(self.event)
-        return self.tensor
-
-
-class GradBuckets:
-    """The buckets of a model's parameters, and the batch whose gradients are on their way."""
-
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._buckets = buckets_of(parameters)
-        self._bucket_of = {p: number for number, b in enumerate(self._buckets) for p in b}
-        self._queue: SimpleQueue[_Made | None] = SimpleQueue()
-        """What `dense` has made of a batch: its totals, then its buckets, then None."""
-        self._in_backward = False
-        self._missing: list[int] = []
-        """How many parameters of each bucket have no gradient yet."""
-        self._sent: list[Tensor] = []
-        """The buckets that were handed over."""
-        self._hooks = [p.register_post_accumulate_grad_hook(self._ready) for p in parameters]
-
-    def close(self) -> None:
-        """Leave the parameters alone."""
-        for hook in self._hooks:
-            hook.remove()
-
-    def begin_run(self) -> None:
-        """Forget what a run that failed has left."""
-        self._queue = SimpleQueue()
-
-    @contextmanager
-    def filling(self) -> Iterator[None]:
-        """Inside, `dense` hands over what it makes.
-
-        However it ends, the queue is closed: nobody waits for what a failed pass never makes.
-        """
-        self._sent = []
-        self._missing = [len(bucket) for bucket in self._buckets]
-        queue = self._queue
-        try:
-            yield
-        finally:
-            queue.put(None)
-
-    def hand_over_totals(self, totals: Tensor) -> None:
-        """Let `totals` sum a few numbers in place; the tensor must live until then."""
-        self._queue.put(_Made.now(totals))
-
-    @contextmanager
-    def during_backward(self, *, as_they_come: bool) -> Iterator[None]:
-        """Inside runs the backward pass after which gradients are complete.
-
-        Without `as_they_come`, all buckets are handed over at its end.
-        """
-        self._in_backward = as_they_come
-        try:
-            yield
-        finally:
-            self._in_backward = False
-        # Also parameters that this pass did not reach.
-        while len(self._sent) < len(self._buckets):
-            self._send_next()
-
-    def take_totals(self) -> Tensor | None:
-        """Wait for the totals; None where the pass has failed."""
-        made = self._queue.get()
-        if made is None:
-            self._queue.put(None)  # `take_buckets` comes to it, too
-            return None
-        return made.here()
-
-    def take_buckets(self) -> Iterator[Tensor]:
-        """Wait for each bucket in turn, to be summed in place."""
-        while (made := self._queue.get()) is not None:
-            yield made.here()
-
-    def summed(self) -> dict[nn.Parameter, Tensor]:
-        """The summed gradient of each parameter, once `reduce` has ended for this stream."""
-        found: dict[nn.Parameter, Tensor] = {}
-        for bucket, flat in zip(self._buckets, self._sent, strict=True):
-            parts = torch.split(flat, [p.numel() for p in bucket])
-            found |= {p: part.view_as(p) for p, part in zip(bucket, parts, strict=True)}
-        return found
-
-    def set_gradients(self) -> None:
-        """Give every parameter its summed gradient."""
-        for parameter, gradient in self.summed().items():
-            parameter.grad = gradient
-        self._sent = []
-
-    def _ready(self, parameter: Tensor) -> None:
-        """Called by autograd, in its thread, when a parameter has its gradient."""
-        if not self._in_backward:
-            return
-        assert isinstance(parameter, nn.Parameter)
-        number = self._bucket_of[parameter]
-        if number < len(self._sent):
-            raise RunError(
-                f"a parameter of shape {list(parameter.shape)} got a second gradient in a backward "
-                "pass, after its sum had left; let the model's checkpointing have "
-                "use_reentrant=False, or train with plan 'serial'"
+        if not has_triton():
+            raise ConfigError(
+                "model.compile is true but there is no Triton for this GPU; install triton, or set "
+                "model.compile = false"
             )
-        self._missing[number] -= 1
-        while len(self._sent) < len(self._buckets) and not self._missing[len(self._sent)]:
-            self._send_next()
+        return
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
 
-    def _send_next(self) -> None:
-        bucket = self._buckets[len(self._sent)]
-        gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in bucket]
-        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        self._sent.append(flat)
-        self._queue.put(_Made.now(flat))
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        raise ConfigError(
+            "model.compile is true but there is no C++ compiler; install g++, name one in CXX, or "
+            "set model.compile = false"
+        ) from None
 
 
-def buckets_of(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """The last parameters first, as a backward pass has them; each kind of number by itself."""
-    buckets: list[list[nn.Parameter]] = []
-    size = BUCKET_BYTES
-    for parameter in reversed(parameters):
-        if size >= BUCKET_BYTES or buckets[-1][0].dtype != parameter.dtype:
-            buckets.append([])
-            size = 0
-        buckets[-1].append(parameter)
-        size += parameter.numel() * parameter.element_size()
-    return buckets
+# All of it together.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DenseTraining:
+    """The dense half as training runs it: its form, its optimizer, how its gradients travel."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    schedule: Callable[[int], float]
+    """What the rate of a step, counted from 1, is over its first one."""
+    precision: str
+    """Of products."""
+    form: ShardedDense | CompiledDense | None = None
+    """Another form of the model's `dense`; None: itself."""
+    shards: ShardedDense | None = None
+    """The same form, where parameters are sharded."""
+    graphs: DenseGraphs | None = None
+    """Replays of both passes, where the model can be captured."""
+    buckets: GradBuckets | None = None
+    """Hands gradients over where they have a network of their own."""
+
+
+# The parameters, and what moves them.
+
+
+def share_first_weights(model: nn.Module, comm: Communicator) -> None:
+    """Every rank starts with the dense weights of rank 0, whatever its own random state was."""
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            if comm.rank != 0:
+                tensor.zero_()
+            comm.all_reduce(tensor)
+
+
+def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Parameters that training moves."""
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def dense_optimizer(model: nn.Module, settings: DenseSettings) -> torch.optim.Optimizer:
+    """The optimizer of the parameters that training moves; each group keeps its first rate."""
+    groups = _parameter_groups(model, settings)
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    # An optimizer without parameters is refused by torch; a model may well have none.
+    if not parameters:
+        groups = [{"params": [nn.Parameter(torch.zeros(0))], "lr": settings.lr}]
+    options = _optimizer_options(settings, parameters)
+    optimizer = _OPTIMIZERS[settings.optimizer](groups, **options)
+    for group in optimizer.param_groups:
+        group["initial_lr"] = group["lr"]
+    return optimizer
+
+
+_OPTIMIZERS: Mapping[str, Any] = {
+    "sgd": torch.optim.SGD,
+    "adagrad": torch.optim.Adagrad,
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+}
+
+
+def _optimizer_options(
+    settings: DenseSettings, parameters: Sequence[nn.Parameter]
+) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    if settings.optimizer in ("adam", "adamw"):
+        options["betas"] = settings.betas
+    if settings.eps and settings.optimizer != "sgd":
+        options["eps"] = settings.eps
+    # One launch for all parameters, where torch has it for the device.
+    on_gpu = bool(parameters) and all(p.is_cuda and p.is_floating_point() for p in parameters)
+    if on_gpu and settings.optimizer != "adagrad":
+        options["fused"] = True
+    return options
+
+
+def _parameter_groups(model: nn.Module, settings: DenseSettings) -> list[dict[str, Any]]:
+    """Parameters that share a rate and a decay, in the order of their first one."""
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    names, rates = [name for name, _ in named], rates_of(settings.rates)
+    refuse_idle("dense.rates", rates, names, "parameter")
+    refuse_idle("dense.no_decay", settings.no_decay, names, "parameter")
+    kept = dict.fromkeys(settings.no_decay, 1.0)
+    found: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for name, parameter in named:
+        lr = first_match(rates, name) or settings.lr
+        decay = settings.weight_decay if first_match(kept, name) is None else 0.0
+        found.setdefault((lr, decay), []).append(parameter)
+    return [
+        {"params": parameters, "lr": lr, "weight_decay": decay}
+        for (lr, decay), parameters in found.items()
+    ]
+
+
+def set_rates(optimizer: torch.optim.Optimizer, factor: float) -> None:
+    """Give every group of parameters its own rate times a number."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["initial_lr"] * factor

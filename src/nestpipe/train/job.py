@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
 from difflib import get_close_matches
 from enum import Enum
 from functools import cached_property
@@ -20,22 +20,18 @@ from torch import nn
 
 from nestpipe.checkpoint.folder import (
     Manifest,
-    Retention,
     candidates,
     first_good,
     flat,
     open_checkpoint,
     open_noted,
 )
-from nestpipe.comm import DEFAULT_TIMEOUT_S, Communicator
-from nestpipe.config import RowPolicy, Table, build, not_negative, positive
-from nestpipe.config.load import fit_leaf
-from nestpipe.dashboard.record import FOLDER as RECORD_FOLDER
+from nestpipe.comm import Communicator
+from nestpipe.config import Table, build
 from nestpipe.data import (
     HISTORY,
     TIMESTAMPS,
     Catalogue,
-    DataConfig,
     Ranking,
     RankingOptions,
     Source,
@@ -64,234 +60,15 @@ from nestpipe.models import (
 )
 from nestpipe.models.protocol import is_own, make_own
 from nestpipe.train.checkpoint import describe_model, gathered_from_first, raise_everywhere
-from nestpipe.train.config import (
-    DenseSettings,
-    ExecutionSettings,
-    ParallelSettings,
-    PipelineSettings,
-    RowSettings,
-    TrainSettings,
-)
-from nestpipe.train.loggers import LoggerName
+from nestpipe.train.config import JobConfig, ModelConfig, RunConfig
 from nestpipe.train.trainer import Trainer
 
 log = logging.getLogger("nestpipe.train")
 
-MOST_TIMEOUT_S = 1e6
-"""Eleven days: longer is a hang."""
-MOST_THREADS = 1024
-"""Of a rank: more would use up what the system has."""
-
-
-ModelKind = Literal["auto", "dlrm", "logistic", "hstu", "ranker"]
-"""Models that are shipped."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelConfig:
-    """`[model]`: which model, and how large."""
-
-    kind: str = "auto"
-    """`auto`: hstu (next item) where the data has histories only, else dlrm (clicks).
-    `logistic` is the baseline of click models; `ranker`, for histories, is served in two legs. Or
-    your own: `package.module:factory`, looked for in the working directory, too."""
-    config: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """What your own model gets, as `[model.config]`."""
-    dim: int = 32
-    """Width of a row."""
-    init_std: float = 0.02
-    """Spread of a new row's weights."""
-    bottom: tuple[int, ...] = (64, 32)
-    """dlrm: hidden layers on the dense features."""
-    top: tuple[int, ...] = (128, 64)
-    """dlrm: hidden layers on the dot products."""
-    blocks: int = 2
-    """hstu, ranker: blocks."""
-    heads: int = 2
-    """hstu, ranker: attention heads."""
-    attention_dim: int = 32
-    """hstu, ranker: width of a head's queries, keys and values."""
-    max_len: int = 200
-    """hstu, ranker: longest history that is expected."""
-    num_items: int = 0
-    """hstu, ranker: items are keys from 1 to this; 0: those that the data has, whatever keys."""
-    negatives: int = 128
-    """hstu, ranker: negative samples per sample."""
-    positives: int = 4
-    """ranker: positive candidates, the items that follow a history."""
-    negative_pool: int = 0
-    """hstu: draw so many per sample, of which each position takes about `negatives` of its own;
-    0: all positions of a sample share them."""
-    temperature: float = 0.05
-    """hstu: what scores are divided by."""
-    encoder: EncoderOptions = field(default_factory=EncoderOptions)
-    compile: bool = False
-    """Compile the dense half by `torch.compile`, for training and evaluation. It changes the order
-    of sums; a GPU then replays no CUDA graphs."""
-
-    def __post_init__(self) -> None:
-        if not is_own(self.kind):
-            fit_leaf(ModelKind, self.kind, "kind")
-            if self.config:
-                raise ConfigError(
-                    f"config has {', '.join(self.config)}, but kind is {self.kind!r}; it is for a "
-                    "model of your own, kind = 'package.module:factory'"
-                )
-        for name in ("dim", "blocks", "heads", "attention_dim", "max_len"):
-            positive(name, getattr(self, name))
-        for name in ("bottom", "top"):
-            for width in getattr(self, name):
-                positive(name, width)
-        for name in ("negatives", "positives"):
-            positive(name, getattr(self, name))
-        positive("temperature", self.temperature)
-        not_negative("num_items", self.num_items)
-        not_negative("negative_pool", self.negative_pool)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LifecycleConfig(RowPolicy):
-    """`[lifecycle]`: which keys get a row and which rows leave; without it tables only grow."""
-
-    tables: tuple[str, ...] = ()
-    """Names of the tables that it is for; empty: all."""
-
-    def applied(self, tables: Sequence[Table]) -> list[Table]:
-        """The tables with this policy; a section that says nothing leaves them as they are."""
-        names = [table.name for table in tables]
-        if unknown := [name for name in self.tables if name not in names]:
-            raise ConfigError(
-                f"lifecycle.tables names {unknown[0]!r}, which is no table; the tables are "
-                f"{', '.join(names)}"
-            )
-        policy = {known.name: getattr(self, known.name) for known in fields(RowPolicy)}
-        if RowPolicy(**policy) == RowPolicy():
-            return list(tables)
-        chosen = self.tables or names
-        return [replace(t, **policy) if t.name in chosen else t for t in tables]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunConfig(ExecutionSettings):
-    """`[run]`: what to compute with, how long, and what is written on the way."""
-
-    epochs: int = 1
-    """Passes over the data."""
-    steps: int = 0
-    """Stop after so many batches; 0: only after the epochs."""
-    timeout_s: float = DEFAULT_TIMEOUT_S
-    """Seconds that a rank waits for its peers in one collective before it gives up."""
-    eval_every: int = 0
-    """Evaluate every N batches, and at the end; 0: after each epoch."""
-    eval_split: Literal["auto", "validation", "test"] = "auto"
-    """What to evaluate on; `auto`: validation, or test where the data has no such split. The run
-    says which."""
-    early_stop: str = ""
-    """End where this metric of the evaluation, e.g. `auc`, has not become better for `patience`
-    evaluations; empty: never. The checkpoint of the best one is kept."""
-    patience: int = 3
-    """early_stop: evaluations in a row without a better one."""
-    min_delta: float = 0.0
-    """early_stop: by how much a better one is better."""
-    checkpoint: str = ""
-    """Folder for checkpoints; empty: none."""
-    checkpoint_every: int = 0
-    """Write one after every so many batches; 0: at the end."""
-    incremental: bool = False
-    """Checkpoints hold only rows touched since the one before; else all are full."""
-    full_every: int = 10
-    """incremental: so many increments in a row, then a full checkpoint; 0: never."""
-    keep_last: int = 0
-    """Keep the newest so many checkpoints; 0: no rule. Without any rule all are kept."""
-    keep_hours: float = 0.0
-    """Keep checkpoints not older than this; 0: no rule."""
-    keep_best: str = ""
-    """Keep also the checkpoint with the best value of this metric, e.g. `auc`."""
-    grace_s: float = 25.0
-    """After SIGTERM or SIGINT, seconds to finish the batch, save and exit."""
-    evicted: str = ""
-    """Folder for the keys whose rows leave: a file of JSON lines for each boundary at which some
-    did; empty: none."""
-    record: str = "auto"
-    """Folder for the record that `nestpipe show` and the dashboard read, `off`, or `auto`: the
-    folder of checkpoints, or that of logs, where there is one."""
-    log: str = ""
-    """Folder for logs; empty: none."""
-    loggers: tuple[LoggerName, ...] = ("tensorboard",)
-    """What is written there: `tensorboard`, `jsonl`, and with extras `wandb` and `mlflow`."""
-    log_every: int = 50
-    """Write AUC and normalised entropy of training after every so many batches; 0: never."""
-    adaptive: bool = False
-    """Let micro-batches, their sizes and the pool follow the measured trace while the run goes on.
-    What is chosen is recorded; it changes only the order of sums."""
-    adaptive_every: int = 32
-    """adaptive: batches between two looks at the trace, until nothing more is gained."""
-    threads: int = 0
-    """Threads of each rank for torch's operations; 0: the cores over the ranks of the machine, or
-    OMP_NUM_THREADS where that is set."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        positive("epochs", self.epochs)
-        positive("timeout_s", self.timeout_s)
-        if self.timeout_s > MOST_TIMEOUT_S:
-            raise ConfigError(f"timeout_s is {self.timeout_s}; give at most {MOST_TIMEOUT_S:,.0f}")
-        for name in ("steps", "eval_every", "checkpoint_every", "keep_last", "full_every"):
-            not_negative(name, getattr(self, name))
-        for name in ("min_delta", "log_every", "threads"):
-            not_negative(name, getattr(self, name))
-        if self.threads > MOST_THREADS:
-            raise ConfigError(f"threads is {self.threads}; give at most {MOST_THREADS:,}")
-        positive("patience", self.patience)
-        if self.adaptive_every < 8:
-            raise ConfigError(
-                f"adaptive_every is {self.adaptive_every}; give at least 8, for a steady state"
-            )
-        not_negative("keep_hours", self.keep_hours)
-        positive("grace_s", self.grace_s)
-
-    @property
-    def record_folder(self) -> Path | None:
-        """Where the record of the run goes; None: nowhere."""
-        chosen = (self.checkpoint or self.log) if self.record == "auto" else self.record
-        return Path(chosen) / RECORD_FOLDER if chosen not in ("", "off") else None
-
-    @property
-    def retention(self) -> Retention:
-        """Which checkpoints stay when a new one is written."""
-        return Retention(
-            last=self.keep_last, hours=self.keep_hours, best=self.keep_best or self.early_stop
-        )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JobConfig:
-    """A whole config file; every key has a default that works without any file."""
-
-    data: DataConfig = field(default_factory=DataConfig)
-    model: ModelConfig = field(default_factory=ModelConfig)
-    run: RunConfig = field(default_factory=RunConfig)
-    pipeline: PipelineSettings = field(default_factory=PipelineSettings)
-    parallel: ParallelSettings = field(default_factory=ParallelSettings)
-    rows: RowSettings = field(default_factory=RowSettings)
-    dense: DenseSettings = field(default_factory=DenseSettings)
-    lifecycle: LifecycleConfig = field(default_factory=LifecycleConfig)
-
-    def settings(self) -> TrainSettings:
-        shared = {known.name: getattr(self.run, known.name) for known in fields(ExecutionSettings)}
-        return TrainSettings(
-            **shared,
-            pipeline=self.pipeline,
-            parallel=self.parallel,
-            rows=self.rows,
-            dense=self.dense,
-            compile=self.model.compile,
-        )
-
 
 @dataclass(frozen=True)
 class Job:
-    """A config brought to life on one rank."""
+    """A config, with the source and the trainer made from it on one rank."""
 
     config: JobConfig
     train: Source
@@ -299,7 +76,7 @@ class Job:
 
     @cached_property
     def eval_split(self) -> Split | None:
-        """The split to evaluate on; None: the data has none, and nobody asked for one."""
+        """The split to evaluate on; None: the data has none, and the config names none."""
         wanted = self.config.run.eval_split
         if wanted != "auto":
             open_split(self.config, wanted)
@@ -357,7 +134,7 @@ def make_job(config: JobConfig, comm: Communicator) -> Job:
 
 
 def _refuse_metric(key: str, metric: str, model: nn.Module) -> None:
-    """A misspelt metric is told before an epoch has been trained for it."""
+    """Refuse a misspelt metric before an epoch has been trained for it."""
     retrieves = isinstance(model, HstuRetriever)
     known = [*TargetRank().add(torch.ones(1)).values] if retrieves else [*CLICK_METRICS]
     if metric and metric.rpartition("/")[2] not in known:

@@ -17,14 +17,18 @@ from dataclasses import dataclass, fields, replace
 from importlib import import_module
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from nestpipe.checkpoint import disk
+from nestpipe.comm import Communicator
 from nestpipe.dashboard.record import FAILED, FINISHED, STOPPED, RunRecorder
 from nestpipe.errors import ConfigError, NestpipeError
 from nestpipe.jagged import Jagged
+from nestpipe.models.metrics import CLICK_BINS, read_click_sums
 from nestpipe.schedule import Kind, Lane
 from nestpipe.trace import (
     IDLE,
@@ -37,10 +41,50 @@ from nestpipe.trace import (
     steady_interval,
 )
 from nestpipe.train.checkpoint import raise_everywhere
+from nestpipe.train.config import LoggerName
 from nestpipe.train.ops import StepReport
 
 if TYPE_CHECKING:
     from nestpipe.train.trainer import Trainer
+
+
+class RunningMetrics:
+    """AUC and normalised entropy of training, from the predictions of the steps themselves."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._sums: dict[str, Tensor] = {}
+        """What `click_sums` made of this rank's batches, by task, since they were last taken."""
+
+    def count(self, seen: Mapping[str, Tensor]) -> None:
+        """Add the sums of a batch on the current stream, without waiting for them."""
+        for task, sums in seen.items():
+            if sums.is_cuda:  # another stream made them
+                sums.record_stream(torch.cuda.current_stream())
+            self._sums[task] = self._sums[task] + sums if task in self._sums else sums.clone()
+
+    def of_this_rank(self) -> dict[str, float]:
+        """The metrics of what this rank trained on; waits for the device."""
+        return _read_sums(self._sums)
+
+    def take(self, comm: Communicator) -> dict[str, float]:
+        """The metrics over all ranks, which all call it; counting starts again at 0."""
+        gathered = cast("list[list[str]]", comm.all_gather_values(sorted(self._sums)))
+        every: dict[str, Tensor] = {}
+        for task in sorted({task for of_rank in gathered for task in of_rank}):
+            none = torch.zeros(2 * CLICK_BINS + 3, dtype=torch.float64, device=self._device)
+            every[task] = self._sums.get(task, none)
+            comm.all_reduce(every[task])
+        self._sums = {}
+        return _read_sums(every)
+
+
+def _read_sums(by_task: Mapping[str, Tensor]) -> dict[str, float]:
+    return {
+        f"{task}/train_{name}" if task else f"train_{name}": value
+        for task, sums in by_task.items()
+        for name, value in read_click_sums(sums).items()
+    }
 
 
 @dataclass(slots=True)
@@ -76,13 +120,13 @@ class Traffic:
 
 
 MOST_COMPARED = 1 << 16
-"""Keys that are compared with those of the batch before; of more, one in so many is taken."""
+"""Keys that are compared with those of the batch before; of more, a sample is taken."""
 
 
 class SharedKeys:
     """How many keys of a batch the batch before had too, by samples, for plans that do not compare.
 
-    `hear` is told of every batch and keeps two in a row; whoever reads does the comparing.
+    `hear` is called for every batch and keeps two in a row; they are compared when read.
     """
 
     def __init__(self, table_of: Mapping[str, str]) -> None:
@@ -121,7 +165,7 @@ class SharedKeys:
 
 
 def _sample(keys: np.ndarray, total: int) -> np.ndarray:
-    """One key in so many, always the same ones; keys that follow each other are spread."""
+    """Every N-th key, always the same ones; keys that follow each other are spread."""
     if total <= MOST_COMPARED:
         return keys
     bits = (total // MOST_COMPARED).bit_length()
@@ -219,7 +263,7 @@ products, without sparsity, as the data sheets have them."""
 
 
 def peak_tflops(device_name: str, precision: str, given: float = 0.0) -> float | None:
-    """What a device can do at most; None where nobody says."""
+    """What a device can do at most; None where that is not known."""
     if given:
         return given
     found = next((peak for name, peak in PEAK_TFLOPS.items() if name in device_name), None)
@@ -277,7 +321,6 @@ def _mean(of_ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: fmean(of_rank.get(name, 0.0) for of_rank in of_ranks) for name in names}
 
 
-LoggerName = Literal["tensorboard", "jsonl", "wandb", "mlflow"]
 LINES = "metrics.jsonl"
 
 

@@ -1,4 +1,4 @@
-"""The loop of `nestpipe train` on one rank: training, evaluating, saving and telling."""
+"""The loop of `nestpipe train` on one rank: train, evaluate, save, report."""
 
 from __future__ import annotations
 
@@ -38,8 +38,9 @@ from nestpipe.models import HstuRetriever
 from nestpipe.trace import ShortTraceError, Span, Trace
 from nestpipe.train.background import BackgroundWriter
 from nestpipe.train.checkpoint import LostParentError, gathered_from_first, raise_everywhere
+from nestpipe.train.config import JobConfig, RunConfig
 from nestpipe.train.evaluate import evaluate, popularity, popularity_auc
-from nestpipe.train.job import Job, JobConfig, RunConfig
+from nestpipe.train.job import Job
 from nestpipe.train.loggers import MetricLoggers, Summary, Traffic, peak_tflops, recorded, summarise
 from nestpipe.train.ops import StepReport
 from nestpipe.train.trainer import Trainer, choose_device
@@ -52,7 +53,7 @@ MOST_TRACED = 16
 """Ranks whose traces are gathered at the end; of a larger run rank 0's is enough to look at."""
 Tell = Callable[[StepReport], None]
 TellMetrics = Callable[[int, str, Mapping[str, float]], None]
-"""Hears the step, the split, and what the evaluation found there."""
+"""Called with the step, the split, and what the evaluation found there."""
 
 
 class Adaptation(Protocol):
@@ -218,13 +219,13 @@ def train_job(
 ) -> TrainResult:
     """Train, evaluate and save as the config says.
 
-    On rank 0 `tell` hears of every step, `tell_metrics` of every evaluation. `adapt` makes what
-    changes settings meanwhile, where `run.adaptive` asks for it.
+    On rank 0 `tell` is called after every step, `tell_metrics` after every evaluation. `adapt`
+    makes what changes settings during the run, where `run.adaptive` asks for it.
     """
     run, comm = job.config.run, job.trainer.comm
     if run.adaptive and adapt is None:
         raise ConfigError(
-            "run.adaptive is true, and nobody adapts; pass adapt=partial(AdaptiveRun, job) of "
+            "run.adaptive is true, and nothing adapts; pass adapt=partial(AdaptiveRun, job) of "
             "nestpipe.planner, or set run.adaptive = false"
         )
     stop = StopRequest(run.grace_s)
@@ -266,15 +267,15 @@ class EvictedStream:
             disk.check_writable(self._folder, "evicted keys")
 
     def write(self, step: int, keys: Mapping[str, Tensor]) -> None:
-        """All ranks tell what left; one of them writes it down."""
+        """Gather the keys of all ranks on one, which writes them."""
         shards, found = self._trainer.mesh.shards, dict[str, Tensor]()
         for table, mine in keys.items():
             of_ranks = cast("list[int]", shards.all_gather_values(len(mine)))
             first, nothing = shards.rank == 0, [0] * shards.size
-            everybodys = mine.new_empty(sum(of_ranks) if first else 0)
+            gathered = mine.new_empty(sum(of_ranks) if first else 0)
             to_first = [len(mine), *nothing[1:]]
-            shards.all_to_all(everybodys, mine, of_ranks if first else nothing, to_first)
-            found[table] = everybodys.sort().values
+            shards.all_to_all(gathered, mine, of_ranks if first else nothing, to_first)
+            found[table] = gathered.sort().values
 
         def publish() -> None:
             if self._trainer.comm.rank == 0 and any(map(len, found.values())):
@@ -323,56 +324,77 @@ def train_steps(
     adapt: Callable[[], Adaptation] | None = None,
 ) -> TrainResult:
     """The run itself, in a folder that nobody else writes to; ends early where a rank wants to."""
-    config, trainer = job.config, job.trainer
-    run, comm = config.run, trainer.comm
-    split, seen = job.eval_split, _Figures()
-    metrics: dict[str, float] = {}
-    evaluated_at = -1
+    trainer, run = job.trainer, job.config.run
     early = EarlyStopping.of(run, trainer.loaded_metrics)
-    checkpoints = RunCheckpoints(job, early)
+    checkpoints, seen = RunCheckpoints(job, early), _Figures()
     adaptation = adapt() if adapt is not None else None
     if adaptation is None:
         trainer.note_settings("as the config has it, without --adaptive")
-    folder = run.log if comm.rank == 0 else ""
-    loggers_opened = MetricLoggers(run.loggers, folder, flat(asdict(config)))
+    folder = run.log if trainer.comm.rank == 0 else ""
+    loggers_opened = MetricLoggers(run.loggers, folder, flat(asdict(job.config)))
     with (
         loggers_opened as loggers,
         recorded(trainer, run.record_folder, {"steps": total_steps(job)}) as recorder,
         checkpoints.finished_on_failure(),
     ):
         on_step = _logged(_told(job, tell, seen, recorder), loggers, job)
+        evaluations = _Evaluations(job, early, loggers, recorder, tell_metrics)
         while not (_finished(job) or _over(job) or (early is not None and early.ended)):
-            start, epoch = time.perf_counter(), trainer.progress.epoch
-            trainer.fit(
-                job.train,
-                steps=_until_next_stop(job, adaptation),
-                epochs=run.epochs if run.eval_every else epoch + 1,
-                on_step=on_step,
-            )
-            seen.seconds += time.perf_counter() - start
+            epoch = trainer.progress.epoch
+            with seen.timed():
+                trainer.fit(
+                    job.train,
+                    steps=_until_next_stop(job, adaptation),
+                    epochs=run.epochs if run.eval_every else epoch + 1,
+                    on_step=on_step,
+                )
             if adaptation is not None and trainer.progress.step >= adaptation.next_stop:
                 adaptation.decide()
-            step, now, best = trainer.progress.step, dict[str, float](), False
-            due = (_eval_due(job, epoch) or _finished(job) or _over(job)) and not trainer.stopped
-            if due and split is not None:
-                now = evaluate(trainer, job.held_out())
-            if now:  # else a rank wanted to stop meanwhile
-                now |= trainer.take_train_metrics()
-                metrics, evaluated_at = now, step
-                loggers.log({_named(split, name): value for name, value in now.items()}, step)
-                if comm.rank == 0:
-                    tell_metrics(step, str(split), now)
-                    if recorder is not None:
-                        recorder.on_evaluation(step, str(split), now)
-                best = early is not None and early.hear(now, step)
+            best = evaluations.evaluate_if_due(epoch)
             now_saved = best or _due(job, run.checkpoint_every) or trainer.idle
             if now_saved and not (_finished(job) or _over(job)):
-                checkpoints.save(now)
-        current = metrics if evaluated_at == trainer.progress.step else {}
-        checkpoints.save(current, last=True)
+                checkpoints.save(evaluations.of_this_step)
+        checkpoints.save(evaluations.of_this_step, last=True)
     if adaptation is not None:
         adaptation.finish()
-    return _result(job, seen, metrics, checkpoints, early)
+    return _result(job, seen, evaluations.newest, checkpoints, early)
+
+
+@dataclass(slots=True)
+class _Evaluations:
+    """The evaluations of a run: made when they are due, logged, recorded and reported."""
+
+    job: Job
+    early: EarlyStopping | None
+    loggers: MetricLoggers
+    recorder: RunRecorder | None
+    tell: TellMetrics
+    newest: dict[str, float] = field(default_factory=dict[str, float])
+    """The metrics of the last one."""
+    step: int = -1
+    """The step at which it was made."""
+
+    @property
+    def of_this_step(self) -> dict[str, float]:
+        """The metrics of the trainer as it is now; empty where it was not evaluated."""
+        return self.newest if self.step == self.job.trainer.progress.step else {}
+
+    def evaluate_if_due(self, epoch: int) -> bool:
+        """Evaluate, where training has gone on since `epoch`; whether it is the best so far."""
+        job, trainer, split = self.job, self.job.trainer, self.job.eval_split
+        due = (_eval_due(job, epoch) or _finished(job) or _over(job)) and not trainer.stopped
+        found = evaluate(trainer, job.held_out()) if due and split is not None else {}
+        if not found:  # nothing is due, or a rank wanted to stop meanwhile
+            return False
+        step = trainer.progress.step
+        self.newest, self.step = found | trainer.take_train_metrics(), step
+        named = {_named(split, name): value for name, value in self.newest.items()}
+        self.loggers.log(named, step)
+        if trainer.comm.rank == 0:
+            self.tell(step, str(split), self.newest)
+            if self.recorder is not None:
+                self.recorder.on_evaluation(step, str(split), self.newest)
+        return self.early is not None and self.early.hear(self.newest, step)
 
 
 @dataclass(slots=True)
@@ -382,6 +404,13 @@ class _Figures:
     losses: list[float] = field(default_factory=list[float])
     samples: int = 0
     seconds: float = 0.0
+
+    @contextmanager
+    def timed(self) -> Generator[None]:
+        """What runs inside counts as training, where it does not fail."""
+        start = time.perf_counter()
+        yield
+        self.seconds += time.perf_counter() - start
 
     @property
     def loss(self) -> float:
@@ -455,7 +484,7 @@ def _summary(trainer: Trainer, trace: Trace) -> Summary | None:
 
 
 def total_steps(job: Job) -> int | None:
-    """Batches that the whole run will have; None where the data does not tell its size."""
+    """Batches that the whole run will have; None where the data has no known size."""
     run, samples = job.config.run, job.train.num_samples
     if samples is None:
         return run.steps or None
@@ -596,7 +625,7 @@ def _finished(job: Job) -> bool:
 
 
 def _over(job: Job) -> bool:
-    """Whether the run was told to end, or follows a stream that has nothing more."""
+    """Whether the run was asked to end, or follows a stream that has nothing more."""
     trainer = job.trainer
     return trainer.stopped or (trainer.idle and job.config.data.stream.on_idle == "end")
 
@@ -605,7 +634,7 @@ def _baseline(job: Job) -> dict[str, float]:
     """What putting the most popular items first would have reached, for models of histories."""
     model = job.trainer.model
     if isinstance(job.train, StreamingSource):
-        return {}  # nobody reads a stream again to count its items
+        return {}  # a stream is not read again to count its items
     if isinstance(job.train, Ranking):
         held_out = job.held_out()
         assert isinstance(held_out, Ranking), "all splits of a job are of one kind"

@@ -12,29 +12,23 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from nestpipe.batch import Batch
 from nestpipe.comm.communicator import Mesh
 from nestpipe.comm.peer_failure import STOP
-from nestpipe.data.clustering import How, WorkOf, even_parts, micro_batches
+from nestpipe.data.clustering import MicroBatchSplitter
 from nestpipe.embedding.device_tables import DeviceTables
-from nestpipe.embedding.optimizers import constant
 from nestpipe.embedding.routing.requests import averaged
 from nestpipe.embedding.sharded import ShardedTables
 from nestpipe.embedding.table_groups import mean_features
 from nestpipe.errors import LossError, RunError, remedy
 from nestpipe.jagged import Jagged
-from nestpipe.kernels.index.segments import LARGEST
 from nestpipe.kernels.index.steady import StepNews
-from nestpipe.kernels.library import native_wanted
-from nestpipe.kernels.rows.native import Gradients, all_within
-from nestpipe.kernels.rows.segments import Segments, empty_rows, sum_segments
+from nestpipe.kernels.rows.native import Gradients
 from nestpipe.models.metrics import click_sums
 from nestpipe.models.protocol import (
-    DenseHalf,
     KnowsWork,
     RecModel,
     in_precision,
@@ -45,13 +39,19 @@ from nestpipe.models.protocol import (
 from nestpipe.runtime import StopSignal
 from nestpipe.schedule import Merge
 from nestpipe.schedule.schedule import Kind, Op
-from nestpipe.train.dense import (
-    DenseGraphs,
+from nestpipe.train.dense import DenseGraphs, DenseTraining, local, set_rates
+from nestpipe.train.gradients import (
     GradBuckets,
-    ShardedDense,
     clip_factor,
+    drop_dense_faults,
+    drop_row_faults,
+    fill_gradients,
     global_norm,
-    local,
+    grad_scale,
+    grad_scales,
+    not_finite,
+    split_gradients,
+    summed_rows,
 )
 
 K = Kind
@@ -90,7 +90,7 @@ NO_TOTALS = torch.zeros(2)
 BACKWARD_HERE = True
 """Whether the thread that calls a backward pass on a GPU runs it; False: autograd's own does."""
 GPU_SEEN_EVERY = 16
-"""On a GPU one batch in so many counts for the metrics of training."""
+"""On a GPU every N-th batch counts for the metrics of training."""
 
 
 @dataclass(slots=True)
@@ -120,7 +120,7 @@ class TrainingBatch:
     faults: list[Tensor] = field(default_factory=list[Tensor])
     """How many gradients were not finite, on the device."""
     beyond: list[Tensor] = field(default_factory=list[Tensor])
-    """For groups of tables kept as float16: whether a weight was too large for it, likewise."""
+    """[float16 group] whether a weight was too large for float16, on the device."""
     news: StepNews | None = None
     """The loss and such counts on their way to the host, where one rank has all of the batch."""
     dense_checked: bool = False
@@ -159,61 +159,74 @@ class Applied:
     """Their norm, where they alone are clipped by it."""
 
 
+@dataclass(frozen=True, slots=True)
+class GradientRules:
+    """What is done with gradients before they are applied."""
+
+    non_finite: str = "stop"
+    """With those that are NaN or inf: `stop`, `skip` or `clip`."""
+    clip_norm: float = 0.0
+    """The most that their norm may be; 0: anything."""
+    clip_rows: bool = True
+    """Whether row gradients count in the norm, and are scaled too."""
+
+    @property
+    def stops(self) -> bool:
+        """Whether a gradient that is NaN or inf ends the run."""
+        return self.non_finite == "stop"
+
+    @property
+    def clips_values(self) -> bool:
+        """Whether only such values become 0, not the whole gradient that has them."""
+        return self.non_finite == "clip"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepHooks:
+    """Functions of the caller that ops call."""
+
+    on_step: Callable[[StepReport], None]
+    """Gets the report of each finished batch, in order."""
+    on_seen: Callable[[Mapping[str, Tensor]], None]
+    """Gets what `click_sums` made of each batch, in order, by task."""
+    on_keys: OnKeys
+    """Gets the keys that the micro-batches of a batch ask for."""
+    keep_batch: Callable[[int, Sequence[Batch]], Path | None]
+    """Writes a batch for inspection; returns where, if anywhere."""
+    stop_wanted: Callable[[], bool]
+    """Whether this rank wants to end early."""
+
+
 @dataclass(slots=True)
 class TrainingWork:
     """The functions behind the ops, and the state that they share."""
 
-    model: nn.Module
+    half: DenseTraining
     tables: ShardedTables | DeviceTables
-    dense_optimizer: torch.optim.Optimizer
     batches: Iterator[Batch]
     """This rank's part of each global batch; may end before that of other ranks."""
     empty: Batch
     mesh: Mesh
     device: torch.device
     splitter: MicroBatchSplitter
-    first_step: int = 0
+    rules: GradientRules
+    hooks: StepHooks
+    first_step: int
     """Batches that were trained before this run (a checkpoint's)."""
-    on_step: Callable[[StepReport], None] = lambda report: None
-    end: StopSignal = field(default_factory=StopSignal)
+    end: StopSignal
     """Where the run ends: at a number of batches, or where no rank has samples left."""
-    data_ended: bool = False
-    """Whether it was the data that ended ..."""
-    stop_wanted: Callable[[], bool] = lambda: False
-    """... or this rank wants to end early ..."""
-    stopped: bool = False
-    """... and some rank did."""
-    in_flight: dict[int, TrainingBatch] = field(default_factory=dict[int, TrainingBatch])
-    precision: str = "fp32"
-    """Of the dense half's products."""
-    dense_half: DenseHalf | None = None
-    """Another form of the model's `dense`; None: itself."""
-    graphs: DenseGraphs | None = None
-    """Replays the dense half, where the model can be captured."""
-    check_sums: bool = False
+    check_sums: bool
     """Whether the first loss is compared with those of its halves: a model that is not shipped."""
-    non_finite: str = "stop"
-    """What to do with gradients that are NaN or inf: `stop`, `skip` or `clip`."""
-    keep_batch: Callable[[int, Sequence[Batch]], Path | None] = lambda step, micros: None
-    """Writes a batch for inspection; returns where, if anywhere."""
-    dense_schedule: Callable[[int], float] = constant
-    """What the dense rate of a step, counted from 1, is over its first one."""
-    grad_buckets: GradBuckets | None = None
-    """Hands dense gradients over where they have a network of their own."""
+
+    data_ended: bool = False
+    """Whether it was the data that ended the run."""
+    stopped: bool = False
+    """Whether some rank wanted to end it."""
+    in_flight: dict[int, TrainingBatch] = field(default_factory=dict[int, TrainingBatch])
     totals_to_apply: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
     """The totals of batches whose dense gradients are still to be applied by `apply`."""
     norms_to_apply: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
     """And the norms of all their gradients."""
-    on_seen: Callable[[Mapping[str, Tensor]], None] = lambda seen: None
-    """Hears what `click_sums` made of each batch, in order, by task."""
-    on_keys: OnKeys = lambda batch, keys: None
-    """Hears which keys the micro-batches of a batch ask for."""
-    clip_norm: float = 0.0
-    """The most that the norm of gradients may be; 0: anything."""
-    clip_rows: bool = True
-    """Whether it is the norm of row gradients, too, and scales them."""
-    shards: ShardedDense | None = None
-    """The same as `dense_half`, where parameters are sharded."""
     applied: dict[int, Applied] = field(default_factory=dict[int, Applied])
     """What `apply` found of batches; `writeback` of the batch after each reads it."""
 
@@ -224,8 +237,8 @@ class TrainingWork:
 
     def __post_init__(self) -> None:
         # Found once: asking for a protocol, or going through features, takes as long as an op.
-        self._parameters = [p for p in self.model.parameters() if p.requires_grad]
-        self._works = self.model if isinstance(self.model, KnowsWork) else None
+        self._parameters = [p for p in self.half.model.parameters() if p.requires_grad]
+        self._works = self.half.model if isinstance(self.half.model, KnowsWork) else None
         self._means = mean_features(self.tables.groups)
 
     def functions(self) -> Mapping[Kind, Callable[[Op], None]]:
@@ -251,32 +264,34 @@ class TrainingWork:
     @property
     def host_acts(self) -> frozenset[Kind]:
         """Kinds that leave the device alone: what a rank would exchange with itself."""
-        return self.tables.host_acts if isinstance(self.tables, DeviceTables) else frozenset()
+        return self.tables.host_acts
 
     def is_idle(self, op: Op) -> bool:
         """Whether the act of an op would do nothing, known before its turn."""
-        tables = self.tables
-        return isinstance(tables, DeviceTables) and tables.moves_nothing(op.batch)
+        return self.tables.moves_nothing(op.batch)
 
     def prefetch(self, op: Op) -> None:
+        """Read a batch, split it into micro-batches, pin them; after the data, an empty one."""
         batch = next(self.batches, self.empty)
-        micros = self.splitter.split(batch, self._model, self.tables.table_of)
+        micros = self.splitter.split(batch, query_keys(self._model), self.tables.table_of)
         if self.device.type == "cuda":
             micros = [micro.pin_memory() for micro in micros]
         flops = 0.0 if self._works is None else float(self._works.step_flops(batch).sum())
         self.in_flight[op.batch] = TrainingBatch(micros, flops=flops)
 
     def copy(self, op: Op) -> None:
+        """The micro-batches onto the device."""
         state = self.in_flight[op.batch]
         state.micros = [micro.to(self.device, non_blocking=True) for micro in state.on_host]
 
     def dedup(self, op: Op) -> None:
+        """Ask the model for its keys, and keep each key once, ordered by owner."""
         state = self.in_flight[op.batch]
         if isinstance(self.tables, DeviceTables):
             self._dedup_on_device(op, state, self.tables)
             return
         keys = [keys_of(self._model, micro) for micro in state.on_host]
-        self.on_keys(op.batch, keys)
+        self.hooks.on_keys(op.batch, keys)
         state.lengths = [self._lengths_of_means(of) for of in keys]
         self.tables.dedup(op.batch, keys)
 
@@ -284,7 +299,7 @@ class TrainingWork:
         (on_host,), (there,) = state.on_host, state.micros
         joined = partial(join_on, self.device, on_host, there)
         keys, packed = keys_of(self._model, on_host), there.packed
-        self.on_keys(op.batch, [keys])
+        self.hooks.on_keys(op.batch, [keys])
         state.lengths = [self._lengths_of_means(keys)]
         if packed is not None and packed.has_lists(on_host, keys):
             tables.dedup_packed(op.batch, keys, packed, joined)
@@ -295,9 +310,10 @@ class TrainingWork:
         return {name: keys[name].lengths for name in self._means if name in keys}
 
     def counts(self, op: Op) -> None:
+        """Exchange numbers of keys and of samples; where no rank has a sample, the run ends."""
         state = self.in_flight[op.batch]
         mine = sum(micro.size for micro in state.on_host)
-        total = self.tables.counts(op.batch, mine + STOP * self.stop_wanted())
+        total = self.tables.counts(op.batch, mine + STOP * self.hooks.stop_wanted())
         state.samples = total % STOP
         state.asked = self.tables.keys_asked(op.batch)
         if total == 0 or total >= STOP:
@@ -306,29 +322,33 @@ class TrainingWork:
             self.end.found_at(op.batch)
 
     def retrieve(self, op: Op) -> None:
+        """Read rows from the stores."""
         self.in_flight[op.batch].read = self.tables.retrieve(op.batch)
 
     def sync(self, op: Op) -> None:
+        """Refresh rows that the batch before has, too."""
         if op.batch == 0:  # nothing to refresh: it may come before all else of the batch
             return
         assert isinstance(self.tables, ShardedTables)
         self.in_flight[op.batch].refreshed = self.tables.sync(op.batch)
 
     def dense(self, op: Op) -> None:
-        if self.graphs is not None and self._replayed(op, self.graphs):
+        """Forward and backward of a micro-batch.
+
+        The last one of a batch hands its gradients over while they are made, where they have a
+        network of their own.
+        """
+        if self.half.graphs is not None and self._replayed(op, self.half.graphs):
             return
-        buckets, last = self.grad_buckets, op == self.tables.shape.last_dense(op.batch)
-        if self.shards is not None:
-            self.shards.sum_gradients(complete=last)
+        buckets, last = self.half.buckets, op == self.tables.shape.last_dense(op.batch)
+        if self.half.shards is not None:
+            self.half.shards.sum_gradients(complete=last)
         if buckets is None or not last:
             backward(self._forward(op), here=BACKWARD_HERE and self.mesh.world.size == 1)
             return
-        state = self.in_flight[op.batch]
         with buckets.filling():
             loss = self._forward(op)
-            state.totals = state.totals_here(self.mesh)
-            self.totals_to_apply[op.batch] = state.totals
-            buckets.hand_over_totals(state.totals)
+            self._hand_over_totals(op, buckets)
             with buckets.during_backward(as_they_come=self.tables.shape.overlaps):
                 loss.backward()
 
@@ -345,20 +365,25 @@ class TrainingWork:
         # The graph writes it again in the next batch; by then it has been summed or told.
         state.losses.append(done.total)
         state.weight += done.weight
-        self._see(op, state, done.measured)
+        self._count_predictions(op, state, done.measured)
         if done.faults is not None:
             # With other ranks the host looks later, when the graph may have written it again.
             state.faults.append(done.faults if self._updates_alone else done.faults.clone())
             state.dense_checked = True
-        buckets = self.grad_buckets
+        buckets = self.half.buckets
         if buckets is not None:
             with buckets.filling():
-                state.totals = state.totals_here(self.mesh)
-                self.totals_to_apply[op.batch] = state.totals
-                buckets.hand_over_totals(state.totals)
+                self._hand_over_totals(op, buckets)
                 with buckets.during_backward(as_they_come=False):
                     pass  # it is over: all gradients are there
         return True
+
+    def _hand_over_totals(self, op: Op, buckets: GradBuckets) -> None:
+        """Let `totals` sum the loss and the weight; `apply` divides by what comes of it."""
+        state = self.in_flight[op.batch]
+        state.totals = state.totals_here(self.mesh)
+        self.totals_to_apply[op.batch] = state.totals
+        buckets.hand_over_totals(state.totals)
 
     def _forward(self, op: Op) -> Tensor:
         """The summed loss of a micro-batch."""
@@ -370,18 +395,18 @@ class TrainingWork:
         if self.check_sums:  # once, where a mean would be trained silently
             self.check_sums = False
             pooled = {f.name for g in self.tables.groups for f in g.features if f.pooled}
-            refuse_means(self._model, rows, state.micros[micro], pooled, self.shards)
-        with in_precision(self.device, self.precision):
-            loss = loss_of(self._model, rows, state.micros[micro], self.dense_half)
+            refuse_means(self._model, rows, state.micros[micro], pooled, self.half.shards)
+        with in_precision(self.device, self.half.precision):
+            loss = loss_of(self._model, rows, state.micros[micro], self.half.form)
         state.losses.append(loss.total.detach())
         state.weight += loss.weight
-        self._see(op, state, loss.measured())
+        self._count_predictions(op, state, loss.measured())
         return loss.total
 
-    def _see(
+    def _count_predictions(
         self, op: Op, state: TrainingBatch, measured: Mapping[str, tuple[Tensor, Tensor]]
     ) -> None:
-        """Count predictions for the metrics of training; nobody waits for them here."""
+        """For the metrics of training; the host does not wait for the sums."""
         if self.device.type == "cuda" and op.batch % GPU_SEEN_EVERY:
             return  # launching it costs the host more than the device
         for task, (predictions, labels) in measured.items():
@@ -390,8 +415,8 @@ class TrainingWork:
 
     def totals(self, op: Op) -> None:
         """The batch's loss and weight, summed over all ranks as soon as the loss is known."""
-        assert self.grad_buckets is not None
-        totals = self.grad_buckets.take_totals()
+        assert self.half.buckets is not None
+        totals = self.half.buckets.take_totals()
         if totals is not None:
             self.mesh.world.all_reduce_dense(totals)
 
@@ -401,25 +426,25 @@ class TrainingWork:
         In a network of their own each bucket leaves when it is complete; else all of them leave
         together, with the totals.
         """
-        if self.grad_buckets is not None:
-            for flat in self.grad_buckets.take_buckets():
+        if self.half.buckets is not None:
+            for flat in self.half.buckets.take_buckets():
                 self.mesh.world.all_reduce_dense(flat)
             return
         state, parameters = self.in_flight[op.batch], self._parameters
         if self._updates_alone:
             return
-        if self.shards is not None:
+        if self.half.shards is not None:
             self._reduce_totals(state)
             return
         if self.mesh.world.size == 1:
             state.totals = state.totals_here(self.mesh)
-            _fill_gradients(parameters)
+            fill_gradients(parameters)
             return
         gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
         totals = state.totals_here(self.mesh)
         flat = torch.cat([*(g.reshape(-1) for g in gradients), totals])
         self.mesh.world.all_reduce(flat)
-        _set_gradients(parameters, flat)
+        split_gradients(parameters, flat)
         state.totals = flat[-len(totals) :]
         state.kept += [gradients, flat]
 
@@ -441,26 +466,26 @@ class TrainingWork:
         What is not finite is taken out before, as it would be before an update.
         """
         assert isinstance(self.tables, ShardedTables)
-        buckets, sums = self.grad_buckets, self.tables.in_flight[op.batch].sums
+        buckets, sums = self.half.buckets, self.tables.in_flight[op.batch].sums
         dense = list(buckets.summed().values()) if buckets is not None else self._dense_gradients()
         self._drop_faults(op, sums, dense=dense)
         for number, gradients in sums.items():
-            sums[number] = Gradients([_summed(gradients)], None, None)
-        squares = [of_group.rows[0] for of_group in sums.values()] if self.clip_rows else []
-        of_shards = self.mesh.world if self.shards is not None else None
+            sums[number] = Gradients([summed_rows(gradients)], None, None)
+        squares = [of_group.rows[0] for of_group in sums.values()] if self.rules.clip_rows else []
+        of_shards = self.mesh.world if self.half.shards is not None else None
         norm = global_norm(dense, squares, self.mesh.shards, self.device, of_shards).reshape(())
         self.in_flight[op.batch].norm = norm
         self.norms_to_apply[op.batch] = norm
 
     def apply(self, op: Op) -> None:
         """One optimizer application per dense parameter."""
-        assert self.grad_buckets is not None
-        self.grad_buckets.set_gradients()
+        assert self.half.buckets is not None
+        self.half.buckets.set_gradients()
         norm = self.norms_to_apply.pop(op.batch, None)
         times = grad_scales(self.totals_to_apply.pop(op.batch))[1]
         if norm is None:
-            faults = drop_dense_faults(self._dense_gradients(), clip=self.non_finite == "clip")
-            if faults and self.device.type == "cpu" and self.non_finite == "stop":
+            faults = drop_dense_faults(self._dense_gradients(), clip=self.rules.clips_values)
+            if faults and self.device.type == "cpu" and self.rules.stops:
                 raise self._fault(op)
             found = self.applied[op.batch] = Applied(faults)
             times, found.mean_norm = self._clip_dense(times)
@@ -468,17 +493,17 @@ class TrainingWork:
             return
         if norm.is_cuda:  # the stream that made it may take its memory once it is let go
             norm.record_stream(torch.cuda.current_stream())
-        self._step_dense(op, times * clip_factor(norm * times, self.clip_norm))
+        self._step_dense(op, times * clip_factor(norm * times, self.rules.clip_norm))
 
     @property
     def _updates_alone(self) -> bool:
-        """Whether the host knows what gradients are divided by, so that no sum need tell it."""
+        """Whether the host knows what gradients are divided by, without a sum over ranks."""
         return isinstance(self.tables, DeviceTables) and self.mesh.world.size == 1
 
     def _update_alone(self, op: Op, tables: DeviceTables) -> None:
         """`update` where one rank has all of the batch; the loss goes to the host by a kernel."""
-        state, clip = self.in_flight[op.batch], self.non_finite == "clip"
-        _fill_gradients(self._parameters)
+        state, clip = self.in_flight[op.batch], self.rules.clips_values
+        fill_gradients(self._parameters)
         if not state.dense_checked:
             self._drop_faults(op, {}, dense=self._dense_gradients())
         times = grad_scale(state.weight)
@@ -490,33 +515,42 @@ class TrainingWork:
         state.news.tell(loss.float(), state.faults[0] if state.faults else None)
 
     def update(self, op: Op) -> None:
+        """One optimizer application per row, and per dense parameter where there is no `apply`."""
         if isinstance(self.tables, DeviceTables) and self.mesh.world.size == 1:
             self._update_alone(op, self.tables)
             return
-        step = self.first_step + op.batch + 1
-        totals = self.in_flight[op.batch].totals
-        if self.device.type == "cpu":
-            self._check_loss(op, totals)
-        checked, norm = self.in_flight[op.batch].dense_checked, self.in_flight[op.batch].norm
-        if norm is None:
-            dense = [] if self.grad_buckets or checked else self._dense_gradients()
-            self._drop_faults(op, self._row_sums(op), dense=dense)
-        scales = grad_scales(totals)
-        if norm is not None:
-            mean_norm = self.in_flight[op.batch].mean_norm = norm * scales[1]
-            clipped = scales * clip_factor(mean_norm, self.clip_norm)
-        else:
-            clipped = scales
-        if self.grad_buckets is None:
-            self.norms_to_apply.pop(op.batch, None)
-            dense_times = clipped[1]
-            if norm is None:
-                dense_times, self.in_flight[op.batch].mean_norm = self._clip_dense(scales[1])
-            self._step_dense(op, dense_times)
-        times = (clipped if self.clip_rows else scales)[self._weight_of_rows]
         state = self.in_flight[op.batch]
+        if self.device.type == "cpu":
+            self._check_loss(op, state.totals)
+        if state.norm is None:  # else `norm` has looked already
+            dense = [] if self.half.buckets or state.dense_checked else self._dense_gradients()
+            self._drop_faults(op, self._row_sums(op), dense=dense)
+        scales = grad_scales(state.totals)
+        clipped = self._clip_all(state, scales)
+        if self.half.buckets is None:  # else `apply` does it
+            self._update_dense(op, state, clipped)
+        self._update_rows(op, state, clipped if self.rules.clip_rows else scales)
+
+    def _clip_all(self, state: TrainingBatch, scales: Tensor) -> Tensor:
+        """The factors of all gradients, made smaller where `norm` has found them too large."""
+        if state.norm is None:
+            return scales
+        state.mean_norm = state.norm * scales[1]
+        return scales * clip_factor(state.mean_norm, self.rules.clip_norm)
+
+    def _update_dense(self, op: Op, state: TrainingBatch, scales: Tensor) -> None:
+        """The dense parameters' part of `update`."""
+        self.norms_to_apply.pop(op.batch, None)
+        dense_times = scales[1]
+        if state.norm is None:
+            dense_times, state.mean_norm = self._clip_dense(dense_times)
+        self._step_dense(op, dense_times)
+
+    def _update_rows(self, op: Op, state: TrainingBatch, scales: Tensor) -> None:
+        """The rows' part of `update`."""
+        times, step = scales[self._weight_of_rows], self.first_step + op.batch + 1
         if isinstance(self.tables, DeviceTables):
-            clip = self.non_finite == "clip"
+            clip = self.rules.clips_values
             faults, state.beyond = self.tables.update(op.batch, times, step, clip=clip)
             state.faults += faults
         else:
@@ -531,10 +565,10 @@ class TrainingWork:
 
     def _clip_dense(self, times: Tensor | float) -> tuple[Tensor | float, Tensor | None]:
         """The factor of dense gradients, where those alone are clipped; and their mean's norm."""
-        if not self.clip_norm:
+        if not self.rules.clip_norm:
             return times, None
         norm = (global_norm(self._dense_gradients(), [], None, self.device) * times).reshape(())
-        return times * clip_factor(norm, self.clip_norm), norm
+        return times * clip_factor(norm, self.rules.clip_norm), norm
 
     def _dense_gradients(self) -> list[Tensor]:
         """Gradients of dense parameters, or this rank's part of each."""
@@ -543,18 +577,43 @@ class TrainingWork:
     def _step_dense(self, op: Op, times: Tensor | float) -> None:
         if not self._parameters:
             return
-        # A number of the host, which kernels get as an argument: no graph has it, nobody waits.
-        set_rates(self.dense_optimizer, self.dense_schedule(self.first_step + op.batch + 1))
+        # A number of the host is an argument of kernels: no graph holds it, and nothing waits.
+        set_rates(self.half.optimizer, self.half.schedule(self.first_step + op.batch + 1))
         gradients = self._dense_gradients()
         if gradients:  # a model may have no weights at all
             torch._foreach_mul_(gradients, times)  # pyright: ignore[reportPrivateImportUsage]
-        self.dense_optimizer.step()
-        self.dense_optimizer.zero_grad(set_to_none=True)
+        self.half.optimizer.step()
+        self.half.optimizer.zero_grad(set_to_none=True)
 
     def writeback(self, op: Op) -> None:
-        """Save rows, and tell of the batch: here the host knows that it is done."""
+        """Write rows back, and report the batch: by now the host knows that it is done."""
         state = self.in_flight[op.batch]
-        step = self.first_step + op.batch + 1
+        loss, faults = self._checked_loss_and_faults(op, state)
+        before = self.applied.pop(op.batch - 1, None)
+        if before is not None:
+            faults += self._late_faults(op.batch - 1, before)
+            state.mean_norm = before.mean_norm if state.mean_norm is None else state.mean_norm
+        written = self.tables.writeback(op.batch)
+        self.hooks.on_seen(state.seen)
+        # Another stream may still hold what the batch before used; this one's update is over.
+        self.in_flight.pop(op.batch)
+        self.hooks.on_step(
+            StepReport(
+                step=self.first_step + op.batch + 1,
+                loss=loss,
+                samples=state.samples,
+                rows_read=state.read,
+                rows_refreshed=state.refreshed,
+                rows_written=written,
+                keys_asked=state.asked,
+                faults=faults,
+                flops=state.flops,
+                grad_norm=math.nan if state.mean_norm is None else float(state.mean_norm),
+            )
+        )
+
+    def _checked_loss_and_faults(self, op: Op, state: TrainingBatch) -> tuple[float, int]:
+        """The mean loss of a batch, and how many faults it had; those that end the run do so."""
         if state.news is not None:
             assert isinstance(self.tables, DeviceTables)
             total, faults, beyond = self.tables.read_news(state.news)
@@ -563,29 +622,16 @@ class TrainingWork:
             loss = self._check_loss(op, state.totals)
             faults = sum(int(count) for count in state.faults)
             beyond = sum(int(count) for count in state.beyond)
-        if faults and self.non_finite == "stop":
+        if faults and self.rules.stops:
             raise self._fault(op)
-        if beyond and self.non_finite == "stop":
+        if beyond and self.rules.stops:
             raise self._fault(
                 op,
                 "weights",
                 "beyond 65,504, where float16 ends",
                 "lower the learning rates, or keep tables as bfloat16",
             )
-        faults += beyond
-        before = self.applied.pop(op.batch - 1, None)
-        if before is not None:
-            faults += self._late_faults(op.batch - 1, before)
-            state.mean_norm = before.mean_norm if state.mean_norm is None else state.mean_norm
-        written = self.tables.writeback(op.batch)
-        self.on_seen(state.seen)
-        # Another stream may still hold what the batch before used; this one's update is over.
-        self.in_flight.pop(op.batch)
-        moved = state.read, state.refreshed, written, state.asked
-        norm = math.nan if state.mean_norm is None else float(state.mean_norm)
-        self.on_step(
-            StepReport(step, loss, state.samples, *moved, faults, state.flops, grad_norm=norm)
-        )
+        return loss, faults + beyond
 
     def check_rest(self) -> None:
         """After a run: look at what `apply` found of the last batch."""
@@ -594,26 +640,26 @@ class TrainingWork:
 
     def _late_faults(self, batch: int, found: Applied) -> int:
         faults = sum(int(count) for count in found.faults)
-        if faults and self.non_finite == "stop":
+        if faults and self.rules.stops:
             raise self._fault(Op(K.APPLY, batch))
         return faults
 
     def _drop_faults(self, op: Op, sums: dict[int, Gradients], *, dense: Sequence[Tensor]) -> None:
         """Before gradients are applied: take out what is NaN or inf, and count it.
 
-        Dense gradients are the same on all ranks, or `reduce` has told of those of other shards,
-        and a row's gradient is its owner's alone, so ranks agree without a word. On a GPU the host
-        does not wait: it reads the count when it learns the loss. A skipped gradient is 0: SGD and
+        Ranks agree without an exchange: dense gradients are the same on all of them, or `reduce`
+        has looked at all shards, and a row's gradient is its owner's alone. On a GPU the host does
+        not wait: it reads the count when it reads the loss. A skipped gradient is 0: SGD and
         AdaGrad then move nothing.
         """
         state = self.in_flight.get(op.batch)
         faults = state.faults if state is not None else []
-        clip = self.non_finite == "clip"
+        clip = self.rules.clips_values
         known = state.dense_fault if state is not None else None
         faults += drop_dense_faults(dense, clip=clip, known=known)
         for number in sums:
             faults += drop_row_faults(sums, number, clip=clip)
-        if self.device.type == "cpu" and faults and self.non_finite == "stop":
+        if self.device.type == "cpu" and faults and self.rules.stops:
             raise self._fault(op)
 
     def _row_sums(self, op: Op) -> dict[int, Gradients]:
@@ -628,9 +674,9 @@ class TrainingWork:
 
     def _checked(self, op: Op, total: float, weight: float) -> float:
         loss = total / (weight or 1.0)
-        if not math.isfinite(loss) and self.non_finite == "stop":
+        if not math.isfinite(loss) and self.rules.stops:
             step = self.first_step + op.batch + 1
-            self.keep_batch(step, self.in_flight[op.batch].on_host)
+            self.hooks.keep_batch(step, self.in_flight[op.batch].on_host)
             raise LossError(step, loss)
         return loss
 
@@ -645,13 +691,18 @@ class TrainingWork:
         step = self.first_step + op.batch + 1
         advice = advice or f"{remedy(step)}, or set run.non_finite = 'skip'"
         state = self.in_flight.get(op.batch)
-        kept = self.keep_batch(step, state.on_host) if state is not None else None
+        kept = self.hooks.keep_batch(step, state.on_host) if state is not None else None
         where = f" (the batch is kept in {str(kept)!r})" if kept else ""
         return RunError(f"{what} of step {step} are {how}{where}; {advice}")
 
     @property
     def _model(self) -> RecModel:
-        return self.model  # type: ignore[return-value]
+        return self.half.model  # type: ignore[return-value]
+
+
+def query_keys(model: RecModel) -> Callable[[Batch], Mapping[str, Jagged]]:
+    """Keys that tell which samples belong together; those drawn at random would only blur it."""
+    return getattr(model, "query_keys", model.sparse_keys)
 
 
 def backward(loss: Tensor, *, here: bool) -> None:
@@ -662,26 +713,6 @@ def backward(loss: Tensor, *, here: bool) -> None:
     """
     with torch.autograd.set_multithreading_enabled(not here):
         loss.backward()
-
-
-def grad_scales(totals: Tensor) -> Tensor:
-    """One over each of a batch's totals; samples may weigh nothing, and then nothing moves.
-
-    Made by the op that uses it, on its stream: memory of another stream's could be taken again
-    before this one has read it.
-    """
-    return torch.where(totals == 0, 1.0, totals).reciprocal_()
-
-
-def set_rates(optimizer: torch.optim.Optimizer, factor: float) -> None:
-    """Give every group of parameters its own rate times a number."""
-    for group in optimizer.param_groups:
-        group["lr"] = group["initial_lr"] * factor
-
-
-def grad_scale(weight: float) -> float:
-    """The same for a weight that the host knows, with the same rounding."""
-    return float(np.float32(1.0) / np.float32(weight or 1.0))
 
 
 def join_on(device: torch.device, on_host: Batch, there: Batch, lists: list[Tensor]) -> Tensor:
@@ -695,134 +726,3 @@ def join_on(device: torch.device, on_host: Batch, there: Batch, lists: list[Tens
             return found
     joined = torch.cat(lists)
     return joined if device.type == "cpu" else joined.pin_memory().to(device, non_blocking=True)
-
-
-def _fill_gradients(parameters: Sequence[nn.Parameter]) -> None:
-    for parameter in parameters:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-
-
-def _set_gradients(parameters: list[nn.Parameter], flat: Tensor) -> None:
-    start = 0
-    for parameter in parameters:
-        part = flat[start : start + parameter.numel()]
-        parameter.grad = part.view_as(parameter)
-        start += parameter.numel()
-
-
-# Gradients that are NaN or inf.
-
-
-def drop_dense_faults(
-    gradients: Sequence[Tensor], *, clip: bool, known: Tensor | None = None
-) -> list[Tensor]:
-    """Zero all gradients where one is not finite, or only its numbers; whether, as a count.
-
-    On the host nothing is returned, or touched, where all are finite. `known`: what all ranks
-    together found, where each has shards of its own.
-    """
-    some = [gradient for gradient in gradients if gradient.numel()]
-    if known is None and not some:
-        return []
-    bad = not_finite(some, some[0].device) if known is None else known > 0
-    if bad.device.type == "cpu" and not bool(bad):
-        return []
-    for gradient in some:
-        if clip:
-            gradient.masked_fill_(~(gradient.abs() <= LARGEST), 0.0)
-        else:
-            gradient.masked_fill_(bad, 0.0)
-    return [bad]
-
-
-def not_finite(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Whether one of these has a number that is NaN or inf, on the device."""
-    some = [gradient for gradient in gradients if gradient.numel()]
-    if not some:
-        return torch.zeros((), dtype=torch.bool, device=device)
-    norms = torch._foreach_norm(some, math.inf)  # pyright: ignore[reportPrivateImportUsage]
-    largest = torch.stack([norm.float() for norm in norms])
-    return ~(largest <= LARGEST).all()
-
-
-def drop_row_faults(sums: dict[int, Gradients], number: int, *, clip: bool) -> list[Tensor]:
-    """Zero the gradient of each row where it is not finite, or only its numbers; how many rows.
-
-    Works on the gradients of one group of tables; on the host only where one is not finite.
-    """
-    rows = [part for part in sums[number].rows if part.numel()]
-    if not rows or (rows[0].device.type == "cpu" and all(map(_is_finite, rows))):
-        return []
-    sums_KD = _summed(sums[number])
-    sums[number] = Gradients([sums_KD], None, None)
-    bad_K = ~(torch.linalg.vector_norm(sums_KD, math.inf, dim=1) <= LARGEST)
-    bad = ~(sums_KD.abs() <= LARGEST) if clip else bad_K[:, None]
-    sums_KD.masked_fill_(bad, 0.0)
-    return [bad_K.sum()]
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    if native_wanted():
-        return all_within(tensor, LARGEST)
-    return bool(torch.linalg.vector_norm(tensor, math.inf) <= LARGEST)
-
-
-def _summed(gradients: Gradients) -> Tensor:
-    """The gradient of each row; the update would sum those of a single micro-batch by itself."""
-    if gradients.terms_T is None:
-        return gradients.rows[0]
-    segments = Segments(gradients.terms_T, gradients.ends_K1)
-    dim = gradients.rows[0].shape[1]
-    sums_KD = empty_rows(len(segments), dim, gradients.rows[0].device)
-    sum_segments(segments, gradients.rows, [sums_KD])
-    return sums_KD
-
-
-# How a batch is cut into micro-batches: how many samples each gets, and which.
-
-
-@dataclass(frozen=True, slots=True)
-class MicroBatchSplitter:
-    """The same for every batch of a run."""
-
-    count: int
-    how: How = "contiguous"
-    first: float = 1.0
-    last: float = 1.0
-    """Sizes of the first and the last micro-batch over that of those in the middle."""
-    work_of: WorkOf | None = None
-    """Sizes are by work; None: by samples."""
-
-    def split(self, batch: Batch, model: RecModel, table_of: Mapping[str, str]) -> list[Batch]:
-        """The micro-batches; `table_of` says which features share keys."""
-        if self.count == 1:
-            return [batch]
-        sizes = micro_sizes(batch.size, self.count, self.first, self.last)
-        work_B = None if self.work_of is None else self.work_of(batch)
-        if work_B is not None and self.how != "clustered":
-            shares = _weights(self.count, self.first, self.last)
-            return [batch.select(part) for part in even_parts(work_B, shares)]
-        if self.how == "contiguous":
-            return batch.split(sizes)
-        # Keys that a model draws at random for each sample only blur who belongs together.
-        keys = getattr(model, "query_keys", model.sparse_keys)(batch)
-        return micro_batches(batch, keys, sizes, self.how, table_of=table_of, work_B=work_B)
-
-
-def _weights(count: int, first: float, last: float) -> list[float]:
-    weights = [1.0] * count
-    weights[0], weights[-1] = first, last
-    return weights
-
-
-def micro_sizes(total: int, count: int, first: float = 1.0, last: float = 1.0) -> list[int]:
-    """Samples of each micro-batch: at the ends `first` and `last` times those in the middle."""
-    weights = _weights(count, first, last)
-    due = [total * weight / sum(weights) for weight in weights]
-    sizes = [int(share) for share in due]
-    # What rounding left over goes where it is missed most, earlier ones first.
-    order = sorted(range(count), key=lambda i: (sizes[i] - due[i], i))
-    for i in order[: total - sum(sizes)]:
-        sizes[i] += 1
-    return sizes

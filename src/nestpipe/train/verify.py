@@ -29,9 +29,9 @@ from nestpipe.embedding.store.protocol import RowStore
 from nestpipe.errors import ConfigError, DataError, LossError, RunError
 from nestpipe.runtime import Work, inject_delays
 from nestpipe.train.checkpoint import snapshots
-from nestpipe.train.config import AUTO, ParallelSettings, PipelineSettings
+from nestpipe.train.config import AUTO, JobConfig, ParallelSettings, PipelineSettings
 from nestpipe.train.dense import local
-from nestpipe.train.job import JobConfig, make_job
+from nestpipe.train.job import make_job
 from nestpipe.train.ops import StepReport
 from nestpipe.train.trainer import Trainer
 
@@ -294,10 +294,10 @@ def _text(value: Tensor) -> str:
 
 
 DELAY_MS, DELAYED_SHARE = 25.0, 0.2
-"""Few ops and long delays: where all are late, nobody overtakes."""
+"""Few ops and long delays: where all are late, none overtakes another."""
 Tell = Callable[[StepReport], None]
 Watch = Callable[[str, int | None], AbstractContextManager[Tell]]
-"""Called before each run with its name and steps, if known; what it yields hears of every step."""
+"""Called before each run with its name and steps, if known; yields what each step calls."""
 Start = Callable[[PipelineSettings], tuple[Trainer, Source]]
 """A fresh trainer with these settings, and its data; the same weights and order every time."""
 

@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from nestpipe.errors import RunError, ShedError
-from nestpipe.serve.types import Answer, Path
+from nestpipe.serve.types import Answer, RankPath
 from support.serving_world.member import Member
 from support.serving_world.model import plain_scores
 
@@ -40,7 +40,7 @@ def check_answer(asked: Asked) -> str:
         _check_refusal(asked, error)
         return type(error).__name__
     got, events = asked.answer.result(), asked.events
-    length = asked.cut_length if got.path is Path.MISS_CUT else len(events)
+    length = asked.cut_length if got.path is RankPath.MISS_CUT else len(events)
     assert got.length_used == length, f"{asked} used {got.length_used} events, not {length}"
     assert got.version in asked.versions, f"{asked}: nobody served model {got.version}"
     right = plain_scores(events[len(events) - length :], int(got.version), asked.candidates)

@@ -12,6 +12,7 @@ from nestpipe.bench.dlrm import (
     TORCHREC,
     BenchDlrm,
     DlrmCase,
+    HostTimes,
     SideBySide,
     SideReading,
     StepClock,
@@ -28,7 +29,7 @@ from nestpipe.comm import LocalCommunicator
 from nestpipe.errors import ConfigError
 from nestpipe.runtime import InlineLanes, StopSignal
 from nestpipe.runtime import run as execute
-from nestpipe.runtime.executor import HostSpans, HostTimes
+from nestpipe.runtime.executor import HostSpans
 from nestpipe.schedule import Kind, PlanOptions, plan
 
 TINY = DlrmCase(

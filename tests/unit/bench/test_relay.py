@@ -29,7 +29,7 @@ from nestpipe.loadtest.settings import LoadSettings
 from nestpipe.loadtest.workload import Visit
 from nestpipe.serve.engine.admission import Costs, Fit, Work
 from nestpipe.serve.engine.rank_model import HstuRankModel
-from nestpipe.serve.types import Answer, History, Path, PrefixItem, RankItem, RankRequest
+from nestpipe.serve.types import Answer, History, PrefixItem, RankItem, RankPath, RankRequest
 
 COSTS = Costs(
     {
@@ -96,7 +96,7 @@ def test_an_answer_is_right_for_the_events_that_it_rests_on_and_no_others(model:
     request = RankRequest("u", History(ids[:40]), History(ids[40:50]), ids[50:])
     past = model.prefix([PrefixItem(request.long)])[0]
     scores_C = model.rank([RankItem(request.short, request.candidates_C, past)])[0]
-    answer = Answer(scores_C, Path.HBM_HIT, 50, model.version)
+    answer = Answer(scores_C, RankPath.HBM_HIT, 50, model.version)
     cut = model.full([RankItem(History(ids[20:50]), request.candidates_C)])[0]
     reference = Reference(model)
 
@@ -117,7 +117,7 @@ def test_an_answer_is_right_for_the_events_that_it_rests_on_and_no_others(model:
 
 def reading(arm: str, ms: float, *, front="builtin", lost=0, wrong=0, kill=None) -> RelayReading:
     visit = Visit(0, 0.0, 0.2, 0, long=1936, short=64, candidates=8)
-    answer = Answer(np.zeros(8, np.float32), Path.HBM_HIT, 2000, "v")
+    answer = Answer(np.zeros(8, np.float32), RankPath.HBM_HIT, 2000, "v")
     records = [Record(visit, answer=answer, latency_ms=ms) for _ in range(10)]
     records += [Record(visit) for _ in range(lost)]
     told = report(arm, Run(records), target_ms=100.0, seconds=1.0, warmup_s=0.0)

@@ -16,7 +16,7 @@ from nestpipe.loadtest.run import Found, SearchStep
 from nestpipe.loadtest.settings import LoadSettings, WorkloadSettings
 from nestpipe.loadtest.workload import legs, visits
 from nestpipe.serve.engine.admission import Costs, Fit, Work
-from nestpipe.serve.types import Answer, Path
+from nestpipe.serve.types import Answer, RankPath
 
 TINY = (
     *("--random", "layers=1,dim=8,heads=1,items=20", "--rate", "40", "--seconds", "0.5"),
@@ -163,7 +163,7 @@ class FakeClient:
         self.rankings += 1
         answer = Future()
         length = len(request.long) + len(request.short)
-        answer.set_result(Answer(np.zeros(4, np.float32), Path.MISS_FULL, length, "v"))
+        answer.set_result(Answer(np.zeros(4, np.float32), RankPath.MISS_FULL, length, "v"))
         return answer
 
 

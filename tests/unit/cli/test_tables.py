@@ -4,14 +4,14 @@ The figures are as wide as real ones get: five digits before the point, the long
 """
 
 from dataclasses import replace
-from pathlib import Path as FilePath
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 from rich.table import Table
 
 from nestpipe.bench.clustering import ClusteringReading
-from nestpipe.bench.dlrm import TORCHREC, DispatchReading, SideBySide, SideReading
+from nestpipe.bench.dlrm import TORCHREC, DispatchReading, HostTime, SideBySide, SideReading
 from nestpipe.bench.groups import GroupReading, group_variants
 from nestpipe.bench.pipeline_cases import (
     EXACT_PLANS,
@@ -30,9 +30,8 @@ from nestpipe.loadtest.advise import Memory
 from nestpipe.loadtest.driver import Latency, Lengths, Report
 from nestpipe.loadtest.run import Found, SearchStep
 from nestpipe.loadtest.settings import ARMS, LoadSettings
-from nestpipe.runtime.executor import HostTime
 from nestpipe.schedule import Kind, PlanOptions, plan
-from nestpipe.serve.types import Path
+from nestpipe.serve.types import RankPath
 from nestpipe.sim import Scale, choose_groups, paper_cluster, paper_rows, scaling_curve
 from nestpipe.train.loggers import KindTime, Summary
 
@@ -47,7 +46,7 @@ def told(name: str) -> Report:
         seconds=20.0,
         requests=20_000,
         latency=LATE,
-        paths={str(path): LATE for path in Path},
+        paths={str(path): LATE for path in RankPath},
         outcomes={"admitted": 20_000},
         cuts=20_000,
         sheds=20_000,
@@ -91,7 +90,7 @@ def relay_tables() -> list[Table]:
         for name in (*(arm.name for arm in RELAY_ARMS), "relay + host, killed")
     ]
     case = RelayCase(
-        checkpoint=FilePath("x"), settings=SETTINGS, cap=512, rounds=5, fronts=("builtin", "nginx")
+        checkpoint=Path("x"), settings=SETTINGS, cap=512, rounds=5, fronts=("builtin", "nginx")
     )
     return [bench_runs.times_table(case, readings), bench_runs.answers_table(readings)]
 

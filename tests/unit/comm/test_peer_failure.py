@@ -28,7 +28,7 @@ def test_of_all_ranks_who_does_not_report_is_lost():
     first, second, _ = peers(3)
     second.explain("`rows 1`", CLOSED, range(3))
     assert first.explain("`rows 1`", CLOSED, range(3)) == (
-        "rank 0 waited in vain for its peers in `rows 1`, at most 4 s: no sign of rank 2; "
+        "rank 0 lost its peers in `rows 1`, after at most 4 s: no sign of rank 2; "
         "the network said: Connection closed by peer"
     )
 

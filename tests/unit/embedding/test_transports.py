@@ -15,7 +15,6 @@ from nestpipe.embedding import transports
 from nestpipe.embedding.replicas import read_rows, write_rows
 from nestpipe.embedding.routing.lists import OwnerRequests
 from nestpipe.embedding.routing.owners import WorkingSet, make_working_set
-from nestpipe.embedding.sharded import RowBuffers
 from nestpipe.embedding.store import open_store
 from nestpipe.embedding.store.protocol import RowStore, StoreAbilities, StoreLayout
 from nestpipe.embedding.transports import (
@@ -99,9 +98,11 @@ def run(
     store, transport, *, buffers: int, retrieval: Retrieval, monkeypatch: pytest.MonkeyPatch
 ) -> list[tuple[int, int]]:
     """Train on all batches with one transport; returns rows read and written, batch by batch."""
-    monkeypatch.setattr("nestpipe.embedding.sharded.choose_transport", lambda *_, **__: transport)
+    monkeypatch.setattr(
+        "nestpipe.embedding.transports.choose_transport", lambda *_, **__: transport
+    )
     shape = SimpleNamespace(retrieval=retrieval, buffers=buffers)
-    held = RowBuffers([store], shape, CPU, in_place=True, pin=True)  # type: ignore[arg-type]
+    held = transports.RowBuffers([store], shape, CPU, in_place=True, pin=True)  # type: ignore[arg-type]
     sets = working_sets(buffers)
     moved: list[tuple[int, int]] = []
     for batch, working in enumerate(sets):

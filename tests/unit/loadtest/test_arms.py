@@ -23,7 +23,7 @@ from nestpipe.models import HstuConfig
 from nestpipe.serve.engine.admission import Costs, Fit, Work
 from nestpipe.serve.engine.calibration import lengths_up_to
 from nestpipe.serve.engine.rank_model import HstuRankModel
-from nestpipe.serve.types import KV, AdmissionOutcome, Answer, Path, RealClock, ServeSettings
+from nestpipe.serve.types import KV, AdmissionOutcome, Answer, RankPath, RealClock, ServeSettings
 
 BASE = ServeSettings(target_ms=60_000, cut_length=24, device_mb=8, host_mb=8, life_s=30)
 WORKLOAD = WorkloadSettings(length=48, short=8, candidates=4, items=50, seconds=1)
@@ -104,7 +104,7 @@ def made(count: int, users: int = 1) -> list[Visit]:
 
 def test_inline_capped_uses_the_cap():
     records = serve("A", made(3)).records
-    assert [answer(record).path for record in records] == [Path.MISS_FULL] * 3
+    assert [answer(record).path for record in records] == [RankPath.MISS_FULL] * 3
     assert [record.length_used for record in records] == [24] * 3
     assert all(record.cut for record in records)
 
@@ -121,7 +121,7 @@ def test_relay_prepares_every_visit():
         AdmissionOutcome.ADMITTED,
         AdmissionOutcome.ALREADY_CACHED,
     }
-    assert {answer(record).path for record in done.records} <= {Path.HBM_HIT, Path.LATE_HIT}
+    assert {answer(record).path for record in done.records} <= {RankPath.HBM_HIT, RankPath.LATE_HIT}
     assert all(record.full for record in done.records)
     assert done.counted.get("reloads", 0) == 0
 

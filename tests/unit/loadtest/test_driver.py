@@ -27,7 +27,7 @@ from nestpipe.loadtest.driver import (
 from nestpipe.loadtest.run import SearchStep
 from nestpipe.loadtest.settings import ARMS, WorkloadSettings, arms_of
 from nestpipe.loadtest.workload import Visit, legs, visits
-from nestpipe.serve.types import AdmissionOutcome, Answer, Path, RealClock
+from nestpipe.serve.types import AdmissionOutcome, Answer, RankPath, RealClock
 
 SETTINGS = WorkloadSettings(rate=50, seconds=4, length=128, short=16, delay_jitter=0, new_events=0)
 
@@ -230,7 +230,7 @@ def test_an_answer_that_is_noted_late_is_not_lost():
         def rank(self, request):
             answer = Future()
             answer.add_done_callback(lambda _: threading.Event().wait(0.05))
-            value = Answer(np.zeros(8, np.float32), Path.HBM_HIT, 128, "v")
+            value = Answer(np.zeros(8, np.float32), RankPath.HBM_HIT, 128, "v")
             threading.Timer(0.02, answer.set_result, [value]).start()
             return answer
 

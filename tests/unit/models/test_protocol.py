@@ -166,7 +166,7 @@ def test_each_mistake_is_one_sentence(write: Write, mistake: str):
 
 
 def test_a_config_without_a_model_of_ones_own_is_refused():
-    from nestpipe.train.job import ModelConfig
+    from nestpipe.train.config import ModelConfig
 
     with pytest.raises(ConfigError, match="config has width, but kind is 'dlrm'"):
         ModelConfig(kind="dlrm", config={"width": 3})

@@ -244,7 +244,7 @@ def test_what_cannot_be_recorded_or_replayed_is_refused(tmp_path):
     job = prepare(config, LocalCommunicator())
     with pytest.raises(ConfigError, match="no folder to record the choices in"):
         AdaptiveRun(job)
-    with pytest.raises(ConfigError, match="nobody adapts"):
+    with pytest.raises(ConfigError, match="nothing adapts"):
         train_job(job, lambda report: None)
     adapted(tmp_path, LocalCommunicator(), adaptive=False, steps=8)
     with pytest.raises(CheckpointError, match="no choices from the first step on"):

@@ -286,10 +286,10 @@ def test_a_fact_with_a_bad_value_is_named_with_a_good_one(
 def test_a_billion_batches_in_a_few_lines_are_refused_at_once() -> None:
     count = len(from_text(TINY))
     assert parse_error_of(replaced("batches 1", f"batches {10**9}")) == (
-        f"1000000000 batches cannot fit into {count} ops; mend that line"
+        f"1000000000 batches cannot fit into {count} ops; correct that line"
     )
     assert parse_error_of(replaced("micro_batches 1", f"micro_batches {10**9}")) == (
-        f"1000000000 micro_batches cannot fit into {count} ops; mend that line"
+        f"1000000000 micro_batches cannot fit into {count} ops; correct that line"
     )
 
 

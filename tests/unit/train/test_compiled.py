@@ -17,8 +17,8 @@ from nestpipe.comm import LocalCommunicator
 from nestpipe.config import Table, build
 from nestpipe.errors import ConfigError, ModelError
 from nestpipe.jagged import Jagged
-from nestpipe.models import Loss, compiled
-from nestpipe.train import JobConfig, train_job
+from nestpipe.models import Loss
+from nestpipe.train import JobConfig, dense, train_job
 from nestpipe.train.evaluate import evaluate
 from nestpipe.train.job import Job, effect_of, prepare
 from nestpipe.train.trainer import Trainer
@@ -176,7 +176,7 @@ def test_checkpoints_and_evaluation_do_not_know_of_it(tmp_path: Path):
 
 
 def test_a_dense_half_that_never_stops_compiling_is_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(compiled, "MOST_FORMS", 2)
+    monkeypatch.setattr(dense, "MOST_FORMS", 2)
     trainer = trainer_of(HistoryModel(branches=True))
     with pytest.raises(ModelError, match=r"`dense` of HistoryModel was compiled 2 times"):
         fitted(trainer)

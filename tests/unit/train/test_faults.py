@@ -28,8 +28,9 @@ from nestpipe.schedule.schedule import Kind, Op
 from nestpipe.train import ops, train_job
 from nestpipe.train import trainer as trainer_module
 from nestpipe.train.config import PipelineSettings, RowSettings, TrainSettings
+from nestpipe.train.gradients import drop_dense_faults, drop_row_faults
 from nestpipe.train.job import prepare
-from nestpipe.train.ops import TrainingWork, drop_dense_faults, drop_row_faults
+from nestpipe.train.ops import TrainingWork
 from nestpipe.train.trainer import Trainer
 from support.examples import num_examples
 from support.thread_ranks import run_ranks
@@ -52,7 +53,7 @@ def inject(monkeypatch: pytest.MonkeyPatch, seed: int) -> tuple[int, str]:
             return
         found: list[torch.Tensor] = []
         if place == "dense":
-            found = [p.grad for p in self.model.parameters() if p.grad is not None]
+            found = [p.grad for p in self.half.model.parameters() if p.grad is not None]
         elif place == "rows":
             assert isinstance(self.tables, ShardedTables)
             made = self.tables.in_flight[op.batch].gradients[op.micro or 0]

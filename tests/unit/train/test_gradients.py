@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from nestpipe.config import build
 from nestpipe.errors import ConfigError, RunError
-from nestpipe.train import dense
+from nestpipe.train import gradients
 from nestpipe.train.config import TrainSettings
-from nestpipe.train.dense import (
+from nestpipe.train.gradients import (
     BINS,
     GradBuckets,
     buckets_of,
@@ -34,7 +34,7 @@ def layers(count: int = 4) -> nn.Sequential:
 @pytest.fixture(autouse=True)
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bucket for each layer."""
-    monkeypatch.setattr(dense, "BUCKET_BYTES", 36)
+    monkeypatch.setattr(gradients, "BUCKET_BYTES", 36)
 
 
 def taken(buckets: GradBuckets) -> tuple[Tensor | None, list[Tensor]]:

@@ -23,8 +23,8 @@ from nestpipe.embedding.lifecycle import RowLifecycle
 from nestpipe.errors import ConfigError
 from nestpipe.serve.engine.rank_model import read_rows
 from nestpipe.train import train_job
-from nestpipe.train.config import PipelineSettings
-from nestpipe.train.job import LifecycleConfig, prepare
+from nestpipe.train.config import LifecycleConfig, PipelineSettings
+from nestpipe.train.job import prepare
 from nestpipe.train.trainer import Trainer
 from nestpipe.train.verify import verify, verify_job
 from support.examples import every

@@ -15,7 +15,7 @@ from nestpipe.errors import CheckpointError, ConfigError, LossError
 from nestpipe.schedule import Kind, Op, plan
 from nestpipe.trace import ShortTraceError, Span, Trace
 from nestpipe.train import JobConfig, make_job, train_job
-from nestpipe.train.job import RunConfig
+from nestpipe.train.config import RunConfig
 from nestpipe.train.loggers import (
     LINES,
     JsonLinesLogger,

@@ -8,10 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nestpipe.batch import Batch
+from nestpipe.data.clustering import MicroBatchSplitter, micro_sizes
 from nestpipe.errors import ConfigError
 from nestpipe.jagged import Jagged
 from nestpipe.train.config import PipelineSettings
-from nestpipe.train.ops import MicroBatchSplitter, micro_sizes
+from nestpipe.train.ops import query_keys
 
 
 @given(st.integers(0, 400), st.integers(2, 40), st.floats(0.1, 3.0), st.floats(0.1, 3.0))
@@ -52,7 +53,7 @@ def communities() -> Batch:
 
 def test_samples_that_share_keys_meet():
     cut = MicroBatchSplitter(2, "clustered")
-    micro_batches = cut.split(communities(), Model(), {"items": "items"})  # type: ignore[arg-type]
+    micro_batches = cut.split(communities(), query_keys(Model()), {"items": "items"})  # type: ignore[arg-type]
     assert [micro.size for micro in micro_batches] == [32, 32]
     for micro in micro_batches:
         assert len(set(micro.sparse["items"].values.tolist())) == 50
@@ -61,7 +62,7 @@ def test_samples_that_share_keys_meet():
 
 def test_one_micro_batch_is_the_batch_itself():
     batch = communities()
-    (micro,) = MicroBatchSplitter(1, "clustered").split(batch, Model(), {})  # type: ignore[arg-type]
+    (micro,) = MicroBatchSplitter(1, "clustered").split(batch, query_keys(Model()), {})  # type: ignore[arg-type]
     assert micro is batch
 
 

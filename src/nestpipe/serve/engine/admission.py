@@ -27,7 +27,7 @@ SAMPLES = 256
 ENOUGH = 32
 """Live measurements without which the start-up fit stands alone."""
 KEEP_S = 60.0
-"""Older ones are forgotten: lengths that stopped running inline must not stay slow for ever."""
+"""Older ones are forgotten: lengths that stopped running inline must not count as slow forever."""
 NO_TIME_MS = 1e-6
 """Below this a prediction is no measure for a ratio."""
 
@@ -280,7 +280,7 @@ class TokenBucket:
         self._at = now
 
     def spend(self, seconds: float, now: float) -> bool:
-        """Take so many seconds; whether there was anything left to take from."""
+        """Take this many seconds; whether the budget had any left."""
         self._level_s = min(self.burst_s, self._level_s + max(0.0, now - self._at))
         self._at = max(self._at, now)
         if self._level_s <= 0 or seconds == float("inf"):

@@ -258,7 +258,7 @@ class Probes:
         start = self._clock.now()
         try:
             found = act()
-        except Exception as error:  # noqa: BLE001  whoever asked hears of it
+        except Exception as error:  # noqa: BLE001  the caller gets it
             future.set_exception(error)
         else:
             future.set_result(found)
@@ -278,7 +278,7 @@ def recalibrated(recalibrate: Recalibrate, model: RankModel, run: Run) -> None:
 
 SHORTEST = 64
 SEEN = 4.0
-"""Times are measured up to lengths that take so many times the target; then they are fitted."""
+"""Times are measured up to lengths that take N times the target; then they are fitted."""
 
 
 class Calibration:

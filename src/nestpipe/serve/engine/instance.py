@@ -132,9 +132,9 @@ class Instance:
         """Serve another model: what comes from now on uses it, what came before does not."""
         hand_over_arena(self._state.model, model)
         if self._state.swap(model):
-            self._measure_anew(model)
+            self._recalibrate_for(model)
 
-    def _measure_anew(self, model: RankModel) -> None:
+    def _recalibrate_for(self, model: RankModel) -> None:
         """Find out what the new model's work takes, between requests."""
         if self._recalibrate is None:
             return
@@ -244,7 +244,7 @@ class ModelWorker:
     # Rankings
 
     def rank(self, batch: Sequence[PendingRanking]) -> None:
-        """Answer them, those of them that nobody waits for any more excepted."""
+        """Answer them, but for those that were cancelled."""
         state, start = self._state, self._state.now()
         live = [ranking for ranking in batch if ranking.future.set_running_or_notify_cancel()]
         planned = plan(live, start, state.settings, state.predictions)
@@ -363,7 +363,7 @@ class Transfer:
     def _try(self, copy: Callable[[], KV], what: str) -> KV | None:
         try:
             return copy()
-        except Exception as error:  # noqa: BLE001  nobody depends on a copy
+        except Exception as error:  # noqa: BLE001  no ranking depends on a copy
             self._state.warn(what, error)
             return None
 

@@ -131,7 +131,7 @@ class Cache:
         ticket: Any = None,
         in_time: Callable[[Entry], bool] = always,
     ) -> Acquired:
-        """What this leg is to do; a ranking that is told to wait comes back as `ticket`.
+        """What this leg is to do; a ranking that has to wait comes back as `ticket`.
 
         `in_time` says whether a ranking gains by waiting for an entry that is not complete.
         """
@@ -219,7 +219,7 @@ class Cache:
         """Entries to fill in one batch: the first in the queue, and those that end within `events`.
 
         Those after it join in their order while they fit whole, have the same model, and are
-        as urgent: nobody who waits is held up by what nobody waits for.
+        as urgent: a ranking that waits is not held up by a prefix that none waits for.
         """
         first = self.next_fill()
         if first is None:
@@ -409,7 +409,7 @@ class Cache:
     def _done(self, entry: Entry) -> None:
         entry.state = EntryState.DONE
         if entry.copying or entry.arriving:
-            return  # whoever copies it says when that has ended
+            return  # the copy thread says when it has ended
         if self._worth_copying(entry):
             self.device_pool.idle(entry)
         else:

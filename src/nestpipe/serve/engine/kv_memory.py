@@ -40,7 +40,7 @@ class EntryState(StrEnum):
     """Complete, or layers arrive one by one; promised to a ranking that has not come yet."""
     IN_USE = "in_use"
     DONE = "done"
-    """Promised to nobody: it may be offloaded or evicted."""
+    """No ranking was promised it: it may be offloaded or evicted."""
 
 
 class KVSource(StrEnum):
@@ -171,7 +171,7 @@ class DevicePool:
         return entry
 
     def free(self, entry: Entry) -> None:
-        """Give its memory back; nobody may touch it any more."""
+        """Give its memory back; it must not be used any more."""
         assert not entry.wanted, f"{entry.key} is freed while it is needed"
         moving = entry.copying or entry.arriving
         assert not moving, f"{entry.key} is freed while it is copied"
@@ -230,7 +230,7 @@ class DevicePool:
         return self._ends[0][0] if self._ends else None
 
     def ended(self, now: float) -> Iterator[Entry]:
-        """Entries whose promises have ended and which nobody reads, fills or waits for."""
+        """Entries whose promises have ended, which nothing reads, fills or waits for."""
         while self._ends and self._ends[0][0] <= now:
             entry = heapq.heappop(self._ends)[2]
             over = entry.keep_until <= now and entry.listed
@@ -429,7 +429,7 @@ class LayerEvents:
             self._change.notify_all()
 
     def fail(self) -> None:
-        """The copy failed: whoever waits for a layer gets an error."""
+        """The copy failed: a thread that waits for a layer gets an error."""
         with self._change:
             self._failed = True
             self._change.notify_all()
@@ -529,7 +529,7 @@ class ReloadsByLayer(Protocol):
 GRAIN = 4096
 """Alignment of pieces, in bytes."""
 SPARE = 16
-"""One part in so many is added, against fragmentation."""
+"""One part in N is added, against fragmentation."""
 
 
 class HostArena:

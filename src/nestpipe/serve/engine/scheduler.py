@@ -19,9 +19,9 @@ from nestpipe.serve.types import (
     KV,
     Answer,
     History,
-    Path,
     RankItem,
     RankModel,
+    RankPath,
     RankRequest,
     Scores,
     ServeSettings,
@@ -40,7 +40,7 @@ class PendingRanking:
     arrived: float
     settings: ServeSettings
     future: Future[Answer] = field(default_factory=Future[Answer])
-    path: Path = Path.MISS_FULL
+    path: RankPath = RankPath.MISS_FULL
     entry: Entry | None = None
     """The prefix that it reads, or waits for."""
     waiting: bool = False
@@ -77,7 +77,7 @@ class PlannedRanking:
 
     ranking: PendingRanking
     item: RankItem
-    path: Path
+    path: RankPath
     length: int
     predicted_ms: float
 
@@ -179,10 +179,10 @@ def plan_one(
         ms = costs.cached_ms(len(past), candidates)
         return PlannedRanking(ranking, item, ranking.path, ranking.length, ms)
     ms = costs.inline_ms(ranking.length, candidates)
-    history, path = ranking.whole, Path.MISS_FULL
+    history, path = ranking.whole, RankPath.MISS_FULL
     left_ms = max(0.0, (ranking.deadline - start) * 1e3)
     if ms > left_ms and ranking.length > settings.cut_length:
-        history, path = history.last(settings.cut_length), Path.MISS_CUT
+        history, path = history.last(settings.cut_length), RankPath.MISS_CUT
         ms = costs.cut_ms(ranking)
     item = RankItem(history, request.candidates_C, None, request.time, request.context)
     return PlannedRanking(ranking, item, path, len(history), ms)

@@ -40,7 +40,7 @@ from nestpipe.serve.types import KV, Context, Ids, PrefixItem, RankItem, RankMod
 # Shapes: B samples (candidates of all rankings), C candidates of one, T keys of all, D width
 
 CANDIDATE_FEATURES = ("item", "items", "candidate", "candidates")
-"""Features that candidates are taken to be keys of, where nobody says which."""
+"""Features that candidates are taken to be keys of, unless the config names others."""
 HISTORY, TIMES = "history", "times"
 
 

@@ -1,7 +1,7 @@
 """The state of an engine: cache, queues, counters, and the one lock around them.
 
 `EngineState` is a monitor and the only owner of what it holds. The instance, the model's thread and
-the copy threads call its methods, which take the lock, change the state and wake whoever waits.
+the copy threads call its methods, which take the lock, change the state and wake waiting threads.
 Models are called and prefixes are copied outside of it, without the lock.
 """
 
@@ -49,8 +49,8 @@ from nestpipe.serve.types import (
     AdmissionOutcome,
     Clock,
     ClosingError,
-    Path,
     RankModel,
+    RankPath,
     RankRequest,
     Scores,
     ServeSettings,
@@ -66,7 +66,7 @@ MIB = 2**20
 RECENT = 256
 """Rankings whose candidates stand for those of a ranking that has only been signalled."""
 COUNTED = (
-    *(f"path_{path}" for path in Path),
+    *(f"path_{path}" for path in RankPath),
     *(f"outcome_{outcome}" for outcome in AdmissionOutcome),
     *("fills", "failed_fills", "abandoned_fills", "wasted_prefixes", "discarded"),
     *("reloads", "failed_reloads", "offloads", "failed_offloads"),
@@ -141,7 +141,7 @@ class EngineState:
             return _outcome(self.cache.acquire(need, Purpose.SIGNAL, self.now()))
 
     def signalled(self, outcome: AdmissionOutcome) -> None:
-        """Count a signal, and wake whoever computes or copies its prefix."""
+        """Count a signal, and wake the threads that compute or copy its prefix."""
         with self.change:
             self.counts[f"outcome_{outcome}"] += 1
             self.change.notify_all()
@@ -174,7 +174,7 @@ class EngineState:
             return
         if isinstance(step, Use):
             ranking.entry = step.entry
-            ranking.path = Path.LATE_HIT if step.entry.arriving else Path.HBM_HIT
+            ranking.path = RankPath.LATE_HIT if step.entry.arriving else RankPath.HBM_HIT
         else:
             ranking.predicted_ms = costs.inline_ms(ranking.length, candidates)
         self.rank_queue.enqueue(ranking, now)
@@ -292,7 +292,7 @@ class EngineState:
             self.change.notify_all()
 
     def discard_prefix(self, ranking: PendingRanking) -> None:
-        """The model failed on a ranking with its prefix: nobody else shall read that."""
+        """The model failed on a ranking with its prefix: no other ranking may read it."""
         with self.change:
             assert ranking.entry is not None, "it has no prefix"
             self.cache.discard(ranking.entry)
@@ -307,7 +307,7 @@ class EngineState:
         self.rank_queue.enqueue_first(rankings, now)
 
     def _without_prefix(self, ranking: PendingRanking) -> None:
-        ranking.entry, ranking.path = None, Path.MISS_FULL
+        ranking.entry, ranking.path = None, RankPath.MISS_FULL
         ranking.predicted_ms = self.predictions.inline_ms(ranking.length, ranking.num_candidates)
 
     # The copy threads
@@ -317,7 +317,7 @@ class EngineState:
         return self.cache.next_load(self.now())
 
     def next_offload(self, most: int) -> tuple[Entry, KV] | None:
-        """A prefix to copy to host memory, unless so many are under way."""
+        """A prefix to copy to host memory, unless `most` are under way."""
         if self.num_offloading >= most:
             return None
         copy = self.cache.next_copy(self.now())
@@ -420,7 +420,7 @@ class EngineState:
         self._fail_pending(has_failed(error))
 
     def _fail_pending(self, error: BaseException) -> int:
-        """Let nobody wait for an answer that will not come; how many did. Takes the lock."""
+        """Fail rankings whose answer will not come; returns how many waited. Takes the lock."""
         with self.change:
             left, self.rank_queue = list(self.rank_queue.open), RankQueue()
             self.probes.cancel()
@@ -506,11 +506,11 @@ def _outcome(step: Acquired) -> AdmissionOutcome:
     return AdmissionOutcome.REJECTED_FOOTPRINT
 
 
-def _path(step: Wait | Load | Fill) -> Path:
+def _path(step: Wait | Load | Fill) -> RankPath:
     """Of a ranking that waits for its prefix, if it gets it."""
     if isinstance(step, Load):
-        return Path.DRAM_HIT
-    return Path.LATE_HIT if isinstance(step, Wait) else Path.MISS_FULL
+        return RankPath.DRAM_HIT
+    return RankPath.LATE_HIT if isinstance(step, Wait) else RankPath.MISS_FULL
 
 
 def start_thread(

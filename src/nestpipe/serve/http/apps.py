@@ -99,8 +99,8 @@ def new_app(title: str, schemas: dict[str, Any], lifespan: Any = None) -> FastAP
     async def failed(_: Request, fault: Exception) -> Response:
         return answer_error(of_fault(fault))
 
-    for told in (HttpError, NestpipeError, TimeoutError):
-        app.exception_handler(told)(failed)
+    for kind in (HttpError, NestpipeError, TimeoutError):
+        app.exception_handler(kind)(failed)
 
     @app.exception_handler(HTTPException)
     async def refused(request: Request, fault: HTTPException) -> Response:
@@ -137,8 +137,8 @@ def answer_error(error: HttpError, headers: Any = None) -> Response:
 
 def answer_health(request: Request, ready: bool, draining: bool, version: str) -> Response:
     """200 or 503; callers without the token get no version."""
-    told = version if request.scope.get("nestpipe.authorised", True) else None
-    body = HealthAnswer(ready=ready and not draining, draining=draining, version=told)
+    shown = version if request.scope.get("nestpipe.authorised", True) else None
+    body = HealthAnswer(ready=ready and not draining, draining=draining, version=shown)
     status = 200 if body.ready else 503
     return Response(body.model_dump_json(), status, media_type="application/json")
 
@@ -276,7 +276,7 @@ async def _answered(service: RankService, ranking: RankRequest) -> Answer:
 
 
 def _look(future: asyncio.Future[Answer]) -> None:
-    """A fault that comes after the deadline was told already."""
+    """Read a fault that comes after the deadline: the caller has its answer already."""
     if not future.cancelled():
         future.exception()
 
@@ -292,8 +292,8 @@ def encode(answer: Answer, binary: bool) -> Response:
     if binary:
         body = pack({"scores": len(answer.scores_C), **about}, [answer.scores_C])
         return Response(body, media_type=MEDIA_TYPE)
-    told = RankAnswer(scores=answer.scores_C.tolist(), **about)
-    return Response(told.model_dump_json(), media_type=JSON)
+    as_json = RankAnswer(scores=answer.scores_C.tolist(), **about)
+    return Response(as_json.model_dump_json(), media_type=JSON)
 
 
 def _add_instance_reload(app: FastAPI, reload: Reload) -> Callable[[], Awaitable[str]]:
@@ -461,5 +461,5 @@ def _add_router_reload(app: FastAPI, instances: BackendPool) -> None:
             if reply.status != 200:
                 return answer_reply(reply)
             versions.add(json.loads(reply.body)["version"])
-        told = ReloadAnswer(version=", ".join(sorted(versions)))
-        return Response(told.model_dump_json(), media_type=JSON)
+        reloaded = ReloadAnswer(version=", ".join(sorted(versions)))
+        return Response(reloaded.model_dump_json(), media_type=JSON)

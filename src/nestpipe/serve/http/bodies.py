@@ -29,7 +29,7 @@ from nestpipe.serve.types import (
     AdmissionOutcome,
     ClosingError,
     HttpSettings,
-    Path,
+    RankPath,
     ServeSettings,
 )
 
@@ -153,7 +153,7 @@ class RankAnswer(BaseModel):
     """Scores in the order of the candidates, and how they came about."""
 
     scores: list[float]
-    path: Path
+    path: RankPath
     length_used: int
     """Events that the scores rest on."""
     version: str
@@ -166,7 +166,7 @@ class HealthAnswer(BaseModel):
     ready: bool
     draining: bool
     version: str | None = None
-    """Not told to callers without the token."""
+    """Hidden from callers without the token."""
 
 
 class ReloadAnswer(BaseModel):
@@ -405,7 +405,7 @@ class RequestLimits:
 
 
 Observe = Callable[[str, int, float], None]
-"""Hears the path, the status and the seconds of every answer."""
+"""Called with the path, the status and the seconds of every answer."""
 
 
 class LimitsMiddleware:
@@ -437,7 +437,7 @@ class LimitsMiddleware:
         except Exception:
             if not answer.status:
                 raise
-            # The app has told the caller and its log; the server need not do so again.
+            # The app has answered the caller and logged it; the server need not do so again.
 
     def _check_token(self, scope: Scope) -> bool:
         """Whether the caller is known; refuses unknown ones unless the page is open."""

@@ -32,7 +32,7 @@ from nestpipe.serve.types import (
     Answer,
     History,
     HttpSettings,
-    Path,
+    RankPath,
     RankRequest,
     RealClock,
     Signal,
@@ -177,7 +177,7 @@ def read_answer(body: bytes) -> Answer:
     (scores_C,) = cut(data, [header["scores"]], np.float32)
     return Answer(
         scores_C,
-        Path(header["path"]),
+        RankPath(header["path"]),
         header["length_used"],
         header["version"],
         header["stages_ms"],
@@ -255,12 +255,12 @@ class Call:
         return cls(user, page, body, passed_on)
 
     def after(self, waited_s: float) -> Call:
-        """The same: `arrived` says how long it waited, and the instance is told when it is sent."""
+        """The same call: the wait counts from `arrived`, when it is sent."""
         return self
 
 
 class RefusedError(NestpipeError):
-    """An instance refused for good; the caller gets its reply."""
+    """An instance refused, and a retry would not help; the caller gets its reply."""
 
     def __init__(self, reply: Reply) -> None:
         super().__init__(f"the instance answered with status {reply.status}")
@@ -290,7 +290,7 @@ class HttpBackend:
         return asyncio.run_coroutine_threadsafe(self._judged(request), self._loop)
 
     async def _judged(self, call: Call) -> Reply:
-        """The instance's result, or the fault that tells the router what to do next."""
+        """The instance's result, or the fault by which the router decides what to do next."""
         reply = await self.send("POST", call)
         if reply.status == 200:
             return reply
@@ -385,7 +385,7 @@ class BackendPool:
         return ", ".join(sorted({version for version in self._versions.values() if version}))
 
     async def prefetch(self, call: Call) -> AdmissionOutcome:
-        """A signal that nobody took is no error: its ranking runs inline."""
+        """A signal that no instance took is no error: its ranking runs inline."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._signals, self.router.prefetch, call)
 
@@ -405,7 +405,7 @@ class BackendPool:
             await self._look(probed)
 
     async def _look(self, probed: list[HttpBackend]) -> None:
-        """Check all instances at once, and tell the router."""
+        """Check all instances at once, and report to the router."""
         found = await asyncio.gather(*(self._version_of(one) for one in probed))
         self._versions = {one.name: version for one, version in zip(probed, found, strict=True)}
         self.router.check(lambda name: self._versions[name] is not None)

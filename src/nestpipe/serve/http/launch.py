@@ -87,7 +87,7 @@ http {{
             if ({variable} = "") {{
                 return 400 '{missing}';
             }}
-            # A signal goes on only where nobody answered: an instance that is slow has it already.
+            # A signal is retried only where no instance answered: a slow one has it already.
             proxy_next_upstream error non_idempotent;
             proxy_next_upstream_tries {num_instances};
             proxy_pass http://by_user;
@@ -279,7 +279,7 @@ class Launcher:
         return None
 
     def watch(self, reloaded: Sequence[Part]) -> None:
-        """Until told to stop: start what dies again, pass a reload on."""
+        """Until stopped: restart processes that die, pass a reload on."""
         while True:
             what, subject = self._next()
             if what == "stop":

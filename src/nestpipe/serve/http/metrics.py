@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 
 from nestpipe.deprecated import old_metrics
 from nestpipe.serve.engine.kv_memory import EntryState
-from nestpipe.serve.types import AdmissionOutcome, Path
+from nestpipe.serve.types import AdmissionOutcome, RankPath
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
@@ -98,7 +98,7 @@ def metric_name(name: str) -> str:
 Kind = Literal["counter", "gauge", "unknown"]
 
 COUNTERS = {
-    **{f"path_{path}": f"Rankings with path {path}" for path in Path},
+    **{f"path_{path}": f"Rankings with path {path}" for path in RankPath},
     **{f"outcome_{outcome}": f"Signals that were {outcome}" for outcome in AdmissionOutcome},
     "fills": "Prefixes filled",
     "failed_fills": "Fills that failed",

@@ -1,7 +1,7 @@
 """One process of the service: an instance, or the built-in router, and its uvicorn server.
 
 `launch` starts it. What it is to do is the one argument, as JSON; the token is in the environment.
-It stops when its standard input ends: then whoever started it is gone. The server shuts down
+It stops when its standard input ends: then its launcher is gone. The server shuts down
 gracefully, has timeouts for headers, and writes a response whole or not at all.
 """
 
@@ -191,7 +191,7 @@ def new_server(served: ServedApp, http: HttpSettings) -> Server:
 
 
 def run(served: ServedApp, listener: socket.socket, http: HttpSettings) -> None:
-    """Serve until told to stop."""
+    """Serve until a signal or the launcher stops it."""
     new_server(served, http).run(sockets=[listener])
 
 
@@ -237,7 +237,7 @@ class Role:
 
 
 def main(text: str) -> int:
-    """Serve until told to stop; the exit status."""
+    """Serve until stopped; the exit status."""
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.WARNING)
     _stop_with_parent()
     role = build(Role, json.loads(text))

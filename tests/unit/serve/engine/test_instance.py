@@ -24,10 +24,10 @@ from nestpipe.serve.types import (
     AdmissionOutcome,
     Answer,
     History,
-    Path,
     PrefixItem,
     RankItem,
     RankModel,
+    RankPath,
     RankRequest,
     Scores,
     ServeSettings,
@@ -243,7 +243,7 @@ def checked(asked: RankRequest, got: Answer) -> Answer:
     at_once = Model(int(got.version)).rank([RankItem(events, asked.candidates_C)])[0]
     np.testing.assert_array_equal(got.scores_C, at_once)
     assert got.length_used == (
-        8 if got.path is Path.MISS_CUT else len(asked.long.joined(asked.short))
+        8 if got.path is RankPath.MISS_CUT else len(asked.long.joined(asked.short))
     )
     return got
 
@@ -257,7 +257,7 @@ def test_a_signal_makes_its_ranking_a_hit():
         assert instance.prefetch(Signal("ann", LONG)) is AdmissionOutcome.ADMITTED
         until(instance, entries_ready=1)
         got = answer(instance, request())
-    assert got.path is Path.HBM_HIT
+    assert got.path is RankPath.HBM_HIT
     assert got.length_used == 13
     assert [call for call in stops.calls if call[0] != "to_host"] == [
         ("prefix", 4),
@@ -269,14 +269,14 @@ def test_a_signal_makes_its_ranking_a_hit():
 
 def test_without_a_signal_all_is_computed_at_once():
     with served() as instance:
-        assert answer(instance, request()).path is Path.MISS_FULL
+        assert answer(instance, request()).path is RankPath.MISS_FULL
 
 
 def test_another_history_of_the_same_length_is_another_prefix():
     with served() as instance:
         instance.prefetch(Signal("ann", history(*range(2, 12))))
         until(instance, entries_ready=1)
-        assert answer(instance, request()).path is Path.MISS_FULL
+        assert answer(instance, request()).path is RankPath.MISS_FULL
 
 
 def test_a_ranking_waits_for_a_prefix_on_its_way():
@@ -287,7 +287,7 @@ def test_a_ranking_waits_for_a_prefix_on_its_way():
         futures = [instance.rank(request()) for _ in range(3)]
         stops.open("prefix")
         paths = [checked(request(), future.result(PATIENCE_S)).path for future in futures]
-        assert paths == [Path.LATE_HIT] * 3
+        assert paths == [RankPath.LATE_HIT] * 3
         assert until(instance, open_rankings=0)["fills"] == 1
 
 
@@ -296,7 +296,7 @@ def test_a_user_who_returns_is_served_from_host_memory():
         instance.prefetch(Signal("ann", LONG))
         answer(instance, request())
         until(instance, offloads=1, device_bytes=0, host_bytes=10 * BYTES)
-        assert answer(instance, request()).path is Path.DRAM_HIT
+        assert answer(instance, request()).path is RankPath.DRAM_HIT
         assert until(instance, device_bytes=0)["offloads"] == 1, "it was still in host memory"
 
 
@@ -307,19 +307,19 @@ def test_a_signal_brings_a_prefix_back_before_the_ranking():
         until(instance, offloads=1, device_bytes=0)
         assert instance.prefetch(Signal("ann", LONG)) is AdmissionOutcome.ALREADY_CACHED
         until(instance, reloads=1, entries_ready=1)
-        assert answer(instance, request()).path is Path.HBM_HIT
+        assert answer(instance, request()).path is RankPath.HBM_HIT
 
 
 def test_what_does_not_fit_the_target_is_cut():
     with served(asking=AdmissionControl(), target_ms=12.0) as instance:
         got = answer(instance, request())
-        assert (got.path, got.length_used) == (Path.MISS_CUT, 8)
-        assert answer(instance, request(long=history(1, 2))).path is Path.MISS_FULL
+        assert (got.path, got.length_used) == (RankPath.MISS_CUT, 8)
+        assert answer(instance, request(long=history(1, 2))).path is RankPath.MISS_FULL
 
 
 def test_nothing_is_cut_where_nothing_is_predicted():
     with served(target_ms=1e-6) as instance:
-        assert answer(instance, request()).path is Path.MISS_FULL
+        assert answer(instance, request()).path is RankPath.MISS_FULL
 
 
 def test_a_ranking_does_not_wait_for_what_comes_too_late():
@@ -329,7 +329,7 @@ def test_a_ranking_does_not_wait_for_what_comes_too_late():
         stops.reached("prefix")
         future = instance.rank(request())
         stops.open("prefix")
-        assert checked(request(), future.result(PATIENCE_S)).path is Path.MISS_CUT
+        assert checked(request(), future.result(PATIENCE_S)).path is RankPath.MISS_CUT
         assert until(instance, device_bytes=0)["abandoned_fills"] == 1
 
 
@@ -343,7 +343,7 @@ def test_a_ranking_waits_no_longer_than_it_can():
         stops.reached("to_device")
         clock.seconds += 0.2
         instance.wake()
-        assert checked(request(), future.result(PATIENCE_S)).path is Path.MISS_FULL
+        assert checked(request(), future.result(PATIENCE_S)).path is RankPath.MISS_FULL
         stops.open("to_device")
         until(instance, device_bytes=0, queue_reloads=0)
 
@@ -370,7 +370,7 @@ def test_a_reload_that_has_begun_is_awaited_for_what_is_left_of_it(passed_ms: in
         if passed_ms:
             until(instance, open_rankings=1, queue_rankings=0)
             stops.open("to_device")
-        expected = Path.LATE_HIT if passed_ms else Path.MISS_FULL
+        expected = RankPath.LATE_HIT if passed_ms else RankPath.MISS_FULL
         assert checked(request(), future.result(PATIENCE_S)).path is expected
         stops.open("to_device")
 
@@ -378,7 +378,7 @@ def test_a_reload_that_has_begun_is_awaited_for_what_is_left_of_it(passed_ms: in
 def test_a_user_without_a_long_history_is_ranked():
     with served() as instance:
         assert instance.prefetch(Signal("ann", history())) is AdmissionOutcome.NOT_AT_RISK
-        assert answer(instance, request(long=history())).path is Path.MISS_FULL
+        assert answer(instance, request(long=history())).path is RankPath.MISS_FULL
 
 
 def test_times_reach_the_model_in_the_chunks_of_their_events():
@@ -411,7 +411,7 @@ def test_rankings_that_wait_are_computed_together():
         futures += [instance.rank(one) for one in asked[1:]]
         stops.open("rank")
         paths = [checked(a, f.result(PATIENCE_S)).path for a, f in zip(asked, futures, strict=True)]
-        assert paths == [Path.MISS_FULL, Path.HBM_HIT] + 3 * [Path.MISS_FULL]
+        assert paths == [RankPath.MISS_FULL, RankPath.HBM_HIT] + 3 * [RankPath.MISS_FULL]
     assert [call for call in stops.calls if call[0] == "rank"] == [("rank", n) for n in (1, 3, 1)]
 
 
@@ -451,7 +451,7 @@ def test_short_prefixes_are_computed_in_one_call():
         until(instance, entries_ready=4)
         for user, length in (("a", 2), ("b", 3), ("c", 2), ("d", 9)):
             asked = request(user, history(*range(length)))
-            assert answer(instance, asked).path is Path.HBM_HIT
+            assert answer(instance, asked).path is RankPath.HBM_HIT
     prefixes = [size for name, size in stops.calls if name == "prefix"]
     assert prefixes == [2 + 3, 2, 6, 3], "no call has more events than a chunk"
 
@@ -473,8 +473,8 @@ def test_one_prefix_that_fails_does_not_take_those_beside_it_along():
         first.result(PATIENCE_S)
         stats = until(instance, entries_ready=2, queue_fills=0)
         assert (stats["failed_fills"], stats["fills"]) == (1, 2)
-        assert answer(instance, request("b", history(BAD_ITEM))).path is Path.MISS_FULL
-        assert answer(instance, request("c", history(3))).path is Path.HBM_HIT
+        assert answer(instance, request("b", history(BAD_ITEM))).path is RankPath.MISS_FULL
+        assert answer(instance, request("c", history(3))).path is RankPath.HBM_HIT
 
 
 # Memory
@@ -507,7 +507,7 @@ def test_without_host_memory_a_prefix_goes_when_it_was_used():
         until(instance, entries_ready=1)
         answer(instance, request())
         assert until(instance, device_bytes=0)["offloads"] == 0
-        assert answer(instance, request()).path is Path.MISS_FULL
+        assert answer(instance, request()).path is RankPath.MISS_FULL
 
 
 # Arms
@@ -516,22 +516,22 @@ def test_without_host_memory_a_prefix_goes_when_it_was_used():
 def test_without_relay_signals_are_ignored_and_rankings_keep_their_prefix():
     with served(relay=False) as instance:
         assert instance.prefetch(Signal("ann", LONG)) is AdmissionOutcome.NOT_AT_RISK
-        assert answer(instance, request()).path is Path.MISS_FULL
+        assert answer(instance, request()).path is RankPath.MISS_FULL
         until(instance, offloads=1)
-        assert answer(instance, request()).path is Path.DRAM_HIT
+        assert answer(instance, request()).path is RankPath.DRAM_HIT
 
 
 def test_without_relay_a_prefix_is_kept_that_its_ranking_could_not_wait_for():
     with served(asking=AdmissionControl(), relay=False, target_ms=9.5) as instance:
-        assert answer(instance, request()).path is Path.MISS_CUT
+        assert answer(instance, request()).path is RankPath.MISS_CUT
         until(instance, offloads=1)
-        assert answer(instance, request()).path is Path.DRAM_HIT
+        assert answer(instance, request()).path is RankPath.DRAM_HIT
 
 
 def test_without_relay_and_host_memory_nothing_is_kept():
     stops = Stops()
     with served(Model(during=stops), relay=False, host_mb=0.0) as instance:
-        assert [answer(instance, request()).path for _ in range(2)] == [Path.MISS_FULL] * 2
+        assert [answer(instance, request()).path for _ in range(2)] == [RankPath.MISS_FULL] * 2
     assert stops.calls == [("rank", 1)] * 2
 
 
@@ -557,13 +557,13 @@ def test_what_the_trigger_refuses_is_not_prepared(outcome: AdmissionOutcome):
         assert instance.prefetch(Signal("ann", LONG)) is outcome
         stats = instance.stats()
         assert (stats[f"outcome_{outcome}"], stats["device_bytes"]) == (1, 0)
-        assert answer(instance, request()).path is Path.MISS_FULL
+        assert answer(instance, request()).path is RankPath.MISS_FULL
 
 
 def test_a_fault_of_the_trigger_means_inline():
     with served(asking=AdmissionControl(ZeroDivisionError("oh"))) as instance:
         assert instance.prefetch(Signal("ann", LONG)) is AdmissionOutcome.FAILED
-        assert answer(instance, request()).path is Path.MISS_FULL
+        assert answer(instance, request()).path is RankPath.MISS_FULL
 
 
 def test_the_trigger_learns_what_the_instance_is_busy_with():
@@ -602,7 +602,7 @@ def test_where_a_prefix_cannot_be_computed_the_ranking_runs_inline():
         stops.reached("prefix")
         future = instance.rank(request())
         stops.open("prefix")
-        assert checked(request(), future.result(PATIENCE_S)).path is Path.MISS_FULL
+        assert checked(request(), future.result(PATIENCE_S)).path is RankPath.MISS_FULL
         assert until(instance, open_rankings=0, device_bytes=0)["failed_fills"] == 1
 
 
@@ -614,7 +614,7 @@ def test_a_prefix_larger_than_its_promise_is_not_kept():
     with served(Liar()) as instance:
         instance.prefetch(Signal("ann", LONG))
         until(instance, failed_fills=1, device_bytes=0)
-        assert answer(instance, request()).path is Path.MISS_FULL
+        assert answer(instance, request()).path is RankPath.MISS_FULL
 
 
 @pytest.mark.parametrize("name", ["to_host", "to_device"])
@@ -625,7 +625,7 @@ def test_a_failed_copy_costs_time_but_no_answer(name: str):
         instance.prefetch(Signal("ann", LONG))
         answer(instance, request())
         until(instance, device_bytes=0)
-        assert answer(instance, request()).path is Path.MISS_FULL
+        assert answer(instance, request()).path is RankPath.MISS_FULL
         until(instance, device_bytes=0, faults=1)
 
 
@@ -641,7 +641,7 @@ def test_a_bad_request_fails_alone():
         stops.open("rank")
         first.result(PATIENCE_S)
         paths = [checked(request(), futures[n].result(PATIENCE_S)).path for n in (0, 2)]
-        assert paths == [Path.HBM_HIT, Path.MISS_FULL]
+        assert paths == [RankPath.HBM_HIT, RankPath.MISS_FULL]
         with pytest.raises(RunError, match=r"13 events and 1 candidates failed \(ValueError"):
             futures[1].result(PATIENCE_S)
         stats = until(instance, open_rankings=0)
@@ -658,7 +658,7 @@ def test_a_prefix_that_the_model_chokes_on_is_thrown_away():
     with served(Choking()) as instance:
         instance.prefetch(Signal("ann", LONG))
         until(instance, entries_ready=1)
-        assert answer(instance, request()).path is Path.MISS_FULL
+        assert answer(instance, request()).path is RankPath.MISS_FULL
         stats = until(instance, device_bytes=0)
         assert (stats["discarded"], stats["offloads"]) == (1, 0)
 
@@ -681,7 +681,7 @@ def test_a_bad_request_is_refused_with_a_sentence(asked: RankRequest, sentence: 
     with served(max_events=30, max_candidates=20) as instance:
         with pytest.raises(DataError, match=sentence):
             instance.rank(asked).result(PATIENCE_S)
-        assert answer(instance, request()).path is Path.MISS_FULL
+        assert answer(instance, request()).path is RankPath.MISS_FULL
 
 
 def test_a_bad_signal_is_refused_with_a_sentence():
@@ -766,7 +766,7 @@ def test_closing_refuses_what_has_not_begun():
             assert instance._state.change.wait_for(lambda: instance._state.closed, PATIENCE_S)
         stops.open("rank")
         closing.join(PATIENCE_S)
-        assert first.result(PATIENCE_S).path is Path.MISS_FULL
+        assert first.result(PATIENCE_S).path is RankPath.MISS_FULL
         with pytest.raises(ClosingError, match="closed before"):
             second.result(PATIENCE_S)
         stats = instance.stats()
@@ -784,8 +784,8 @@ def test_another_model_takes_over_and_what_was_begun_ends_on_the_old_one():
         after = instance.rank(request())
         stops.open("prefix")
         old, new = before.result(PATIENCE_S), after.result(PATIENCE_S)
-        assert (old.version, old.path) == ("1", Path.LATE_HIT)
-        assert (new.version, new.path) == ("2", Path.MISS_FULL)
+        assert (old.version, old.path) == ("1", RankPath.LATE_HIT)
+        assert (new.version, new.path) == ("2", RankPath.MISS_FULL)
         checked(request(), old)
         checked(request(), new)
         stats = until(instance, open_rankings=0, device_bytes=0)

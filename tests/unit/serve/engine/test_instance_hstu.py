@@ -12,8 +12,8 @@ from nestpipe.serve.types import (
     AdmissionOutcome,
     Answer,
     History,
-    Path,
     RankItem,
+    RankPath,
     RankRequest,
     ServeSettings,
     Signal,
@@ -52,7 +52,7 @@ def rank_all(instance: Instance, users: range) -> list[Answer]:
 
 def test_every_way_gives_the_scores_of_the_full_pass(model: HstuRankModel):
     users = range(6)
-    seen: set[Path] = set()
+    seen: set[RankPath] = set()
     with Instance(model, SETTINGS) as instance:
         for user in users[:4]:
             assert (
@@ -65,8 +65,8 @@ def test_every_way_gives_the_scores_of_the_full_pass(model: HstuRankModel):
             assert answer.length_used == len(asked(user).long) + len(asked(user).short)
             seen.add(answer.path)
         stats = instance.stats()
-    assert Path.MISS_FULL in seen
-    assert seen & {Path.HBM_HIT, Path.LATE_HIT}
+    assert RankPath.MISS_FULL in seen
+    assert seen & {RankPath.HBM_HIT, RankPath.LATE_HIT}
     assert (stats["fills"], stats["failed_fills"], stats["faults"]) == (4, 0, 0)
 
 

@@ -26,9 +26,9 @@ from nestpipe.serve.types import (
     AdmissionOutcome,
     Answer,
     History,
-    Path,
     PrefixItem,
     RankItem,
+    RankPath,
     RankRequest,
     Scores,
     ServeSettings,
@@ -285,19 +285,19 @@ class Times:
 @pytest.mark.parametrize(
     ("by_layer", "reload_ms", "cached_ms", "path"),
     [
-        (False, 60, 39, Path.DRAM_HIT),
-        (False, 60, 41, Path.MISS_FULL),
+        (False, 60, 39, RankPath.DRAM_HIT),
+        (False, 60, 41, RankPath.MISS_FULL),
         # By layers it ends with the last copy ...
-        (True, 60, 41, Path.DRAM_HIT),
-        (True, 99, 50, Path.DRAM_HIT),
-        (True, 101, 50, Path.MISS_FULL),
+        (True, 60, 41, RankPath.DRAM_HIT),
+        (True, 99, 50, RankPath.DRAM_HIT),
+        (True, 101, 50, RankPath.MISS_FULL),
         # ... or so long after the first of three, if that is later.
-        (True, 60, 79, Path.DRAM_HIT),
-        (True, 60, 82, Path.MISS_FULL),
+        (True, 60, 79, RankPath.DRAM_HIT),
+        (True, 60, 82, RankPath.MISS_FULL),
     ],
 )
 def test_a_reload_is_in_time_if_the_ranking_under_it_is(
-    by_layer: bool, reload_ms: float, cached_ms: float, path: Path
+    by_layer: bool, reload_ms: float, cached_ms: float, path: RankPath
 ):
     model = make_model()
     times = Times(cached_ms, reload_ms, model.kv_bytes(30))
@@ -327,7 +327,7 @@ def test_a_ranking_begins_while_its_prefix_comes_back(log: Log):
         log.let_go(1)
         (answer,) = results(future)
         stats = until(instance, reloads=1, device_bytes=0, queue_reloads=0)
-    assert answer.path is whole.path is Path.DRAM_HIT
+    assert answer.path is whole.path is RankPath.DRAM_HIT
     assert (stats["early_batches"], stats["offloads"], stats["faults"]) == (1, 2, 0)
     np.testing.assert_array_equal(answer.scores_C, whole.scores_C)
 
@@ -341,7 +341,7 @@ def test_who_comes_while_it_comes_back_shares_the_reload(log: Log):
         log.let_go(2)
         answers = results(first, second)
         stats = until(instance, reloads=1, device_bytes=0)
-    assert [answer.path for answer in answers] == [Path.DRAM_HIT, Path.LATE_HIT]
+    assert [answer.path for answer in answers] == [RankPath.DRAM_HIT, RankPath.LATE_HIT]
     np.testing.assert_allclose(answers[0].scores_C, answers[1].scores_C, rtol=0, atol=1e-5)
     assert stats["failed_reloads"] == 0
 
@@ -361,7 +361,7 @@ def test_nothing_goes_from_host_memory_while_it_is_read(log: Log):
         log.let_go(1)
         until(instance, reloads=2)
         answers = results(*(instance.rank(asked(user)) for user in range(2)))
-    assert [answer.path for answer in answers] == [Path.HBM_HIT] * 2
+    assert [answer.path for answer in answers] == [RankPath.HBM_HIT] * 2
 
 
 @pytest.mark.parametrize("layer", range(LAYERS))
@@ -379,9 +379,9 @@ def test_a_reload_that_fails_half_way_costs_time_but_no_answer(log: Log, layer: 
         log.broken.clear()
         (again,) = results(instance.rank(asked()))
         until(instance, device_bytes=0, reloads=1)
-    assert again.path is Path.DRAM_HIT, "it is still in host memory"
+    assert again.path is RankPath.DRAM_HIT, "it is still in host memory"
     for answer in answers:
-        assert answer.path is Path.MISS_FULL
+        assert answer.path is RankPath.MISS_FULL
         assert answer.length_used == 35
         np.testing.assert_allclose(answer.scores_C, again.scores_C, rtol=0, atol=1e-5)
 

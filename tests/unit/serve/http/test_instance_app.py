@@ -23,7 +23,7 @@ from nestpipe.serve.types import (
     Answer,
     History,
     HttpSettings,
-    Path,
+    RankPath,
     RankRequest,
     ServeSettings,
     Signal,
@@ -69,7 +69,7 @@ class Fake:
     def answer(request: RankRequest) -> Answer:
         used = len(request.long) + len(request.short)
         scores_C = (request.candidates_C / 3).astype(np.float32)
-        return Answer(scores_C, Path.HBM_HIT, used, "v1", {"compute": 1.25})
+        return Answer(scores_C, RankPath.HBM_HIT, used, "v1", {"compute": 1.25})
 
     def stats(self) -> dict[str, float]:
         return {"shed": 3.0, "path_hbm_hit": float(len(self.requests))}
@@ -165,7 +165,7 @@ def test_binary_scores_are_those_of_json_to_the_last_bit():
     assert reply.headers["content-type"] == MEDIA_TYPE
     answer = read_answer(reply.content)
     assert np.array_equal(answer.scores_C, fake.answer(request).scores_C)
-    assert (answer.path, answer.length_used, answer.version) == (Path.HBM_HIT, 5, "v1")
+    assert (answer.path, answer.length_used, answer.version) == (RankPath.HBM_HIT, 5, "v1")
     as_json = ask(
         served, "POST", "/v1/rank", content=ranking_body(request),
         headers={"content-type": MEDIA_TYPE},

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from nestpipe.errors import ConfigError, DataError, RunError, ShedError
 from nestpipe.serve.http.router import Membership, Ring, Router, RouterSettings, place
-from nestpipe.serve.types import AdmissionOutcome, Answer, History, Path, RankRequest, Signal
+from nestpipe.serve.types import AdmissionOutcome, Answer, History, RankPath, RankRequest, Signal
 
 NAMES = ["a:1", "b:1", "c:1"]
 USERS = [f"user {number}" for number in range(60)]
@@ -88,7 +88,7 @@ class FakeInstance:
         return future
 
     def answer(self) -> Answer:
-        return Answer(np.zeros(1, dtype=np.float32), Path.MISS_FULL, 1, version=self.name)
+        return Answer(np.zeros(1, dtype=np.float32), RankPath.MISS_FULL, 1, version=self.name)
 
     def stats(self) -> dict[str, float]:
         return {}

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from nestpipe.serve.http.router import Ring, Router, RouterSettings
-from nestpipe.serve.types import AdmissionOutcome, Answer, History, Path, RankRequest, Signal
+from nestpipe.serve.types import AdmissionOutcome, Answer, History, RankPath, RankRequest, Signal
 
 LIFE_S = 0.5
 TICK_S = 1 / 64
@@ -34,7 +34,7 @@ class HandClock:
 
 
 def answer_of(name: str) -> Answer:
-    return Answer(np.zeros(1, dtype=np.float32), Path.MISS_FULL, 1, version=name)
+    return Answer(np.zeros(1, dtype=np.float32), RankPath.MISS_FULL, 1, version=name)
 
 
 def request(user: str) -> RankRequest:

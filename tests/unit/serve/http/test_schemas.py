@@ -16,7 +16,7 @@ from nestpipe.serve.types import (
     AdmissionOutcome,
     Answer,
     HttpSettings,
-    Path,
+    RankPath,
     RankRequest,
     ServeSettings,
     Signal,
@@ -39,7 +39,9 @@ class Fake:
     def rank(self, request: RankRequest) -> Future[Answer]:
         future: Future[Answer] = Future()
         scores_C = np.zeros(len(request.candidates_C), np.float32)
-        future.set_result(Answer(scores_C, Path.MISS_FULL, len(request.long), "v", {"queue": 0.1}))
+        future.set_result(
+            Answer(scores_C, RankPath.MISS_FULL, len(request.long), "v", {"queue": 0.1})
+        )
         return future
 
     def stats(self) -> dict[str, float]:

@@ -24,7 +24,7 @@ from nestpipe.serve.types import (
     Answer,
     History,
     HttpSettings,
-    Path,
+    RankPath,
     RankRequest,
     ServeSettings,
     Signal,
@@ -68,7 +68,7 @@ class Fake:
     def answer(self, request: RankRequest) -> Answer:
         used = len(request.long) + len(request.short)
         scores_C = (request.candidates_C / 7).astype(np.float32)
-        return Answer(scores_C, Path.DRAM_HIT, used, self.name)
+        return Answer(scores_C, RankPath.DRAM_HIT, used, self.name)
 
     def stats(self) -> dict[str, float]:
         largest = 5.0 if self.name == "instance-0" else 3.0
@@ -163,7 +163,7 @@ def test_the_client_gives_what_the_service_computed():
         request = ranking("a b")
         answer = client.rank(request).result()
         assert np.array_equal(answer.scores_C, fake.answer(request).scores_C)
-        assert (answer.path, answer.length_used, answer.version) == (Path.DRAM_HIT, 303, "one")
+        assert (answer.path, answer.length_used, answer.version) == (RankPath.DRAM_HIT, 303, "one")
         assert client.health() == {"ready": True, "draining": False, "version": "one"}
         assert client.stats()["path_dram_hit"] == 1.0
         assert client.reload("b") == client.health()["version"] == "b"
