@@ -23,7 +23,7 @@ LIMIT=${LIMIT:-540}          # seconds of a slice
 LEAST=${LEAST:-10}           # a step that has fewer is left out
 GRACE=${GRACE:-10}           # and one that is told to end has so many
 MEMORY_GB=${MEMORY_GB:-128}  # of the machine when it has grown; its own count may start far lower
-PYTHON=${PYTHON:-python}
+PYTHON=${PYTHON:-python3}
 FIRST_SLICES="first second third"
 ALL_SLICES="$FIRST_SLICES tests rows host embedding cache copies dlrm ranks paper lab lab_old \
 memory sweeps"
