@@ -37,7 +37,9 @@ began=$SECONDS
 # Ends what is left of a step, its ranks and workers too: all have the session that it began.
 session=
 end_session() {
-  if [[ -n $session ]]; then pkill -KILL -s "$session" 2>/dev/null; fi
+  if [[ -n $session ]]; then
+    pkill -KILL -s "$session" 2>/dev/null || kill -KILL -- "-$session" 2>/dev/null
+  fi
   session=
 }
 trap 'end_session; exit 143' INT TERM
@@ -206,14 +208,16 @@ run_slice() {
   case $slice in
     first)  # issues 17, 18.5, 22.1, 22.5: is it right, and what do Hopper's warp groups reach?
       kernels
-      gpu_tests gpu_tests 200 -n 12 tests/gpu -k "not (warp_groups or rings)"
+      gpu_tests gpu_tests 170 -n 8 tests/gpu/test_cuda_lanes.py tests/gpu/test_pool_cuda.py \
+        tests/gpu/test_row_copy.py tests/gpu/test_train_cuda.py tests/gpu/test_fused_block.py \
+        tests/gpu/test_fused_attention.py -k "not (warp_groups or rings)"
       # Checks first, then everything through autograd beside Triton's kernels and torch's.
       py hopper 240 tools/bench_attention.py --only hopper --limit 225 --out "$work/hopper.json"
-      gpu_tests hopper_tests 60 -n 6 tests/gpu/test_fused_attention.py -k "warp_groups or rings"
       bench encoder_long 45 hstu --parts encoder --batch 4 --length 4096 --head-dim 256 --rounds 5
       bench encoder_long_hopper 45 hstu --parts encoder --batch 4 --length 4096 --head-dim 256 \
         --rounds 5 --attention hopper
       bench encoder_short 45 hstu --parts encoder --batch 32 --length 512 --head-dim 256 --rounds 5
+      gpu_tests hopper_tests 60 -n 6 tests/gpu/test_fused_attention.py -k "warp_groups or rings"
       ;;
     second)  # issue 18, lines 1, 2, 8 and 3: rows beside FBGEMM, what each switch is worth
       kernels
@@ -233,24 +237,26 @@ run_slice() {
       ;;
     third)  # issues 22.3, 22.4, 19.4, 22.1, 22.2: whole steps, balanced ranks, checkpoints
       kernels
-      bench tasks 170 hstu --parts step --tasks 8 --batch 32 --head-dim 256 --items 50000000 \
+      bench tasks 230 hstu --parts step --tasks 8 --batch 32 --head-dim 256 --items 50000000 \
         --positions 0 --rounds 2 --plans nested,serial --stored 4000000 --device-memory 4GB \
-        --limit 80
+        --limit 110
       bench checkpoint 100 checkpoint --every 100 --set run.device=cuda --set run.batch=128 \
         --set run.precision=bf16 --set data.synthetic.flavour=sequence \
         --set data.synthetic.samples=50000 --set data.synthetic.num_items=1000000 \
         --set data.synthetic.min_len=200 --set data.synthetic.max_len=400 \
         --set model.kind=ranker --set model.dim=512 --set model.blocks=4 --set model.heads=4 \
         --set model.attention_dim=128 --set model.max_len=400
-      bench tasks_balance 160 hstu --parts step --tasks 8 --batch 32 --head-dim 256 \
+      bench tasks_balance 210 hstu --parts step --tasks 8 --batch 32 --head-dim 256 \
         --items 50000000 --positions 0 --rounds 2 --ranks 4 --plans nested \
-        --balance samples,work --stored 1000000 --device-memory 2GB --limit 75
+        --balance samples,work --stored 1000000 --device-memory 2GB --limit 100
       bench encoder32 45 hstu --parts encoder --batch 32 --length 4096 --head-dim 256 \
         --lengths uniform --rounds 3
       bench zipf 60 hstu --parts attention --length 4096 --batch 32 --lengths zipf --rounds 5
       bench tasks_hopper 80 hstu --parts step --tasks 8 --batch 32 --head-dim 256 \
         --items 50000000 --positions 0 --rounds 1 --plans nested --stored 1000000 \
         --device-memory 4GB --attention hopper --limit 70
+      gpu_tests other_tests 200 -n 8 tests/gpu/test_verify_cuda.py tests/gpu/test_device_index.py \
+        tests/gpu/test_update_rows.py tests/gpu/test_segment_sum.py tests/gpu/test_hstu_forward.py
       bench paper 120 pipeline --case paper --retrieval pooled --plans nested,serial \
         --set rows=4000000 --set steps=12
       ;;

@@ -74,6 +74,9 @@ CASES = {
     "times": Case([260, 70], time_buckets=12, tile=GroupTile(128, 2, 2)),
     "both biases": Case([330], [33], 150, positions=70, time_buckets=20),
     "wide": Case([200], width=128),
+    "narrow": Case(
+        [330, 70], [33, 0], 150, GroupTile(32, 3, 3), positions=70, time_buckets=20, width=128
+    ),
     "rings of one": Case([300, 65], programs=2, tile=GroupTile(64, 1, 1)),
 }
 
@@ -236,6 +239,7 @@ def easy_sums(world: World) -> Tensor:
     "case",
     [
         Case([460], time_buckets=9),
+        Case([300], time_buckets=8, positions=20, tile=GroupTile(32, 3, 3)),
         Case([700], time_buckets=16, positions=100),
         Case([500], time_buckets=7, tile=GroupTile(128, 2, 2), programs=2),
     ],
