@@ -83,8 +83,8 @@ def named(words: list[str]) -> Iterator[tuple[str, int, Any, bool]]:
 
     for word in words:
         part, width, *sizes = word.split(",")
-        biased = sizes[-1] == "biased"
-        yield part, int(width), GroupTile(*map(int, sizes[:3])), biased
+        rows, b_stages, c_stages = map(int, sizes[:3])
+        yield part, int(width), GroupTile(rows, b_stages, c_stages), sizes[-1] == "biased"
 
 
 def main() -> None:
