@@ -31,6 +31,7 @@ import itertools
 import json
 import multiprocessing
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
@@ -61,6 +62,7 @@ PASSES = {"forward": 2, "queries": 3, "keys": 4, "only-keys": 3, "values": 2, "b
 """Matrix products of each."""
 PARTS = ["check", "nan", "sdpa", *PASSES, "whole", "jagged", "short"]
 HOPPER = "hopper"
+TRIED = "hopper tile"
 BOUND = 1e-2
 """Of the largest value, for bfloat16."""
 FAILURES = (RuntimeError, TritonError)
@@ -265,10 +267,16 @@ class World:
         return products * HEADS * self.width * float(sum(n * n for n in self.lengths))
 
 
+_aside: Path | None = None
+"""In a process that may be killed: where records go as they are made."""
+
+
 @dataclass(slots=True)
 class Report:
     """What was found: lines for people, records for programs."""
 
+    target: Path | None = None
+    """Written at each merge, so that a call which is stopped leaves what it had."""
     lines: list[str] = field(default_factory=list)
     records: list[dict[str, Any]] = field(default_factory=list)
     best: dict[tuple[str, int], TileShape] = field(default_factory=dict)
@@ -280,10 +288,21 @@ class Report:
         self.lines += other.lines
         self.records += other.records
         self.best.update(other.best)
+        self.keep()
+
+    def keep(self) -> None:
+        """Write the records, but for those that only tell which tiles are right."""
+        if self.target is not None:
+            records = [r for r in self.records if r["part"] != TRIED]
+            figures = {"device": torch.cuda.get_device_name(), "records": records}
+            self.target.write_text(json.dumps(figures, indent=1), encoding="utf-8")
 
     def add(self, part: str, **record: Any) -> None:
         self.records.append({"part": part, **record})
         print(part, record, flush=True)
+        if _aside is not None and part != TRIED:
+            with _aside.open("a", encoding="utf-8") as notes:
+                notes.write(json.dumps(self.records[-1]) + "\n")
 
 
 def graph_ms(work: Callable[[], Any], rep: int = 30) -> float:
@@ -354,9 +373,7 @@ def compile_ahead(jobs: list[Any], workers: int, limit_s: float) -> set[Any]:
                 print("left out", job, problem, flush=True)
     except TimeoutError:
         print("left out: tiles that take too long to compile", flush=True)
-    for process in list((pool._processes or {}).values()):
-        process.kill()
-    pool.shutdown(wait=False, cancel_futures=True)
+    _end(pool)
     return good
 
 
@@ -757,7 +774,7 @@ def try_hopper(part: str, width: int, biased: bool, tile: GroupTile) -> Report:
     (error,) = hopper_errors(part, world, [tile])
     name = f"d={width}{' biased' if biased else ''} {part} {shown_group(tile)}"
     if error <= 2 * BOUND:  # both are rounded
-        report.add("hopper tile", key=(part, width, biased, tile), error=error)
+        report.add(TRIED, key=(part, width, biased, tile), error=error)
     else:
         report.say(f"LEFT OUT {name}: {error:.1e} beside Triton's kernels")
     return report
@@ -836,8 +853,8 @@ def run_hopper(options: argparse.Namespace, report: Report) -> None:
         for found in pool.map(lambda job: apart(*job), [*checks, *tries]):
             report.merge(found)
             print("\n".join(found.lines), flush=True)
-    good = [r["key"] for r in report.records if r["part"] == "hopper tile"]
-    report.records = [r for r in report.records if r["part"] != "hopper tile"]
+    good = [r["key"] for r in report.records if r["part"] == TRIED]
+    report.records = [r for r in report.records if r["part"] != TRIED]
     print(f"hopper: {len(good)} of {len(jobs)} tiles are right", flush=True)
     works: list[tuple[Any, ...]] = [
         (60, time_hopper_whole, width, biased)
@@ -853,8 +870,10 @@ def run_hopper(options: argparse.Namespace, report: Report) -> None:
             report.merge(apart(*work))
 
 
-def report_of(work: Callable[..., Report], *arguments: Any) -> Report:
+def report_of(aside: Path, work: Callable[..., Report], *arguments: Any) -> Report:
     """What `work` reports, or why it could not; not every error can leave its process."""
+    global _aside
+    _aside = aside
     try:
         return work(*arguments)
     except Exception as error:  # noqa: BLE001  one part must not end the others
@@ -871,16 +890,27 @@ def failed(work: Callable[..., Report], arguments: tuple[Any, ...], error: Excep
 
 
 def apart(limit_s: float, work: Callable[..., Report], *arguments: Any) -> Report:
-    """What `work` reports, from a process of its own; if that fails, a line that says so."""
+    """What `work` reports, from a process of its own; if that fails, a line that says so, and what
+    it had found before."""
     pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
-    try:
-        return pool.submit(report_of, work, *arguments).result(limit_s)
-    except (BrokenProcessPool, TimeoutError) as error:
-        return failed(work, arguments, error)
-    finally:
-        for process in list((pool._processes or {}).values()):
-            process.kill()
-        pool.shutdown(wait=False, cancel_futures=True)
+    with tempfile.NamedTemporaryFile(prefix="attention-") as notes:
+        aside = Path(notes.name)
+        try:
+            return pool.submit(report_of, aside, work, *arguments).result(limit_s)
+        except (BrokenProcessPool, TimeoutError) as error:
+            report = failed(work, arguments, error)
+            lines = aside.read_text(encoding="utf-8").split("\n")[:-1]  # the last may be cut
+            report.records += [json.loads(line) for line in lines]
+            return report
+        finally:
+            _end(pool)
+
+
+def _end(pool: ProcessPoolExecutor) -> None:
+    """Kill its process, which may wait for a kernel that never ends."""
+    for process in list((pool._processes or {}).values()):
+        process.kill()
+    pool.shutdown(wait=False, cancel_futures=True)
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -915,15 +945,14 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def main(arguments: list[str]) -> int:
     """Runs the parts in order and prints the table last."""
-    options, report, began = parse(arguments), Report(), time.perf_counter()
+    options = parse(arguments)
+    report, began = Report(options.out), time.perf_counter()
     if not torch.cuda.is_available():
         print("torch finds no GPU on this machine; run this where there is one", file=sys.stderr)
         return 2
     for step in (run_checks, run_hopper, run_tables, run_sizes):
         step(options, report)
-        if options.out:
-            figures = {"device": torch.cuda.get_device_name(), "records": report.records}
-            options.out.write_text(json.dumps(figures, indent=1), encoding="utf-8")
+        report.keep()
     print(f"\n{torch.cuda.get_device_name()}, {time.perf_counter() - began:.0f} s, TFLOP/s")
     print("\n".join(report.lines))
     return 0

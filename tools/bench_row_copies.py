@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -100,29 +101,37 @@ def gigabytes_per_s(*sides: Side) -> float:
     return sum(side.num_bytes for side in sides) * ROUNDS / begin.elapsed_time(end) / 1e6
 
 
-def main() -> None:
-    """Print and write what the copies reach."""
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """What is asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=170_000, help="rows of a copy")
     parser.add_argument("--dim", type=int, default=128, help="numbers of a row")
     parser.add_argument("--home", type=int, default=8_000_000, help="rows in host memory")
     parser.add_argument("--memory", default="pinned,store", help="kinds of memory, by commas")
     parser.add_argument("--json", type=Path, help="write the figures there")
-    given = parser.parse_args()
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    """Print and write what the copies reach, each figure as it is known."""
+    given = parse()
     if not torch.cuda.is_available():
         sys.exit("torch finds no GPU; run this on a machine that has one")
     torch.manual_seed(0)
-    found = [figures for memory in given.memory.split(",") for figures in measure(memory, given)]
-    if given.json is not None:
-        given.json.write_text(json.dumps({"rows": given.rows, "dim": given.dim, "found": found}))
+    found: list[dict[str, float | str]] = []
+    for memory in given.memory.split(","):
+        for figures in measure(memory, given):
+            found.append(figures)
+            if given.json is not None:
+                about = {"rows": given.rows, "dim": given.dim}
+                given.json.write_text(json.dumps({**about, "found": found}))
 
 
-def measure(memory: str, given: argparse.Namespace) -> list[dict[str, float | str]]:
-    """What copies from and to one kind of memory reach."""
+def measure(memory: str, given: argparse.Namespace) -> Iterator[dict[str, float | str]]:
+    """What copies from and to one kind of memory reach, by blocks."""
     home = Home(memory, given.home, given.dim)
     read = Side(given.rows, given.dim, home, to_store=False)
     write = Side(given.rows, given.dim, home, to_store=True)
-    found: list[dict[str, float | str]] = []
     sys.stdout.write(f"{memory}: {huge_gb():.2f} GB of this process are in huge pages\n")
     for blocks in BLOCKS:
         row_copies.BLOCKS_ALONE = blocks
@@ -133,8 +142,7 @@ def measure(memory: str, given: argparse.Namespace) -> list[dict[str, float | st
         }
         words = " ".join(f"{name} {speed:.1f}" for name, speed in speeds.items())
         sys.stdout.write(f"{memory} blocks {blocks} {words}\n")
-        found.append({"memory": memory, "huge_gb": huge_gb(), "blocks": blocks, **speeds})
-    return found
+        yield {"memory": memory, "huge_gb": huge_gb(), "blocks": blocks, **speeds}
 
 
 if __name__ == "__main__":

@@ -41,6 +41,8 @@ from nestpipe.trace.span import Fact
 from nestpipe.train import ops, trainer
 from nestpipe.train.trainer import Trainer
 
+Figures = dict[str, dict[str, list[float]]]
+"""Of each variant, by round: ms, rows read, rows written."""
 Switch = tuple[object, str, object]
 """A module, the name of a switch there, and what it is where the switch is off."""
 
@@ -131,7 +133,7 @@ def _moment(report: Any) -> tuple[float, int, int]:
     return time.perf_counter(), report.rows_read, report.rows_written
 
 
-def parse() -> argparse.Namespace:
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """What is asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--where", default="cache", choices=("hbm", "cache"))
@@ -150,7 +152,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda", help="cpu: only to try this tool")
     parser.add_argument("--trace", type=Path, help="write a few steps there, as .json.gz")
     parser.add_argument("--json", type=Path, help="write the figures there")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 def main() -> None:
@@ -177,16 +179,18 @@ def main() -> None:
         least, most = min(of["ms"]), max(of["ms"])
         middle = statistics.median(of["ms"])
         sys.stdout.write(f"{name:32} {middle:6.2f} ms ({least:.2f} to {most:.2f})\n")
-    if given.json is not None:
+
+
+def keep(target: Path | None, case: EmbeddingCase, found: Figures) -> None:
+    """Write what there is: a call that is stopped leaves that."""
+    if target is not None:
         about = {"case": case.work, "rows": case.rows, "distinct": case.distinct}
-        given.json.write_text(json.dumps({**about, "variants": found}))
+        target.write_text(json.dumps({**about, "variants": found}))
 
 
-def compare(
-    case: EmbeddingCase, names: Sequence[str], given: argparse.Namespace
-) -> dict[str, dict[str, list[float]]]:
+def compare(case: EmbeddingCase, names: Sequence[str], given: argparse.Namespace) -> Figures:
     """Rounds of all variants in turns."""
-    found = {name: {"ms": list[float](), "read": [], "written": []} for name in names}
+    found: Figures = {name: {"ms": list[float](), "read": [], "written": []} for name in names}
     tell, batches = PhaseLines(case, "switches"), make_batches(case)
     tell(f"{len(batches)} batches drawn")
     with closing(make_trainer(case)) as trained, patch.object(trainer, "KEEP_BATCHES", 0):
@@ -200,6 +204,7 @@ def compare(
                 ms, read, written = turns.go(name, given.skip, given.steps)
                 for key, value in (("ms", ms), ("read", read), ("written", written)):
                     found[name][key].append(value)
+                keep(given.json, case, found)
                 tell(f"round {number}: {name}: {ms:.2f} ms, {read:,.0f} in, {written:,.0f} out")
         if given.trace is not None:
             turns.trace(given.trace)

@@ -51,7 +51,7 @@ def test_an_image_has_the_release_and_the_torch_of_this_tree(file: Path):
 
 @pytest.mark.needs("shellcheck")
 def test_shell_scripts_pass_shellcheck():
-    scripts = [DEPLOY / "train.sbatch"]
+    scripts = [DEPLOY / "train.sbatch", ROOT / "tools/gpu_session.sh"]
     said = subprocess.run(
         [program("shellcheck"), *scripts], capture_output=True, text=True, check=False
     )

@@ -348,8 +348,7 @@ class Gluon:
         vars(made).update(
             fence_async_shared=self.fence, mbarrier=barrier,
             tma=SimpleNamespace(async_copy_global_to_shared=self.copy),
-            warpgroup_mma=self.product, warpgroup_mma_init=lambda x: Product(None, None, None, x),
-            warpgroup_mma_wait=self.wait_products,
+            warpgroup_mma=self.product, warpgroup_mma_wait=self.wait_products,
         )  # fmt: skip
         return made
 

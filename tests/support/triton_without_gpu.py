@@ -182,6 +182,7 @@ def _stand_in(starts: list[Start]) -> None:
     made = {
         "triton": {"jit": jit, "__version__": "3.6.0", "__path__": []},
         "triton.language": {"constexpr": lambda value: SimpleNamespace(value=value)},
+        "triton.errors": {"TritonError": RuntimeError},
         "triton.runtime": {"driver": SimpleNamespace(active=active), "__path__": []},
         "triton.runtime.jit": {"JITFunction": JITFunction},
         "triton.tools": {"__path__": []},

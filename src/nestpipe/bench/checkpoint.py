@@ -11,7 +11,7 @@ import http.client
 import shutil
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -78,9 +78,13 @@ class CheckpointReading:
 
 
 def measure_checkpoints(
-    job: Job, folder: Path, case: CheckpointCase, progress: Callable[[], None] = lambda: None
+    job: Job,
+    folder: Path,
+    case: CheckpointCase,
+    progress: Callable[[], None] = lambda: None,
+    so_far: Callable[[CheckpointReading], None] = lambda reading: None,
 ) -> CheckpointReading:
-    """Take turns; all ranks call it, with the same empty folder."""
+    """Take turns; all ranks call it, with the same empty folder. `so_far` hears of each pair."""
     turns = _Turns(job, folder, case)
     turns.train(case.every)  # what is done once is done now
     without: list[float] = []
@@ -90,15 +94,8 @@ def measure_checkpoints(
         progress()
         with_them.append(turns.with_them())
         progress()
-    written = max(1, turns.checkpoints)
-    return CheckpointReading(
-        tuple(without),
-        tuple(with_them),
-        turns.waited_s / written,
-        turns.bytes_written // written,
-        turns.bytes_of_rows // written,
-        turns.bytes_touched // written,
-    )
+        so_far(turns.reading(without, with_them))
+    return turns.reading(without, with_them)
 
 
 class _Turns:
@@ -141,6 +138,18 @@ class _Turns:
         self.waited_s += writer.seconds
         self._look_at(paths)
         return speed
+
+    def reading(self, without: Sequence[float], with_them: Sequence[float]) -> CheckpointReading:
+        """What is known by now."""
+        written = max(1, self.checkpoints)
+        return CheckpointReading(
+            tuple(without),
+            tuple(with_them),
+            self.waited_s / written,
+            self.bytes_written // written,
+            self.bytes_of_rows // written,
+            self.bytes_touched // written,
+        )
 
     def _speed(self, began: float) -> float:
         trainer = self._job.trainer
@@ -223,12 +232,23 @@ class DashboardReading:
 
 
 def measure_dashboard(
-    job: Job, folder: Path, case: DashboardCase, progress: Callable[[], None] = lambda: None
+    job: Job,
+    folder: Path,
+    case: DashboardCase,
+    progress: Callable[[], None] = lambda: None,
+    so_far: Callable[[DashboardReading], None] = lambda reading: None,
 ) -> DashboardReading:
-    """Take turns; all ranks call it, with the same empty folder."""
+    """Take turns; all ranks call it, with the same empty folder. `so_far` hears of each pair."""
     page = _OpenPage()
     speeds: dict[bool, list[float]] = {False: [], True: []}
     spent: list[float] = []
+    samples = case.steps * job.trainer.settings.batch
+
+    def reading() -> DashboardReading:
+        with_it_s = sum(samples / speed for speed in speeds[True])
+        both = tuple(speeds[False]), tuple(speeds[True])
+        return DashboardReading(*both, sum(spent) / with_it_s, page.answers)
+
     _steps(job, None, case.steps)  # what is done once is done now
     for number in range(case.rounds):
         for shown in (False, True) if number % 2 == 0 else (True, False):
@@ -238,12 +258,8 @@ def measure_dashboard(
             speeds[shown].append(speed)
             spent.append(recorder_s)
             progress()
-    return DashboardReading(
-        tuple(speeds[False]),
-        tuple(speeds[True]),
-        sum(spent) / sum(case.steps * job.trainer.settings.batch / s for s in speeds[True]),
-        page.answers,
-    )
+        so_far(reading())
+    return reading()
 
 
 def _steps(job: Job, folder: Path | None, steps: int) -> tuple[float, float]:

@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -323,8 +323,12 @@ def compare_dlrm(
     packages: Path | None,
     *,
     limit_s: float,
+    so_far: Callable[[SideBySide], None] = lambda found: None,
 ) -> SideBySide:
-    """TorchRec on every case where its packages are, then every variant of ours."""
+    """TorchRec on every case where its packages are, then every variant of ours.
+
+    `so_far` hears of one system before the other begins.
+    """
     check_names({v.plan for v in variants}, {v.retrieval for v in variants})
     for variant in variants:
         pipeline_settings(variant)  # refuses what cannot be, before anything runs
@@ -336,6 +340,7 @@ def compare_dlrm(
         works = [SideReading(_work(c), TORCHREC, name, c.batch * c.ranks) for c, name in theirs]
         jobs = [{"case": asdict(c), "pipeline": name} for c, name in theirs]
         readings += readings_of(run_all(PEER_MODULE, jobs, packages=packages), works)
+        so_far(SideBySide(tuple(readings)))
     ours = [(case, variant) for case in cases for variant in variants]
     works = [SideReading(_work(c), NESTPIPE, variant_name(v), c.batch * c.ranks) for c, v in ours]
     results = run_all(MODULE, [{"case": asdict(c), "variant": asdict(v)} for c, v in ours])

@@ -14,7 +14,7 @@ import logging
 import sys
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -390,9 +390,13 @@ def sweep_cases(cases: Sequence[EmbeddingCase], sweep: str) -> list[EmbeddingCas
 
 
 def compare_embedding(
-    cases: Sequence[EmbeddingCase], packages: Path | None, *, limit_s: float
+    cases: Sequence[EmbeddingCase],
+    packages: Path | None,
+    *,
+    limit_s: float,
+    so_far: Callable[[SideBySide], None] = lambda found: None,
 ) -> SideBySide:
-    """The peer on every case where its packages are, then ours."""
+    """The peer on every case where its packages are, then ours; `so_far` hears of each."""
     for case in cases:
         check_names([case.plan], [case.retrieval])
     readings: list[SideReading] = []
@@ -410,6 +414,7 @@ def compare_embedding(
             for case in cases
         ]
         readings += readings_of(run_jobs(MODULE, jobs, packages=path, limit_s=limit_s), works)
+        so_far(SideBySide(tuple(readings)))
     return SideBySide(tuple(readings))
 
 

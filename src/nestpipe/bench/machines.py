@@ -281,7 +281,7 @@ def look_like_a_host() -> None:
         os.environ.setdefault(name, value)
 
 
-def launch_on_one_gpu(ranks: int, command: Sequence[str]) -> int:
+def launch_on_one_gpu(command: Sequence[str], ranks: int) -> int:
     """Run the command once per rank, all on this machine's GPU; returns the exit status."""
     with _environment({"CUDA_DEVICE_MAX_CONNECTIONS": QUEUES}), mps_daemon():
         return launch(command, ranks)
@@ -350,6 +350,8 @@ def _environment(settings: Mapping[str, str]) -> Iterator[None]:
 Job = Mapping[str, Any]
 """What to time, as plain values."""
 TASK, RESULTS = "task.json", "results.jsonl"
+STOP_S = 15.0
+"""How long a process that takes too long has to end by itself."""
 
 
 def run_jobs(
@@ -391,9 +393,19 @@ def _run_module(module: str, folder: Path, packages: Path | None, limit_s: float
         try:
             status = process.wait(limit_s)
         except subprocess.TimeoutExpired:
-            process.terminate()  # a launcher then ends its ranks
+            _end_or_kill(process)
             return f"its process took more than {limit_s:.0f} s"
     return f"its process ended with status {status}; see above" if status else ""
+
+
+def _end_or_kill(process: subprocess.Popen[bytes]) -> None:
+    """A launcher that is asked ends its ranks; one that does not answer, as with a GPU that hangs,
+    is killed, and its ranks end without it."""
+    process.terminate()
+    try:
+        process.wait(STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
 
 
 def _read_results(folder: Path) -> list[dict[str, Any]]:
@@ -407,7 +419,7 @@ def start_ranks(folder: Path, module: str) -> dict[str, Any]:
     task = json.loads((folder / TASK).read_text())
     if task["ranks"] > 1 and "RANK" not in os.environ:
         start = launch_on_one_gpu if task["device"] == "cuda" else launch
-        sys.exit(start(task["ranks"], [sys.executable, "-m", module, str(folder)]))
+        sys.exit(start([sys.executable, "-m", module, str(folder)], task["ranks"]))
     return task
 
 

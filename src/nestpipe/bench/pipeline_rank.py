@@ -101,7 +101,7 @@ def launch_ranks(case: PipelineCase, command: Sequence[str], *, hosts: bool) -> 
         with shaped_hosts(case.ranks, case.rate) as made:
             return launch_on_hosts(made, command)
     if case.device == "cuda":
-        return launch_on_one_gpu(case.ranks, command)
+        return launch_on_one_gpu(command, case.ranks)
     return launch(command, case.ranks)
 
 

@@ -449,7 +449,7 @@ def main() -> None:
     case = PeerTask.read(folder).case
     command = [sys.executable, "-m", MODULE, str(folder)]
     start = launch_on_one_gpu if case.device == "cuda" else launch
-    sys.exit(start(case.ranks, command))
+    sys.exit(start(command, case.ranks))
 
 
 CONFIGS = ("A", "B", "C", "D", "paper")

@@ -7,6 +7,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -532,10 +533,12 @@ def bench_dlrm(
     ]
     packages = None if no_peer else find_packages(peer, "torchrec")
     _say_alone(no_peer, packages, "TorchRec")
-    found = compare_dlrm(cases, variants, packages, limit_s=limit)
+    about = {"cases": [asdict(case) for case in cases]}
+    keep = partial(_keep, json, about)
+    found = compare_dlrm(cases, variants, packages, limit_s=limit, so_far=keep)
     case = cases[0]
     title = f"{case.features} tables of {case.rows:,} rows, {case.batch:,} samples x {case.ranks}"
-    _tell(json, {"cases": [asdict(case) for case in cases]}, title, found)
+    _tell(json, about, title, found)
 
 
 def bench_embedding(
@@ -588,9 +591,11 @@ def bench_embedding(
     cases = sweep_cases(cases, sweep) if sweep is not None else cases
     packages = None if no_peer else find_packages(peer, "fbgemm_gpu")
     _say_alone(no_peer, packages, "FBGEMM")
-    found = compare_embedding(cases, packages, limit_s=limit)
+    about = {"cases": [asdict(case) for case in cases]}
+    keep = partial(_keep, json, about)
+    found = compare_embedding(cases, packages, limit_s=limit, so_far=keep)
     title = f"{tables} tables, {tables * samples:,} lookups a step, D = {dim}"
-    _tell(json, {"cases": [asdict(case) for case in cases]}, title, found)
+    _tell(json, about, title, found)
 
 
 def bench_dispatch(
@@ -695,15 +700,20 @@ def _train_in_turns(
     use_threads(job_config.run)
     comm = communicator(job_config)
     turns = 2 * case.rounds if comm.rank == 0 else None
+    about = {"case": asdict(case), "ranks": comm.size, "config": asdict(job_config)}
+
+    def keep(reading: Any) -> None:
+        if comm.rank == 0 and json not in (None, STDOUT):
+            write_json(json, {**about, **reading.as_json()})
+
     with tempfile.TemporaryDirectory(dir=folder) as own:
         job = prepare(job_config, comm)
         where = Path(gathered_from_first(comm, own))
         with progress_bar("training in turns", turns) as advance:
-            reading = measure(job, where, case, progress=advance)
+            reading = measure(job, where, case, progress=advance, so_far=keep)
         job.trainer.close()
     if comm.rank == 0:
         if json is not None:
-            about = {"case": asdict(case), "ranks": comm.size, "config": asdict(job_config)}
             write_json(json, {**about, **reading.as_json()})
         if json != STDOUT:
             console().print(lines(reading, case), markup=False, soft_wrap=True)
@@ -752,6 +762,12 @@ def _device(name: str | None) -> str:
 def _say_alone(no_peer: bool, packages: Path | None, peer: str) -> None:
     if not no_peer and packages is None:
         sys.stderr.write(f"{peer} is not here, so NestPipe runs alone; --peer names its folder\n")
+
+
+def _keep(json: str | None, about: dict[str, Any], found: SideBySide) -> None:
+    """Write what there is to a file, if one is wanted: a call that is stopped leaves that."""
+    if json not in (None, STDOUT):
+        write_json(json, {**about, "results": found.as_json()})
 
 
 def _tell(json: str | None, about: dict[str, Any], title: str, found: SideBySide) -> None:

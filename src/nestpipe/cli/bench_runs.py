@@ -483,6 +483,9 @@ def bench_hstu(
     steps: Annotated[int, typer.Option(min=1, help="tasks: steps of a round.")] = 30,
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
     peak: Annotated[float, typer.Option(help="TFLOP/s of the device; 0: by its name.")] = 0.0,
+    limit: Annotated[
+        float, typer.Option(help="tasks: seconds after which a process is stopped.")
+    ] = 500.0,
     json: JsonFile = None,
 ) -> None:
     """Time HSTU's attention beside torch's, its encoder, and a training step on one rank.
@@ -512,20 +515,43 @@ def bench_hstu(
         for rows in _numbers("length", length)
         for width in _numbers("head_dim", head_dim)
     ]
-    found: dict[str, Any] = {"cases": [asdict(case) for case in cases]}
+    found = _Found(json, {"cases": [asdict(case) for case in cases]})
     if "attention" in chosen:
-        found["attention"] = _attention(cases, bias.split(","), json)
+        _attention(cases, bias.split(","), found)
     if "encoder" in chosen:
-        found["encoder"] = _encoder(cases, json, profile=profile)
+        _encoder(cases, found, profile=profile)
     if "step" in chosen and tasks:
         own: dict[str, Any] = {"tasks": tasks, "users": users, "table_dim": table_dim}
         own |= {"stored": stored, "ranks": ranks, "retrieval": retrieval, "warm": warm}
         own |= {"micro_batches": micro_batches, "device_memory": device_memory, "steps": steps}
-        found["step"] = _tasks(cases, own, plans.split(","), balance.split(","), json)
+        _tasks(cases, own, plans.split(","), balance.split(","), found, limit)
     elif "step" in chosen:
-        found["step"] = _step(cases, json)
-    if json is not None:
-        write_json(json, found)
+        _step(cases, found)
+    found.end()
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """All figures; a file has each as soon as it is known, so that a call may be stopped."""
+
+    json: str | None
+    figures: dict[str, Any]
+
+    @property
+    def printed(self) -> bool:
+        """Whether tables go to standard output, where there is no JSON."""
+        return self.json != STDOUT
+
+    def add(self, part: str, *rows: dict[str, Any]) -> None:
+        """One more reading."""
+        self.figures.setdefault(part, []).extend(rows)
+        if self.json is not None and self.printed:
+            write_json(self.json, self.figures)
+
+    def end(self) -> None:
+        """All are there."""
+        if self.json is not None:
+            write_json(self.json, self.figures)
 
 
 def _numbers(name: str, text: str) -> list[int]:
@@ -535,7 +561,7 @@ def _numbers(name: str, text: str) -> list[int]:
         raise ConfigError(f"{name} is {text!r}; give numbers such as 256,4096") from None
 
 
-def _attention(cases: Sequence[HstuCase], biases: Sequence[str], json: str | None) -> list[Any]:
+def _attention(cases: Sequence[HstuCase], biases: Sequence[str], found: _Found) -> None:
     from dataclasses import fields
 
     from nestpipe.bench.hstu.parts import HstuCase, measure_attention
@@ -550,20 +576,18 @@ def _attention(cases: Sequence[HstuCase], biases: Sequence[str], json: str | Non
         "",
         (*columns, "ms", "call ms"),
     )
-    found: list[Any] = []
     for case in cases:
         for bias in biases:
             own = build(HstuCase, {**{n: getattr(case, n) for n in names}, "bias": bias})
             reading = measure_attention(own)
-            found.append({"length": case.length, "head_dim": case.head_dim, "bias": bias})
-            found[-1] |= asdict(reading)
+            of = {"length": case.length, "head_dim": case.head_dim, "bias": bias}
+            found.add("attention", of | asdict(reading))
             about = f"{case.batch} x {case.length}, d {case.head_dim}, bias {bias}, {reading.form}"
             if reading.peer is not None:
                 about += f" (torch: {reading.peer})"
             table.add_row(about, *_cells(reading))
-    if json != STDOUT:
+    if found.printed:
         console().print(table)
-    return found
 
 
 def _cells(reading: AttentionReading) -> list[str]:
@@ -578,23 +602,22 @@ def _figure(value: float | None) -> str:
     return "" if value is None else f"{value:.3g}"
 
 
-def _encoder(cases: Sequence[HstuCase], json: str | None, *, profile: bool) -> list[Any]:
+def _encoder(cases: Sequence[HstuCase], found: _Found, *, profile: bool) -> None:
     from nestpipe.bench.hstu.parts import measure_encoder
 
     table = figures_table("encoder, both directions", "", "", ("ms", "TFLOP/s", "MFU", "GB"))
-    found: list[Any] = []
     for case in cases:
         reading = measure_encoder(case, profile=profile)
-        found.append({"length": case.length, "head_dim": case.head_dim, **asdict(reading)})
+        of = {"length": case.length, "head_dim": case.head_dim}
+        found.add("encoder", of | asdict(reading))
         share = "" if reading.mfu is None else f"{100 * reading.mfu:.1f} %"
         about = f"{case.batch} x {case.length} {case.lengths}, {case.blocks} x {case.dim}"
         cells = (f"{reading.ms:.2f}", _figure(reading.tflops), share, _figure(reading.memory_gb))
         table.add_row(about, *cells)
-        if profile and json != STDOUT:
+        if profile and found.printed:
             _print_kernels(about, reading.kernels)
-    if json != STDOUT:
+    if found.printed:
         console().print(table)
-    return found
 
 
 MOST_KERNELS = 24
@@ -611,20 +634,19 @@ def _print_kernels(about: str, kernels: Sequence[KernelTime]) -> None:
         console().print(line, markup=False, highlight=False)
 
 
-def _step(cases: Sequence[HstuCase], json: str | None) -> list[Any]:
+def _step(cases: Sequence[HstuCase], found: _Found) -> None:
     from nestpipe.bench.hstu.parts import PUBLISHED_STEP, measure_step
 
-    found: list[Any] = []
     for case in cases:
         summary = measure_step(case)
-        found.append({"length": case.length, "head_dim": case.head_dim, **asdict(summary)})
-        if json != STDOUT:
+        of = {"length": case.length, "head_dim": case.head_dim}
+        found.add("step", of | asdict(summary))
+        if found.printed:
             title = f"step of {case.batch} x {case.length}: {summary.step_ms:,.2f} ms"
             console().print(title, markup=False)
             console().print(summary_lines(summary), markup=False)
-    if json != STDOUT:
+    if found.printed:
         console().print(PUBLISHED_STEP, markup=False)
-    return found
 
 
 def _tasks(
@@ -632,8 +654,9 @@ def _tasks(
     given: dict[str, Any],
     plans: Sequence[str],
     balances: Sequence[str],
-    json: str | None,
-) -> list[Any]:
+    found: _Found,
+    limit_s: float,
+) -> None:
     from dataclasses import fields
 
     from nestpipe.bench.hstu.parts import PUBLISHED_STEP, HstuCase
@@ -643,7 +666,6 @@ def _tasks(
     shared = {known.name for known in fields(TasksCase)} & {
         known.name for known in fields(HstuCase)
     }
-    found: list[Any] = []
     table = figures_table("step of several tasks", "", "", ("ms", "TFLOP/s", "MFU", "tokens", "GB"))
     for case in cases:
         own = {name: getattr(case, name) for name in shared} | given | {"items": case.num_items}
@@ -652,14 +674,13 @@ def _tasks(
             for plan in plans
             for balance in balances
         ]
-        for row in compare_plans(variants):
-            found.append({"length": case.length, "head_dim": case.head_dim, **row})
+        for row in compare_plans(variants, limit_s):
+            found.add("step", {"length": case.length, "head_dim": case.head_dim, **row})
             about = f"{row['plan']}, {row['ranks']} ranks, by {row['balance']}"
             table.add_row(about, *_task_cells(row))
-    if json != STDOUT:
+    if found.printed:
         console().print(table)
         console().print(PUBLISHED_STEP, markup=False)
-    return found
 
 
 def _task_cells(row: dict[str, Any]) -> list[str]:

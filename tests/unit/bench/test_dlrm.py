@@ -1,12 +1,15 @@
 """The DLRM benchmark: the same work for both systems, each in processes of its own."""
 
 import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from nestpipe.bench import dlrm, machines
 from nestpipe.bench.dlrm import (
     NESTPIPE,
     TORCHREC,
@@ -22,7 +25,7 @@ from nestpipe.bench.dlrm import (
     make_trainer,
     readings_of,
 )
-from nestpipe.bench.machines import run_jobs
+from nestpipe.bench.machines import Job, run_jobs
 from nestpipe.bench.pipeline_cases import Variant
 from nestpipe.bench.pipeline_rank import Repeated
 from nestpipe.comm import LocalCommunicator
@@ -123,6 +126,44 @@ def test_a_job_that_ends_its_process_costs_only_its_own_figures(tmp_path: Path):
         ("refuse", "no room", ()),
         ("b", "", (1.0,)),
     ]
+
+
+STUCK = """
+import signal, sys, time
+from pathlib import Path
+
+signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as if it were in a call that never returns
+Path(sys.argv[0]).with_name("began").touch()
+time.sleep(8)
+Path(sys.argv[0]).with_name("ended").touch()
+"""
+
+
+def test_a_process_that_does_not_end_when_it_is_asked_is_killed(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(machines, "STOP_S", 0.1)
+    (tmp_path / "stuck_jobs.py").write_text(STUCK)
+    (result,) = run_jobs("stuck_jobs", [{}], packages=tmp_path, limit_s=1.5)
+    assert result == {"readings": [], "failed": "its process took more than 2 s"}
+    assert (tmp_path / "began").exists()
+    assert not (tmp_path / "ended").exists(), "nobody waited for it"
+
+
+def test_what_the_peer_took_is_told_before_ours_is_timed(tmp_path: Path, monkeypatch):
+    """So that a call which is stopped has written it."""
+    told: list[list[str]] = []
+
+    def timed(module: str, jobs: Sequence[Job], **_: object) -> list[dict[str, Any]]:
+        return [{"readings": [{"form": "a", "rounds_ms": [1.0]}], "failed": ""} for _ in jobs]
+
+    def hear(found: SideBySide) -> None:
+        told.append([reading.system for reading in found.readings])
+
+    monkeypatch.setattr(dlrm, "run_jobs", timed)
+    case = DlrmCase(device="cpu", rows=100, batch=16)
+    variants = [Variant("nested", "pooled", 1)]
+    found = compare_dlrm([case], variants, tmp_path, limit_s=1.0, so_far=hear)
+    assert told == [["TorchRec"] * 2]
+    assert [reading.system for reading in found.readings] == ["TorchRec", "TorchRec", "NestPipe"]
 
 
 def test_packages_are_found_where_they_were_unpacked(tmp_path: Path, monkeypatch):

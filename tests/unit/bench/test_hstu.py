@@ -86,3 +86,22 @@ def test_what_cannot_be_measured_is_refused():
     ):
         with pytest.raises(ConfigError, match=sentence):
             CliRunner().invoke(app, ["bench", "hstu", *flags.split()], catch_exceptions=False)
+
+
+def test_a_call_that_is_stopped_leaves_the_figures_that_it_had(tmp_path, monkeypatch):
+    """Each reading is in the file before the next begins."""
+    measured: list[int] = []
+
+    def measure(case: HstuCase, *, profile: bool = False) -> Any:
+        if measured:
+            raise ConfigError("stopped")
+        measured.append(case.length)
+        return measure_encoder(case, profile=profile)
+
+    monkeypatch.setattr("nestpipe.bench.hstu.parts.measure_encoder", measure)
+    sizes = "--batch 2 --length 16,32 --heads 1 --head-dim 8 --blocks 1 --dim 8 --rounds 1"
+    command = f"bench hstu --parts encoder {sizes} --device cpu --json {tmp_path}/found.json"
+    ran = CliRunner().invoke(app, command.split())
+    assert ran.exit_code != 0
+    (reading,) = json.loads((tmp_path / "found.json").read_text())["encoder"]
+    assert reading["length"] == 16

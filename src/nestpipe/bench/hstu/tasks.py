@@ -9,7 +9,7 @@ behind the steps that a run traces. Ranks run as `python -m nestpipe.bench.hstu.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -316,21 +316,20 @@ def _reading(
     )
 
 
-def compare_plans(cases: Sequence[TasksCase], limit_s: float = 500.0) -> list[dict[str, Any]]:
+def compare_plans(cases: Sequence[TasksCase], limit_s: float = 500.0) -> Generator[dict[str, Any]]:
     """Each case in turn, in processes of their own; what failed says why."""
-    jobs = [{"case": asdict(case)} for case in cases]
-    first = cases[0]
-    found = run_jobs(MODULE, jobs, ranks=first.ranks, device=first.device_kind, limit_s=limit_s)
-    return [
-        {
+    for case in cases:
+        jobs = [{"case": asdict(case)}]
+        (result,) = run_jobs(
+            MODULE, jobs, ranks=case.ranks, device=case.device_kind, limit_s=limit_s
+        )
+        yield {
             "plan": case.plan,
             "balance": case.balance,
             "ranks": case.ranks,
             "failed": result["failed"],
             **(result["readings"][0] if result["readings"] else {}),
         }
-        for case, result in zip(cases, found, strict=True)
-    ]
 
 
 def _do_job(comm: Communicator, job: Job) -> list[dict[str, Any]]:

@@ -26,7 +26,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
-    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 
@@ -277,18 +276,13 @@ def add_gradients(x_own, y_own, ring, count, sum_b_RA, sum_c_RA, sums, piece, fi
     zero_RN = gl.zeros([GROUP_ROWS, N], gl.float32, score)
     score_RN = warpgroup_mma(x_own, b_tile.permute((1, 0)), zero_RN, use_acc=False, is_async=True)
     grad_RN = warpgroup_mma(y_own, c_tile.permute((1, 0)), zero_RN, use_acc=False, is_async=True)
-    if VALUES:
-        score_RN, sum_b_RA, sum_c_RA = warpgroup_mma_wait(1, [score_RN, sum_b_RA, sum_c_RA])
-        release_tile(c_ring, number - 1, C, count[1] > 0)
-    else:
-        score_RN, sum_b_RA = warpgroup_mma_wait(1, [score_RN, sum_b_RA])
-    release_tile(b_ring, number - 1, B, count[1] > 0)
+    score_RN = warpgroup_mma_wait(1, [score_RN])
     weight_RN, slope_RN = activate(
         score_RN, first_row, at, about, tables, half_scale, window, N, KEYS, MASKED, True, P, Q
     )
     if VALUES:
-        operand_RN = gl.convert_layout(weight_RN.to(b_tile.dtype), operand)
-        sum_c_RA = warpgroup_mma(operand_RN, c_tile, sum_c_RA, is_async=True)
+        values_RN = gl.convert_layout(weight_RN.to(b_tile.dtype), operand)
+        sum_c_RA = warpgroup_mma(values_RN, c_tile, sum_c_RA, is_async=True)
         grad_RN = warpgroup_mma_wait(1, [grad_RN])
     else:
         grad_RN = warpgroup_mma_wait(0, [grad_RN])
@@ -300,6 +294,16 @@ def add_gradients(x_own, y_own, ring, count, sum_b_RA, sum_c_RA, sums, piece, fi
         sums = add_easy(grad_RN, sums, first, first_row, at, about, tables, N, P)
     operand_RN = gl.convert_layout(grad_RN.to(b_tile.dtype), operand)
     sum_b_RA = warpgroup_mma(operand_RN, b_tile, sum_b_RA, is_async=True)
+    # Not in the next round: with sums under way from round to round, ptxas lets every product wait
+    # for the one before.
+    if VALUES:
+        sum_b_RA, sum_c_RA, _, _ = warpgroup_mma_wait(
+            0, [sum_b_RA, sum_c_RA, operand_RN, values_RN]
+        )
+        release_tile(c_ring, number, C)
+    else:
+        sum_b_RA, _ = warpgroup_mma_wait(0, [sum_b_RA, operand_RN])
+    release_tile(b_ring, number, B)
     return sum_b_RA, sum_c_RA, sums
 
 
@@ -368,7 +372,6 @@ def add_up(GROUP: gl.constexpr, outs, own, rings, samples, tables, numbers, fact
     half_scale, inverse_norm = factors
     offsets_B, num_targets_B = samples
     window, units, heads, blocks, group = numbers
-    b_ring, c_ring = rings
     A: gl.constexpr = x_both.shape[2]
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, A, 16])
     x_own = x_both.index(GROUP)
@@ -387,10 +390,10 @@ def add_up(GROUP: gl.constexpr, outs, own, rings, samples, tables, numbers, fact
             pieces += 1
             zero_RA = gl.zeros([GROUP_ROWS, A], gl.float32, wide)
             if GRAD:
-                sum_b_RA = warpgroup_mma_init(zero_RA)
+                sum_b_RA = zero_RA
                 sum_c_RA = 0
                 if VALUES:
-                    sum_c_RA = warpgroup_mma_init(zero_RA)
+                    sum_c_RA = zero_RA
                 sums = 0
                 if BUCKETS:
                     sums = no_sums(N, BUCKETS)
@@ -406,13 +409,6 @@ def add_up(GROUP: gl.constexpr, outs, own, rings, samples, tables, numbers, fact
                         first_row, about, tables, half_scale, window, N, KEYS, VALUES, BUCKETS,
                         True, P, Q, B, C,
                     )  # fmt: skip
-                last = count + num_all - 1
-                if VALUES:
-                    sum_b_RA, sum_c_RA = warpgroup_mma_wait(0, [sum_b_RA, sum_c_RA])
-                    release_tile(c_ring, last, C)
-                else:
-                    sum_b_RA = warpgroup_mma_wait(0, [sum_b_RA])
-                release_tile(b_ring, last, B)
                 if BUCKETS:
                     part = (head * (units // heads) + sample) * blocks + rank
                     store_buckets(sums_XQ, sums, part * GROUPS + GROUP, BUCKETS)
@@ -525,9 +521,6 @@ def attend_by_groups(
     HELD keeps x in registers, without GRAD. BUCKETS, for the gradient of queries: how many sums of
     gradients of scores there are, a power of two; 0: none.
     """
-    # A group gives a tile of b back when it has started with the next, and c with gradients too.
-    gl.static_assert(not GRAD or B_STAGES > 1)
-    gl.static_assert(not (GRAD and VALUES) or C_STAGES > 1)
     dtype: gl.constexpr = x_rows.dtype
     x_own = gl.allocate_shared_memory(dtype, [GROUPS, GROUP_ROWS, A], x_rows.layout)
     y_own = x_own

@@ -90,6 +90,9 @@ class GroupTiles:
             forward = GroupTile(64, 4, 4) if biased else GroupTile(128, 2, 2)
             queries = GroupTile(64, 4, 4) if biased else GroupTile(128, 2, 2)
             return cls(forward, queries, GroupTile(64, 4, 4))
+        if biased:
+            sums, gradients = GroupTile(32, 4, 4), GroupTile(32, 3, 3)
+            return cls(sums, gradients, gradients, sums)
         narrow = GroupTile(64, 2, 2)
         return cls(narrow, GroupTile(64, 2, 1), GroupTile(64, 2, 1), narrow)
 

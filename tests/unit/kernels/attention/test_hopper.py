@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import json
+import os
 import random
+import subprocess
+import sys
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +31,7 @@ from nestpipe.kernels.attention.reference import (
 from nestpipe.models.sequence import EncoderOptions
 from support import gluon_on_host
 from support.gluon_on_host import Wrong, attend
+from support.tools import ROOT
 
 NORM, SCALE, HEADS, BOUND = 64.0, 0.3, 2, 1e-2
 MOST_SHARED = 227 << 10
@@ -68,6 +74,10 @@ CASES = {
     "times": Case([260, 70], time_buckets=12, tile=GroupTile(128, 2, 2)),
     "both biases": Case([330], [33], 150, positions=70, time_buckets=20),
     "wide": Case([200], width=128),
+    "narrow": Case(
+        [330, 70], [33, 0], 150, GroupTile(32, 3, 3), positions=70, time_buckets=20, width=128
+    ),
+    "rings of one": Case([300, 65], programs=2, tile=GroupTile(64, 1, 1)),
 }
 
 
@@ -229,6 +239,7 @@ def easy_sums(world: World) -> Tensor:
     "case",
     [
         Case([460], time_buckets=9),
+        Case([300], time_buckets=8, positions=20, tile=GroupTile(32, 3, 3)),
         Case([700], time_buckets=16, positions=100),
         Case([500], time_buckets=7, tile=GroupTile(128, 2, 2), programs=2),
     ],
@@ -270,6 +281,13 @@ BROKEN = {
         "both",
         "        if at + N > length:\n            zero_rows_past(b_tile",
         "        if at > length:\n            zero_rows_past(b_tile",
+    ),
+    "a tile is given back while gradients are added up over it": (
+        "queries",
+        "        sum_b_RA, _ = warpgroup_mma_wait(0, [sum_b_RA, operand_RN])\n"
+        "    release_tile(b_ring, number, B)\n",
+        "        release_tile(b_ring, number, B)\n"
+        "        sum_b_RA, _ = warpgroup_mma_wait(0, [sum_b_RA, operand_RN])\n",
     ),
     "one product less is waited for": (
         "queries",
@@ -317,8 +335,21 @@ def test_tiles_fit_into_shared_memory(width: int, biased: bool):
         parts |= {"values": (tiles.values, False)}
     for tile, gradients in parts.values():
         assert tile.shared_bytes(width, gradients=gradients) + 1024 <= MOST_SHARED
-        assert tile.b_stages > 1 or not gradients
-    assert tiles.values is not None or tiles.keys.c_stages > 1
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton comes with torch for GPUs alone")
+def test_the_compiler_lets_products_overlap():
+    """A product that is under way from one round of a loop to the next makes all of them wait."""
+    program = [sys.executable, str(ROOT / "tests/support/hopper_compiled.py")]
+    path = os.pathsep.join([str(ROOT / "src"), *sys.path])
+    said = subprocess.run(
+        program, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=True
+    )
+    found = [json.loads(line) for line in said.stdout.splitlines()]
+    assert len(found) == 6
+    for of in found:
+        assert not of["serialized"], of
+        assert of["spills"] <= 256, of
 
 
 def test_an_encoder_that_asks_for_it_by_name_gets_it_or_an_error(monkeypatch: pytest.MonkeyPatch):
