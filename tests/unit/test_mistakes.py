@@ -456,6 +456,27 @@ def test_a_run_that_is_over_says_so(run, capsys: pytest.CaptureFixture[str]):
     assert "nan" not in out
 
 
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (
+            ["run.batch=10", "run.eval_every=1", "run.early_stop=auc", "run.patience=1", "run.min_delta=1"],
+            "after step 2, where run.early_stop = 'auc' ended the run; set a larger run.patience",
+        ),
+        (["run.batch=20"], "after step 2, where run.epochs = 1 ends; set more to go on"),
+    ],
+)
+def test_what_ended_a_run_that_is_over_is_what_is_blamed(
+    run, capsys: pytest.CaptureFixture[str], settings: list[str], told: str
+):
+    saving = [*GENERATED, *assign("run.checkpoint=runs", "run.steps=9", *settings)]
+    for more in ([], ["--resume", "auto"]):
+        with pytest.raises(SystemExit) as stop:
+            main(["train", *saving, *more])
+        assert stop.value.code == 0
+    assert f"nothing to train {told}" in capsys.readouterr().out
+
+
 def test_training_on_the_test_split_is_told(run, capsys: pytest.CaptureFixture[str]):
     same = assign("data.path=clicks.parquet", "data.test_path=clicks.parquet", "run.steps=1")
     with pytest.raises(SystemExit):
@@ -573,6 +594,25 @@ def with_nan() -> nn.Module:
     with torch.no_grad():
         model.top.weight.fill_(float("nan"))
     return model
+
+
+def holding(part: nn.Module | nn.Parameter) -> nn.Module:
+    model = Own()
+    model.part = part
+    return model
+
+
+def holding_a_mask() -> nn.Module:
+    model = Own()
+    model.register_buffer("mask", torch.ones(1).expand(4))
+    return model
+
+
+class Noted(nn.Module):
+    """Keeps what is no tensor in its state."""
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"version": 1}
 
 
 ITEM = Table(name="item", dim=4)
@@ -704,6 +744,26 @@ PYTHON: dict[str, tuple[Callable[[], object], str]] = {
         "is inside another function, so a new process cannot import it",
     ),
     "no ranks": (lambda: launch(fit, ranks=0), "ranks is 0; start at least 1"),  # type: ignore[arg-type]
+    "a layer without a size": (
+        lambda: fit(holding(nn.LazyLinear(1))),
+        "'part.weight' of Own has no shape yet; call the model once before",
+    ),
+    "sparse gradients": (
+        lambda: fit(holding(nn.Embedding(9, 4, sparse=True))),
+        "'part' of Own is an Embedding with sparse=True, whose gradients",
+    ),
+    "complex weights": (
+        lambda: fit(holding(nn.Parameter(torch.ones(2, dtype=torch.complex64)))),
+        "'part' of Own has complex numbers; keep real and imaginary parts",
+    ),
+    "one number for many": (
+        lambda: fit(holding_a_mask()),
+        "'mask' of Own keeps one number for several entries; call .contiguous()",
+    ),
+    "a state that is no tensor": (
+        lambda: fit(holding(Noted())),
+        "'part._extra_state' of Own is a dict, which no checkpoint holds; make it a buffer",
+    ),
     "rows of no table": (
         lambda: Trainer(Own(), [ITEM], TrainSettings(device="cpu")).rows_of("itm", KEYS.values),
         "there is no table 'itm'",

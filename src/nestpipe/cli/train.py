@@ -351,7 +351,7 @@ def _show(outcome: TrainResult, job: Job, json: str | None) -> None:
     if json == STDOUT:
         return
     if not outcome.samples_per_s:
-        console().print(_nothing_sentence(outcome.steps, job.config), markup=False, soft_wrap=True)
+        console().print(_nothing_sentence(outcome, job.config), markup=False, soft_wrap=True)
     else:
         on = f", evaluated on the {outcome.split} split" if outcome.split else ""
         speed = {"train loss": outcome.loss, "samples/s": outcome.samples_per_s}
@@ -377,12 +377,18 @@ def _show(outcome: TrainResult, job: Job, json: str | None) -> None:
         console().print("stopped by a signal; --resume auto goes on from there", markup=False)
 
 
-def _nothing_sentence(step: int, config: JobConfig) -> str:
+def _nothing_sentence(outcome: TrainResult, config: JobConfig) -> str:
     """Why a run had no batch to train."""
-    if config.data.kind == "stream":
+    step, run = outcome.steps, config.run
+    if outcome.early is not None and outcome.early.ended:
+        return (
+            f"nothing to train after step {step}, where run.early_stop = {run.early_stop!r} ended "
+            "the run; set a larger run.patience to go on"
+        )
+    by_steps = 0 < run.steps <= step
+    if config.data.kind == "stream" and not by_steps:
         return f"nothing to train after step {step}: {config.data.path} has no whole batch more"
-    run = config.run
-    ends = f"run.steps = {run.steps}" if run.steps else f"run.epochs = {run.epochs}"
+    ends = f"run.steps = {run.steps}" if by_steps else f"run.epochs = {run.epochs}"
     return f"nothing to train after step {step}, where {ends} ends; set more to go on"
 
 

@@ -218,6 +218,8 @@ class TrainingWork:
     """What `apply` found of batches; `writeback` of the batch after each reads it."""
 
     _parameters: list[nn.Parameter] = field(init=False)
+    _by_dtype: dict[torch.dtype, list[nn.Parameter]] = field(init=False)
+    """The same; float32 is always there, because totals travel with such gradients."""
     _works: KnowsWork | None = field(init=False)
     _means: list[str] = field(init=False)
     """Features whose rows are averaged."""
@@ -225,6 +227,9 @@ class TrainingWork:
     def __post_init__(self) -> None:
         # Found once: asking for a protocol, or going through features, takes as long as an op.
         self._parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self._by_dtype = {torch.float32: []}
+        for parameter in self._parameters:
+            self._by_dtype.setdefault(parameter.dtype, []).append(parameter)
         self._works = self.model if isinstance(self.model, KnowsWork) else None
         self._means = mean_features(self.tables.groups)
 
@@ -415,13 +420,16 @@ class TrainingWork:
             state.totals = state.totals_here(self.mesh)
             _fill_gradients(parameters)
             return
-        gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
         totals = state.totals_here(self.mesh)
-        flat = torch.cat([*(g.reshape(-1) for g in gradients), totals])
-        self.mesh.world.all_reduce(flat)
-        _set_gradients(parameters, flat)
-        state.totals = flat[-len(totals) :]
-        state.kept += [gradients, flat]
+        for dtype, alike in self._by_dtype.items():
+            gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in alike]
+            behind = [totals] if dtype == totals.dtype else []
+            flat = torch.cat([*(g.reshape(-1) for g in gradients), *behind])
+            self.mesh.world.all_reduce(flat)
+            _set_gradients(alike, flat)
+            if behind:
+                state.totals = flat[-len(totals) :]
+            state.kept += [gradients, flat]
 
     def _reduce_totals(self, state: TrainingBatch) -> None:
         """The totals alone, and whether a gradient is not finite: a rank knows its own shards.

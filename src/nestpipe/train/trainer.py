@@ -891,7 +891,30 @@ def _checked(model: nn.Module) -> nn.Module:
             f"{type(model).__name__} is not a model for NestPipe; give it the methods "
             "`sparse_keys(batch)` and `dense(rows, batch)`"
         )
+    for name, value in model.state_dict(keep_vars=True).items():
+        if fault := _state_fault(value):
+            raise ConfigError(f"{name!r} of {type(model).__name__} {fault}")
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise ConfigError(
+                f"{name!r} of {type(model).__name__} is an {type(module).__name__} with "
+                "sparse=True, whose gradients torch's optimizers do not take; leave sparse out, or "
+                "make it a Table"
+            )
     return model
+
+
+def _state_fault(value: object) -> str:
+    """Why ranks cannot share an entry of a model's `state_dict`, or checkpoints hold it."""
+    if not isinstance(value, Tensor):
+        return f"is a {type(value).__name__}, which no checkpoint holds; make it a buffer"
+    if nn.parameter.is_lazy(value):
+        return "has no shape yet; call the model once before it is trained, or give its layer sizes"
+    if value.is_complex():
+        return "has complex numbers; keep real and imaginary parts, as torch.view_as_real does"
+    if any(size > 1 and not stride for size, stride in zip(value.shape, value.stride(), strict=True)):
+        return "keeps one number for several entries; call .contiguous() on what was expanded"
+    return ""
 
 
 def _work_of(model: nn.Module, balance: str) -> WorkOf | None:
@@ -934,7 +957,10 @@ def _share_first_weights(model: nn.Module, comm: Communicator) -> None:
         for tensor in model.state_dict().values():
             if comm.rank != 0:
                 tensor.zero_()
-            comm.all_reduce(tensor)
+            dense = tensor.contiguous()
+            comm.all_reduce(dense)
+            if dense is not tensor:
+                tensor.copy_(dense)
 
 
 def _trained(model: nn.Module) -> list[nn.Parameter]:
