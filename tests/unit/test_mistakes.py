@@ -7,8 +7,10 @@ these: `models/test_factory.py`, `cli/test_export.py`, `serve/http/test_instance
 
 import gzip
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from datetime import datetime
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -475,6 +477,22 @@ def test_what_ended_a_run_that_is_over_is_what_is_blamed(
             main(["train", *saving, *more])
         assert stop.value.code == 0
     assert f"nothing to train {told}" in capsys.readouterr().out
+
+
+def test_before_the_first_batch_the_bar_shows_no_figures(
+    run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    class Terminal(StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with pytest.raises(SystemExit):
+        main(["train", *GENERATED])
+    assert "the first batch" in terminal.getvalue()
+    assert "loss 0." in terminal.getvalue()
+    assert "nan" not in terminal.getvalue()
 
 
 def test_training_on_the_test_split_is_told(run, capsys: pytest.CaptureFixture[str]):

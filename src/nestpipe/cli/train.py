@@ -224,7 +224,8 @@ def evaluate(
         if json is not None:
             write_json(json, metrics)
         if json != STDOUT:
-            _print_metrics(f"evaluation on the {job.eval_split} split", metrics)
+            which = f"{job.trainer.loaded_from} on the {job.eval_split} split"
+            _print_metrics(f"evaluation of {which}", metrics)
     job.trainer.close()
     comm.close()
 
@@ -245,9 +246,9 @@ def _progress(total: int | None, trainer: Trainer) -> Generator[tuple[Tell, Tell
         TextColumn("training"),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]:.4f}"),
+        TextColumn("{task.fields[loss]}"),
         TextColumn("{task.fields[running]}"),
-        TextColumn("{task.fields[speed]:,.0f} samples/s"),
+        TextColumn("{task.fields[speed]}"),
         TimeRemainingColumn(),
     )
     start, samples, spoke = time.monotonic(), 0, 0.0
@@ -255,7 +256,7 @@ def _progress(total: int | None, trainer: Trainer) -> Generator[tuple[Tell, Tell
     with Progress(*columns, console=shown, transient=True) as bar:
         done = trainer.progress.step
         task = bar.add_task(
-            "", total=total, completed=done, loss=float("nan"), speed=0.0, running=""
+            "", total=total, completed=done, loss="the first batch", speed="", running=""
         )
 
         def tell(report: StepReport) -> None:
@@ -265,7 +266,8 @@ def _progress(total: int | None, trainer: Trainer) -> Generator[tuple[Tell, Tell
             if now - spoke >= LOG_EVERY_S:
                 spoke = now
                 bar.update(task, running=_running(trainer).removeprefix(", "))
-            bar.update(task, completed=report.step, loss=report.loss, speed=samples / (now - start))
+            loss, speed = f"loss {report.loss:.4f}", f"{samples / (now - start):,.0f} samples/s"
+            bar.update(task, completed=report.step, loss=loss, speed=speed)
 
         yield tell, _metric_line(lambda line: shown.print(line.rstrip(), markup=False))
 

@@ -499,7 +499,7 @@ def _try_column(path: DataFile, opened: pq.ParquetFile, group: int, name: str) -
     """Read one value: of a damaged column Arrow says so then, and asked for statistics aborts."""
     try:
         next(opened.iter_batches(1, row_groups=[group], columns=[name], use_threads=False), None)
-    except (pa.ArrowException, OSError) as error:
+    except inputs.failures(path) as error:
         raise unreadable(path, error) from None
 
 
@@ -552,7 +552,7 @@ def open_file(path: DataFile, footer: pq.FileMetaData | None = None) -> pq.Parqu
             source, options = path, {}
         file = pq.ParquetFile(source, page_checksum_verification=True, metadata=footer, **options)
         names = file.schema_arrow.names
-    except (pa.ArrowException, OSError, ValueError) as error:  # also names that are no text
+    except inputs.failures(path) as error:
         raise unreadable(path, error) from None
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
@@ -562,6 +562,11 @@ def open_file(path: DataFile, footer: pq.FileMetaData | None = None) -> pq.Parqu
 
 def unreadable(path: DataFile, error: Exception) -> DataError:
     """The sentence for a file that Arrow cannot read."""
+    if isinstance(path, RemoteFile) and not isinstance(error, pa.ArrowException):
+        return DataError(
+            f"cannot read {path}: {inputs.reason_of(error)}; check the file, and the connection to "
+            "its store"
+        )
     reason = error.strerror if isinstance(error, OSError) else None
     if reason:
         return DataError(f"cannot read {path}: {reason}; check the file")
@@ -588,7 +593,7 @@ def row_group(
     while True:
         try:
             piece = next(pieces, None)
-        except (pa.ArrowException, OSError) as error:
+        except inputs.failures(path) as error:
             raise unreadable(path, error) from None
         if piece is None:
             return

@@ -204,28 +204,72 @@ def refuse_means(
     half = batch.size // 2
     if half == 0 and shards is None:
         return
-    was_training = model.training
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     parts = [batch.slice(0, 2 * half), batch.slice(0, half), batch.slice(half, 2 * half)]
     counts = [{f: len(k.values) for f, k in keys_of(model, part).items()} for part in parts]
     ends = [(2 * half, counts[0]), (half, counts[1]), (2 * half, counts[0])]
     losses: list[Loss] = []
-    with torch.random.fork_rng():
-        model.eval()
-        try:
-            for part, (size, count), first in zip(parts, ends, (False, False, True), strict=True):
-                begin = {f: (half if f in pooled else counts[1][f]) if first else 0 for f in rows}
-                end = {f: size if f in pooled else count[f] for f in rows}
-                cut = {feature: of[begin[feature] : end[feature]] for feature, of in rows.items()}
-                losses.append(loss_of(model, cut, part, shards))
-        finally:
-            model.train(was_training)
-            for buffer, before in buffers:
-                buffer.copy_(before)
+    with _asked_only(model):
+        for part, (size, count), first in zip(parts, ends, (False, False, True), strict=True):
+            begin = {f: (half if f in pooled else counts[1][f]) if first else 0 for f in rows}
+            end = {f: size if f in pooled else count[f] for f in rows}
+            cut = {feature: of[begin[feature] : end[feature]] for feature, of in rows.items()}
+            losses.append(loss_of(model, cut, part, shards))
     name = type(model).__name__
     _compare_halves(name, *losses)
     for task, measured in losses[0].measured().items():
         check_measured(name, task, *measured)
+
+
+@torch.no_grad()
+def unread_weights(
+    model: Any,
+    rows: Mapping[str, Tensor],
+    batch: Batch,
+    columns: Sequence[str],
+    shards: DenseHalf | None = None,
+) -> list[str]:
+    """Those columns of weights, of samples or of keys, whose numbers change nothing of the loss.
+
+    The model is asked with other ones, in evaluation mode, and nothing of it changes. Of `shards`
+    all ranks ask equally often.
+    """
+    # Rows of a table that begins with zeros would hide their weights.
+    rows = {feature: of.detach() + 1 for feature, of in rows.items()}
+    found: list[str] = []
+    with _asked_only(model):
+        before = loss_of(model, rows, batch, shards) if columns else None
+        for column in columns:
+            dense, sparse = dict(batch.dense), dict(batch.sparse)
+            if column in dense:
+                dense[column] = values = _other_weights(dense[column])
+            else:
+                lists = sparse[column]
+                values = _other_weights(lists.values)
+                sparse[column] = Jagged(values, lists.lengths)
+            after = loss_of(model, rows, Batch(batch.size, dense, sparse), shards)
+            if before is not None and len(values) and torch.equal(before.total, after.total):
+                found.append(column)
+    return found
+
+
+def _other_weights(weights: Tensor) -> Tensor:
+    """Weights that differ from these also where a model divides by their mean."""
+    return weights * 2 + torch.arange(1, len(weights) + 1, device=weights.device)
+
+
+@contextmanager
+def _asked_only(model: nn.Module) -> Generator[None]:
+    """Inside, a model is in evaluation mode; what it draws and counts there is as if it had not."""
+    was_training = model.training
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    with torch.random.fork_rng():
+        model.eval()
+        try:
+            yield
+        finally:
+            model.train(was_training)
+            for buffer, before in buffers:
+                buffer.copy_(before)
 
 
 def check_measured(name: str, task: str, predictions: Tensor, labels: Tensor) -> None:

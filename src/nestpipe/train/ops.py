@@ -6,6 +6,7 @@ the dense half is ordinary PyTorch.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,6 +42,7 @@ from nestpipe.models.protocol import (
     keys_of,
     loss_of,
     refuse_means,
+    unread_weights,
 )
 from nestpipe.runtime import StopSignal
 from nestpipe.schedule import Merge
@@ -53,6 +55,8 @@ from nestpipe.train.dense import (
     global_norm,
     local,
 )
+
+log = logging.getLogger("nestpipe.train")
 
 K = Kind
 
@@ -192,6 +196,8 @@ class TrainingWork:
     """Replays the dense half, where the model can be captured."""
     check_sums: bool = False
     """Whether the first loss is compared with those of its halves: a model that is not shipped."""
+    weights: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Columns of weights that the data has, and what of the config each follows from."""
     non_finite: str = "stop"
     """What to do with gradients that are NaN or inf: `stop`, `skip` or `clip`."""
     keep_batch: Callable[[int, Sequence[Batch]], Path | None] = lambda step, micros: None
@@ -376,12 +382,23 @@ class TrainingWork:
             self.check_sums = False
             pooled = {f.name for g in self.tables.groups for f in g.features if f.pooled}
             refuse_means(self._model, rows, state.micros[micro], pooled, self.shards)
+            self._warn_of_weights(rows, state.micros[micro])
         with in_precision(self.device, self.precision):
             loss = loss_of(self._model, rows, state.micros[micro], self.dense_half)
         state.losses.append(loss.total.detach())
         state.weight += loss.weight
         self._see(op, state, loss.measured())
         return loss.total
+
+    def _warn_of_weights(self, rows: Mapping[str, Tensor], batch: Batch) -> None:
+        """Tell of weights that the model was given and does not read, as it trains without them."""
+        unread = unread_weights(self._model, rows, batch, list(self.weights), self.shards)
+        for column in unread if self.mesh.world.rank == 0 else ():
+            where = "dense" if column in batch.dense else "sparse"
+            log.warning(
+                "%s does nothing: `dense` of %s does not read batch.%s[%r]",
+                *(self.weights[column], type(self._model).__name__, where, column),
+            )
 
     def _see(
         self, op: Op, state: TrainingBatch, measured: Mapping[str, tuple[Tensor, Tensor]]

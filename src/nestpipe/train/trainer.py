@@ -558,6 +558,7 @@ class Trainer:
             end=StopSignal(most),
             stop_wanted=self.stop_wanted,
             check_sums=step == 0 and not _is_shipped(self.model),
+            weights=_weights_of(source),
             precision=settings.precision,
             non_finite=settings.non_finite,
             keep_batch=self._keep_batch,
@@ -915,6 +916,13 @@ def _state_fault(value: object) -> str:
     if any(size > 1 and not stride for size, stride in zip(value.shape, value.stride(), strict=True)):
         return "keeps one number for several entries; call .contiguous() on what was expanded"
     return ""
+
+
+def _weights_of(source: Source) -> dict[str, str]:
+    """The columns of weights of a source, and what of the config each follows from."""
+    keys = {"weight": "data.parquet.sample_weight", "weights": "data.parquet.weights"}
+    columns = getattr(source, "columns", ())  # one that a user wrote may have none
+    return {c.name: f"{keys[c.kind]}{f' of {c.of!r}' * bool(c.of)}" for c in columns if c.kind in keys}
 
 
 def _work_of(model: nn.Module, balance: str) -> WorkOf | None:
