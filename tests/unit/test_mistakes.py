@@ -37,10 +37,13 @@ from nestpipe import (
     launch,
 )
 from nestpipe.cli.app import main
-from nestpipe.config import build
+from nestpipe.config import build, load
 from nestpipe.errors import LossError, NestpipeError
+from nestpipe.models import HstuConfig, HstuRetriever, SampledSoftmaxConfig
 from nestpipe.models.dlrm import table_names
 from nestpipe.train.job import JobConfig, ModelConfig, idle_settings
+
+CONFIGS = Path(__file__).parents[2] / "configs"
 
 # On the command line
 
@@ -424,6 +427,18 @@ IDLE: dict[str, tuple[dict[str, Any], str]] = {
         {"model": {"kind": "own:make", "dim": 64}},
         "model.dim does nothing: own:make reads [model.config] alone",
     ),
+    "heads of a model without attention": (
+        {"model": {"kind": "dlrm", "heads": 4}},
+        "model.heads does nothing: dlrm does not read it",
+    ),
+    "made-up data beside one's own": (
+        {"data": {"kind": "parquet", "path": "x", "synthetic": {"samples": 5}}},
+        "data.synthetic does nothing: data.kind is 'parquet'",
+    ),
+    "histories longer than they are read": (
+        {"data": {"kind": "parquet", "path": "x"}, "model": {"kind": "hstu", "max_len": 1000}},
+        "model.max_len is 1000, but of each history the latest 200 items are kept; set data.parq",
+    ),
 }
 
 
@@ -437,6 +452,21 @@ def test_a_setting_that_does_nothing_is_told(setting: str):
 def test_nothing_is_said_of_settings_that_do_something():
     run = {"checkpoint": "x", "checkpoint_every": 5, "log": "y", "loggers": ["jsonl"]}
     assert idle_settings(build(JobConfig, {"run": run}), ranks=1) == []
+
+
+def test_what_auto_stands_for_reads_its_own_keys():
+    config = build(JobConfig, {"model": {"blocks": 3, "top": [8]}})
+    clicks = Dlrm(DlrmConfig(features=("a", "b"), dense_features=1))
+    sequences = HstuRetriever(HstuConfig(), SampledSoftmaxConfig(num_items=5))
+    assert idle_settings(config, 1, clicks) == ["model.blocks does nothing: dlrm does not read it"]
+    assert idle_settings(config, 1, sequences) == ["model.top does nothing: hstu does not read it"]
+
+
+@pytest.mark.parametrize(
+    "path", sorted({*CONFIGS.glob("*.toml")} - {CONFIGS / "offer.toml"}), ids=lambda path: path.stem
+)
+def test_configs_to_start_from_have_no_setting_that_does_nothing(path: Path):
+    assert idle_settings(load(JobConfig, path), ranks=1) == []
 
 
 def test_a_warning_does_not_end_the_run(run, caplog: pytest.LogCaptureFixture):

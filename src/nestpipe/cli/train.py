@@ -152,7 +152,7 @@ def _trained(job: Job, json: str | None, threads: str) -> TrainResult:
     if trainer.comm.rank == 0 and json != STDOUT:
         console().print("\n".join(said), markup=False, soft_wrap=True)
     if trainer.comm.rank == 0:
-        for sentence in idle_settings(job.config, trainer.comm.size):
+        for sentence in idle_settings(job.config, trainer.comm.size, trainer.model):
             log.warning("%s", sentence)
     with _progress(total_steps(job), trainer) as (tell, tell_metrics):
         if not job.config.run.adaptive:
