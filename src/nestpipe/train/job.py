@@ -685,6 +685,8 @@ def refuse_changes(config: JobConfig, manifest: Manifest, where: Path, *, overri
     found = changes(config, saved)
     if manifest.data and manifest.data == data_digest(config.data):
         found.pop("data.path", None)  # the same files in another place
+    if config.data.kind == "stream":
+        found.pop("data.max_broken", None)  # no order depends on it, and none was met until now
     results = {key: both for key, both in found.items() if effect_of(key) == "results"}
     if results and not override:
         told = ", ".join(
