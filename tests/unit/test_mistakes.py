@@ -279,6 +279,10 @@ SPLITS: dict[str, tuple[list[str], str]] = {
         "label of aged.parquet is a label and named",
     ),
     "a name for a list": (["data.parquet.sparse=user"], "sparse is 'user'; give a list"),
+    "a label that is ignored": (
+        ["data.parquet={ignore=['label'], dense=['age']}"],
+        "the data has no label; name its column in data.parquet.labels",
+    ),
     "a history that is a number": (
         ["data.parquet={history='user'}", "model.kind=hstu"],
         "which cannot be a list of items per row",
@@ -507,6 +511,16 @@ def test_what_ended_a_run_that_is_over_is_what_is_blamed(
             main(["train", *saving, *more])
         assert stop.value.code == 0
     assert f"nothing to train {told}" in capsys.readouterr().out
+
+
+def test_columns_that_types_have_chosen_are_told(run, capsys: pytest.CaptureFixture[str]):
+    write_odd_files()
+    given = assign("data.path=aged.parquet", "run.steps=1", "run.batch=20", "run.device=cpu")
+    for more in ([], assign("data.parquet.sparse=['user', 'item']")):
+        with pytest.raises(SystemExit):
+            main(["train", *PARQUET, *given, *more])
+    out = capsys.readouterr().out
+    assert out.count("columns by their types: keys user, item; numbers age; name them in") == 1
 
 
 def test_before_the_first_batch_the_bar_shows_no_figures(

@@ -148,7 +148,7 @@ def _trained(job: Job, json: str | None, threads: str) -> TrainResult:
     trainer = job.trainer
     said = [trainer.plan_reason, *([trainer.mesh.reason] if trainer.mesh.groups > 1 else [])]
     said += [trainer.dense_half.reason] if trainer.dense_half is not None else []
-    said += [threads, _split_sentence(job), *_stream_sentence(job)]
+    said += [threads, *_columns_sentence(job), _split_sentence(job), *_stream_sentence(job)]
     if trainer.comm.rank == 0 and json != STDOUT:
         console().print("\n".join(said), markup=False, soft_wrap=True)
     if trainer.comm.rank == 0:
@@ -174,6 +174,22 @@ def _stream_sentence(job: Job) -> list[str]:
     then = "the run ends" if data.stream.on_idle == "end" else "it saves and waits on"
     return [
         f"following {data.path}: after {data.stream.idle_s:g} s without enough for {enough} {then}"
+    ]
+
+
+def _columns_sentence(job: Job) -> list[str]:
+    """What the types of a file's columns have decided: one may be there that nobody meant."""
+    data, columns = job.config.data, job.train.columns
+    named = data.parquet.sparse or data.parquet.dense or data.parquet.history
+    if data.kind not in ("parquet", "stream") or named:
+        return []
+    keys = [column.name for column in columns if column.kind == "keys"]
+    numbers = [name for column in columns if column.kind == "features" for name in column.fields]
+    used = {"keys": keys, "numbers": numbers}
+    told = [f"{what} {', '.join(names)}" for what, names in used.items() if names]
+    return [
+        f"columns by their types: {'; '.join(told)}; name them in data.parquet.sparse and dense "
+        "for others"
     ]
 
 

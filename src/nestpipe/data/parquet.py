@@ -119,7 +119,8 @@ class ColumnLayout:
 
 def choose(schema: pa.Schema, config: ParquetConfig, where: DataFile) -> ColumnLayout:
     """The columns that the config names; without any, what the types of the schema suggest."""
-    labels = tuple(config.labels) if config.labels else (LABEL,) if LABEL in schema.names else ()
+    usual = (LABEL,) if LABEL in schema.names and LABEL not in config.ignore else ()
+    labels = tuple(config.labels) or usual
     weights = tuple((of, str(column)) for of, column in config.weights.items())
     taken = {*labels, *config.ignore, config.sample_weight, *config.weights.values()}
     sparse, dense = tuple(config.sparse), tuple(config.dense)
