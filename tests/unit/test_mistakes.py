@@ -32,6 +32,7 @@ from nestpipe import (
     PipelineSettings,
     RowSettings,
     Table,
+    TaskLoss,
     Trainer,
     TrainSettings,
     launch,
@@ -593,14 +594,14 @@ KEYS = Jagged.from_lists([[1], [2], [3], [1]])
 class Clicks:
     """A source of one batch of four samples, three times."""
 
-    def __init__(self, batch: Batch | None = None) -> None:
+    def __init__(self, batch: Any = None) -> None:
         self.batch = batch or Batch(4, {"label": LABELS}, {"item": KEYS})
 
     def batches(self, **_: object) -> Iterator[Batch]:
         return iter([self.batch] * 3)
 
     def empty(self) -> Batch:
-        return self.batch.empty()
+        return Batch(0, {"label": LABELS[:0]}, {"item": Jagged.from_lists([])})
 
 
 class Own(nn.Module):
@@ -625,9 +626,13 @@ class Own(nn.Module):
         return Loss(losses.sum(), batch.size, torch.sigmoid(logits.detach()), label)
 
 
-def fit(model: nn.Module, tables: list[Table] | None = None, batch: Batch | None = None) -> None:
+def trainer_of(model: nn.Module, tables: list[Table] | None = None) -> Trainer:
     tables = tables if tables is not None else [Table(name="item", dim=4)]
-    trainer = Trainer(model, tables, TrainSettings(batch=4, device="cpu"))
+    return Trainer(model, tables, TrainSettings(batch=4, device="cpu"))
+
+
+def fit(model: nn.Module, tables: list[Table] | None = None, batch: Batch | None = None) -> None:
+    trainer = trainer_of(model, tables)
     try:
         trainer.fit(Clicks(batch))  # type: ignore[arg-type]
     finally:
@@ -826,6 +831,45 @@ PYTHON: dict[str, tuple[Callable[[], object], str]] = {
         lambda: fit(holding(Noted())),
         "'part._extra_state' of Own is a dict, which no checkpoint holds; make it a buffer",
     ),
+    "a share of no task": (
+        lambda: Loss.of_tasks({"buy": TaskLoss(torch.ones(1), 1)}, 1, shares={"bye": 2.0}),
+        "shares has 'bye', which is no task; there are buy",
+    ),
+    "ratings as labels of predictions": (
+        lambda: fit(
+            loss(lambda losses, batch: Loss(losses.sum(), len(losses), losses * 0, losses * 0 + 4))
+        ),
+        "have the label 4, and metrics of clicks need 0 to 1; leave predictions out",
+    ),
+    "half a batch": (lambda: TrainSettings(batch=2.5), "batch is 2.5; give a whole number"),  # type: ignore[arg-type]
+    "a rate in quotes": (lambda: RowSettings(lr="0.1"), "lr is '0.1'; give a number such as"),  # type: ignore[arg-type]
+    "half a width": (lambda: Table(name="t", dim=4.5), "dim of table 't' is 4.5; give a whole"),  # type: ignore[arg-type]
+    "a feature for a list": (
+        lambda: Table(name="t", dim=4, features="items"),  # type: ignore[arg-type]
+        "features of table 't' is 'items'; give a list",
+    ),
+    "a frozen table for a list": (lambda: RowSettings(frozen="items"), "frozen is 'items'; give"),  # type: ignore[arg-type]
+    "settings as a dict": (
+        lambda: Trainer(Own(), [ITEM], {"batch": 4}),  # type: ignore[arg-type]
+        "settings is a dict; give TrainSettings(...)",
+    ),
+    "tables by name": (lambda: Trainer(Own(), ["item"]), "tables has a str; give a list of Table"),  # type: ignore[list-item]
+    "a list as a source": (
+        lambda: trainer_of(Own()).fit([]),  # type: ignore[arg-type]
+        "a list is no source; give `open_source(...)`, or an object with the methods `batches",
+    ),
+    "batches as dicts": (
+        lambda: trainer_of(Own()).fit(Clicks({"label": LABELS})),  # type: ignore[arg-type]
+        "`batches` of the source gave a dict; give a Batch",
+    ),
+    "steps below zero": (
+        lambda: trainer_of(Own()).fit(Clicks(), steps=-1),  # type: ignore[arg-type]
+        "steps is -1; give 0 or a number above it",
+    ),
+    "rows of 32-bit keys": (
+        lambda: trainer_of(Own()).rows_of("item", KEYS.values.int()),
+        "the keys of 'item' are int32 of shape (4,); give int64 in one dimension",
+    ),
     "rows of no table": (
         lambda: Trainer(Own(), [ITEM], TrainSettings(device="cpu")).rows_of("itm", KEYS.values),
         "there is no table 'itm'",
@@ -841,6 +885,37 @@ def test_a_mistake_in_python_is_one_sentence(mistake: str):
     assert told in str(caught.value)
     assert "\n" not in str(caught.value)
     assert caught.value.exit_status == 2
+
+
+def test_rows_that_get_no_gradient_are_told(caplog: pytest.LogCaptureFixture):
+    class Forgets(Own):
+        """Looks two features up and reads one; a frozen one needs no gradient."""
+
+        def sparse_keys(self, batch: Batch) -> Any:
+            return {name: batch.sparse["item"] for name in ("item", "cut", "left", "frozen")}
+
+        def dense(self, rows: dict[str, torch.Tensor], batch: Batch) -> Any:
+            return super().dense({"item": rows["item"] + rows["cut"].detach()}, batch)
+
+    frozen = Table(name="frozen", dim=4, trainable=False)
+    fit(Forgets(), [ITEM, Table(name="cut", dim=4), Table(name="left", dim=4), frozen])
+    said = "`dense` of Forgets gives the rows of '{}' no gradient, so they stay as they are; "
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 2
+    assert told[0].startswith(said.format("cut"))
+    assert told[1].startswith(said.format("left"))
+
+
+def test_a_fit_that_trains_nothing_says_so(caplog: pytest.LogCaptureFixture):
+    trainer = trainer_of(Own())
+    for epochs in (1, 1, 2):
+        trainer.fit(Clicks(), epochs=epochs)  # type: ignore[arg-type]
+    assert trainer.progress.step == 6
+    (told,) = caplog.records
+    assert told.getMessage() == (
+        "nothing is trained: epochs is 1, and 1 are done; it counts from the start, so give 2 for "
+        "one more"
+    )
 
 
 def test_weights_that_are_nan_end_the_run_before_a_row_moves():

@@ -56,6 +56,10 @@ class Loss:
         cls, tasks: Mapping[str, TaskLoss], weight: float, shares: Mapping[str, float] | None = None
     ) -> Loss:
         """The sum of the losses of several tasks, each times its share, 1 unless given."""
+        if strange := [name for name in shares or () if name not in tasks]:
+            raise ModelError(
+                f"shares has {strange[0]!r}, which is no task; there are {', '.join(tasks)}"
+            )
         parts = [of.total * (shares or {}).get(name, 1.0) for name, of in tasks.items()]
         total = torch.stack([part.reshape(()) for part in parts]).sum()
         return cls(total, weight, tasks=tasks)
@@ -285,6 +289,12 @@ def check_measured(name: str, task: str, predictions: Tensor, labels: Tensor) ->
         raise ModelError(
             f"{what} have {float(outside[0]):g}, which is no probability; give torch.sigmoid of "
             "the logits, or leave predictions out"
+        )
+    strange = labels[(labels < 0) | (labels > 1)]
+    if strange.numel():
+        raise ModelError(
+            f"{what} have the label {float(strange[0]):g}, and metrics of clicks need 0 to 1; leave "
+            "predictions out, or give labels of 0 and 1"
         )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from nestpipe.config import RateOptions, Table, not_negative, positive
-from nestpipe.config.load import finite, fit_leaf, known_words, memory_size
+from nestpipe.config.load import finite, fit_leaf, known_types, memory_size
 from nestpipe.config.sections import first_match, rates_of, refuse_idle
 from nestpipe.deprecated import renamed_fields
 from nestpipe.errors import ConfigError
@@ -49,7 +49,7 @@ class ParallelSettings(ReplicaOptions):
     state on each, by torch's FSDP. It changes only the order of sums."""
 
     def __post_init__(self) -> None:
-        known_words(self)
+        known_types(self)
         super().__post_init__()
         positive("groups", self.groups)
         positive("merge_every", self.merge_every)
@@ -86,7 +86,7 @@ class PipelineSettings(PipelineOptions):
     the sum of dense gradients."""
 
     def __post_init__(self) -> None:
-        known_words(self)
+        known_types(self)
         super().__post_init__()
         if self.plan not in (AUTO, *PLANS):
             raise ConfigError(f"plan is {self.plan!r}; use one of {', '.join((AUTO, *PLANS))}")
@@ -211,7 +211,6 @@ class RowSettings(RateOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        fit_leaf(RowOptimizerName, self.optimizer, "optimizer")
         positive("lr", self.lr)
         positive("eps", self.eps)
         _check_moments(self.optimizer, self.lr, self.betas, self.weight_decay)
@@ -253,7 +252,6 @@ class DenseSettings(RateOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        fit_leaf(DenseOptimizerName, self.optimizer, "optimizer")
         positive("lr", self.lr)
         not_negative("eps", self.eps)
         _check_moments(self.optimizer, self.lr, self.betas, self.weight_decay)
@@ -333,7 +331,7 @@ class ExecutionSettings:
     table may be full before. It has no effect on tables without a policy."""
 
     def __post_init__(self) -> None:
-        known_words(self)
+        known_types(self)
         positive("batch", self.batch)
         if not -(1 << 63) <= self.seed < 1 << 63:
             raise ConfigError(f"seed is {self.seed}; give a whole number of 64 bits")

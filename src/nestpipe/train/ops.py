@@ -227,6 +227,8 @@ class TrainingWork:
     _by_dtype: dict[torch.dtype, list[nn.Parameter]] = field(init=False)
     """The same; float32 is always there, because totals travel with such gradients."""
     _works: KnowsWork | None = field(init=False)
+    _without_gradient: set[str] | None = field(init=False, default=None)
+    """Of the first batch of a model that is not shipped: features that got none so far."""
     _means: list[str] = field(init=False)
     """Features whose rows are averaged."""
 
@@ -326,6 +328,12 @@ class TrainingWork:
         self.in_flight[op.batch].refreshed = self.tables.sync(op.batch)
 
     def dense(self, op: Op) -> None:
+        self._both_passes(op)
+        if self._without_gradient is not None:
+            self._warn_of_rows(self._without_gradient)
+            self._without_gradient = None
+
+    def _both_passes(self, op: Op) -> None:
         if self.graphs is not None and self._replayed(op, self.graphs):
             return
         buckets, last = self.grad_buckets, op == self.tables.shape.last_dense(op.batch)
@@ -383,12 +391,35 @@ class TrainingWork:
             pooled = {f.name for g in self.tables.groups for f in g.features if f.pooled}
             refuse_means(self._model, rows, state.micros[micro], pooled, self.shards)
             self._warn_of_weights(rows, state.micros[micro])
+            self._without_gradient = self._awaited(rows)
         with in_precision(self.device, self.precision):
             loss = loss_of(self._model, rows, state.micros[micro], self.dense_half)
         state.losses.append(loss.total.detach())
         state.weight += loss.weight
         self._see(op, state, loss.measured())
         return loss.total
+
+    def _awaited(self, rows: Mapping[str, Tensor]) -> set[str]:
+        """Features whose rows are yet to get a gradient; the backward pass takes them out."""
+        trained = {f.name for g in self.tables.groups if g.trainable for f in g.features}
+        awaited = {name for name, of in rows.items() if name in trained and of.numel()}
+
+        def came(gradient: Tensor | None, name: str) -> None:
+            if gradient is not None:
+                awaited.discard(name)
+
+        for name in awaited:
+            rows[name].register_hook(partial(came, name=name))
+        return awaited
+
+    def _warn_of_rows(self, features: set[str]) -> None:
+        """Tell of rows that are looked up and would never be trained."""
+        for name in sorted(features) if self.mesh.world.rank == 0 else ():
+            log.warning(
+                "`dense` of %s gives the rows of %r no gradient, so they stay as they are; use "
+                "them, or declare their table with trainable=False",
+                *(type(self._model).__name__, name),
+            )
 
     def _warn_of_weights(self, rows: Mapping[str, Tensor], batch: Batch) -> None:
         """Tell of weights that the model was given and does not read, as it trains without them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
@@ -32,12 +33,12 @@ from nestpipe.embedding.sharded import ShardedTables
 from nestpipe.embedding.store import RowStore, SsdOptions, open_store, ssd_options
 from nestpipe.embedding.store.protocol import ReadOnlyRows
 from nestpipe.embedding.table_groups import TableGroup, group_tables, mean_features
-from nestpipe.errors import ConfigError
+from nestpipe.errors import ConfigError, DataError
 from nestpipe.kernels.library import native_wanted
 from nestpipe.kernels.rows.segments import COMM_DTYPES
 from nestpipe.models.compiled import CompiledDense
 from nestpipe.models.metrics import CLICK_BINS, read_click_sums
-from nestpipe.models.protocol import KnowsWork, RecModel
+from nestpipe.models.protocol import KnowsWork, RecModel, kind_of
 from nestpipe.runtime import Lanes, StopSignal, Work, lanes_for, name_collectives, run, spans_for
 from nestpipe.runtime.cuda import RECORD_EVERY
 from nestpipe.runtime.executor import KEEP_BATCHES
@@ -70,6 +71,9 @@ from nestpipe.train.ops import (
     TrainingWork,
     drop_dense_faults,
 )
+
+
+log = logging.getLogger("nestpipe.train")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +110,8 @@ class EpochReader:
 
     def __next__(self) -> Batch:
         batch = next(self._batches)
+        if not isinstance(batch, Batch):
+            raise DataError(f"`batches` of the source gave {kind_of(batch)}; give a Batch")
         self.taken += 1
         return batch
 
@@ -142,7 +148,7 @@ class Trainer:
         around: Callable[[Work], Work] = lambda work: work,
     ) -> None:
         """Tests choose the lanes, and put something `around` the work, as `inject_delays` does."""
-        settings = settings or TrainSettings()
+        settings = _checked_settings(settings or TrainSettings(), tables)
         self.comm = comm or LocalCommunicator()
         self.device = choose_device(settings.device)
         self.settings, self.plan_reason = _with_plan(settings, self.device, self.comm.size)
@@ -440,6 +446,19 @@ class Trainer:
         Goes on where the trainer stands, also in the middle of an epoch after a checkpoint. The
         epoch of a stream has no end; it ends where the stream has nothing more for a while.
         """
+        if not callable(getattr(source, "batches", None)):
+            raise ConfigError(
+                f"{kind_of(source)} is no source; give `open_source(...)`, or an object with the "
+                "methods `batches(...)` and `empty()`"
+            )
+        if steps is not None and steps < 0:
+            raise ConfigError(f"steps is {steps}; give 0 or a number above it")
+        if self.progress.epoch >= epochs and steps != 0:
+            log.warning(
+                "nothing is trained: epochs is %d, and %d are done; it counts from the start, so "
+                "give %d for one more",
+                *(epochs, self.progress.epoch, self.progress.epoch + 1),
+            )
         self.model.train()
         left, self.idle = steps, False
         while self.progress.epoch < epochs and left != 0 and not self.stopped:
@@ -801,6 +820,12 @@ class Trainer:
 
     def rows_of(self, table: str, keys: Tensor) -> Tensor:
         """Weights of some rows, the same on every rank; for looking, not for training."""
+        keys = torch.as_tensor(keys)
+        if keys.dtype != torch.int64 or keys.ndim != 1:
+            raise ConfigError(
+                f"the keys of {table!r} are {str(keys.dtype).removeprefix('torch.')} of shape "
+                f"{tuple(keys.shape)}; give int64 in one dimension"
+            )
         for group, store in zip(self.groups, self.stores, strict=True):
             for number, declared in enumerate(group.tables):
                 if declared.name == table:
@@ -884,6 +909,14 @@ def _idle_and_untraced(work: TrainingWork, op: Op) -> bool:
 
 def _num_batches(trace: Trace) -> int:
     return len({span.batch for span in trace.spans})
+
+
+def _checked_settings(settings: TrainSettings, tables: Sequence[Table]) -> TrainSettings:
+    if not isinstance(settings, TrainSettings):
+        raise ConfigError(f"settings is {kind_of(settings)}; give TrainSettings(...)")
+    if strange := [table for table in tables if not isinstance(table, Table)]:
+        raise ConfigError(f"tables has {kind_of(strange[0])}; give a list of Table(...)")
+    return settings
 
 
 def _checked(model: nn.Module) -> nn.Module:
