@@ -497,7 +497,13 @@ def test_a_run_that_is_over_says_so(run, capsys: pytest.CaptureFixture[str]):
     ("settings", "told"),
     [
         (
-            ["run.batch=10", "run.eval_every=1", "run.early_stop=auc", "run.patience=1", "run.min_delta=1"],
+            [
+                "run.batch=10",
+                "run.eval_every=1",
+                "run.early_stop=auc",
+                "run.patience=1",
+                "run.min_delta=1",
+            ],
             "after step 2, where run.early_stop = 'auc' ended the run; set a larger run.patience",
         ),
         (["run.batch=20"], "after step 2, where run.epochs = 1 ends; set more to go on"),
@@ -892,7 +898,7 @@ def test_rows_that_get_no_gradient_are_told(caplog: pytest.LogCaptureFixture):
         """Looks two features up and reads one; a frozen one needs no gradient."""
 
         def sparse_keys(self, batch: Batch) -> Any:
-            return {name: batch.sparse["item"] for name in ("item", "cut", "left", "frozen")}
+            return dict.fromkeys(("item", "cut", "left", "frozen"), batch.sparse["item"])
 
         def dense(self, rows: dict[str, torch.Tensor], batch: Batch) -> Any:
             return super().dense({"item": rows["item"] + rows["cut"].detach()}, batch)

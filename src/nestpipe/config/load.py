@@ -80,8 +80,10 @@ def known_types(config: object, of: str = "") -> None:
 def _is_like(wanted: Any, given: object) -> bool:
     if get_origin(wanted) is tuple:
         # A string is a sequence too, of its letters.
-        listed = isinstance(given, Sequence) and not isinstance(given, str)
-        return listed and all(_is_like(get_args(wanted)[0], one) for one in given)
+        if not isinstance(given, Sequence) or isinstance(given, str):
+            return False
+        entries = cast("Sequence[object]", given)
+        return all(_is_like(get_args(wanted)[0], entry) for entry in entries)
     if wanted not in _LIKE:
         return True  # words, and sections, look at themselves
     return isinstance(given, _LIKE[wanted]) and (wanted is bool or not isinstance(given, bool))

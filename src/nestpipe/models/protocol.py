@@ -293,8 +293,8 @@ def check_measured(name: str, task: str, predictions: Tensor, labels: Tensor) ->
     strange = labels[(labels < 0) | (labels > 1)]
     if strange.numel():
         raise ModelError(
-            f"{what} have the label {float(strange[0]):g}, and metrics of clicks need 0 to 1; leave "
-            "predictions out, or give labels of 0 and 1"
+            f"{what} have the label {float(strange[0]):g}, and metrics of clicks need 0 to 1; "
+            "leave predictions out, or give labels of 0 and 1"
         )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from nestpipe.config import RateOptions, Table, not_negative, positive
-from nestpipe.config.load import finite, fit_leaf, known_types, memory_size
+from nestpipe.config.load import finite, known_types, memory_size
 from nestpipe.config.sections import first_match, rates_of, refuse_idle
 from nestpipe.deprecated import renamed_fields
 from nestpipe.errors import ConfigError

@@ -394,7 +394,17 @@ def idle_settings(config: JobConfig, ranks: int, model: nn.Module | None = None)
 
 
 _OF_ENCODERS = frozenset(
-    "dim init_std blocks heads attention_dim max_len num_items negatives encoder".split()
+    [
+        "dim",
+        "init_std",
+        "blocks",
+        "heads",
+        "attention_dim",
+        "max_len",
+        "num_items",
+        "negatives",
+        "encoder",
+    ]
 )
 _READ: Mapping[str, frozenset[str]] = {
     "dlrm": frozenset({"dim", "init_std", "bottom", "top"}),
@@ -406,7 +416,7 @@ _READ: Mapping[str, frozenset[str]] = {
 
 
 def _read_by_nobody(config: JobConfig, model: nn.Module | None) -> list[str]:
-    """Keys of `[model]` that are another model's, and sections of `[data]` that are other data's."""
+    """Keys of `[model]` of another model, and sections of `[data]` of other data."""
     found: list[str] = []
     kind, data, usual = config.model.kind, config.data, ModelConfig()
     if kind == "auto" and model is not None:

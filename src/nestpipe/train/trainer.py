@@ -72,7 +72,6 @@ from nestpipe.train.ops import (
     drop_dense_faults,
 )
 
-
 log = logging.getLogger("nestpipe.train")
 
 
@@ -946,7 +945,9 @@ def _state_fault(value: object) -> str:
         return "has no shape yet; call the model once before it is trained, or give its layer sizes"
     if value.is_complex():
         return "has complex numbers; keep real and imaginary parts, as torch.view_as_real does"
-    if any(size > 1 and not stride for size, stride in zip(value.shape, value.stride(), strict=True)):
+    if any(
+        size > 1 and not stride for size, stride in zip(value.shape, value.stride(), strict=True)
+    ):
         return "keeps one number for several entries; call .contiguous() on what was expanded"
     return ""
 
@@ -955,7 +956,9 @@ def _weights_of(source: Source) -> dict[str, str]:
     """The columns of weights of a source, and what of the config each follows from."""
     keys = {"weight": "data.parquet.sample_weight", "weights": "data.parquet.weights"}
     columns = getattr(source, "columns", ())  # one that a user wrote may have none
-    return {c.name: f"{keys[c.kind]}{f' of {c.of!r}' * bool(c.of)}" for c in columns if c.kind in keys}
+    return {
+        c.name: f"{keys[c.kind]}{f' of {c.of!r}' * bool(c.of)}" for c in columns if c.kind in keys
+    }
 
 
 def _work_of(model: nn.Module, balance: str) -> WorkOf | None:

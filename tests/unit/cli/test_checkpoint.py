@@ -111,7 +111,9 @@ def test_an_increment_keeps_its_parent(run: Any, copy: Path):
 
 def test_tensors_of_one_checkpoint_alone_have_no_difference_but_a_place():
     def holding(**tensors: torch.Tensor) -> Any:
-        return SimpleNamespace(dense=lambda: tensors, manifest=SimpleNamespace(tables=[], config={}))
+        return SimpleNamespace(
+            dense=lambda: tensors, manifest=SimpleNamespace(tables=[], config={})
+        )
 
     found = difference(
         holding(same=torch.ones(2), grown=torch.ones(2), moved=torch.ones(2), old=torch.ones(1)),

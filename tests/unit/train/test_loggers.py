@@ -109,7 +109,9 @@ def test_a_service_that_fails_meanwhile_ends_its_own_log_alone(
     def fail(*_: Any, **given: Any) -> None:
         raise ConnectionError("the service is gone")
 
-    run = SimpleNamespace(**{"log": lambda *_, **given: None, "finish": lambda: None, fails_at: fail})
+    run = SimpleNamespace(
+        **{"log": lambda *_, **given: None, "finish": lambda: None, fails_at: fail}
+    )
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **given: run))
     with MetricLoggers(["wandb", "jsonl"], str(tmp_path), {}) as loggers:
         for step in (1, 2):
