@@ -333,7 +333,8 @@ def _construct(cls: type[T], values: Mapping[str, Any], where: str) -> T:
         if not where:
             raise
         message = str(error)
-        begins_with_key = message.split(" ")[0] in {field.name for field in fields(cls)}
+        first = message.split(" ")[0].split("[")[0]  # also an entry of a list
+        begins_with_key = first in {field.name for field in fields(cls)}
         told = _join(where, message) if begins_with_key else f"in {where}: {message}"
         raise ConfigError(told) from error
 

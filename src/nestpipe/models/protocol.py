@@ -403,7 +403,7 @@ def make_own(
     kind: str, config: Mapping[str, Any], columns: Sequence[object]
 ) -> tuple[nn.Module, list[Table]]:
     """The model that a factory makes, and its tables; every fault of it is a sentence."""
-    factory = _found(kind)
+    factory = find_factory(kind, "model.kind")
     parameters = _positional(kind, factory)
     given: list[object] = [_config(kind, factory, parameters, config), columns]
     if not parameters and config:
@@ -419,12 +419,12 @@ def make_own(
     return _checked(kind, made)
 
 
-def _found(kind: str) -> Factory:
-    """The factory itself; modules are looked for in the working directory, too."""
+def find_factory(kind: str, key: str) -> Factory:
+    """What a key of the config names; modules are looked for in the working directory, too."""
     module_name, _, name = kind.partition(":")
     parts = [*module_name.split("."), name]
     if not all(part.isidentifier() for part in parts):
-        raise ConfigError(f"model.kind is {kind!r}; write it as 'package.module:factory'")
+        raise ConfigError(f"{key} is {kind!r}; write it as 'package.module:factory'")
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
@@ -433,11 +433,11 @@ def _found(kind: str) -> Factory:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise ConfigError(
-                f"model.kind is {kind!r}, and {module_name} imports {error.name}, which is not "
+                f"{key} is {kind!r}, and {module_name} imports {error.name}, which is not "
                 "installed; install it"
             ) from error
         raise ConfigError(
-            f"model.kind is {kind!r}, but there is no module {error.name!r} in the working "
+            f"{key} is {kind!r}, but there is no module {error.name!r} in the working "
             f"directory {here!r} or installed; check its name"
         ) from None
     except Exception as error:
@@ -445,7 +445,7 @@ def _found(kind: str) -> Factory:
     factory = getattr(module, name, None)
     if callable(factory):
         return factory
-    raise ConfigError(f"model.kind is {kind!r}, but {_no_factory(module, module_name, name)}")
+    raise ConfigError(f"{key} is {kind!r}, but {_no_factory(module, module_name, name)}")
 
 
 def _no_factory(module: object, module_name: str, name: str) -> str:

@@ -72,7 +72,7 @@ from nestpipe.train.config import (
     RowSettings,
     TrainSettings,
 )
-from nestpipe.train.loggers import LoggerName
+from nestpipe.train.loggers import known_logger
 from nestpipe.train.trainer import Trainer
 
 log = logging.getLogger("nestpipe.train")
@@ -217,8 +217,9 @@ class RunConfig(ExecutionSettings):
     folder of checkpoints, or that of logs, where there is one."""
     log: str = ""
     """Folder for logs; empty: none."""
-    loggers: tuple[LoggerName, ...] = ("tensorboard",)
-    """What is written there: `tensorboard`, `jsonl`, and with extras `wandb` and `mlflow`."""
+    loggers: tuple[str, ...] = ("tensorboard",)
+    """What is written there: `tensorboard`, `jsonl`, with extras `wandb` and `mlflow`, or your own:
+    `package.module:factory`."""
     log_every: int = 50
     """Write AUC and normalised entropy of training after every so many batches; 0: never."""
     adaptive: bool = False
@@ -242,6 +243,8 @@ class RunConfig(ExecutionSettings):
             not_negative(name, getattr(self, name))
         if self.threads > MOST_THREADS:
             raise ConfigError(f"threads is {self.threads}; give at most {MOST_THREADS:,}")
+        for place, name in enumerate(self.loggers):
+            known_logger(name, f"loggers[{place}]")
         positive("patience", self.patience)
         if self.adaptive_every < 8:
             raise ConfigError(

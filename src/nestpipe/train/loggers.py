@@ -20,14 +20,16 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 import numpy as np
 
 from nestpipe.checkpoint import disk
+from nestpipe.config.load import fit_leaf
 from nestpipe.dashboard.record import FAILED, FINISHED, STOPPED, RunRecorder
 from nestpipe.errors import ConfigError, NestpipeError
 from nestpipe.jagged import Jagged
+from nestpipe.models.protocol import find_factory, is_own, kind_of
 from nestpipe.schedule import Kind, Lane
 from nestpipe.trace import (
     IDLE,
@@ -370,7 +372,7 @@ class MlflowLogger:
         self._mlflow.end_run()
 
 
-_KINDS: Mapping[LoggerName, Callable[[Path, Mapping[str, object]], MetricLogger]] = {
+_KINDS: Mapping[str, Callable[[Path, Mapping[str, object]], MetricLogger]] = {
     "tensorboard": TensorBoardLogger,
     "jsonl": JsonLinesLogger,
     "wandb": WandbLogger,
@@ -388,20 +390,32 @@ def _extra(name: str) -> Any:
         ) from None
 
 
-REMOTE: frozenset[LoggerName] = frozenset({"wandb", "mlflow"})
-"""Clients of services, which have exceptions of their own, and are out of reach at times."""
+BUILT_IN: frozenset[LoggerName] = frozenset({"tensorboard", "jsonl"})
+"""Others are clients of services, out of reach at times, with exceptions of their own."""
 
 
-def _opened(name: LoggerName, folder: Path, config: Mapping[str, object]) -> MetricLogger:
+def known_logger(name: str, where: str) -> str:
+    """A name that `run.loggers` may have: a word, or the factory of a user's own."""
+    return name if is_own(name) else str(fit_leaf(LoggerName, name, where))
+
+
+def _opened(name: str, folder: Path, config: Mapping[str, object]) -> MetricLogger:
+    make = find_factory(name, "run.loggers") if is_own(name) else _KINDS[name]
     try:
-        return _KINDS[name](folder, config)
+        made = make(folder, config)
     except Exception as error:
-        if name not in REMOTE or isinstance(error, NestpipeError):
+        if name in BUILT_IN or isinstance(error, NestpipeError):
             raise
         raise ConfigError(
             f"run.loggers has {name!r}, which does not start ({_first_line(error)}); set what it "
             "needs, or leave it out"
         ) from error
+    if not (callable(getattr(made, "log", None)) and callable(getattr(made, "close", None))):
+        raise ConfigError(
+            f"run.loggers has {name!r}, which makes {kind_of(made)}; let it make an object with "
+            "`log(figures, step)` and `close()`"
+        )
+    return cast("MetricLogger", made)
 
 
 def _first_line(error: Exception) -> str:
@@ -412,13 +426,11 @@ def _first_line(error: Exception) -> str:
 class MetricLoggers:
     """Several loggers as one; none at all on ranks that do not log.
 
-    Where a service fails during a run, its log ends with a warning, and training goes on.
+    Where a service, or one of a user's own, fails during a run, its log ends with a warning.
     """
 
-    def __init__(
-        self, names: Sequence[LoggerName], folder: str, config: Mapping[str, object]
-    ) -> None:
-        self._loggers: dict[LoggerName, MetricLogger] = {}
+    def __init__(self, names: Sequence[str], folder: str, config: Mapping[str, object]) -> None:
+        self._loggers: dict[str, MetricLogger] = {}
         if folder:
             with disk.explained(f"the log {folder!r}"):
                 disk.make_folder(Path(folder))
@@ -436,11 +448,11 @@ class MetricLoggers:
         for name, logger in [*self._loggers.items()]:
             self._try(name, logger.close)
 
-    def _try(self, name: LoggerName, call: Callable[[], None]) -> None:
+    def _try(self, name: str, call: Callable[[], None]) -> None:
         try:
             call()
         except Exception as error:
-            if name not in REMOTE:
+            if name in BUILT_IN:
                 raise
             del self._loggers[name]
             log.warning("the log of %s ends here: %s", name, _first_line(error))

@@ -129,6 +129,39 @@ def test_a_logger_that_is_not_installed_is_named_with_its_extra(tmp_path, monkey
         MetricLoggers([name], str(tmp_path), {})
 
 
+OWN = """
+def folder(folder, config):
+    return folder
+
+
+class Lines:
+    def __init__(self, folder, config):
+        self.file = (folder / "own.txt").open("w")
+        print("batch", config["run.batch"], file=self.file)
+
+    def log(self, figures, step):
+        print(step, sorted(figures), file=self.file)
+
+    def close(self):
+        self.file.close()
+"""
+
+
+def test_a_logger_of_ones_own_is_named_like_a_model(tmp_path, monkeypatch):
+    (tmp_path / "lines_of_mine.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    run = build(JobConfig, {"run": {"loggers": ["lines_of_mine:Lines"]}}).run
+    with MetricLoggers(run.loggers, str(tmp_path), {"run.batch": 4}) as loggers:
+        loggers.log({"train/loss": 0.5}, 7)
+    assert (tmp_path / "own.txt").read_text() == "batch 4\n7 ['train/loss']\n"
+    with pytest.raises(ConfigError, match=r"run.loggers is 'lines_of_mine:Line', but .*Lines"):
+        MetricLoggers(["lines_of_mine:Line"], str(tmp_path), {})
+    with pytest.raises(ConfigError, match=r"which makes a PosixPath; let it make an object with"):
+        MetricLoggers(["lines_of_mine:folder"], str(tmp_path), {})
+    sys.modules.pop("lines_of_mine")
+
+
 def test_an_unknown_logger_is_refused():
     with pytest.raises(ConfigError, match=r"run.loggers\[0\] is 'tensorbord'; did you mean"):
         build(JobConfig, {"run": {"loggers": ["tensorbord"]}})
