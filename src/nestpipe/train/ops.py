@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from nestpipe.batch import Batch
 from nestpipe.comm.communicator import Mesh
 from nestpipe.comm.peer_failure import STOP
+from nestpipe.data import HISTORY
 from nestpipe.data.clustering import How, WorkOf, even_parts, micro_batches
 from nestpipe.embedding.device_tables import DeviceTables
 from nestpipe.embedding.optimizers import constant
@@ -33,6 +34,7 @@ from nestpipe.kernels.index.steady import StepNews
 from nestpipe.kernels.library import native_wanted
 from nestpipe.kernels.rows.native import Gradients, all_within
 from nestpipe.kernels.rows.segments import Segments, empty_rows, sum_segments
+from nestpipe.models import HstuRanker, HstuRetriever
 from nestpipe.models.metrics import click_sums
 from nestpipe.models.protocol import (
     DenseHalf,
@@ -196,6 +198,8 @@ class TrainingWork:
     """Replays the dense half, where the model can be captured."""
     check_sums: bool = False
     """Whether the first loss is compared with those of its halves: a model that is not shipped."""
+    global_batch: int = 0
+    """The most samples that a batch should have over all ranks; 0: any number."""
     weights: Mapping[str, str] = field(default_factory=dict[str, str])
     """Columns of weights that the data has, and what of the config each follows from."""
     non_finite: str = "stop"
@@ -227,6 +231,8 @@ class TrainingWork:
     _by_dtype: dict[torch.dtype, list[nn.Parameter]] = field(init=False)
     """The same; float32 is always there, because totals travel with such gradients."""
     _works: KnowsWork | None = field(init=False)
+    _max_len: int = field(init=False)
+    """The longest history that a shipped encoder is made for; 0: nobody is to be told."""
     _without_gradient: set[str] | None = field(init=False, default=None)
     """Of the first batch of a model that is not shipped: features that got none so far."""
     _means: list[str] = field(init=False)
@@ -238,6 +244,8 @@ class TrainingWork:
         self._by_dtype = {torch.float32: []}
         for parameter in self._parameters:
             self._by_dtype.setdefault(parameter.dtype, []).append(parameter)
+        encodes = isinstance(self.model, HstuRetriever | HstuRanker)
+        self._max_len = self.model.config.max_len if encodes and self.mesh.world.rank == 0 else 0
         self._works = self.model if isinstance(self.model, KnowsWork) else None
         self._means = mean_features(self.tables.groups)
 
@@ -273,11 +281,23 @@ class TrainingWork:
 
     def prefetch(self, op: Op) -> None:
         batch = next(self.batches, self.empty)
+        if self._max_len and batch.size:
+            self._warn_of_length(batch.sparse[HISTORY].lengths)
         micros = self.splitter.split(batch, self._model, self.tables.table_of)
         if self.device.type == "cuda":
             micros = [micro.pin_memory() for micro in micros]
         flops = 0.0 if self._works is None else float(self._works.step_flops(batch).sum())
         self.in_flight[op.batch] = TrainingBatch(micros, flops=flops)
+
+    def _warn_of_length(self, lengths_B: Tensor) -> None:
+        """Tell once of histories for whose later positions the encoder has no weights."""
+        if (longest := int(lengths_B.max())) > self._max_len:
+            log.warning(
+                "a history has %d items and model.max_len is %d, so later positions look alike; "
+                "set a larger one, or let the data keep fewer items",
+                *(longest, self._max_len),
+            )
+            self._max_len = 0
 
     def copy(self, op: Op) -> None:
         state = self.in_flight[op.batch]
@@ -312,11 +332,23 @@ class TrainingWork:
         mine = sum(micro.size for micro in state.on_host)
         total = self.tables.counts(op.batch, mine + STOP * self.stop_wanted())
         state.samples = total % STOP
+        if state.samples > self.global_batch > 0:
+            self._warn_of_samples(state.samples)
         state.asked = self.tables.keys_asked(op.batch)
         if total == 0 or total >= STOP:
             self.data_ended = state.samples == 0
             self.stopped = total >= STOP
             self.end.found_at(op.batch)
+
+    def _warn_of_samples(self, samples: int) -> None:
+        """Tell once of a source that gives every rank the whole batch, or has a size of its own."""
+        if self.mesh.world.rank == 0:
+            log.warning(
+                "a batch has %d samples over %d ranks, and settings say %d: `batches` of the source "
+                "gives a rank its share of `global_batch` samples, else ranks train the same ones",
+                *(samples, self.mesh.world.size, self.global_batch),
+            )
+        self.global_batch = 0
 
     def retrieve(self, op: Op) -> None:
         self.in_flight[op.batch].read = self.tables.retrieve(op.batch)

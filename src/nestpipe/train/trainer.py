@@ -576,6 +576,7 @@ class Trainer:
             end=StopSignal(most),
             stop_wanted=self.stop_wanted,
             check_sums=step == 0 and not _is_shipped(self.model),
+            global_batch=settings.batch,
             weights=_weights_of(source),
             precision=settings.precision,
             non_finite=settings.non_finite,

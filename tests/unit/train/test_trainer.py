@@ -430,6 +430,21 @@ def test_losses_fall():
     assert sum(losses[-7:]) < 0.7 * sum(losses[:7])
 
 
+class Undealt(Samples):
+    """Gives every rank the whole batch."""
+
+    def batches(self, **given: int) -> Iterator[Batch]:
+        return super().batches(**{**given, "rank": 0, "ranks": 1})  # type: ignore[arg-type]
+
+
+def test_ranks_that_train_the_same_samples_are_told_once(caplog):
+    train(2, source=Samples(make_samples()), steps=2)
+    assert not caplog.records
+    train(2, source=Undealt(make_samples()), steps=2)
+    (told,) = caplog.records
+    assert told.getMessage().startswith("a batch has 32 samples over 2 ranks, and settings say 16:")
+
+
 def test_data_without_samples_is_refused():
     with pytest.raises(ConfigError, match="no samples"):
         train(1, source=Samples(make_samples().empty()))
