@@ -344,8 +344,9 @@ class TrainingWork:
         """Tell once of a source that gives every rank the whole batch, or has a size of its own."""
         if self.mesh.world.rank == 0:
             log.warning(
-                "a batch has %d samples over %d ranks, and settings say %d: `batches` of the source "
-                "gives a rank its share of `global_batch` samples, else ranks train the same ones",
+                "a batch has %d samples over %d ranks, and settings say %d: `batches` of the "
+                "source gives a rank its share of `global_batch` samples, else ranks train the "
+                "same ones",
                 *(samples, self.mesh.world.size, self.global_batch),
             )
         self.global_batch = 0
