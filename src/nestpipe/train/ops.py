@@ -244,8 +244,9 @@ class TrainingWork:
         self._by_dtype = {torch.float32: []}
         for parameter in self._parameters:
             self._by_dtype.setdefault(parameter.dtype, []).append(parameter)
-        encodes = isinstance(self.model, HstuRetriever | HstuRanker)
-        self._max_len = self.model.config.max_len if encodes and self.mesh.world.rank == 0 else 0
+        self._max_len = 0
+        if isinstance(self.model, HstuRetriever | HstuRanker) and self.mesh.world.rank == 0:
+            self._max_len = self.model.config.max_len
         self._works = self.model if isinstance(self.model, KnowsWork) else None
         self._means = mean_features(self.tables.groups)
 
