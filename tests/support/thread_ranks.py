@@ -74,6 +74,7 @@ class _ThreadCommunicator:
             place.copy_(piece)
 
     def all_reduce(self, tensor: Tensor) -> None:
+        assert tensor.is_contiguous(), "sums work in place on contiguous memory"
         self._sent += bytes_of_sum(tensor, self.size)
         first, *others = self._all("all_reduce", tensor.detach().clone())
         total = first.clone()

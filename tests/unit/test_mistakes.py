@@ -7,8 +7,10 @@ these: `models/test_factory.py`, `cli/test_export.py`, `serve/http/test_instance
 
 import gzip
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from datetime import datetime
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +32,20 @@ from nestpipe import (
     PipelineSettings,
     RowSettings,
     Table,
+    TaskLoss,
     Trainer,
     TrainSettings,
     launch,
 )
 from nestpipe.cli.app import main
-from nestpipe.config import build
+from nestpipe.config import build, load
 from nestpipe.errors import LossError, NestpipeError
+from nestpipe.models import HstuConfig, HstuRetriever, SampledSoftmaxConfig
 from nestpipe.models.dlrm import table_names
 from nestpipe.train.config import JobConfig, ModelConfig
 from nestpipe.train.job import idle_settings
+
+CONFIGS = Path(__file__).parents[2] / "configs"
 
 # On the command line
 
@@ -275,6 +281,10 @@ SPLITS: dict[str, tuple[list[str], str]] = {
         "label of aged.parquet is a label and named",
     ),
     "a name for a list": (["data.parquet.sparse=user"], "sparse is 'user'; give a list"),
+    "a label that is ignored": (
+        ["data.parquet={ignore=['label'], dense=['age']}"],
+        "the data has no label; name its column in data.parquet.labels",
+    ),
     "a history that is a number": (
         ["data.parquet={history='user'}", "model.kind=hstu"],
         "which cannot be a list of items per row",
@@ -423,6 +433,18 @@ IDLE: dict[str, tuple[dict[str, Any], str]] = {
         {"model": {"kind": "own:make", "dim": 64}},
         "model.dim does nothing: own:make reads [model.config] alone",
     ),
+    "heads of a model without attention": (
+        {"model": {"kind": "dlrm", "heads": 4}},
+        "model.heads does nothing: dlrm does not read it",
+    ),
+    "made-up data beside one's own": (
+        {"data": {"kind": "parquet", "path": "x", "synthetic": {"samples": 5}}},
+        "data.synthetic does nothing: data.kind is 'parquet'",
+    ),
+    "histories longer than they are read": (
+        {"data": {"kind": "parquet", "path": "x"}, "model": {"kind": "hstu", "max_len": 1000}},
+        "model.max_len is 1000, but of each history the latest 200 items are kept; set data.parq",
+    ),
 }
 
 
@@ -436,6 +458,21 @@ def test_a_setting_that_does_nothing_is_told(setting: str):
 def test_nothing_is_said_of_settings_that_do_something():
     run = {"checkpoint": "x", "checkpoint_every": 5, "log": "y", "loggers": ["jsonl"]}
     assert idle_settings(build(JobConfig, {"run": run}), ranks=1) == []
+
+
+def test_what_auto_stands_for_reads_its_own_keys():
+    config = build(JobConfig, {"model": {"blocks": 3, "top": [8]}})
+    clicks = Dlrm(DlrmConfig(features=("a", "b"), dense_features=1))
+    sequences = HstuRetriever(HstuConfig(), SampledSoftmaxConfig(num_items=5))
+    assert idle_settings(config, 1, clicks) == ["model.blocks does nothing: dlrm does not read it"]
+    assert idle_settings(config, 1, sequences) == ["model.top does nothing: hstu does not read it"]
+
+
+@pytest.mark.parametrize(
+    "path", sorted({*CONFIGS.glob("*.toml")} - {CONFIGS / "offer.toml"}), ids=lambda path: path.stem
+)
+def test_configs_to_start_from_have_no_setting_that_does_nothing(path: Path):
+    assert idle_settings(load(JobConfig, path), ranks=1) == []
 
 
 def test_a_warning_does_not_end_the_run(run, caplog: pytest.LogCaptureFixture):
@@ -455,6 +492,59 @@ def test_a_run_that_is_over_says_so(run, capsys: pytest.CaptureFixture[str]):
     assert stop.value.code == 0
     assert "nothing to train after step 1, where run.steps = 1 ends; set more to go on" in out
     assert "nan" not in out
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (
+            [
+                "run.batch=10",
+                "run.eval_every=1",
+                "run.early_stop=auc",
+                "run.patience=1",
+                "run.min_delta=1",
+            ],
+            "after step 2, where run.early_stop = 'auc' ended the run; set a larger run.patience",
+        ),
+        (["run.batch=20"], "after step 2, where run.epochs = 1 ends; set more to go on"),
+    ],
+)
+def test_what_ended_a_run_that_is_over_is_what_is_blamed(
+    run, capsys: pytest.CaptureFixture[str], settings: list[str], told: str
+):
+    saving = [*GENERATED, *assign("run.checkpoint=runs", "run.steps=9", *settings)]
+    for more in ([], ["--resume", "auto"]):
+        with pytest.raises(SystemExit) as stop:
+            main(["train", *saving, *more])
+        assert stop.value.code == 0
+    assert f"nothing to train {told}" in capsys.readouterr().out
+
+
+def test_columns_that_types_have_chosen_are_told(run, capsys: pytest.CaptureFixture[str]):
+    write_odd_files()
+    given = assign("data.path=aged.parquet", "run.steps=1", "run.batch=20", "run.device=cpu")
+    for more in ([], assign("data.parquet.sparse=['user', 'item']")):
+        with pytest.raises(SystemExit):
+            main(["train", *PARQUET, *given, *more])
+    out = capsys.readouterr().out
+    assert out.count("columns by their types: keys user, item; numbers age; name them in") == 1
+
+
+def test_before_the_first_batch_the_bar_shows_no_figures(
+    run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    class Terminal(StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with pytest.raises(SystemExit):
+        main(["train", *GENERATED])
+    assert "the first batch" in terminal.getvalue()
+    assert "loss 0." in terminal.getvalue()
+    assert "nan" not in terminal.getvalue()
 
 
 def test_training_on_the_test_split_is_told(run, capsys: pytest.CaptureFixture[str]):
@@ -511,14 +601,14 @@ KEYS = Jagged.from_lists([[1], [2], [3], [1]])
 class Clicks:
     """A source of one batch of four samples, three times."""
 
-    def __init__(self, batch: Batch | None = None) -> None:
+    def __init__(self, batch: Any = None) -> None:
         self.batch = batch or Batch(4, {"label": LABELS}, {"item": KEYS})
 
     def batches(self, **_: object) -> Iterator[Batch]:
         return iter([self.batch] * 3)
 
     def empty(self) -> Batch:
-        return self.batch.empty()
+        return Batch(0, {"label": LABELS[:0]}, {"item": Jagged.from_lists([])})
 
 
 class Own(nn.Module):
@@ -543,9 +633,13 @@ class Own(nn.Module):
         return Loss(losses.sum(), batch.size, torch.sigmoid(logits.detach()), label)
 
 
-def fit(model: nn.Module, tables: list[Table] | None = None, batch: Batch | None = None) -> None:
+def trainer_of(model: nn.Module, tables: list[Table] | None = None) -> Trainer:
     tables = tables if tables is not None else [Table(name="item", dim=4)]
-    trainer = Trainer(model, tables, TrainSettings(batch=4, device="cpu"))
+    return Trainer(model, tables, TrainSettings(batch=4, device="cpu"))
+
+
+def fit(model: nn.Module, tables: list[Table] | None = None, batch: Batch | None = None) -> None:
+    trainer = trainer_of(model, tables)
     try:
         trainer.fit(Clicks(batch))  # type: ignore[arg-type]
     finally:
@@ -574,6 +668,25 @@ def with_nan() -> nn.Module:
     with torch.no_grad():
         model.top.weight.fill_(float("nan"))
     return model
+
+
+def holding(part: nn.Module | nn.Parameter) -> nn.Module:
+    model = Own()
+    model.part = part
+    return model
+
+
+def holding_a_mask() -> nn.Module:
+    model = Own()
+    model.register_buffer("mask", torch.ones(1).expand(4))
+    return model
+
+
+class Noted(nn.Module):
+    """Keeps what is no tensor in its state."""
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"version": 1}
 
 
 ITEM = Table(name="item", dim=4)
@@ -705,6 +818,65 @@ PYTHON: dict[str, tuple[Callable[[], object], str]] = {
         "is inside another function, so a new process cannot import it",
     ),
     "no ranks": (lambda: launch(fit, ranks=0), "ranks is 0; start at least 1"),  # type: ignore[arg-type]
+    "a layer without a size": (
+        lambda: fit(holding(nn.LazyLinear(1))),
+        "'part.weight' of Own has no shape yet; call the model once before",
+    ),
+    "sparse gradients": (
+        lambda: fit(holding(nn.Embedding(9, 4, sparse=True))),
+        "'part' of Own is an Embedding with sparse=True, whose gradients",
+    ),
+    "complex weights": (
+        lambda: fit(holding(nn.Parameter(torch.ones(2, dtype=torch.complex64)))),
+        "'part' of Own has complex numbers; keep real and imaginary parts",
+    ),
+    "one number for many": (
+        lambda: fit(holding_a_mask()),
+        "'mask' of Own keeps one number for several entries; call .contiguous()",
+    ),
+    "a state that is no tensor": (
+        lambda: fit(holding(Noted())),
+        "'part._extra_state' of Own is a dict, which no checkpoint holds; make it a buffer",
+    ),
+    "a share of no task": (
+        lambda: Loss.of_tasks({"buy": TaskLoss(torch.ones(1), 1)}, 1, shares={"bye": 2.0}),
+        "shares has 'bye', which is no task; there are buy",
+    ),
+    "ratings as labels of predictions": (
+        lambda: fit(
+            loss(lambda losses, batch: Loss(losses.sum(), len(losses), losses * 0, losses * 0 + 4))
+        ),
+        "have the label 4, and metrics of clicks need 0 to 1; leave predictions out",
+    ),
+    "half a batch": (lambda: TrainSettings(batch=2.5), "batch is 2.5; give a whole number"),  # type: ignore[arg-type]
+    "a rate in quotes": (lambda: RowSettings(lr="0.1"), "lr is '0.1'; give a number such as"),  # type: ignore[arg-type]
+    "half a width": (lambda: Table(name="t", dim=4.5), "dim of table 't' is 4.5; give a whole"),  # type: ignore[arg-type]
+    "a feature for a list": (
+        lambda: Table(name="t", dim=4, features="items"),  # type: ignore[arg-type]
+        "features of table 't' is 'items'; give a list",
+    ),
+    "a frozen table for a list": (lambda: RowSettings(frozen="items"), "frozen is 'items'; give"),  # type: ignore[arg-type]
+    "settings as a dict": (
+        lambda: Trainer(Own(), [ITEM], {"batch": 4}),  # type: ignore[arg-type]
+        "settings is a dict; give TrainSettings(...)",
+    ),
+    "tables by name": (lambda: Trainer(Own(), ["item"]), "tables has a str; give a list of Table"),  # type: ignore[list-item]
+    "a list as a source": (
+        lambda: trainer_of(Own()).fit([]),  # type: ignore[arg-type]
+        "a list is no source; give `open_source(...)`, or an object with the methods `batches",
+    ),
+    "batches as dicts": (
+        lambda: trainer_of(Own()).fit(Clicks({"label": LABELS})),  # type: ignore[arg-type]
+        "`batches` of the source gave a dict; give a Batch",
+    ),
+    "steps below zero": (
+        lambda: trainer_of(Own()).fit(Clicks(), steps=-1),  # type: ignore[arg-type]
+        "steps is -1; give 0 or a number above it",
+    ),
+    "rows of 32-bit keys": (
+        lambda: trainer_of(Own()).rows_of("item", KEYS.values.int()),
+        "the keys of 'item' are int32 of shape (4,); give int64 in one dimension",
+    ),
     "rows of no table": (
         lambda: Trainer(Own(), [ITEM], TrainSettings(device="cpu")).rows_of("itm", KEYS.values),
         "there is no table 'itm'",
@@ -720,6 +892,37 @@ def test_a_mistake_in_python_is_one_sentence(mistake: str):
     assert told in str(caught.value)
     assert "\n" not in str(caught.value)
     assert caught.value.exit_status == 2
+
+
+def test_rows_that_get_no_gradient_are_told(caplog: pytest.LogCaptureFixture):
+    class Forgets(Own):
+        """Looks two features up and reads one; a frozen one needs no gradient."""
+
+        def sparse_keys(self, batch: Batch) -> Any:
+            return dict.fromkeys(("item", "cut", "left", "frozen"), batch.sparse["item"])
+
+        def dense(self, rows: dict[str, torch.Tensor], batch: Batch) -> Any:
+            return super().dense({"item": rows["item"] + rows["cut"].detach()}, batch)
+
+    frozen = Table(name="frozen", dim=4, trainable=False)
+    fit(Forgets(), [ITEM, Table(name="cut", dim=4), Table(name="left", dim=4), frozen])
+    said = "`dense` of Forgets gives the rows of '{}' no gradient, so they stay as they are; "
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 2
+    assert told[0].startswith(said.format("cut"))
+    assert told[1].startswith(said.format("left"))
+
+
+def test_a_fit_that_trains_nothing_says_so(caplog: pytest.LogCaptureFixture):
+    trainer = trainer_of(Own())
+    for epochs in (1, 1, 2):
+        trainer.fit(Clicks(), epochs=epochs)  # type: ignore[arg-type]
+    assert trainer.progress.step == 6
+    (told,) = caplog.records
+    assert told.getMessage() == (
+        "nothing is trained: epochs is 1, and 1 are done; it counts from the start, so give 2 for "
+        "one more"
+    )
 
 
 def test_weights_that_are_nan_end_the_run_before_a_row_moves():

@@ -310,8 +310,8 @@ class Difference:
 
     settings: dict[str, tuple[object, object]]
     """By name; one that only one of them has is None in the other."""
-    tensors: dict[str, float]
-    """Dense tensors that differ, with the largest difference; nan where shapes differ."""
+    tensors: dict[str, float | str]
+    """Dense tensors that differ, with the largest difference, or why there is none."""
     rows: dict[str, TableDifference]
 
     @property
@@ -355,9 +355,11 @@ def _equal(one: Tensor | None, other: Tensor | None) -> bool:
     return one is not None and other is not None and torch.equal(one, other)
 
 
-def _largest(one: Tensor | None, other: Tensor | None) -> float:
-    if one is None or other is None or one.shape != other.shape:
-        return float("nan")
+def _largest(one: Tensor | None, other: Tensor | None) -> float | str:
+    if one is None or other is None:
+        return "only in the second" if one is None else "only in the first"
+    if one.shape != other.shape:
+        return f"of shape {tuple(one.shape)} and {tuple(other.shape)}"
     return float((one.double() - other.double()).abs().max())
 
 

@@ -175,7 +175,8 @@ def diff(one: CheckpointPath, other: CheckpointPath, json: JsonFile = None) -> N
         for name, (ours, theirs) in found.settings.items():
             console().print(f"{name}: {ours} and {theirs}", markup=False, soft_wrap=True)
         for name, most in found.tensors.items():
-            console().print(f"{name}: differs by at most {most:.3g}", markup=False)
+            told = most if isinstance(most, str) else f"differs by at most {most:.3g}"
+            console().print(f"{name}: {told}", markup=False)
         for name, of in found.rows.items():
             console().print(
                 f"{name}: {of.changed:,} of {of.common:,} common rows differ; "

@@ -149,11 +149,11 @@ def _trained(job: Job, json: str | None, threads: str) -> TrainResult:
     trainer = job.trainer
     said = [trainer.plan_reason, *([trainer.mesh.reason] if trainer.mesh.groups > 1 else [])]
     said += [trainer.dense_half.reason] if trainer.dense_half is not None else []
-    said += [threads, _split_sentence(job), *_stream_sentence(job)]
+    said += [threads, *_columns_sentence(job), _split_sentence(job), *_stream_sentence(job)]
     if trainer.comm.rank == 0 and json != STDOUT:
         console().print("\n".join(said), markup=False, soft_wrap=True)
     if trainer.comm.rank == 0:
-        for sentence in idle_settings(job.config, trainer.comm.size):
+        for sentence in idle_settings(job.config, trainer.comm.size, trainer.model):
             log.warning("%s", sentence)
     with _progress(total_steps(job), trainer) as (tell, tell_metrics):
         if not job.config.run.adaptive:
@@ -175,6 +175,22 @@ def _stream_sentence(job: Job) -> list[str]:
     then = "the run ends" if data.stream.on_idle == "end" else "it saves and waits on"
     return [
         f"following {data.path}: after {data.stream.idle_s:g} s without enough for {enough} {then}"
+    ]
+
+
+def _columns_sentence(job: Job) -> list[str]:
+    """What the types of a file's columns have decided: one may be there that nobody meant."""
+    data, columns = job.config.data, job.train.columns
+    named = data.parquet.sparse or data.parquet.dense or data.parquet.history
+    if data.kind not in ("parquet", "stream") or named:
+        return []
+    keys = [column.name for column in columns if column.kind == "keys"]
+    numbers = [name for column in columns if column.kind == "features" for name in column.fields]
+    used = {"keys": keys, "numbers": numbers}
+    told = [f"{what} {', '.join(names)}" for what, names in used.items() if names]
+    return [
+        f"columns by their types: {'; '.join(told)}; name them in data.parquet.sparse and dense "
+        "for others"
     ]
 
 
@@ -225,7 +241,8 @@ def evaluate(
         if json is not None:
             write_json(json, metrics)
         if json != STDOUT:
-            _print_metrics(f"evaluation on the {job.eval_split} split", metrics)
+            which = f"{job.trainer.loaded_from} on the {job.eval_split} split"
+            _print_metrics(f"evaluation of {which}", metrics)
     job.trainer.close()
     comm.close()
 
@@ -246,9 +263,9 @@ def _progress(total: int | None, trainer: Trainer) -> Generator[tuple[Tell, Tell
         TextColumn("training"),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]:.4f}"),
+        TextColumn("{task.fields[loss]}"),
         TextColumn("{task.fields[running]}"),
-        TextColumn("{task.fields[speed]:,.0f} samples/s"),
+        TextColumn("{task.fields[speed]}"),
         TimeRemainingColumn(),
     )
     start, samples, spoke = time.monotonic(), 0, 0.0
@@ -256,7 +273,7 @@ def _progress(total: int | None, trainer: Trainer) -> Generator[tuple[Tell, Tell
     with Progress(*columns, console=shown, transient=True) as bar:
         done = trainer.progress.step
         task = bar.add_task(
-            "", total=total, completed=done, loss=float("nan"), speed=0.0, running=""
+            "", total=total, completed=done, loss="the first batch", speed="", running=""
         )
 
         def tell(report: StepReport) -> None:
@@ -266,7 +283,8 @@ def _progress(total: int | None, trainer: Trainer) -> Generator[tuple[Tell, Tell
             if now - spoke >= LOG_EVERY_S:
                 spoke = now
                 bar.update(task, running=_running(trainer).removeprefix(", "))
-            bar.update(task, completed=report.step, loss=report.loss, speed=samples / (now - start))
+            loss, speed = f"loss {report.loss:.4f}", f"{samples / (now - start):,.0f} samples/s"
+            bar.update(task, completed=report.step, loss=loss, speed=speed)
 
         yield tell, _metric_line(lambda line: shown.print(line.rstrip(), markup=False))
 
@@ -352,7 +370,7 @@ def _show(outcome: TrainResult, job: Job, json: str | None) -> None:
     if json == STDOUT:
         return
     if not outcome.samples_per_s:
-        console().print(_nothing_sentence(outcome.steps, job.config), markup=False, soft_wrap=True)
+        console().print(_nothing_sentence(outcome, job.config), markup=False, soft_wrap=True)
     else:
         on = f", evaluated on the {outcome.split} split" if outcome.split else ""
         speed = {"train loss": outcome.loss, "samples/s": outcome.samples_per_s}
@@ -378,12 +396,18 @@ def _show(outcome: TrainResult, job: Job, json: str | None) -> None:
         console().print("stopped by a signal; --resume auto goes on from there", markup=False)
 
 
-def _nothing_sentence(step: int, config: JobConfig) -> str:
+def _nothing_sentence(outcome: TrainResult, config: JobConfig) -> str:
     """Why a run had no batch to train."""
-    if config.data.kind == "stream":
+    step, run = outcome.steps, config.run
+    if outcome.early is not None and outcome.early.ended:
+        return (
+            f"nothing to train after step {step}, where run.early_stop = {run.early_stop!r} ended "
+            "the run; set a larger run.patience to go on"
+        )
+    by_steps = 0 < run.steps <= step
+    if config.data.kind == "stream" and not by_steps:
         return f"nothing to train after step {step}: {config.data.path} has no whole batch more"
-    run = config.run
-    ends = f"run.steps = {run.steps}" if run.steps else f"run.epochs = {run.epochs}"
+    ends = f"run.steps = {run.steps}" if by_steps else f"run.epochs = {run.epochs}"
     return f"nothing to train after step {step}, where {ends} ends; set more to go on"
 
 

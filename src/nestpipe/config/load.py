@@ -11,10 +11,12 @@ from __future__ import annotations
 import math
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
 from difflib import get_close_matches
 from enum import StrEnum
+from numbers import Integral, Real
+from os import PathLike
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import (
@@ -61,11 +63,38 @@ def fraction(name: str, value: float) -> None:
         raise ConfigError(f"{name} is {value}; give a number from 0 to 1")
 
 
-def known_words(config: object) -> None:
-    """Refuse a field that is none of the words of its `Literal`; for configs made in Python."""
+def known_types(config: object, of: str = "") -> None:
+    """Refuse a field of another type, or none of its words; for configs made in Python.
+
+    Python may give what a file has no form for: numbers of numpy, paths, any sequence. `of` follows
+    the name of the field in what is said.
+    """
     for name, wanted in get_type_hints(type(config)).items():
+        given = getattr(config, name)
         if get_origin(wanted) is Literal:
-            fit_leaf(wanted, getattr(config, name), name)
+            fit_leaf(wanted, given, name + of)
+        elif not _is_like(wanted, given):
+            raise ConfigError(f"{name}{of} is {show(given)}; {advice(wanted, given)}")
+
+
+def _is_like(wanted: Any, given: object) -> bool:
+    if get_origin(wanted) is tuple:
+        # A string is a sequence too, of its letters.
+        if not isinstance(given, Sequence) or isinstance(given, str):
+            return False
+        entries = cast("Sequence[object]", given)
+        return all(_is_like(get_args(wanted)[0], entry) for entry in entries)
+    if wanted not in _LIKE:
+        return True  # words, and sections, look at themselves
+    return isinstance(given, _LIKE[wanted]) and (wanted is bool or not isinstance(given, bool))
+
+
+_LIKE: Mapping[object, tuple[type, ...]] = {
+    int: (Integral,),
+    float: (Real,),
+    bool: (bool,),
+    str: (str, PathLike),
+}
 
 
 _MEMORY_UNITS = {"kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
@@ -107,6 +136,7 @@ _GIVE = {
 _GIVE_LIST = {
     int: "a list of whole numbers such as [1, 2]",
     float: "a list of numbers such as [0.5, 2.0]",
+    str: 'a list such as ["a", "b"]',
 }
 
 
@@ -303,7 +333,8 @@ def _construct(cls: type[T], values: Mapping[str, Any], where: str) -> T:
         if not where:
             raise
         message = str(error)
-        begins_with_key = message.split(" ")[0] in {field.name for field in fields(cls)}
+        first = message.split(" ")[0].split("[")[0]  # also an entry of a list
+        begins_with_key = first in {field.name for field in fields(cls)}
         told = _join(where, message) if begins_with_key else f"in {where}: {message}"
         raise ConfigError(told) from error
 

@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Literal
 
-from nestpipe.config.load import fit_leaf, fraction, not_negative, positive
+from nestpipe.config.load import fit_leaf, fraction, known_types, not_negative, positive
 from nestpipe.errors import ConfigError
 
 TOKEN_VARIABLE = "NESTPIPE_TOKEN"
@@ -162,12 +162,11 @@ class Table(RowPolicy):
     """Off: rows are read, and never updated or inserted."""
 
     def __post_init__(self) -> None:
+        known_types(self, f" of table {self.name!r}")
         # `super()` does not know a class with slots.
         RowPolicy.__post_init__(self)
         if not self.name.isidentifier():
             raise ConfigError(f"a table cannot be called {self.name!r}; use letters, digits and _")
-        for name, words in (("pooling", Pooling), ("dtype", RowDtype), ("placement", Placement)):
-            fit_leaf(words, getattr(self, name), f"{name} of table {self.name!r}")
         positive("dim", self.dim)
         not_negative("init_std", self.init_std)
         if self.dtype == "float16" and self.init_std > MOST_FLOAT16_STD:
@@ -209,7 +208,7 @@ class RateOptions:
     """Other rates by name, such as `["user_*=0.01"]`; the first pattern that fits counts."""
 
     def __post_init__(self) -> None:
-        fit_leaf(ScheduleName, self.schedule, "schedule")
+        known_types(self)
         not_negative("warmup_steps", self.warmup_steps)
         not_negative("decay_steps", self.decay_steps)
         positive("decay", self.decay)

@@ -89,15 +89,18 @@ def find_remote_files(
 
     As on disk, names that begin with `.` or `_` are no data.
     """
-    filesystem, top = open_filesystem(uri)
+    filesystem, top = open_filesystem(uri, key)
     try:
         (about,) = filesystem.get_file_info([top])
         if about.type == arrow_fs.FileType.File:
             return [_remote(uri, about, filesystem)]
+        if about.type == arrow_fs.FileType.NotFound:
+            raise DataError(f"there is no file or folder {uri!r}; check {key}")
         found = filesystem.get_file_info(arrow_fs.FileSelector(top, recursive=True))
-    except (OSError, pa.ArrowException) as error:
-        reason = str(error).splitlines()[0]
-        raise DataError(f"cannot read {uri!r} ({reason}); check {key}") from None
+    except DataError:
+        raise
+    except Exception as error:  # stores have exceptions of their own
+        raise _unreachable(uri, error, key) from error
     files = [
         _remote(f"{uri.rstrip('/')}/{below}", info, filesystem)
         for info in found
@@ -111,12 +114,14 @@ def find_remote_files(
     return sorted(files, key=lambda file: file.path)
 
 
-def open_filesystem(uri: str) -> tuple[Any, str]:
+def open_filesystem(uri: str, key: str = "data.path") -> tuple[Any, str]:
     """The file system of a URI, and the path within it."""
     try:
         return arrow_fs.FileSystem.from_uri(uri)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
         pass  # none of Arrow's own
+    except OSError as error:  # S3 is asked for the region of a bucket
+        raise _unreachable(uri, error, key) from None
     try:
         import fsspec
     except ImportError:
@@ -126,8 +131,30 @@ def open_filesystem(uri: str) -> tuple[Any, str]:
     try:
         found, path = fsspec.core.url_to_fs(uri)
     except (ValueError, ImportError) as error:
-        raise ConfigError(f"cannot open {uri!r}: {error}; check data.path") from None
+        raise ConfigError(f"cannot open {uri!r}: {error}; check {key}") from None
+    except Exception as error:  # what a store says of credentials that it lacks, for example
+        raise _unreachable(uri, error, key) from error
     return arrow_fs.PyFileSystem(arrow_fs.FSSpecHandler(found)), path
+
+
+def _unreachable(uri: str, error: Exception, key: str) -> DataError:
+    return DataError(
+        f"cannot read {uri!r} ({reason_of(error)}); check {key}, the connection and credentials"
+    )
+
+
+def reason_of(error: Exception) -> str:
+    """What a file system says, on one line."""
+    said = error.strerror if isinstance(error, OSError) else None
+    lines = (said or str(error)).splitlines()
+    return lines[0].rstrip(". ") if lines else type(error).__name__
+
+
+def failures(file: DataFile) -> tuple[type[Exception], ...]:
+    """What reading may raise: stores on the network have exceptions of their own."""
+    if isinstance(file, RemoteFile):
+        return (Exception,)
+    return pa.ArrowException, OSError, ValueError  # the last for names that are no text
 
 
 def _remote(uri: str, info: Any, filesystem: Any) -> RemoteFile:

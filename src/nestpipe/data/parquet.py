@@ -119,7 +119,8 @@ class ColumnLayout:
 
 def choose(schema: pa.Schema, config: ParquetConfig, where: DataFile) -> ColumnLayout:
     """The columns that the config names; without any, what the types of the schema suggest."""
-    labels = tuple(config.labels) if config.labels else (LABEL,) if LABEL in schema.names else ()
+    usual = (LABEL,) if LABEL in schema.names and LABEL not in config.ignore else ()
+    labels = tuple(config.labels) or usual
     weights = tuple((of, str(column)) for of, column in config.weights.items())
     taken = {*labels, *config.ignore, config.sample_weight, *config.weights.values()}
     sparse, dense = tuple(config.sparse), tuple(config.dense)
@@ -499,7 +500,7 @@ def _try_column(path: DataFile, opened: pq.ParquetFile, group: int, name: str) -
     """Read one value: of a damaged column Arrow says so then, and asked for statistics aborts."""
     try:
         next(opened.iter_batches(1, row_groups=[group], columns=[name], use_threads=False), None)
-    except (pa.ArrowException, OSError) as error:
+    except inputs.failures(path) as error:
         raise unreadable(path, error) from None
 
 
@@ -552,7 +553,7 @@ def open_file(path: DataFile, footer: pq.FileMetaData | None = None) -> pq.Parqu
             source, options = path, {}
         file = pq.ParquetFile(source, page_checksum_verification=True, metadata=footer, **options)
         names = file.schema_arrow.names
-    except (pa.ArrowException, OSError, ValueError) as error:  # also names that are no text
+    except inputs.failures(path) as error:
         raise unreadable(path, error) from None
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
@@ -562,6 +563,11 @@ def open_file(path: DataFile, footer: pq.FileMetaData | None = None) -> pq.Parqu
 
 def unreadable(path: DataFile, error: Exception) -> DataError:
     """The sentence for a file that Arrow cannot read."""
+    if isinstance(path, RemoteFile) and not isinstance(error, pa.ArrowException):
+        return DataError(
+            f"cannot read {path}: {inputs.reason_of(error)}; check the file, and the connection to "
+            "its store"
+        )
     reason = error.strerror if isinstance(error, OSError) else None
     if reason:
         return DataError(f"cannot read {path}: {reason}; check the file")
@@ -588,7 +594,7 @@ def row_group(
     while True:
         try:
             piece = next(pieces, None)
-        except (pa.ArrowException, OSError) as error:
+        except inputs.failures(path) as error:
             raise unreadable(path, error) from None
         if piece is None:
             return

@@ -56,6 +56,10 @@ class Loss:
         cls, tasks: Mapping[str, TaskLoss], weight: float, shares: Mapping[str, float] | None = None
     ) -> Loss:
         """The sum of the losses of several tasks, each times its share, 1 unless given."""
+        if strange := [name for name in shares or () if name not in tasks]:
+            raise ModelError(
+                f"shares has {strange[0]!r}, which is no task; there are {', '.join(tasks)}"
+            )
         parts = [of.total * (shares or {}).get(name, 1.0) for name, of in tasks.items()]
         total = torch.stack([part.reshape(()) for part in parts]).sum()
         return cls(total, weight, tasks=tasks)
@@ -204,28 +208,72 @@ def refuse_means(
     half = batch.size // 2
     if half == 0 and shards is None:
         return
-    was_training = model.training
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     parts = [batch.slice(0, 2 * half), batch.slice(0, half), batch.slice(half, 2 * half)]
     counts = [{f: len(k.values) for f, k in keys_of(model, part).items()} for part in parts]
     ends = [(2 * half, counts[0]), (half, counts[1]), (2 * half, counts[0])]
     losses: list[Loss] = []
-    with torch.random.fork_rng():
-        model.eval()
-        try:
-            for part, (size, count), first in zip(parts, ends, (False, False, True), strict=True):
-                begin = {f: (half if f in pooled else counts[1][f]) if first else 0 for f in rows}
-                end = {f: size if f in pooled else count[f] for f in rows}
-                cut = {feature: of[begin[feature] : end[feature]] for feature, of in rows.items()}
-                losses.append(loss_of(model, cut, part, shards))
-        finally:
-            model.train(was_training)
-            for buffer, before in buffers:
-                buffer.copy_(before)
+    with _asked_only(model):
+        for part, (size, count), first in zip(parts, ends, (False, False, True), strict=True):
+            begin = {f: (half if f in pooled else counts[1][f]) if first else 0 for f in rows}
+            end = {f: size if f in pooled else count[f] for f in rows}
+            cut = {feature: of[begin[feature] : end[feature]] for feature, of in rows.items()}
+            losses.append(loss_of(model, cut, part, shards))
     name = type(model).__name__
     _compare_halves(name, *losses)
     for task, measured in losses[0].measured().items():
         check_measured(name, task, *measured)
+
+
+@torch.no_grad()
+def unread_weights(
+    model: Any,
+    rows: Mapping[str, Tensor],
+    batch: Batch,
+    columns: Sequence[str],
+    shards: DenseHalf | None = None,
+) -> list[str]:
+    """Those columns of weights, of samples or of keys, whose numbers change nothing of the loss.
+
+    The model is asked with other ones, in evaluation mode, and nothing of it changes. Of `shards`
+    all ranks ask equally often.
+    """
+    # Rows of a table that begins with zeros would hide their weights.
+    rows = {feature: of.detach() + 1 for feature, of in rows.items()}
+    found: list[str] = []
+    with _asked_only(model):
+        before = loss_of(model, rows, batch, shards) if columns else None
+        for column in columns:
+            dense, sparse = dict(batch.dense), dict(batch.sparse)
+            if column in dense:
+                dense[column] = values = _other_weights(dense[column])
+            else:
+                lists = sparse[column]
+                values = _other_weights(lists.values)
+                sparse[column] = Jagged(values, lists.lengths)
+            after = loss_of(model, rows, Batch(batch.size, dense, sparse), shards)
+            if before is not None and len(values) and torch.equal(before.total, after.total):
+                found.append(column)
+    return found
+
+
+def _other_weights(weights: Tensor) -> Tensor:
+    """Weights that differ from these also where a model divides by their mean."""
+    return weights * 2 + torch.arange(1, len(weights) + 1, device=weights.device)
+
+
+@contextmanager
+def _asked_only(model: nn.Module) -> Generator[None]:
+    """Inside, a model is in evaluation mode; what it draws and counts there is as if it had not."""
+    was_training = model.training
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    with torch.random.fork_rng():
+        model.eval()
+        try:
+            yield
+        finally:
+            model.train(was_training)
+            for buffer, before in buffers:
+                buffer.copy_(before)
 
 
 def check_measured(name: str, task: str, predictions: Tensor, labels: Tensor) -> None:
@@ -241,6 +289,12 @@ def check_measured(name: str, task: str, predictions: Tensor, labels: Tensor) ->
         raise ModelError(
             f"{what} have {float(outside[0]):g}, which is no probability; give torch.sigmoid of "
             "the logits, or leave predictions out"
+        )
+    strange = labels[(labels < 0) | (labels > 1)]
+    if strange.numel():
+        raise ModelError(
+            f"{what} have the label {float(strange[0]):g}, and metrics of clicks need 0 to 1; "
+            "leave predictions out, or give labels of 0 and 1"
         )
 
 
@@ -349,7 +403,7 @@ def make_own(
     kind: str, config: Mapping[str, Any], columns: Sequence[object]
 ) -> tuple[nn.Module, list[Table]]:
     """The model that a factory makes, and its tables; every fault of it is a sentence."""
-    factory = _found(kind)
+    factory = find_factory(kind, "model.kind")
     parameters = _positional(kind, factory)
     given: list[object] = [_config(kind, factory, parameters, config), columns]
     if not parameters and config:
@@ -365,12 +419,12 @@ def make_own(
     return _checked(kind, made)
 
 
-def _found(kind: str) -> Factory:
-    """The factory itself; modules are looked for in the working directory, too."""
+def find_factory(kind: str, key: str) -> Factory:
+    """What a key of the config names; modules are looked for in the working directory, too."""
     module_name, _, name = kind.partition(":")
     parts = [*module_name.split("."), name]
     if not all(part.isidentifier() for part in parts):
-        raise ConfigError(f"model.kind is {kind!r}; write it as 'package.module:factory'")
+        raise ConfigError(f"{key} is {kind!r}; write it as 'package.module:factory'")
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
@@ -379,11 +433,11 @@ def _found(kind: str) -> Factory:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise ConfigError(
-                f"model.kind is {kind!r}, and {module_name} imports {error.name}, which is not "
+                f"{key} is {kind!r}, and {module_name} imports {error.name}, which is not "
                 "installed; install it"
             ) from error
         raise ConfigError(
-            f"model.kind is {kind!r}, but there is no module {error.name!r} in the working "
+            f"{key} is {kind!r}, but there is no module {error.name!r} in the working "
             f"directory {here!r} or installed; check its name"
         ) from None
     except Exception as error:
@@ -391,7 +445,7 @@ def _found(kind: str) -> Factory:
     factory = getattr(module, name, None)
     if callable(factory):
         return factory
-    raise ConfigError(f"model.kind is {kind!r}, but {_no_factory(module, module_name, name)}")
+    raise ConfigError(f"{key} is {kind!r}, but {_no_factory(module, module_name, name)}")
 
 
 def _no_factory(module: object, module_name: str, name: str) -> str:

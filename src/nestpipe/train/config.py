@@ -11,7 +11,7 @@ from typing import Any, Literal
 from nestpipe.checkpoint.folder import Retention
 from nestpipe.comm import DEFAULT_TIMEOUT_S
 from nestpipe.config import RateOptions, RowPolicy, Table, not_negative, positive
-from nestpipe.config.load import finite, fit_leaf, known_words, memory_size
+from nestpipe.config.load import finite, fit_leaf, known_types, memory_size
 from nestpipe.config.sections import first_match, rates_of, refuse_idle
 from nestpipe.dashboard.record import FOLDER as RECORD_FOLDER
 from nestpipe.data import DataConfig
@@ -60,7 +60,7 @@ class ParallelSettings(ReplicaOptions):
     state on each, by torch's FSDP. It changes only the order of sums."""
 
     def __post_init__(self) -> None:
-        known_words(self)
+        known_types(self)
         super().__post_init__()
         positive("groups", self.groups)
         positive("merge_every", self.merge_every)
@@ -97,7 +97,7 @@ class PipelineSettings(PipelineOptions):
     the sum of dense gradients."""
 
     def __post_init__(self) -> None:
-        known_words(self)
+        known_types(self)
         super().__post_init__()
         if self.plan not in (AUTO, *PLANS):
             raise ConfigError(f"plan is {self.plan!r}; use one of {', '.join((AUTO, *PLANS))}")
@@ -222,7 +222,6 @@ class RowSettings(RateOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        fit_leaf(RowOptimizerName, self.optimizer, "optimizer")
         positive("lr", self.lr)
         positive("eps", self.eps)
         _check_moments(self.optimizer, self.lr, self.betas, self.weight_decay)
@@ -264,7 +263,6 @@ class DenseSettings(RateOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        fit_leaf(DenseOptimizerName, self.optimizer, "optimizer")
         positive("lr", self.lr)
         not_negative("eps", self.eps)
         _check_moments(self.optimizer, self.lr, self.betas, self.weight_decay)
@@ -344,7 +342,7 @@ class ExecutionSettings:
     effect on tables without a policy."""
 
     def __post_init__(self) -> None:
-        known_words(self)
+        known_types(self)
         positive("batch", self.batch)
         if not -(1 << 63) <= self.seed < 1 << 63:
             raise ConfigError(f"seed is {self.seed}; give a whole number of 64 bits")
@@ -397,6 +395,13 @@ class TrainSettings(ExecutionSettings):
 
 
 LoggerName = Literal["tensorboard", "jsonl", "wandb", "mlflow"]
+
+
+def known_logger(name: str, where: str) -> str:
+    """A name that `run.loggers` may have: a word, or the factory of a user's own."""
+    return name if is_own(name) else str(fit_leaf(LoggerName, name, where))
+
+
 ModelKind = Literal["auto", "dlrm", "logistic", "hstu", "ranker"]
 """Models that are shipped."""
 
@@ -531,7 +536,7 @@ class RunConfig(ExecutionSettings):
     folder of checkpoints, or that of logs, where there is one."""
     log: str = ""
     """Folder for logs; empty: none."""
-    loggers: tuple[LoggerName, ...] = ("tensorboard",)
+    loggers: tuple[str, ...] = ("tensorboard",)
     """What is written there: `tensorboard`, `jsonl`, and with extras `wandb` and `mlflow`."""
     log_every: int = 50
     """Write AUC and normalised entropy of training every N batches; 0: never."""
@@ -556,6 +561,8 @@ class RunConfig(ExecutionSettings):
             not_negative(name, getattr(self, name))
         if self.threads > MOST_THREADS:
             raise ConfigError(f"threads is {self.threads}; give at most {MOST_THREADS:,}")
+        for place, name in enumerate(self.loggers):
+            known_logger(name, f"loggers[{place}]")
         positive("patience", self.patience)
         if self.adaptive_every < 8:
             raise ConfigError(

@@ -484,7 +484,10 @@ def share_first_weights(model: nn.Module, comm: Communicator) -> None:
         for tensor in model.state_dict().values():
             if comm.rank != 0:
                 tensor.zero_()
-            comm.all_reduce(tensor)
+            dense = tensor.contiguous()
+            comm.all_reduce(dense)
+            if dense is not tensor:
+                tensor.copy_(dense)
 
 
 def trained_parameters(model: nn.Module) -> list[nn.Parameter]:

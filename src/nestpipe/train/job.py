@@ -32,6 +32,7 @@ from nestpipe.data import (
     HISTORY,
     TIMESTAMPS,
     Catalogue,
+    DataConfig,
     Ranking,
     RankingOptions,
     Source,
@@ -150,9 +151,12 @@ CLICK_METRICS = (
 """What an evaluation of predictions has; each task of several has its own, such as `buy/auc`."""
 
 
-def idle_settings(config: JobConfig, ranks: int) -> list[str]:
-    """Settings that do nothing as they stand, each a sentence: often another one is missing."""
-    found = _kept_nowhere(config.run)
+def idle_settings(config: JobConfig, ranks: int, model: nn.Module | None = None) -> list[str]:
+    """Settings that do nothing as they stand, each a sentence: often another one is missing.
+
+    The model that was made tells what `model.kind = "auto"` stands for.
+    """
+    found = [*_kept_nowhere(config.run), *_read_by_nobody(config, model)]
     for name, rates in (("rows", config.rows), ("dense", config.dense)):
         if rates.schedule == "constant" and rates.decay_steps:
             found.append(f"{name}.decay_steps does nothing, since {name}.schedule is 'constant'")
@@ -164,15 +168,67 @@ def idle_settings(config: JobConfig, ranks: int) -> list[str]:
         )
     if config.data.kind == "stream" and config.run.epochs > 1:
         found.append("run.epochs does nothing: every sample of a stream is trained once")
-    if is_own(config.model.kind):
-        usual, read = ModelConfig(), ("kind", "config", "compile")
+    return found
+
+
+_OF_ENCODERS = frozenset(
+    [
+        "dim",
+        "init_std",
+        "blocks",
+        "heads",
+        "attention_dim",
+        "max_len",
+        "num_items",
+        "negatives",
+        "encoder",
+    ]
+)
+_READ: Mapping[str, frozenset[str]] = {
+    "dlrm": frozenset({"dim", "init_std", "bottom", "top"}),
+    "logistic": frozenset(),
+    "hstu": _OF_ENCODERS | {"negative_pool", "temperature"},
+    "ranker": _OF_ENCODERS | {"positives"},
+}
+"""Keys of `[model]` that a shipped model reads, beside those of every model."""
+
+
+def _read_by_nobody(config: JobConfig, model: nn.Module | None) -> list[str]:
+    """Keys of `[model]` of another model, and sections of `[data]` of other data."""
+    found: list[str] = []
+    kind, data, usual = config.model.kind, config.data, ModelConfig()
+    if kind == "auto" and model is not None:
+        kind = str(describe_model(model).get("kind", "hstu"))
+    if is_own(kind) or kind in _READ:
+        read = _READ.get(kind, frozenset()) | {"kind", "config", "compile"}
+        why = f"{kind} reads [model.config] alone" if is_own(kind) else f"{kind} does not read it"
         found += [
-            f"model.{known.name} does nothing: {config.model.kind} reads [model.config] alone"
+            f"model.{known.name} does nothing: {why}"
             for known in fields(ModelConfig)
             if known.name not in read
             and getattr(config.model, known.name) != getattr(usual, known.name)
         ]
-    return found
+    mine = {"stream": ("stream", "parquet")}.get(data.kind, (data.kind,))
+    found += [
+        f"data.{name} does nothing: data.kind is {data.kind!r}"
+        for name in ("synthetic", "parquet", "movielens", "kuairand", "criteo", "stream")
+        if name not in mine and getattr(data, name) != getattr(DataConfig(), name)
+    ]
+    return found + _cut_before(config, kind)
+
+
+def _cut_before(config: JobConfig, kind: str) -> list[str]:
+    """Histories that the data cuts shorter than the model is made for."""
+    data, longest = config.data, config.model.max_len
+    section = {"parquet": data.parquet, "stream": data.parquet, "movielens": data.movielens}
+    of = section.get(data.kind)
+    if of is None or kind not in ("hstu", "ranker") or longest <= of.max_len:
+        return []
+    name = "movielens" if data.kind == "movielens" else "parquet"
+    return [
+        f"model.max_len is {longest}, but of each history the latest {of.max_len} items are kept; "
+        f"set data.{name}.max_len, too"
+    ]
 
 
 def _kept_nowhere(run: RunConfig) -> list[str]:
@@ -417,6 +473,8 @@ def refuse_changes(config: JobConfig, manifest: Manifest, where: Path, *, overri
     found = changes(config, saved)
     if manifest.data and manifest.data == data_digest(config.data):
         found.pop("data.path", None)  # the same files in another place
+    if config.data.kind == "stream":
+        found.pop("data.max_broken", None)  # no order depends on it, and none was met until now
     results = {key: both for key, both in found.items() if effect_of(key) == "results"}
     if results and not override:
         told = ", ".join(

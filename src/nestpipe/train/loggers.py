@@ -8,12 +8,15 @@ dashboard shows is written by every rank, each its own.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
+import re
 import socket
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from statistics import fmean
@@ -29,6 +32,7 @@ from nestpipe.dashboard.record import FAILED, FINISHED, STOPPED, RunRecorder
 from nestpipe.errors import ConfigError, NestpipeError
 from nestpipe.jagged import Jagged
 from nestpipe.models.metrics import CLICK_BINS, read_click_sums
+from nestpipe.models.protocol import find_factory, is_own, kind_of
 from nestpipe.schedule import Kind, Lane
 from nestpipe.trace import (
     IDLE,
@@ -46,6 +50,8 @@ from nestpipe.train.ops import StepReport
 
 if TYPE_CHECKING:
     from nestpipe.train.trainer import Trainer
+
+log = logging.getLogger("nestpipe.train")
 
 
 class RunningMetrics:
@@ -390,20 +396,25 @@ class MlflowLogger:
     def __init__(self, folder: Path, config: Mapping[str, object]) -> None:
         self._mlflow = _extra("mlflow")
         if "MLFLOW_TRACKING_URI" not in os.environ:
+            # MLflow 3 refuses folders unless told; its databases need more than mlflow-skinny.
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
             self._mlflow.set_tracking_uri((folder / "mlruns").resolve().as_uri())
         self._mlflow.start_run()
         self._mlflow.log_params({name: str(value)[:500] for name, value in config.items()})
 
     def log(self, figures: Mapping[str, float], step: int) -> None:
-        # Names of MLflow have no `@`, as in `hr@10`.
-        named = {name.replace("@", "_at_"): value for name, value in figures.items()}
+        # Names of MLflow have no `@`, as in `hr@10`, and few other signs.
+        named = {
+            re.sub(r"[^\w./ -]", "_", name.replace("@", "_at_")): value
+            for name, value in figures.items()
+        }
         self._mlflow.log_metrics(named, step=step)
 
     def close(self) -> None:
         self._mlflow.end_run()
 
 
-_KINDS: Mapping[LoggerName, Callable[[Path, Mapping[str, object]], MetricLogger]] = {
+_KINDS: Mapping[str, Callable[[Path, Mapping[str, object]], MetricLogger]] = {
     "tensorboard": TensorBoardLogger,
     "jsonl": JsonLinesLogger,
     "wandb": WandbLogger,
@@ -421,28 +432,67 @@ def _extra(name: str) -> Any:
         ) from None
 
 
-class MetricLoggers:
-    """Several loggers as one; none at all on ranks that do not log."""
+BUILT_IN: frozenset[LoggerName] = frozenset({"tensorboard", "jsonl"})
+"""Others are clients of services, out of reach at times, with exceptions of their own."""
 
-    def __init__(
-        self, names: Sequence[LoggerName], folder: str, config: Mapping[str, object]
-    ) -> None:
-        self._loggers: list[MetricLogger] = []
+
+def _opened(name: str, folder: Path, config: Mapping[str, object]) -> MetricLogger:
+    make = find_factory(name, "run.loggers") if is_own(name) else _KINDS[name]
+    try:
+        made = make(folder, config)
+    except Exception as error:
+        if name in BUILT_IN or isinstance(error, NestpipeError):
+            raise
+        raise ConfigError(
+            f"run.loggers has {name!r}, which does not start ({_first_line(error)}); set what it "
+            "needs, or leave it out"
+        ) from error
+    if not (callable(getattr(made, "log", None)) and callable(getattr(made, "close", None))):
+        raise ConfigError(
+            f"run.loggers has {name!r}, which makes {kind_of(made)}; let it make an object with "
+            "`log(figures, step)` and `close()`"
+        )
+    return cast("MetricLogger", made)
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0].rstrip(".")[:200] if lines else type(error).__name__
+
+
+class MetricLoggers:
+    """Several loggers as one; none at all on ranks that do not log.
+
+    Where a service, or one of a user's own, fails during a run, its log ends with a warning.
+    """
+
+    def __init__(self, names: Sequence[str], folder: str, config: Mapping[str, object]) -> None:
+        self._loggers: dict[str, MetricLogger] = {}
         if folder:
             with disk.explained(f"the log {folder!r}"):
                 disk.make_folder(Path(folder))
-                self._loggers = [_KINDS[name](Path(folder), config) for name in names]
+                for name in names:
+                    self._loggers[name] = _opened(name, Path(folder), config)
 
     def __bool__(self) -> bool:
         return bool(self._loggers)
 
     def log(self, figures: Mapping[str, float], step: int) -> None:
-        for logger in self._loggers:
-            logger.log(figures, step)
+        for name, logger in [*self._loggers.items()]:
+            self._try(name, partial(logger.log, figures, step))
 
     def close(self) -> None:
-        for logger in self._loggers:
-            logger.close()
+        for name, logger in [*self._loggers.items()]:
+            self._try(name, logger.close)
+
+    def _try(self, name: str, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as error:
+            if name in BUILT_IN:
+                raise
+            del self._loggers[name]
+            log.warning("the log of %s ends here: %s", name, _first_line(error))
 
     def __enter__(self) -> MetricLoggers:
         return self

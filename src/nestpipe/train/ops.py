@@ -6,6 +6,7 @@ the dense half is ordinary PyTorch.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from nestpipe.batch import Batch
 from nestpipe.comm.communicator import Mesh
 from nestpipe.comm.peer_failure import STOP
+from nestpipe.data import HISTORY
 from nestpipe.data.clustering import MicroBatchSplitter
 from nestpipe.embedding.device_tables import DeviceTables
 from nestpipe.embedding.routing.requests import averaged
@@ -27,6 +29,7 @@ from nestpipe.errors import LossError, RunError, remedy
 from nestpipe.jagged import Jagged
 from nestpipe.kernels.index.steady import StepNews
 from nestpipe.kernels.rows.native import Gradients
+from nestpipe.models import HstuRanker, HstuRetriever
 from nestpipe.models.metrics import click_sums
 from nestpipe.models.protocol import (
     KnowsWork,
@@ -35,6 +38,7 @@ from nestpipe.models.protocol import (
     keys_of,
     loss_of,
     refuse_means,
+    unread_weights,
 )
 from nestpipe.runtime import StopSignal
 from nestpipe.schedule import Merge
@@ -53,6 +57,8 @@ from nestpipe.train.gradients import (
     split_gradients,
     summed_rows,
 )
+
+log = logging.getLogger("nestpipe.train")
 
 K = Kind
 
@@ -217,6 +223,10 @@ class TrainingWork:
     """Where the run ends: at a number of batches, or where no rank has samples left."""
     check_sums: bool
     """Whether the first loss is compared with those of its halves: a model that is not shipped."""
+    global_batch: int
+    """The most samples that a batch should have over all ranks; 0: any number."""
+    weights: Mapping[str, str]
+    """Columns of weights that the data has, and what of the config each follows from."""
 
     data_ended: bool = False
     """Whether it was the data that ended the run."""
@@ -231,13 +241,25 @@ class TrainingWork:
     """What `apply` found of batches; `writeback` of the batch after each reads it."""
 
     _parameters: list[nn.Parameter] = field(init=False)
+    _by_dtype: dict[torch.dtype, list[nn.Parameter]] = field(init=False)
+    """The same; float32 is always there, because totals travel with such gradients."""
     _works: KnowsWork | None = field(init=False)
+    _max_len: int = field(init=False)
+    """The longest history that a shipped encoder is made for; 0: nobody is to be told."""
+    _without_gradient: set[str] | None = field(init=False, default=None)
+    """Of the first batch of a model that is not shipped: features that got none so far."""
     _means: list[str] = field(init=False)
     """Features whose rows are averaged."""
 
     def __post_init__(self) -> None:
         # Found once: asking for a protocol, or going through features, takes as long as an op.
         self._parameters = [p for p in self.half.model.parameters() if p.requires_grad]
+        self._by_dtype = {torch.float32: []}
+        for parameter in self._parameters:
+            self._by_dtype.setdefault(parameter.dtype, []).append(parameter)
+        self._max_len = 0
+        if isinstance(self._model, HstuRetriever | HstuRanker) and self.mesh.world.rank == 0:
+            self._max_len = self._model.config.max_len
         self._works = self.half.model if isinstance(self.half.model, KnowsWork) else None
         self._means = mean_features(self.tables.groups)
 
@@ -273,11 +295,23 @@ class TrainingWork:
     def prefetch(self, op: Op) -> None:
         """Read a batch, split it into micro-batches, pin them; after the data, an empty one."""
         batch = next(self.batches, self.empty)
+        if self._max_len and batch.size:
+            self._warn_of_length(batch.sparse[HISTORY].lengths)
         micros = self.splitter.split(batch, query_keys(self._model), self.tables.table_of)
         if self.device.type == "cuda":
             micros = [micro.pin_memory() for micro in micros]
         flops = 0.0 if self._works is None else float(self._works.step_flops(batch).sum())
         self.in_flight[op.batch] = TrainingBatch(micros, flops=flops)
+
+    def _warn_of_length(self, lengths_B: Tensor) -> None:
+        """Tell once of histories for whose later positions the encoder has no weights."""
+        if (longest := int(lengths_B.max())) > self._max_len:
+            log.warning(
+                "a history has %d items and model.max_len is %d, so later positions look alike; "
+                "set a larger one, or let the data keep fewer items",
+                *(longest, self._max_len),
+            )
+            self._max_len = 0
 
     def copy(self, op: Op) -> None:
         """The micro-batches onto the device."""
@@ -315,11 +349,24 @@ class TrainingWork:
         mine = sum(micro.size for micro in state.on_host)
         total = self.tables.counts(op.batch, mine + STOP * self.hooks.stop_wanted())
         state.samples = total % STOP
+        if state.samples > self.global_batch > 0:
+            self._warn_of_samples(state.samples)
         state.asked = self.tables.keys_asked(op.batch)
         if total == 0 or total >= STOP:
             self.data_ended = state.samples == 0
             self.stopped = total >= STOP
             self.end.found_at(op.batch)
+
+    def _warn_of_samples(self, samples: int) -> None:
+        """Tell once of a source that gives every rank the whole batch, or has a size of its own."""
+        if self.mesh.world.rank == 0:
+            log.warning(
+                "a batch has %d samples over %d ranks, and settings say %d: `batches` of the "
+                "source gives a rank its share of `global_batch` samples, else ranks train the "
+                "same ones",
+                *(samples, self.mesh.world.size, self.global_batch),
+            )
+        self.global_batch = 0
 
     def retrieve(self, op: Op) -> None:
         """Read rows from the stores."""
@@ -338,6 +385,12 @@ class TrainingWork:
         The last one of a batch hands its gradients over while they are made, where they have a
         network of their own.
         """
+        self._both_passes(op)
+        if self._without_gradient is not None:
+            self._warn_of_rows(self._without_gradient)
+            self._without_gradient = None
+
+    def _both_passes(self, op: Op) -> None:
         if self.half.graphs is not None and self._replayed(op, self.half.graphs):
             return
         buckets, last = self.half.buckets, op == self.tables.shape.last_dense(op.batch)
@@ -396,12 +449,46 @@ class TrainingWork:
             self.check_sums = False
             pooled = {f.name for g in self.tables.groups for f in g.features if f.pooled}
             refuse_means(self._model, rows, state.micros[micro], pooled, self.half.shards)
+            self._warn_of_weights(rows, state.micros[micro])
+            self._without_gradient = self._awaited(rows)
         with in_precision(self.device, self.half.precision):
             loss = loss_of(self._model, rows, state.micros[micro], self.half.form)
         state.losses.append(loss.total.detach())
         state.weight += loss.weight
         self._count_predictions(op, state, loss.measured())
         return loss.total
+
+    def _awaited(self, rows: Mapping[str, Tensor]) -> set[str]:
+        """Features whose rows are yet to get a gradient; the backward pass takes them out."""
+        trained = {f.name for g in self.tables.groups if g.trainable for f in g.features}
+        awaited = {name for name, of in rows.items() if name in trained and of.numel()}
+
+        def came(gradient: Tensor | None, name: str) -> None:
+            if gradient is not None:
+                awaited.discard(name)
+
+        for name in awaited:
+            rows[name].register_hook(partial(came, name=name))
+        return awaited
+
+    def _warn_of_rows(self, features: set[str]) -> None:
+        """Tell of rows that are looked up and would never be trained."""
+        for name in sorted(features) if self.mesh.world.rank == 0 else ():
+            log.warning(
+                "`dense` of %s gives the rows of %r no gradient, so they stay as they are; use "
+                "them, or declare their table with trainable=False",
+                *(type(self._model).__name__, name),
+            )
+
+    def _warn_of_weights(self, rows: Mapping[str, Tensor], batch: Batch) -> None:
+        """Tell of weights that the model was given and does not read, as it trains without them."""
+        unread = unread_weights(self._model, rows, batch, list(self.weights), self.half.shards)
+        for column in unread if self.mesh.world.rank == 0 else ():
+            where = "dense" if column in batch.dense else "sparse"
+            log.warning(
+                "%s does nothing: `dense` of %s does not read batch.%s[%r]",
+                *(self.weights[column], type(self._model).__name__, where, column),
+            )
 
     def _count_predictions(
         self, op: Op, state: TrainingBatch, measured: Mapping[str, tuple[Tensor, Tensor]]
@@ -440,13 +527,16 @@ class TrainingWork:
             state.totals = state.totals_here(self.mesh)
             fill_gradients(parameters)
             return
-        gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
         totals = state.totals_here(self.mesh)
-        flat = torch.cat([*(g.reshape(-1) for g in gradients), totals])
-        self.mesh.world.all_reduce(flat)
-        split_gradients(parameters, flat)
-        state.totals = flat[-len(totals) :]
-        state.kept += [gradients, flat]
+        for dtype, alike in self._by_dtype.items():
+            gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in alike]
+            behind = [totals] if dtype == totals.dtype else []
+            flat = torch.cat([*(g.reshape(-1) for g in gradients), *behind])
+            self.mesh.world.all_reduce(flat)
+            split_gradients(alike, flat)
+            if behind:
+                state.totals = flat[-len(totals) :]
+            state.kept += [gradients, flat]
 
     def _reduce_totals(self, state: TrainingBatch) -> None:
         """The totals alone, and whether a gradient is not finite: a rank knows its own shards.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,9 +27,9 @@ from nestpipe.embedding.optimizers import RowOptimizer
 from nestpipe.embedding.sharded import ShardedTables
 from nestpipe.embedding.store import RowStore
 from nestpipe.embedding.table_groups import group_tables, mean_features
-from nestpipe.errors import ConfigError
+from nestpipe.errors import ConfigError, DataError
 from nestpipe.kernels.rows.segments import COMM_DTYPES
-from nestpipe.models.protocol import KnowsWork, RecModel
+from nestpipe.models.protocol import KnowsWork, RecModel, kind_of
 from nestpipe.runtime import Lanes, StopSignal, Work, lanes_for, name_collectives, run, spans_for
 from nestpipe.runtime.cuda import RECORD_EVERY
 from nestpipe.runtime.executor import KEEP_BATCHES
@@ -65,6 +66,8 @@ from nestpipe.train.gradients import GradBuckets, drop_dense_faults
 from nestpipe.train.loggers import RunningMetrics, Traffic
 from nestpipe.train.ops import GradientRules, OnKeys, StepHooks, StepReport, TrainingWork
 from nestpipe.train.table_storage import TableStorage
+
+log = logging.getLogger("nestpipe.train")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +113,8 @@ class EpochReader:
 
     def __next__(self) -> Batch:
         batch = next(self._batches)
+        if not isinstance(batch, Batch):
+            raise DataError(f"`batches` of the source gave {kind_of(batch)}; give a Batch")
         self.taken += 1
         return batch
 
@@ -146,7 +151,7 @@ class Trainer:
         around: Callable[[Work], Work] = lambda work: work,
     ) -> None:
         """Tests choose the lanes, and put something `around` the work, as `inject_delays` does."""
-        settings = settings or TrainSettings()
+        settings = _checked_settings(settings or TrainSettings(), tables)
         self.comm = comm or LocalCommunicator()
         self.device = choose_device(settings.device)
         self.settings, self.plan_reason = _with_plan(settings, self.device, self.comm.size)
@@ -217,6 +222,19 @@ class Trainer:
         Starts where the trainer stands, also in the middle of an epoch after a checkpoint. The
         epoch of a stream has no end: training returns when the stream has been idle for a while.
         """
+        if not callable(getattr(source, "batches", None)):
+            raise ConfigError(
+                f"{kind_of(source)} is no source; give `open_source(...)`, or an object with the "
+                "methods `batches(...)` and `empty()`"
+            )
+        if steps is not None and steps < 0:
+            raise ConfigError(f"steps is {steps}; give 0 or a number above it")
+        if self.progress.epoch >= epochs and steps != 0:
+            log.warning(
+                "nothing is trained: epochs is %d, and %d are done; it counts from the start, so "
+                "give %d for one more",
+                *(epochs, self.progress.epoch, self.progress.epoch + 1),
+            )
         self.model.train()
         left, self.idle = steps, False
         while self.progress.epoch < epochs and left != 0 and not self.stopped:
@@ -313,6 +331,8 @@ class Trainer:
             first_step=step,
             end=StopSignal(most),
             check_sums=step == 0 and not _is_shipped(self.model),
+            global_batch=self.settings.batch,
+            weights=_weights_of(source),
         )
 
     def _run(self, work: TrainingWork) -> None:
@@ -747,13 +767,55 @@ def _num_batches(trace: Trace) -> int:
     return len({span.batch for span in trace.spans})
 
 
+def _checked_settings(settings: TrainSettings, tables: Sequence[Table]) -> TrainSettings:
+    if not isinstance(settings, TrainSettings):
+        raise ConfigError(f"settings is {kind_of(settings)}; give TrainSettings(...)")
+    if strange := [table for table in tables if not isinstance(table, Table)]:
+        raise ConfigError(f"tables has {kind_of(strange[0])}; give a list of Table(...)")
+    return settings
+
+
 def _checked(model: nn.Module) -> nn.Module:
     if not isinstance(model, RecModel):
         raise ConfigError(
             f"{type(model).__name__} is not a model for NestPipe; give it the methods "
             "`sparse_keys(batch)` and `dense(rows, batch)`"
         )
+    for name, value in model.state_dict(keep_vars=True).items():
+        if fault := _state_fault(value):
+            raise ConfigError(f"{name!r} of {type(model).__name__} {fault}")
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise ConfigError(
+                f"{name!r} of {type(model).__name__} is an {type(module).__name__} with "
+                "sparse=True, whose gradients torch's optimizers do not take; leave sparse out, or "
+                "make it a Table"
+            )
     return model
+
+
+def _state_fault(value: object) -> str:
+    """Why ranks cannot share an entry of a model's `state_dict`, or checkpoints hold it."""
+    if not isinstance(value, Tensor):
+        return f"is a {type(value).__name__}, which no checkpoint holds; make it a buffer"
+    if nn.parameter.is_lazy(value):
+        return "has no shape yet; call the model once before it is trained, or give its layer sizes"
+    if value.is_complex():
+        return "has complex numbers; keep real and imaginary parts, as torch.view_as_real does"
+    if any(
+        size > 1 and not stride for size, stride in zip(value.shape, value.stride(), strict=True)
+    ):
+        return "keeps one number for several entries; call .contiguous() on what was expanded"
+    return ""
+
+
+def _weights_of(source: Source) -> dict[str, str]:
+    """The columns of weights of a source, and what of the config each follows from."""
+    keys = {"weight": "data.parquet.sample_weight", "weights": "data.parquet.weights"}
+    columns = getattr(source, "columns", ())  # one that a user wrote may have none
+    return {
+        c.name: f"{keys[c.kind]}{f' of {c.of!r}' * bool(c.of)}" for c in columns if c.kind in keys
+    }
 
 
 def _work_of(model: nn.Module, balance: str) -> WorkOf | None:

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from nestpipe.checkpoint.folder import (
     read_manifest,
     verified,
 )
-from nestpipe.checkpoint.merging import compact, merged_rows
+from nestpipe.checkpoint.merging import compact, difference, merged_rows
 from nestpipe.cli.app import main
 from support.checkpoints import change_manifest, flip_bit
 from unit.train.test_resume import job_of, trained
@@ -106,6 +107,24 @@ def test_an_increment_keeps_its_parent(run: Any, copy: Path):
     change_manifest(copy / "step-00000012", parent=parent)
     run("prune", copy, "--keep-last", 1)
     assert [path.name for path in paths_in(copy)] == ["step-00000004", "step-00000012"]
+
+
+def test_tensors_of_one_checkpoint_alone_have_no_difference_but_a_place():
+    def holding(**tensors: torch.Tensor) -> Any:
+        return SimpleNamespace(
+            dense=lambda: tensors, manifest=SimpleNamespace(tables=[], config={})
+        )
+
+    found = difference(
+        holding(same=torch.ones(2), grown=torch.ones(2), moved=torch.ones(2), old=torch.ones(1)),
+        holding(same=torch.ones(2), grown=torch.ones(3), moved=torch.zeros(2), new=torch.ones(1)),
+    )
+    assert found.tensors == {
+        "grown": "of shape (2,) and (3,)",
+        "moved": 1.0,
+        "new": "only in the second",
+        "old": "only in the first",
+    }
 
 
 def test_two_runs_are_compared(run: Any, folders: tuple[Path, Path], copy: Path):

@@ -5,8 +5,24 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from torch import Tensor, nn
+from torch.nn import functional
 
+from nestpipe import (
+    Batch,
+    DataConfig,
+    Jagged,
+    Loss,
+    ParquetConfig,
+    Table,
+    Trainer,
+    TrainSettings,
+    open_source,
+    pool_rows,
+)
 from nestpipe.checkpoint.folder import open_checkpoint
 from nestpipe.cli.app import main
 from support.own_model import write_own_model
@@ -95,3 +111,54 @@ def test_it_is_timed_by_plans_that_take_turns(run: Run):
 def test_a_wrong_key_of_its_section_names_the_nearest(run: Run):
     status, _, said = run("train", *SMALL, "--set", "model.config.dmi=4")
     assert (status, said) == (2, "error: unknown key model.config.'dmi'; did you mean dim?\n")
+
+
+class Weighed(nn.Module):
+    """Reads the weights that it is told to read."""
+
+    def __init__(self, reads: tuple[str, ...] = ()) -> None:
+        super().__init__()
+        self.reads = reads
+        self.top = nn.Linear(4, 1)
+
+    def tables(self) -> list[Table]:
+        return [Table(name="words", dim=4, init_std=0.0)]
+
+    def sparse_keys(self, batch: Batch) -> dict[str, Jagged]:
+        return {"words": batch.sparse["words"]}
+
+    def dense(self, rows: dict[str, Tensor], batch: Batch) -> Loss:
+        words = batch.sparse["words"]
+        weights = batch.sparse["tf_idf"].values if "tf_idf" in self.reads else None
+        logits = self.top(pool_rows(rows["words"], words.lengths, weights)).squeeze(1)
+        weight = batch.dense["weight"] if "weight" in self.reads else None
+        return Loss(
+            functional.binary_cross_entropy_with_logits(
+                logits, batch.dense["label"], weight, reduction="sum"
+            ),
+            batch.size,
+        )
+
+
+@pytest.mark.parametrize("reads", [(), ("weight",), ("tf_idf",), ("weight", "tf_idf")])
+def test_weights_that_it_does_not_read_are_told(tmp_path, caplog, reads):
+    rows = {"words": [[1, 2], [3], []] * 8, "tf_idf": [[0.5, 2.0], [1.0], []] * 8}
+    rows |= {"label": [0.0, 1.0, 1.0] * 8, "age": [1.0, 2.0, 3.0] * 8}
+    pq.write_table(pa.table(rows), tmp_path / "words.parquet")
+    columns = ParquetConfig(
+        sparse=("words",), labels=("label",), sample_weight="age", weights={"words": "tf_idf"}
+    )
+    data = DataConfig(kind="parquet", path=str(tmp_path / "words.parquet"), parquet=columns)
+    model = Weighed(reads)
+    trainer = Trainer(model, model.tables(), TrainSettings(batch=12, device="cpu"))
+    trainer.fit(open_source(data), steps=1)
+    told = {
+        "weight": "data.parquet.sample_weight does nothing: `dense` of Weighed does not read "
+        "batch.dense['weight']",
+        "tf_idf": "data.parquet.weights of 'words' does nothing: `dense` of Weighed does not read "
+        "batch.sparse['tf_idf']",
+    }
+    assert {record.getMessage() for record in caplog.records} == {
+        sentence for column, sentence in told.items() if column not in reads
+    }
+    assert model.training, "who asked left it as it was"

@@ -79,6 +79,7 @@ def test_a_run_goes_on_from_its_checkpoint_and_can_be_evaluated(run, tmp_path):
     status, out, said = run("eval", folder, "--json", "-")
     assert status == 0, said
     assert json.loads(out) == held_out
+    assert f"evaluation of {folder}/step-00000016 on the " in run("eval", folder)[1]
 
 
 def test_the_pipeline_of_a_run_is_summed_up_and_can_be_looked_at(run, tmp_path):

@@ -4,12 +4,15 @@ import csv
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from nestpipe.data import (
     DENSE,
@@ -20,6 +23,7 @@ from nestpipe.data import (
     MovieLensConfig,
     ParquetConfig,
     Split,
+    inputs,
     open_source,
 )
 from nestpipe.data.inputs import keeps, num_kept
@@ -111,13 +115,59 @@ def test_files_of_another_file_system_are_read_by_uri(tmp_path, lists, make, sch
 @pytest.mark.parametrize(
     ("path", "sentence"),
     [
-        ("memory://nothing", "there are no Parquet files in 'memory://nothing'|cannot read"),
+        ("memory://nothing", "there is no file or folder 'memory://nothing'; check data.path"),
         ("nosuch://bucket/clicks", "cannot open 'nosuch://bucket/clicks'"),
     ],
 )
 def test_a_uri_that_leads_nowhere_is_refused(path, sentence):
     with pytest.raises((ConfigError, DataError), match=sentence):
         open_source(DataConfig(kind="parquet", path=path))
+
+
+class StoreError(Exception):
+    """What clients of object stores raise is often no OSError."""
+
+
+class Sulking(MemoryFileSystem):
+    """Lists its files, and reads none of them."""
+
+    protocol = "sulking"
+    store: ClassVar[dict[str, Any]] = {}
+    error: ClassVar[Exception] = StoreError("no token for this bucket")
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return super()._strip_protocol(path.removeprefix("sulking:/"))
+
+    def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
+        if "sulks" in path and mode == "rb":
+            raise self.error
+        return super()._open(path, mode, **options)
+
+    def info(self, path: str, **options: Any) -> dict[str, Any]:
+        if "locked" in path:
+            raise self.error
+        return super().info(path, **options)
+
+
+@pytest.mark.parametrize("error", [StoreError("no token for this bucket"), OSError("timed out")])
+def test_a_store_that_answers_with_an_error_is_not_taken_for_a_damaged_file(monkeypatch, error):
+    fsspec.register_implementation("sulking", Sulking, clobber=True)
+    monkeypatch.setattr(Sulking, "error", error)
+    Sulking().pipe_file("/clicks/sulks.parquet", b"anything")
+    with pytest.raises(DataError, match=rf"cannot read sulking://clicks/sulks.parquet: {error}; "):
+        open_source(DataConfig(kind="parquet", path="sulking://clicks"))
+    with pytest.raises(DataError, match=rf"cannot read 'sulking://locked' \({error}\); check data"):
+        open_source(DataConfig(kind="parquet", path="sulking://locked"))
+
+
+def test_a_bucket_whose_region_nobody_tells_is_refused(monkeypatch):
+    def from_uri(uri: str) -> None:
+        raise OSError("When resolving region for bucket 'b': Could not resolve host. Details: ...")
+
+    monkeypatch.setattr(inputs.arrow_fs, "FileSystem", SimpleNamespace(from_uri=from_uri))
+    with pytest.raises(DataError, match=r"'s3://b/clicks' \(When .*\); check data.path, the con"):
+        open_source(DataConfig(kind="parquet", path="s3://b/clicks"))
 
 
 def write_labels(folder, labels, statistics=True, **columns):

@@ -453,6 +453,21 @@ def test_files_without_rows_and_folders_named_like_files_are_passed_over(tmp_pat
     assert len(trained(job_config(folder, run=run), resume="auto")[0]) == 3
 
 
+def test_a_run_that_met_a_broken_row_goes_on_with_more_allowed(tmp_path):
+    """The sentence about the row says to set it, so going on must not refuse it."""
+    folder, run = tmp_path / "in", {"checkpoint": str(tmp_path / "run")}
+    add_file(folder, "0.parquet", 0)
+    assert len(trained(job_config(folder, run=run))[0]) == 3
+    table = pq.read_table(add_file(tmp_path / "other", "1.parquet", 40))
+    labels = [None, *table["label"].to_pylist()[1:]]
+    broken = table.set_column(table.column_names.index("label"), "label", pa.array(labels))
+    pq.write_table(broken, folder / "1.parquet")
+    with pytest.raises(DataError, match=r"is broken: label .* with data.max_broken"):
+        trained(job_config(folder, run=run), resume="auto")
+    more = job_config(folder, run=run, data={"max_broken": 5})
+    assert len(trained(more, resume="auto")[0]) == 3
+
+
 def test_held_out_files_have_the_columns_of_the_log_in_its_order(tmp_path):
     folder, held = tmp_path / "in", tmp_path / "held.parquet"
     add_file(folder, "0.parquet", 0)

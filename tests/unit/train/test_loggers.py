@@ -1,6 +1,7 @@
 """Loggers: one protocol, and what each makes of it; and the record of a run."""
 
 import json
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -76,11 +77,49 @@ def test_mlflow_gets_figures_by_names_that_it_takes(tmp_path, monkeypatch):
     )
     monkeypatch.setitem(sys.modules, "mlflow", fake)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "")  # so that it is as it was afterwards
+    monkeypatch.delenv("MLFLOW_ALLOW_FILE_STORE")
     with MetricLoggers(["mlflow"], str(tmp_path), {"run.batch": 4}) as loggers:
         loggers.log(FIGURES, 7)
+        loggers.log({"test/buy (7d)/auc": 0.5}, 8)
+    assert os.environ["MLFLOW_ALLOW_FILE_STORE"] == "true", "MLflow 3 refuses folders without it"
     assert calls[0].startswith("file:")
     told = {"train/loss": 0.5, "validation/hr_at_10": 0.25}
-    assert calls[1:] == ["started", {"run.batch": "4"}, (told, 7), "ended"]
+    of_task = {"test/buy _7d_/auc": 0.5}
+    assert calls[1:] == ["started", {"run.batch": "4"}, (told, 7), (of_task, 8), "ended"]
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+def test_a_service_that_does_not_answer_is_told_before_training(tmp_path, monkeypatch, name):
+    def refuse(**given: Any) -> None:
+        raise RuntimeError("No API key configured. \nUse `wandb login` to log in.")
+
+    fake = SimpleNamespace(init=refuse, start_run=refuse)
+    monkeypatch.setitem(sys.modules, name, fake)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    said = rf"'{name}', which does not start \(No API key configured\); set what it needs, or leave"
+    with pytest.raises(ConfigError, match=said):
+        MetricLoggers([name], str(tmp_path), {})
+
+
+@pytest.mark.parametrize("fails_at", ["log", "finish"])
+def test_a_service_that_fails_meanwhile_ends_its_own_log_alone(
+    tmp_path, monkeypatch, caplog, fails_at
+):
+    def fail(*_: Any, **given: Any) -> None:
+        raise ConnectionError("the service is gone")
+
+    run = SimpleNamespace(
+        **{"log": lambda *_, **given: None, "finish": lambda: None, fails_at: fail}
+    )
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **given: run))
+    with MetricLoggers(["wandb", "jsonl"], str(tmp_path), {}) as loggers:
+        for step in (1, 2):
+            loggers.log(FIGURES, step)
+    assert [record.getMessage() for record in caplog.records] == [
+        "the log of wandb ends here: the service is gone"
+    ]
+    assert len((tmp_path / LINES).read_text().splitlines()) == 2
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])
@@ -88,6 +127,39 @@ def test_a_logger_that_is_not_installed_is_named_with_its_extra(tmp_path, monkey
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ConfigError, match=rf"run.loggers has '{name}', .* nestpipe\[{name}\]"):
         MetricLoggers([name], str(tmp_path), {})
+
+
+OWN = """
+def folder(folder, config):
+    return folder
+
+
+class Lines:
+    def __init__(self, folder, config):
+        self.file = (folder / "own.txt").open("w")
+        print("batch", config["run.batch"], file=self.file)
+
+    def log(self, figures, step):
+        print(step, sorted(figures), file=self.file)
+
+    def close(self):
+        self.file.close()
+"""
+
+
+def test_a_logger_of_ones_own_is_named_like_a_model(tmp_path, monkeypatch):
+    (tmp_path / "lines_of_mine.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    run = build(JobConfig, {"run": {"loggers": ["lines_of_mine:Lines"]}}).run
+    with MetricLoggers(run.loggers, str(tmp_path), {"run.batch": 4}) as loggers:
+        loggers.log({"train/loss": 0.5}, 7)
+    assert (tmp_path / "own.txt").read_text() == "batch 4\n7 ['train/loss']\n"
+    with pytest.raises(ConfigError, match=r"run.loggers is 'lines_of_mine:Line', but .*Lines"):
+        MetricLoggers(["lines_of_mine:Line"], str(tmp_path), {})
+    with pytest.raises(ConfigError, match=r"which makes a PosixPath; let it make an object with"):
+        MetricLoggers(["lines_of_mine:folder"], str(tmp_path), {})
+    sys.modules.pop("lines_of_mine")
 
 
 def test_an_unknown_logger_is_refused():

@@ -152,3 +152,13 @@ def test_a_target_that_the_model_does_not_know_is_refused():
     batch.dense["target"][3] = 41
     with pytest.raises(DataError, match="item 41 is to be predicted, and is none of the 40"):
         _Asked.of(batch, model)
+
+
+@pytest.mark.parametrize("kind", ["hstu", "ranker"])
+def test_histories_longer_than_the_model_is_made_for_are_told_once(tmp_path, caplog, kind):
+    path = write_users(tmp_path, far=False)
+    for max_len in (9, 4):
+        train_job(make_job(job_of(path, kind, max_len=max_len), LocalCommunicator()), print)
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert told.startswith("a history has ")
+    assert "items and model.max_len is 4, so later positions look alike; set a larger" in told

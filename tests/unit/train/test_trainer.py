@@ -147,6 +147,7 @@ def train(
     tables=TABLES,
     lanes=lambda: None,
     delays=None,
+    model=Model,
     **chosen,
 ):
     """Train on so many ranks (threads); all rows together, and the losses of every step.
@@ -155,7 +156,7 @@ def train(
     """
 
     # Made here, not in the threads of the ranks, which share one random state.
-    model = Model()
+    made = model()
 
     def one(comm) -> tuple[dict[str, Tensor], list[float]]:
         def slower(work):
@@ -164,7 +165,7 @@ def train(
             return inject_delays(work, seed=delays * 10 + comm.rank, max_ms=1.0)
 
         trainer = Trainer(
-            deepcopy(model), tables, settings(**chosen), comm, lanes=lanes(), around=slower
+            deepcopy(made), tables, settings(**chosen), comm, lanes=lanes(), around=slower
         )
         if load is not None:
             trainer.load(load)
@@ -219,6 +220,33 @@ def test_any_number_of_ranks_learns_the_same(optimizer, ranks):
     assert len(losses) == 56
     assert losses_together == pytest.approx(losses, rel=1e-4)
     assert_close(alone, together)
+
+
+class OddlyKept(Model):
+    """Weights of three types, one of them kept column by column."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turned = nn.Parameter(torch.randn(4, 3).t())
+        self.exact = nn.Linear(3, 1, dtype=torch.float64)
+        self.rough = nn.Parameter(torch.randn(3, dtype=torch.bfloat16))
+
+    def dense(self, rows: Mapping[str, Tensor], batch: Batch) -> Loss:
+        loss = super().dense(rows, batch)
+        crossed = batch.dense["features"] @ self.turned.t() * self.rough
+        return replace(loss, total=loss.total + self.exact(crossed.double()).square().sum())
+
+
+@pytest.mark.parametrize("plan", ["serial", "nested"])
+def test_ranks_sum_gradients_of_any_type_and_layout(plan):
+    chosen = {"epochs": 2, "model": OddlyKept, "plan": plan}
+    alone, losses = train(1, **chosen)
+    together, losses_together = train(2, **chosen)
+    assert losses_together == pytest.approx(losses, rel=1e-3)
+    assert {alone[f"dense.{name}"].dtype for name in ("turned", "exact.weight", "rough")} == {
+        *(torch.float32, torch.float64, torch.bfloat16)
+    }
+    assert_close(alone, together, rtol=2e-2, atol=2e-3)
 
 
 @pytest.mark.parametrize("micro_batches", [2, 3, 8])
@@ -400,6 +428,21 @@ def test_uneven_data_never_hangs(ranks, plan):
 def test_losses_fall():
     _, losses = train(1, epochs=30)
     assert sum(losses[-7:]) < 0.7 * sum(losses[:7])
+
+
+class Undealt(Samples):
+    """Gives every rank the whole batch."""
+
+    def batches(self, **given: int) -> Iterator[Batch]:
+        return super().batches(**{**given, "rank": 0, "ranks": 1})  # type: ignore[arg-type]
+
+
+def test_ranks_that_train_the_same_samples_are_told_once(caplog):
+    train(2, source=Samples(make_samples()), steps=2)
+    assert not caplog.records
+    train(2, source=Undealt(make_samples()), steps=2)
+    (told,) = caplog.records
+    assert told.getMessage().startswith("a batch has 32 samples over 2 ranks, and settings say 16:")
 
 
 def test_data_without_samples_is_refused():

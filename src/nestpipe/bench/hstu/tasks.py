@@ -28,7 +28,7 @@ from nestpipe.bench.machines import Job, do_jobs, run_jobs, start_ranks
 from nestpipe.bench.pipeline_rank import CHUNK, connect_ranks
 from nestpipe.comm import Communicator
 from nestpipe.config import Table, positive
-from nestpipe.config.load import known_words
+from nestpipe.config.load import known_types
 from nestpipe.data.order import draw, mix
 from nestpipe.data.synthetic import zipf
 from nestpipe.embedding.routing.lists import owner_of
@@ -94,7 +94,7 @@ class TasksCase:
     rounds: int = 3
 
     def __post_init__(self) -> None:
-        known_words(self)
+        known_types(self)
         for name in ("ranks", "batch", "items", "users", "table_dim", "head", "steps", "rounds"):
             positive(name, getattr(self, name))
         if not 1 <= self.tasks <= MOST_TASKS:
