@@ -473,9 +473,7 @@ def replay_choices(path: Path, comm: Communicator, watch: Watch = unwatched) -> 
         )
 
 
-def _train_again(
-    job: Job, choices: Sequence[Choice], steps: int, epoch: int, tell: Tell
-) -> None:
+def _train_again(job: Job, choices: Sequence[Choice], steps: int, epoch: int, tell: Tell) -> None:
     trainer = job.trainer
     ends = [*(one.step for one in choices[1:]), steps]
     for chosen, end in zip(choices, ends, strict=True):
