@@ -157,6 +157,8 @@ class Trainer:
         self.plan = self._checked_plan()
         self.lanes = lanes or self._make_lanes()
         self.spans = spans_for(self.device, self.comm.rank)
+        self.traced_from = 0
+        """Batches trained before the first one of `spans`."""
         self.traffic = Traffic()
         """What this rank has moved for training, ever."""
         self._sent_before: int | None = None
@@ -634,6 +636,7 @@ class Trainer:
             functions = name_collectives(functions, self.comm.op_label)
         self._sent_before = sent = self.comm.bytes_sent
         self.comm.barrier()  # the traces of all ranks begin here
+        self.traced_from = self.progress.step
         trace = run(
             self.plan,
             functions,
