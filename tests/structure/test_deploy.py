@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
-from nestpipe.cli.app import app
+from nestpipe.cli.app import app, main
 from nestpipe.config import build
 from nestpipe.train.job import JobConfig
 from support.programs import find
@@ -73,11 +73,15 @@ def commands() -> list[str]:
     """Every command line of `nestpipe` in the folder, as one line."""
     yaml = pytest.importorskip("yaml")
     found = [(DEPLOY / "train.sbatch").read_text().replace("\\\n", " ")]
-    found = [line.rstrip("& ") for line in found[0].splitlines() if "-m nestpipe" in line]
+    found = [
+        line.partition(" # ")[0].rstrip("& ")
+        for line in found[0].splitlines()
+        if re.match(r"nestpipe |.* -m nestpipe ", line)
+    ]
     for file in MANIFESTS:
         for document in yaml.safe_load_all(file.read_text()):
             template = document["spec"].get("template", {}).get("spec", {})
-            for container in template.get("containers", []):
+            for container in [*template.get("initContainers", []), *template.get("containers", [])]:
                 words = [*container.get("command", ["nestpipe"]), *container["args"]]
                 found.append(shlex.join(words))
     return found
@@ -91,7 +95,7 @@ def test_commands_name_options_that_exist():
         for name, command in get_command(app).commands.items()  # type: ignore[attr-defined]
     }
     of_torchrun = set(get_args_parser()._option_string_actions)
-    assert len(commands()) == 3
+    assert len(commands()) == 5
     for line in commands():
         before, _, after = line.partition("nestpipe ")
         name, *words = shlex.split(after.replace("$config", "config.toml"))
@@ -99,6 +103,30 @@ def test_commands_name_options_that_exist():
         assert flags <= known[name], line
         flags = set(re.findall(r"(?<= )--[\w-]+", before.partition("torchrun")[2]))
         assert flags <= of_torchrun, line
+
+
+def test_a_wrong_config_fails_the_job_and_is_not_started_again(capsys, tmp_path):
+    """torchrun exits with 1 whatever its ranks do, so a container of its own tells."""
+    yaml = pytest.importorskip("yaml")
+    documents = yaml.safe_load_all((DEPLOY / "train.yaml").read_text())
+    (job,) = (document for document in documents if document["kind"] == "Job")
+    (check,) = job["spec"]["template"]["spec"]["initContainers"]
+    (codes,) = (
+        rule["onExitCodes"]
+        for rule in job["spec"]["podFailurePolicy"]["rules"]
+        if rule["action"] == "FailJob"
+    )
+    assert codes["containerName"] == check["name"]
+    for text, status in (("[run]\nbatch = 512\n", 0), ("[run]\nbatchs = 512\n", 2)):
+        config = tmp_path / "config.toml"
+        config.write_text(text)
+        words = [word.replace("/config/config.toml", str(config)) for word in check["args"]]
+        with pytest.raises(SystemExit) as stop:
+            main(words)
+        assert int(stop.value.code or 0) == status
+        assert (status in codes["values"]) == (status == 2)
+        said = capsys.readouterr()
+        assert "a config that train takes" in said.out if status == 0 else "batchs" in said.err
 
 
 @pytest.fixture

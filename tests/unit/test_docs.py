@@ -2,12 +2,18 @@
 
 import re
 import shlex
+import tomllib
+from collections.abc import Iterator
+from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 
-from nestpipe.cli.app import main
+from nestpipe.cli.app import app, main
+from nestpipe.config import build
+from nestpipe.train.job import JobConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
@@ -42,6 +48,62 @@ def test_commands_in_the_docs_run(code, capsys):
             main(arguments)
         assert stop.value.code == 0, line
         assert capsys.readouterr().out
+
+
+FENCE = re.compile(r"^```\w*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def commands_shown(text: str) -> Iterator[str]:
+    """Every command line of `nestpipe` on a page, in blocks and in sentences."""
+    for block in FENCE.findall(text):
+        for line in block.replace("\\\n", " ").splitlines():
+            before, found, command = line.partition("nestpipe ")
+            if found and re.fullmatch(r"\s*|(\$|node\$) |.*-m ", before):
+                yield found + command
+    told = FENCE.sub("", text).replace("\n", " ")
+    yield from re.findall(r"`(nestpipe [^`]+)`", told)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_that_are_shown_have_the_options_they_name(page):
+    for line in commands_shown(page.read_text()):
+        command = get_command(app)
+        words = shlex.split(line, comments=True)[1:]
+        while words and words[0] in getattr(command, "commands", {}):
+            command = command.commands[words.pop(0)]  # type: ignore[attr-defined]
+        known = {flag for option in command.params for flag in (*option.opts, "--help")}
+        known |= {flag for option in command.params for flag in option.secondary_opts}
+        flags = {word.partition("=")[0] for word in words if word.startswith("--")}
+        assert flags <= known, f"{line}: {sorted(flags - known)}"
+        assert not hasattr(command, "commands") or not words or words[0].startswith("-"), line
+
+
+def test_commands_that_are_shown_set_keys_that_exist():
+    known = set(
+        re.findall(r"^- `([\w.]+)` \(", (ROOT / "docs/config.md").read_text(), re.MULTILINE)
+    )
+    jobs = ("train", "plan", "verify", "eval")
+    lines = [line for page in PAGES for line in commands_shown(page.read_text())]
+    found = [
+        (line, key)
+        for line in lines
+        if line.split()[1] in jobs
+        for key in re.findall(r"--set ([\w.]+)=", line)
+        if not key.startswith("model.config.")  # of a model of one's own
+    ]
+    assert len(lines) > 200
+    assert len(found) > 20
+    wrong = [(line, key) for line, key in found if key not in known]
+    mistake = "pipeline.micro_batch"  # which docs/first_hour.md makes, to show the sentence
+    assert {key for _, key in wrong} == {mistake}, wrong
+
+
+@pytest.mark.parametrize("text", blocks("toml"))
+def test_configs_that_are_shown_are_taken(text):
+    sections = tomllib.loads(text)
+    known = {known.name for known in fields(JobConfig)}
+    if sections.keys() <= known:
+        build(JobConfig, sections)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

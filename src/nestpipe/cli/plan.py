@@ -6,7 +6,8 @@ All three begin with a short profile of the job. The last shows how right the pr
 from __future__ import annotations
 
 import json as json_text
-from collections.abc import Callable, Generator, Sequence
+import os
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,6 @@ from nestpipe.cli.options import (
     STDOUT,
     ConfigFile,
     JsonFile,
-    Ranks,
     Settings,
     console,
     figures_table,
@@ -48,7 +48,9 @@ if TYPE_CHECKING:
 def plan_job(
     config: ConfigFile = None,
     settings: Settings = None,
-    ranks: Ranks = 1,
+    ranks: Annotated[
+        int | None, typer.Option(show_default="1", help="Rank processes to start on this machine.")
+    ] = None,
     hardware: Annotated[
         Path | None,
         typer.Option(
@@ -56,8 +58,12 @@ def plan_job(
         ),
     ] = None,
     steps: Annotated[
-        int, typer.Option(help="Batches of each serial run of the profile, twice.")
-    ] = 8,
+        int | None,
+        typer.Option(
+            show_default="8",
+            help="Batches of each serial run of the profile, twice.",
+        ),
+    ] = None,
     check: Annotated[
         int | None,
         typer.Option(
@@ -100,13 +106,19 @@ def plan_job(
     job_config = read_job(config, settings)
     given = read_text(config) if config is not None else ""
     if hardware is not None or profile is not None:
-        if check:
-            raise ConfigError(
-                f"--check is {check}, but nothing runs with --hardware or --profile; leave it out"
-            )
-        choice = _from_files(job_config, ranks, hardware, profile)
+        given_too = {"--check": check, "--steps": steps, "--save-profile": save_profile}
+        if profile is not None:
+            given_too["--ranks"] = ranks
+        for flag, value in given_too.items():
+            if value:
+                raise ConfigError(
+                    f"{flag} is {value}, but nothing runs with --hardware or --profile; "
+                    "leave it out"
+                )
+        workers = 1 if ranks is None else ranks
+        choice = _from_files(job_config, workers, hardware, profile, allow_rounding)
     else:
-        if starts_ranks(ranks):
+        if ranks is not None and starts_ranks(ranks):
             raise typer.Exit(launch_ranks(ranks))
         choice = _from_runs(job_config, steps, check, allow_rounding, save_profile)
         if choice is None:  # rank 0 broadcasts it
@@ -116,11 +128,14 @@ def plan_job(
     if json is not None:
         write_json(json, choice.as_json())
     if STDOUT not in (json, out):
-        _show(choice, allow_rounding=allow_rounding, out=out)
+        started = (
+            f" --ranks {ranks}" if ranks is not None and ranks > 1 and hardware is None else ""
+        )
+        _show(choice, allow_rounding=allow_rounding, out=out and f"{out}{started}")
 
 
 def _from_files(
-    config: JobConfig, ranks: int, hardware: Path | None, profile: Path | None
+    config: JobConfig, ranks: int, hardware: Path | None, profile: Path | None, rounding: bool
 ) -> PlanChoice:
     """The choice where nothing runs."""
     from nestpipe.planner import HardwarePredictor, ProfilePredictor, candidate_of, choose
@@ -129,21 +144,51 @@ def _from_files(
         if hardware is not None:
             raise ConfigError("--profile and --hardware both say what ops cost; give one of them")
         known = read_profile(profile)
+        _refuse_other_job(known, config, str(profile), rounding)
         start = candidate_of(config, known.device, known.ranks)
         with progress_bar("predicting", None) as advance:
-            return choose(ProfilePredictor(known), start, tell=advance)
+            return choose(ProfilePredictor(known, rounding=rounding), start, tell=advance)
     assert hardware is not None
     from nestpipe.sim import Cluster
     from nestpipe.train.trainer import choose_device
 
-    cluster = build(Cluster, read(hardware))
+    starts_ranks(ranks)  # refuses numbers that are none
+    described = read(hardware)
+    refuse_offer(described, hardware)
+    cluster = build(Cluster, described)
     samples = max(1, config.run.batch // ranks)
     work = replace(cluster.workload, samples=samples, dim=config.model.dim)
     device = choose_device(config.run.device).type
-    predictor = HardwarePredictor(replace(cluster, workload=work), ranks, device)
+    cluster = replace(cluster, workload=work)
+    predictor = HardwarePredictor(cluster, ranks, device, rounding=rounding)
     start = replace(candidate_of(config, device, ranks), first=1.0, last=1.0)
     with progress_bar("predicting", None) as advance:
         return choose(predictor, start, draws=4, tell=advance)
+
+
+def _refuse_other_job(known: JobProfile, config: JobConfig, name: str, rounding: bool) -> None:
+    """A profile tells of batches of its own size, in the forms that it ran."""
+    batch = config.run.batch
+    if batch // known.ranks != known.samples:
+        raise ConfigError(
+            f"{name!r} was measured with {known.samples} samples for each of {known.ranks} ranks, "
+            f"and run.batch is {batch}; profile again, or set "
+            f"run.batch={known.samples * known.ranks}"
+        )
+    if rounding and all(run.form.comm_dtype == "float32" for run in known.runs):
+        raise ConfigError(
+            f"{name!r} has no run with bfloat16 between ranks, so --allow-rounding cannot tell; "
+            "leave it out, or profile again with it"
+        )
+
+
+def refuse_offer(described: Mapping[str, object], path: Path) -> None:
+    """There are two kinds of hardware files: of one cluster, and of what could be bought."""
+    if "machines" in described or "networks" in described:
+        raise ConfigError(
+            f"'{path}' is an offer for simulate --job, and no hardware file of one cluster; "
+            "`nestpipe simulate --print-hardware` prints one"
+        )
 
 
 def read_profile(path: Path) -> JobProfile:
@@ -160,23 +205,27 @@ def read_profile(path: Path) -> JobProfile:
 
 
 def _from_runs(
-    config: JobConfig, steps: int, check: int | None, rounding: bool, save_profile: str | None
+    config: JobConfig,
+    steps: int | None,
+    check: int | None,
+    rounding: bool,
+    save_profile: str | None,
 ) -> PlanChoice | None:
     """Profile the job on this rank and its peers; only rank 0 has the choice."""
     quieten()
     from nestpipe.planner import candidate_of, job_bench, thought
-    from nestpipe.planner.profile import CHECK_STEPS
+    from nestpipe.planner.profile import CHECK_STEPS, PROFILE_STEPS
     from nestpipe.train.loop import communicator, use_threads
 
     use_threads(config.run)
     comm = communicator(config)
     with job_bench(config, comm) as bench:
-        known = profiled(bench, steps, rounding)
+        known = profiled(bench, PROFILE_STEPS if steps is None else steps, rounding)
         if save_profile is not None and comm.rank == 0:
             write_json(save_profile, known.as_json())
         start = candidate_of(config, known.device, known.ranks)
         with _first_ranks_bar(comm, "predicting") as advance:
-            choice = thought(known, start, comm, tell=advance)
+            choice = thought(known, start, comm, rounding=rounding, tell=advance)
         if check != 0:
             choice = _checked(bench, choice, check or CHECK_STEPS)
     comm.barrier()
@@ -214,22 +263,20 @@ def _planned(given: str, settings: list[str] | None, choice: PlanChoice) -> str:
     """The config to train with: the file's text, what --set said, and the choice."""
     from nestpipe.planner import config_text
 
-    best = choice.chosen
-    note = f"Chosen by `nestpipe plan`: {best.candidate}; predicted {best.gain:.2f}x over serial."
-    return config_text(given, best.candidate, note, settings or [])
+    return config_text(given, choice.chosen.candidate, choice.note(), settings or [])
 
 
 def _show(choice: PlanChoice, *, allow_rounding: bool, out: str | None) -> None:
     terminal = console()
     terminal.print(choice_table(choice))
     terminal.print(choice.reason(), markup=False, soft_wrap=True)
-    if not allow_rounding:
+    if not allow_rounding and choice.chosen.candidate.comm_dtype == "float32":
         terminal.print(
             "float32 between ranks, so no bit is lost; --allow-rounding also tries bfloat16.",
             markup=False,
         )
     if out is not None:
-        terminal.print(f"written: {out}; train with: nestpipe train {out}", markup=False)
+        terminal.print(f"written; train with: nestpipe train {out}", markup=False)
 
 
 def choice_table(choice: PlanChoice) -> Table:
@@ -251,7 +298,7 @@ def choice_table(choice: PlanChoice) -> Table:
             mark + str(row.candidate),
             short_ms(run.step_ms),
             f"{row.gain:.2f}x",
-            f"{row.low:.2f}..{row.high:.2f}",
+            f"{row.low:.2f}..{row.high:.2f}" if row.drawn else "",
             f"{run.pipeline_efficiency:.2f}",
             run.busiest_lane,
             "" if row.measured_ms is None else short_ms(row.measured_ms),
@@ -369,6 +416,10 @@ def grid_table(found: Sequence[GridReading], ranks: int) -> Table:
     return table
 
 
+USUAL_WORKERS = (2, 4, 8, 16, 32, 64)
+"""Numbers of workers to answer for where nobody names others, as far as batches go round."""
+LEAST_EACH = 4
+"""Samples of a worker."""
 SHOWN = 24
 NEAR = 1.1
 """Times the lowest cost: what is so close to the cheapest may be taken for its speed."""
@@ -389,12 +440,23 @@ def answer_job(
         raise ConfigError("--job needs --hardware FILE with machines and networks; see configs/")
     from nestpipe.planner.fleet import FleetPredictor, Offer, answer, sites
 
-    offer = build(Offer, read(hardware))
+    described = read(hardware)
+    if not {"machines", "networks"} & set(described):
+        raise ConfigError(
+            f"'{hardware}' is a hardware file of one cluster; --job takes an offer of [[machines]] "
+            "and [[networks]], such as configs/offer.toml"
+        )
+    offer = build(Offer, described)
     job_config = read_job(config, None)
+    batch = job_config.run.batch
+    workers = workers or [n for n in USUAL_WORKERS if per_worker or LEAST_EACH * n <= batch]
     if not per_worker:
-        _refuse_too_many(workers, job_config.run.batch)
-    if profile is None and starts_ranks(ranks):
-        raise typer.Exit(launch_ranks(ranks))
+        _refuse_too_many(workers, batch)
+    if profile is None:
+        if ranks == 1 and "RANK" not in os.environ:
+            raise ConfigError("ranks is 1, and one rank sends nothing; profile 2 ranks or more")
+        if starts_ranks(ranks):
+            raise typer.Exit(launch_ranks(ranks))
     known = read_profile(profile) if profile is not None else _measured(job_config)
     if known is None:  # rank 0 broadcasts it
         return
@@ -419,9 +481,10 @@ def answer_job(
 
 def _refuse_too_many(workers: Sequence[int], batch: int) -> None:
     for count in workers:
-        if count > batch // 4:
+        if count > batch // LEAST_EACH:
             raise ConfigError(
-                f"workers is {count} and run.batch {batch}: fewer than 4 samples for each; name "
+                f"workers is {count} and run.batch {batch}: fewer than {LEAST_EACH} samples for "
+                "each; name "
                 "fewer --workers, or let batches grow with --batch-per-worker"
             )
 
@@ -446,11 +509,12 @@ def answers_table(found: Sequence[SiteAnswer]) -> Table:
     """The cheapest first."""
     table = figures_table(
         f"{len(found)} sites, the cheapest first",
-        "step: ms, with its range over what is assumed; cost: of a billion samples; decides: what\n"
-        "the range is for; host memory for the tables is not looked at",
+        "step: ms; cost: of a billion samples; each with its range over what is assumed; decides: "
+        "which\nassumption moves it most; host memory for the tables is not looked at",
         "machines",
         ("workers", "groups", "step", "range", "samples/s", "cost", "its range"),
     )
+    table.columns[0].no_wrap = False
     table.add_column("plan; decides", overflow="fold")
     for one in found[:SHOWN]:
         site, step = one.site, one.figures.step_ms

@@ -21,7 +21,7 @@ from nestpipe.cli.options import (
     write_json,
     write_text,
 )
-from nestpipe.cli.plan import answer_job
+from nestpipe.cli.plan import answer_job, refuse_offer
 from nestpipe.config import build, read
 from nestpipe.errors import ConfigError
 from nestpipe.schedule import PLANS, Exchange, Merge, Plan, PlanOptions
@@ -68,7 +68,10 @@ from nestpipe.trace import read_chrome, write_chrome
 MOST_WORKERS = 100_000
 MOST_BETWEEN = 1000
 """Batches between two merges; all of them are replayed."""
+USUAL_WORKERS = "1,8,64,512,1536,4096"
 AUTO = "auto"
+EVERY_GROUPS = [1, 2, 4, 8]
+"""What `auto` is for a job: its groups are exact ones, each with all tables."""
 
 simulate_app = typer.Typer(rich_markup_mode=None)
 
@@ -81,8 +84,12 @@ def simulate(
         str, typer.Option("--plan", help=f"The plan to replay: {', '.join(PLANS)}.")
     ] = "nested",
     workers: Annotated[
-        str, typer.Option(help="Numbers of workers, separated by commas.")
-    ] = "1,8,64,512,1536,4096",
+        str | None,
+        typer.Option(
+            show_default=f"{USUAL_WORKERS}; --job: 2 to 64",
+            help="Numbers of workers, separated by commas.",
+        ),
+    ] = None,
     *,
     options: PlanOptions,
     groups: Annotated[
@@ -152,13 +159,14 @@ def simulate(
     """
     if context.invoked_subcommand is not None:
         return
+    refuse_options(context, with_job=job is not None)
     if job is not None:
-        counts = _numbers("workers", workers, MOST_WORKERS)
-        splits = _numbers("groups", groups, MOST_WORKERS)
+        counts = _numbers("workers", workers, MOST_WORKERS) if workers is not None else []
+        every = groups.strip() == AUTO
+        splits = EVERY_GROUPS if every else _numbers("groups", groups, MOST_WORKERS)
         answer_job(job, hardware, profile, ranks, counts, splits, batch_per_worker, json)
         return
-    if profile is not None:
-        raise ConfigError("--profile is for --job; name the job's config there, or drop it")
+    workers = USUAL_WORKERS if workers is None else workers
     cluster = _cluster(hardware, settings or [])
     if print_hardware:
         write_text(STDOUT, to_toml(cluster))
@@ -224,8 +232,30 @@ def paper(json: JsonFile = None) -> None:
         print_unreconciled(terminal)
 
 
+FOR_BOTH = {"workers", "groups", "hardware", "json", "job"}
+FOR_JOB = {"profile", "ranks", "batch_per_worker"}
+
+
+def refuse_options(context: typer.Context, *, with_job: bool) -> None:
+    """Options that would do nothing with `--job`, or without it."""
+    for option in context.command.params:
+        source = context.get_parameter_source(option.name or "")
+        if option.name in FOR_BOTH or source is None or source.name != "COMMANDLINE":
+            continue
+        flag = option.opts[0]
+        if with_job and option.name not in FOR_JOB:
+            raise ConfigError(
+                f"{flag} does nothing with --job, which looks at plans, sites and sizes of its "
+                "own; leave it out"
+            )
+        if not with_job and option.name in FOR_JOB:
+            raise ConfigError(f"{flag} is for --job; name the job's config there, or drop it")
+
+
 def _cluster(hardware: Path | None, settings: list[str]) -> Cluster:
     given = asdict(paper_cluster()) if hardware is None else read(hardware)
+    if hardware is not None:
+        refuse_offer(given, hardware)
     return build(Cluster, given, overrides=settings)
 
 

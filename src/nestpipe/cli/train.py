@@ -91,6 +91,12 @@ def train(
         typer.Option(metavar="FILE", help="Write that page as one HTML file when the run ends."),
     ] = None,
     token_file: TokenFile = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run", help="Say what is wrong with config and options, and train nothing."
+        ),
+    ] = False,
     json: JsonFile = None,
 ) -> None:
     """Train a model; without a config, a small one on generated data.
@@ -117,6 +123,9 @@ def train(
         if file is not None:
             _check_folder_of(file, what)
     watched = Watching.asked_for(job_config, dashboard, report, token_file)
+    if dry_run:
+        _say_that_it_is_taken(job_config, config, ranks)
+        return
     if starts_ranks(ranks):
         raise typer.Exit(launch_ranks(ranks))
     quieten()
@@ -140,6 +149,15 @@ def train(
     comm.close()
     if outcome.stopped:
         mark_stopped(comm.rank)
+
+
+def _say_that_it_is_taken(job_config: JobConfig, config: Path | None, ranks: int) -> None:
+    """After all that can be refused without data, a device or other ranks."""
+    starts_ranks(ranks)
+    job_config.settings()
+    name = "the default config" if config is None else f"'{config}'"
+    told = f"{name} is a config that train takes; its data was not opened"
+    console().print(told, markup=False, soft_wrap=True)
 
 
 def _trained(job: Job, json: str | None, threads: str) -> TrainResult:

@@ -455,7 +455,7 @@ function build() {
   cards.metrics = new Chart(cards.metricsCard);
   cards.metric.addEventListener("change", () => showMetrics(shown));
   cards.time = new Chart(card("Where a step’s time goes", "Mean over ranks of the batches looked at. Hidden time ran under compute and cost nothing."));
-  cards.lanes = new LanesView(card("Lanes", "When each op of some batches ran: what lies above or below compute is hidden by it.", true));
+  cards.lanes = new LanesView(card("Lanes", "When each op ran, with its step and micro-batch: what lies above or below compute is hidden by it.", true));
   cards.ops = card("Hidden and exposed, by op", "Milliseconds of a recent step; only the exposed part makes it longer.");
   cards.opList = cards.ops.appendChild(el("div"));
   cards.busy = new BusyView(card("How busy lanes are", "Part of the time in which a lane ran an op, over the steps; on the right the last."));
@@ -574,7 +574,8 @@ function showTop(data) {
   $("name").textContent = run.name;
   $("status").dataset.status = run.status;
   $("status").textContent = STATUS[run.status] || run.status;
-  const split = run.micro_batches > 1 ? `, ${run.micro_batches} micro-batches` : "";
+  const count = `, ${run.micro_batches} micro-batch${run.micro_batches === 1 ? "" : "es"}`;
+  const split = run.adaptive ? `${count} now (adaptive)` : run.micro_batches > 1 ? count : "";
   const facts = [["", run.model], ["plan ", `${run.plan}${split}`], ["rows ", run.retrieval],
     ["", `${run.ranks} ${run.ranks === 1 ? "rank" : "ranks"} on ${run.device}`], ["batch ", whole(run.batch)]];
   $("facts").replaceChildren(...facts.flatMap(([word, value], i) => [i ? " · " : "", word, el("b", {}, String(value))]));

@@ -351,6 +351,8 @@ class _Answer(BaseHTTPRequestHandler):
         else:
             self._read(path)
 
+    do_HEAD = do_GET
+
     def _authorization(self) -> bytes | None:
         given = self.headers.get("Authorization")
         return None if given is None else given.encode("latin-1", "replace")
@@ -390,7 +392,8 @@ class _Answer(BaseHTTPRequestHandler):
         for name, value in headers.items():
             self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(body)
+        if self.command != "HEAD":
+            self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - its name there
         """Nobody wants a line for every question."""

@@ -271,18 +271,19 @@ def _series(
 
 
 def _waits(ranks: Sequence[_RankSums]) -> Column:
-    """Per step and rank, what a rank spent on the network beyond the one that came to it last."""
+    """Per step and rank, what a rank spent on the network beyond the one that came to it last.
+
+    Ranks look at batches of their own choice, and a slow one is slow for all of them: so what is
+    compared is how much of a step each spends elsewhere.
+    """
     nothing = ranks[0].sums["steps"] * 0
     network = []
     for rank in ranks:
         lanes = [rank.sums.get(f"lane_ms.{lane}", nothing) for lane in NETWORK]
-        network.append(_ratio(sum((_grown(of) for of in lanes), nothing), _grown(_batches(rank))))
+        beyond = sum((_grown(of) for of in lanes), nothing) - _grown(rank.sums["step_ms"])
+        network.append(_ratio(beyond, _grown(rank.sums["batches"])))
     of_ranks = np.stack(network)
     return of_ranks - of_ranks.min(axis=0)
-
-
-def _batches(rank: _RankSums) -> Column:
-    return rank.sums["batches"]
 
 
 def _pool(run: RunRecords, points: Sequence[Line]) -> list[float | None]:
@@ -390,8 +391,9 @@ def _figures_of_ranks(ranks: Sequence[_RankSums]) -> list[dict[str, float]]:
                 "bytes_sent": _over(rank.between("bytes_sent", since), steps),
             }
         )
-    least = min((row["network_ms"] for row in rows), default=math.nan)
-    return [{**row, "waited_ms": row["network_ms"] - least} for row in rows]
+    beyond = [row["network_ms"] - row["step_ms"] for row in rows]
+    least = min(beyond, default=math.nan)
+    return [{**row, "waited_ms": of - least} for row, of in zip(rows, beyond, strict=True)]
 
 
 def _rank_rows(run: RunRecords, ranks: Sequence[_RankSums], now: float) -> list[dict[str, Any]]:
@@ -448,6 +450,8 @@ def _about(run: RunRecords, now: float) -> dict[str, Any]:
         "status": status,
         "sentence": sentence,
         **{name: about.get(name) for name in SHOWN_FACTS},
+        "micro_batches": last.get("micro_batches", about.get("micro_batches")),
+        "adaptive": "micro_batches" in last,
         "ranks": about.get("ranks", 1),
         "ranks_seen": len(run.ranks),
         "started": about.get("started"),

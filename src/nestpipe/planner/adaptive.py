@@ -24,7 +24,7 @@ from nestpipe.checkpoint.folder import candidates, open_noted
 from nestpipe.comm import Communicator
 from nestpipe.errors import CheckpointError, ConfigError
 from nestpipe.planner.choice import LEAST_SAMPLES
-from nestpipe.schedule import Kind, Lane, Plan
+from nestpipe.schedule import Kind, Lane, Merge, Plan
 from nestpipe.schedule.schedule import COLLECTIVES, MICRO_KINDS, Op
 from nestpipe.sim.job_costs import Split
 from nestpipe.sim.replay import Sharing, replay_shared
@@ -386,7 +386,14 @@ def _gathered(trainer: Trainer, trace: Trace) -> Trace:
 
 
 def choices_file(config: JobConfig) -> Path:
-    """Where a run records its choices."""
+    """Where a run records its choices; refuses a run that could not be replayed from them."""
+    parallel = config.parallel
+    if parallel.groups > 1 and parallel.merge is Merge.AVERAGED and parallel.merge_every > 1:
+        raise ConfigError(
+            f"run.adaptive is true and parallel.merge_every {parallel.merge_every}: each look at "
+            "the trace would merge the replicas once more and change results; set "
+            'parallel.merge = "exact", or merge_every = 1'
+        )
     folder = config.run.checkpoint or config.run.log
     if not folder:
         raise ConfigError(
@@ -450,7 +457,7 @@ def replay_choices(path: Path, comm: Communicator, watch: Watch = unwatched) -> 
         again = make_job(replace(config, pipeline=serial_twin(chosen)), comm)
         closing.callback(again.trainer.close)
         with watch("serial", manifest.step) as tell:
-            _train_again(again, choices, manifest.step, tell)
+            _train_again(again, choices, manifest.step, manifest.epoch, tell)
         run = make_job(replace(config, pipeline=chosen), comm)
         closing.callback(run.trainer.close)
         run.trainer.load(checkpoint)
@@ -466,7 +473,7 @@ def replay_choices(path: Path, comm: Communicator, watch: Watch = unwatched) -> 
         )
 
 
-def _train_again(job: Job, choices: Sequence[Choice], steps: int, tell: Tell) -> None:
+def _train_again(job: Job, choices: Sequence[Choice], steps: int, epoch: int, tell: Tell) -> None:
     trainer = job.trainer
     ends = [*(one.step for one in choices[1:]), steps]
     for chosen, end in zip(choices, ends, strict=True):
@@ -474,3 +481,5 @@ def _train_again(job: Job, choices: Sequence[Choice], steps: int, tell: Tell) ->
             trainer.change_pipeline(chosen.pipeline(trainer.settings.pipeline))
             left = end - trainer.progress.step
             trainer.fit(job.train, steps=left, epochs=job.config.run.epochs, on_step=tell)
+    # The run came to the end of the data and saw it; so many steps alone end just before.
+    trainer.fit(job.train, epochs=epoch, on_step=tell)

@@ -158,8 +158,9 @@ class Axes:
 class ProfilePredictor:
     """Predicts from serial runs of the job itself."""
 
-    def __init__(self, profile: JobProfile) -> None:
-        self.profile = profile
+    def __init__(self, profile: JobProfile, *, rounding: bool = False) -> None:
+        """`rounding`: whether settings that lose bits are looked at too."""
+        self.profile, self._rounding = profile, rounding
         self._costs: dict[int | None, JobCosts] = {}
 
     def costs(self, seed: int | None = None) -> JobCosts:
@@ -188,7 +189,7 @@ class ProfilePredictor:
             retrievals=tuple(costs.known("retrieval")),
             exchanges=tuple(costs.known("exchange")),
             micro_batchings=tuple(costs.known("micro_batching")),
-            comm_dtypes=tuple(costs.known("comm_dtype")),
+            comm_dtypes=tuple(costs.known("comm_dtype"))[: None if self._rounding else 1],
             groups=tuple(costs.known("groups")),
             threads=tuple(costs.known("threads")),
         )
@@ -197,8 +198,12 @@ class ProfilePredictor:
 class HardwarePredictor:
     """Predicts from a hardware file alone; nothing runs."""
 
-    def __init__(self, cluster: Cluster, workers: int, device: str) -> None:
+    def __init__(
+        self, cluster: Cluster, workers: int, device: str, *, rounding: bool = False
+    ) -> None:
+        """`rounding`: whether settings that lose bits are looked at too."""
         self._cluster, self._workers, self._device = cluster, workers, device
+        self._comm_dtypes = ("float32", "bfloat16") if rounding else ("float32",)
 
     def figures(
         self, candidate: Candidate, *, batches: int = SEARCH_BATCHES, seed: int | None = None
@@ -224,6 +229,7 @@ class HardwarePredictor:
             samples=self._cluster.workload.samples,
             ranks=self._workers,
             retrievals=("whole", "new", *pooled),
+            comm_dtypes=self._comm_dtypes,
             groups=(1, *groups),
         )
 
@@ -335,6 +341,8 @@ DRAWS = 16
 SHOWN = 5
 """Candidates that are told, besides the plainest."""
 HIDDEN_SHOWN = 3
+SURPRISE = 0.25
+"""Part of the predicted step that a measured one is off by, to be worth a sentence."""
 FINALISTS = 3
 """The best few by prediction, which run before one is kept."""
 
@@ -348,9 +356,14 @@ class Predicted:
     gain: float
     low: float
     high: float
-    """Four of five draws of the measured costs have a gain between these."""
+    """Four of five draws of the measured costs have a gain between these, and so has the choice."""
     measured_ms: float | None = None
     """The median step of its own short runs, where it had some."""
+
+    @property
+    def drawn(self) -> bool:
+        """Whether draws of the costs tell how sure the gain is."""
+        return self.low != self.high
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -393,18 +406,22 @@ class PlanChoice:
         """Why it is the one, as sentences."""
         best, run = self.chosen, self.chosen.figures
         hidden = _hidden(self.serial.figures, run)
+        is_serial = best.candidate == self.serial.candidate
+        drawn = f" (4 of 5 draws: {best.low:.2f}x to {best.high:.2f}x)" if best.drawn else ""
+        gain = "the fastest serial" if is_serial else f"{best.gain:.2f}x over the fastest serial"
         parts = [
-            f"{best.candidate}: {best.gain:.2f}x over the fastest serial (4 of 5 draws: "
-            f"{best.low:.2f}x to {best.high:.2f}x).",
+            f"{best.candidate}: {gain}{drawn}.",
             f"Its busiest lane is {run.busiest_lane}, {run.busy_ms[run.busiest_lane]:.1f} of "
             f"{run.step_ms:.1f} ms.",
         ]
         today = self.today.figures.step_ms / run.step_ms
         if best.candidate != self.today.candidate:
             parts.append(f"Over the config as it is ({self.today.candidate}): {today:.2f}x.")
-        if best.measured_ms is not None and self.today.measured_ms is not None:
-            ratio = self.today.measured_ms / best.measured_ms
-            parts.append(f"Measured over the config as it is: {ratio:.2f}x.")
+            parts += self._measured()
+        if best.measured_ms is not None and abs(best.measured_ms / run.step_ms - 1) > SURPRISE:
+            parts.append(
+                f"It ran in {best.measured_ms:.1f} ms: do not rely on the predicted milliseconds."
+            )
         if not plan(best.candidate.plan).shape.overlaps:
             known = "is predicted to be" if best.measured_ms is None else "ran"
             parts.append(f"Nothing is hidden: no other plan {known} faster.")
@@ -415,6 +432,21 @@ class PlanChoice:
         still = [f"{kind} {ms:.1f} ms" for kind, ms in left if ms >= 0.02 * run.step_ms]
         parts += [f"Still exposed: {', '.join(still)}."] if still else []
         return " ".join(parts)
+
+    def _measured(self) -> list[str]:
+        """The gain of the choice where it ran beside the job as it is."""
+        best, today = self.chosen.measured_ms, self.today.measured_ms
+        if best is None or today is None:
+            return []
+        return [f"Measured over the config as it is: {today / best:.2f}x."]
+
+    def note(self) -> str:
+        """The choice and its gain, for the file that it is written to."""
+        best, serial = self.chosen, self.serial
+        known = f"predicted {best.gain:.2f}x over serial"
+        if best.measured_ms is not None and serial.measured_ms is not None:
+            known += f", measured {serial.measured_ms / best.measured_ms:.2f}x"
+        return f"Chosen by `nestpipe plan`: {best.candidate}; {known}."
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -458,8 +490,9 @@ def choose(
     def judged(candidate: Candidate) -> Predicted:
         run = final(candidate)
         steps = [final(candidate, seed).step_ms for seed in range(1, draws + 1)]
-        gains = [b / s for b, s in zip(base_draws, steps, strict=True)]
-        return Predicted(candidate, run, base.step_ms / run.step_ms, *quantiles(gains))
+        low, high = quantiles([b / s for b, s in zip(base_draws, steps, strict=True)])
+        gain = base.step_ms / run.step_ms
+        return Predicted(candidate, run, gain, min(low, gain), max(high, gain))
 
     rows = {candidate: judged(candidate) for candidate in ranked[:shown]}
     of_serial = Predicted(serial, base, 1.0, 1.0, 1.0)

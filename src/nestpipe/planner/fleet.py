@@ -349,9 +349,9 @@ def answer(predictor: FleetPredictor, site: Site) -> SiteAnswer:
 
 
 ASSUMED = {
-    "full_rate": "how much of a link messages use",
-    "slowest": "how much the slowest worker lags",
-    "contention": "contention on the network",
+    "full_rate": "use of links",
+    "slowest": "slowest worker",
+    "contention": "contention",
 }
 
 

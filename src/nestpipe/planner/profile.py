@@ -320,6 +320,7 @@ def thought(
     comm: Communicator,
     *,
     draws: int = DRAWS,
+    rounding: bool = False,
     tell: Tell = lambda _: None,
 ) -> PlanChoice | None:
     """What rank 0 chooses by prediction; None on the other ranks, which wait for it."""
@@ -332,7 +333,8 @@ def thought(
         waiting.still()
         tell(candidate)
 
-    choice = choose(ProfilePredictor(profile), start, draws=draws, tell=told)
+    predictor = ProfilePredictor(profile, rounding=rounding)
+    choice = choose(predictor, start, draws=draws, tell=told)
     waiting.say({})
     return choice
 

@@ -522,7 +522,13 @@ class TrainerProbe:
             trainer.on_keys = self._shared.hear
 
     def spans(self, batches: int) -> Sequence[Span]:
-        return self._trainer.spans.recent(batches)
+        """Of batches by their step, which a trace counts anew where training goes on."""
+        trainer = self._trainer
+        before = trainer.traced_from
+        found = trainer.spans.recent(batches)
+        if trainer.traced_from != before:
+            return ()
+        return [replace(span, batch=before + 1 + span.batch) for span in found]
 
     def counters(self) -> Mapping[str, float]:
         traffic = self._trainer.traffic
@@ -537,7 +543,9 @@ class TrainerProbe:
     def gauges(self) -> Mapping[str, Any]:
         used, slots = self._trainer.pool_slots()
         pool = {"pool": {"used": used, "slots": slots}} if slots else {}
-        return {"tables": self._trainer.row_counts(), **pool}
+        settings = self._trainer.settings.pipeline
+        now = {"micro_batches": settings.micro_batches} if self._trainer.choices else {}
+        return {"tables": self._trainer.row_counts(), **pool, **now}
 
 
 @contextmanager

@@ -231,6 +231,12 @@ class TableStorage:
 
     def rows_of(self, table: str, keys: Tensor) -> Tensor:
         """Weights of some rows, the same on every rank; for looking, not for training."""
+        keys = torch.as_tensor(keys)
+        if keys.dtype != torch.int64 or keys.ndim != 1:
+            raise ConfigError(
+                f"the keys of {table!r} are {str(keys.dtype).removeprefix('torch.')} of shape "
+                f"{tuple(keys.shape)}; give int64 in one dimension"
+            )
         g, number = self._find(table)
         group, store, shards = self.groups[g], self.stores[g], self.mesh.shards
         counts = [0] * len(group.tables)

@@ -176,6 +176,8 @@ class Trainer:
 
     def _init_records(self) -> None:
         """What runs count and checkpoints keep."""
+        self.traced_from = 0
+        """Batches trained before the first one of `spans`."""
         self.traffic = Traffic()
         """What this rank has moved for training, ever."""
         self._sent_before: int | None = None
@@ -344,6 +346,7 @@ class Trainer:
             functions = name_collectives(functions, self.comm.op_label)
         self._sent_before = sent = self.comm.bytes_sent
         self.comm.barrier()  # the traces of all ranks begin here
+        self.traced_from = self.progress.step
         trace = run(
             self.plan,
             functions,

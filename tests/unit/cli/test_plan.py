@@ -4,13 +4,17 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from nestpipe.cli.app import main
 from nestpipe.config import load
+from nestpipe.planner import Candidate
+from nestpipe.sim.job_costs import ProfiledRun
 from nestpipe.train.job import JobConfig
-from support.job_world import world_profile
+from support.job_world import true_trace, world_profile
 
 SMALL = (
     *("--set", "data.synthetic.samples=2000"),
@@ -20,6 +24,10 @@ SMALL = (
     *("--set", "run.threads=1"),
     *("--set", "model.dim=8"),
 )
+
+BATCH = ("--set", "run.batch=512")
+"""That of `world_profile`."""
+OFFER = Path(__file__).resolve().parents[3] / "configs/offer.toml"
 
 
 @pytest.fixture
@@ -63,7 +71,7 @@ def test_two_ranks_are_profiled_planned_checked_and_trained(tmp_path):
 def test_a_saved_profile_is_planned_again_without_a_run(run, tmp_path):
     kept = tmp_path / "profile.json"
     kept.write_text(json.dumps(world_profile(net=20, dense=40).as_json()))
-    status, out, said = run("plan", *SMALL, "--profile", kept, "--json", "-")
+    status, out, said = run("plan", *BATCH, "--profile", kept, "--json", "-")
     assert status == 0, said
     told = json.loads(out)
     assert told["chosen"]["settings"]["pipeline"]["plan"] == "nested"
@@ -82,6 +90,9 @@ def test_a_hardware_file_is_planned_for(run, tmp_path):
     ("arguments", "sentence"),
     [
         (("--check", 5, "--hardware", "x.toml"), "nothing runs with --hardware or --profile"),
+        (("--profile", "p.json", "--ranks", 4), "--ranks is 4, but nothing runs"),
+        (("--profile", "p.json", "--steps", 9), "--steps is 9, but nothing runs"),
+        (("--hardware", OFFER, "--ranks", 2), "is an offer for simulate --job"),
         (("--hardware", "no.toml"), "no.toml"),
         (("--profile", "no.json"), "there is no file 'no.json'"),
         (("--steps", 2), "profile at least 6 steps"),
@@ -93,6 +104,49 @@ def test_wrong_input_is_told_in_a_sentence(run, arguments, sentence):
     assert status == 2
     assert sentence in said
     assert "Traceback" not in said
+
+
+def test_a_profile_of_other_batches_is_refused(run, tmp_path):
+    kept = tmp_path / "profile.json"
+    kept.write_text(json.dumps(world_profile().as_json()))
+    status, _, said = run("plan", "--profile", kept, "--set", "run.batch=4096")
+    assert (status, "256 samples for each of 2 ranks, and run.batch is 4096" in said) == (2, True)
+
+
+def test_no_workers_at_all_are_refused(run, tmp_path):
+    file = tmp_path / "cluster.toml"
+    file.write_text("[network]\ngb_per_s = 5.0\n")
+    status, _, said = run("plan", *SMALL, "--hardware", file, "--ranks", 0)
+    assert (status, "cannot start 0 ranks" in said) == (2, True)
+
+
+def profile_with_bfloat16(tmp_path):
+    """One in which messages of half the bytes take a quarter of the time."""
+    known = world_profile(net=40)
+    split = Candidate(retrieval="new", micro_batches=8)
+    trace = true_trace(split, 2, net=10, dense=20, batches=9)
+    form = replace(split, comm_dtype="bfloat16").form
+    half = ProfiledRun(form, (trace,), known.runs[1].sent, 0.0)
+    kept = tmp_path / "profile.json"
+    kept.write_text(json.dumps(replace(known, runs=(*known.runs, half)).as_json()))
+    return kept
+
+
+def test_a_profile_with_bfloat16_loses_no_bits_unless_that_is_allowed(run, tmp_path):
+    kept = profile_with_bfloat16(tmp_path)
+    found = {}
+    for allowed in ((), ("--allow-rounding",)):
+        status, out, said = run("plan", *BATCH, "--profile", kept, "--json", "-", *allowed)
+        assert status == 0, said
+        found[allowed] = json.loads(out)["chosen"]["settings"]["pipeline"]["comm_dtype"]
+    assert found == {(): "float32", ("--allow-rounding",): "bfloat16"}
+
+
+def test_rounding_that_a_profile_knows_nothing_of_is_refused(run, tmp_path):
+    kept = tmp_path / "profile.json"
+    kept.write_text(json.dumps(world_profile().as_json()))
+    status, _, said = run("plan", *BATCH, "--profile", kept, "--allow-rounding")
+    assert (status, "has no run with bfloat16" in said) == (2, True)
 
 
 def test_a_file_that_is_no_profile_is_refused(run, tmp_path):

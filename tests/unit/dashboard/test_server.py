@@ -99,6 +99,7 @@ def test_other_pages_and_methods_are_refused(tmp_path: Path):
         assert ask(at, "/etc/passwd")[0] == 404
         assert ask(at, "/../record")[0] == 404
         assert ask(at, "/v1/run", "POST")[0] == 501
+        assert ask(at, "/", "HEAD")[::2] == (200, b"")
 
 
 def test_a_record_that_is_damaged_meanwhile_is_a_sentence_and_not_the_end(tmp_path: Path):

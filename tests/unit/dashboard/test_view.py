@@ -58,6 +58,35 @@ def test_ranks_are_added_up_and_compared(tmp_path: Path):
     assert {window["rank"] for window in data["lanes"]} == {0, 1, 2}
 
 
+def test_a_rank_that_looked_at_slower_batches_did_not_wait_longer(tmp_path: Path):
+    """Ranks look at batches of their own; that a batch was slow says nothing of who was late."""
+    written_run(tmp_path, 100, ranks=2)
+    file = file_of(tmp_path / "record", 0)
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    for line in lines:
+        if line["kind"] == "point" and line["step"] > 50:
+            line["step_ms"] += 30 * (line["step"] - 50)
+            line["lane_ms"]["net"] += 30 * (line["step"] - 50)
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    data = data_of(tmp_path)
+    assert data["series"]["waited_ms"] == pytest.approx([2] * 100)
+    assert [row["waited_ms"] for row in data["ranks"]] == pytest.approx([0, 2])
+
+
+def test_an_adaptive_run_tells_its_newest_micro_batches(tmp_path: Path):
+    written_run(tmp_path, 10)
+    about = data_of(tmp_path)["run"]
+    assert (about["micro_batches"], about["adaptive"]) == (2, False)
+    file = file_of(tmp_path / "record", 0)
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    for line in lines:
+        if line["kind"] == "point":
+            line["micro_batches"] = 16 if line["step"] < 6 else 4
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    about = data_of(tmp_path)["run"]
+    assert (about["micro_batches"], about["adaptive"]) == (4, True)
+
+
 def test_a_rank_that_writes_later_is_read_between_its_own_points(tmp_path: Path):
     written_run(tmp_path, 100, ranks=2)
     file = file_of(tmp_path / "record", 1)

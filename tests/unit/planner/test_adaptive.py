@@ -186,6 +186,13 @@ def test_a_resumed_run_goes_on_with_its_choices_and_replays(tmp_path):
     assert replay_choices(tmp_path, LocalCommunicator()).identical
 
 
+def test_a_run_that_trained_all_of_its_data_replays(tmp_path):
+    adapted(tmp_path, LocalCommunicator(), steps=0, epochs=1)
+    verdict = replay_choices(tmp_path, LocalCommunicator())
+    assert verdict.identical, verdict.first_difference
+    assert verdict.steps == 32
+
+
 def test_going_on_without_adapting_is_recorded_too(tmp_path):
     adapted(tmp_path, LocalCommunicator(), steps=24)
     adapted(tmp_path, LocalCommunicator(), resume=True, steps=32, adaptive=False)
@@ -244,6 +251,9 @@ def test_what_cannot_be_recorded_or_replayed_is_refused(tmp_path):
     job = prepare(config, LocalCommunicator())
     with pytest.raises(ConfigError, match="no folder to record the choices in"):
         AdaptiveRun(job)
+    averaged = {"groups": 2, "merge": "averaged", "merge_every": 4}
+    with pytest.raises(ConfigError, match="merge_every 4: each look at the trace would merge"):
+        adaptive_module.choices_file(build(JobConfig, {**WORLD, "parallel": averaged}))
     with pytest.raises(ConfigError, match="nothing adapts"):
         train_job(job, lambda report: None)
     adapted(tmp_path, LocalCommunicator(), adaptive=False, steps=8)

@@ -58,10 +58,28 @@ def test_of_settings_that_are_as_good_the_plainest_is_chosen():
 def test_what_ran_fastest_wins_over_what_was_predicted():
     choice = chosen_for()
     first, second = (row.candidate for row in choice.rows[:2])
-    after = checked(choice, {first: 30.0, second: 20.0, choice.today.candidate: 40.0})
+    slow = dict.fromkeys((choice.today.candidate, choice.serial.candidate), 40.0)
+    after = checked(choice, {first: 30.0, second: 20.0, **slow})
     assert after.chosen.candidate == second
     assert after.chosen.measured_ms == 20.0
     assert "Measured over the config as it is: 2.00x" in after.reason()
+    assert "measured" not in choice.note()
+    assert "measured 2.00x" in after.note()
+
+
+def test_a_choice_that_ran_unlike_its_prediction_says_so():
+    choice = chosen_for()
+    best = choice.chosen
+    near, far = best.figures.step_ms * 1.1, best.figures.step_ms * 2
+    said = "do not rely on the predicted milliseconds"
+    assert said not in checked(choice, {best.candidate: near}).reason()
+    assert said in checked(choice, {best.candidate: far}).reason()
+
+
+def test_no_range_is_told_where_none_was_drawn():
+    choice = choose(HardwarePredictor(Cluster(), 8, "cpu"), Candidate(), draws=2)
+    assert not choice.chosen.drawn
+    assert "4 of 5 draws" not in choice.reason()
 
 
 def test_the_best_few_run_beside_the_job_as_it_is_and_serial():

@@ -88,7 +88,7 @@ def test_a_range_holds_the_step_and_names_what_decides():
     link = Link(name="l", gb_per_s=GB_PER_S, contention=0.2)
     found = answer(predictor(), replace(site(8), link=link))
     assert found.low_ms < found.figures.step_ms <= found.high_ms
-    assert found.decides == "contention on the network"
+    assert found.decides == "contention"
 
 
 def test_cost_is_price_over_speed():
@@ -146,6 +146,11 @@ def files(tmp_path):
 def test_a_job_is_answered_for_from_its_profile(capsys, files):
     status, out, said = run(capsys, *files, "--workers", "2,8", "--groups", "1,2")
     assert status == 0, said
+    head = next(line for line in out.splitlines() if line.startswith("machines"))
+    assert head.split()[-3:] == ["range", "plan;", "decides"], "all columns have room"
+    assert "nested x" in out
+    assert "use of links" in " ".join(out.split())
+    assert "…" not in out
     assert "Cheapest: " in out
     assert "a billion samples, bound by" in " ".join(out.split())
 
@@ -157,6 +162,32 @@ def test_answers_are_sorted_by_cost(capsys, files):
     assert (status, costs) == (0, sorted(costs))
     assert len(found) == 8
     assert all(one["cost_range"][0] <= one["cost_per_billion"] for one in found)
+
+
+def test_without_numbers_of_workers_those_that_the_batch_goes_round_for_are_taken(capsys, files):
+    status, out, said = run(capsys, *files, "--groups", "auto", "--json", "-")
+    assert status == 0, said
+    found = json.loads(out)["answers"]
+    assert {one["workers"] for one in found} == {2, 4, 8, 16, 32, 64}
+    assert {one["groups"] for one in found} == {1, 2, 4, 8}
+
+
+def test_options_that_would_do_nothing_are_refused(capsys, files):
+    status, _, said = run(capsys, *files, "--plan", "nested")
+    assert (status, "--plan does nothing with --job" in said) == (2, True)
+    status, _, said = run(capsys, "simulate", "--batch-per-worker")
+    assert (status, "--batch-per-worker is for --job" in said) == (2, True)
+    status, _, said = run(capsys, *files[:-2], "--ranks", "1")
+    assert (status, "ranks is 1, and one rank sends nothing" in said) == (2, True)
+
+
+def test_each_kind_of_hardware_file_is_told_from_the_other(capsys, files, tmp_path):
+    cluster = tmp_path / "cluster.toml"
+    cluster.write_text("[network]\ngb_per_s = 5.0\n")
+    status, _, said = run(capsys, *files, "--hardware", cluster)
+    assert (status, "--job takes an offer of [[machines]]" in said) == (2, True)
+    status, _, said = run(capsys, "simulate", "--hardware", OFFER)
+    assert (status, "is an offer for simulate --job" in said) == (2, True)
 
 
 def test_wrong_input_is_told_in_a_sentence(capsys, files):

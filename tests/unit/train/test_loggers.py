@@ -22,6 +22,7 @@ from nestpipe.train.loggers import (
     JsonLinesLogger,
     MetricLoggers,
     Traffic,
+    TrainerProbe,
     peak_tflops,
     summarise,
     without_waiting,
@@ -231,6 +232,24 @@ def test_plans_that_compare_keys_and_those_that_do_not_tell_about_the_same_overl
         assert counters["keys_compared"] > 0
         shares[name] = counters["keys_shared"] / counters["keys_compared"]
     assert shares["serial"] == pytest.approx(shares["nested"], abs=0.1)
+
+
+def test_ops_are_known_by_their_step_where_training_goes_on_after_a_stop():
+    """An evaluation or a checkpoint ends a pass of the pipeline; the next counts from 0 again."""
+    small = {"synthetic": {"samples": 320, "num_tables": 2}}
+    config = build(JobConfig, {"data": small, "run": {"batch": 32, "device": "cpu"}})
+    job = make_job(config, LocalCommunicator())
+    probe = TrainerProbe(job.trainer)
+    for steps, last in ((5, 5), (4, 9)):
+        job.trainer.fit(job.train, steps=steps)
+        updates = [span.batch for span in probe.spans(4) if span.kind == Kind.UPDATE]
+        assert max(updates) == last
+        assert max(span.batch for span in job.trainer.trace.spans) < 5
+    # A run that adapts has choices, and tells what it does now.
+    assert "micro_batches" not in probe.gauges()
+    job.trainer.choices.append({"step": 0, "micro_batches": 1})
+    assert probe.gauges()["micro_batches"] == 1
+    job.trainer.close()
 
 
 def test_a_run_that_fails_says_so_in_its_record(tmp_path, monkeypatch):
