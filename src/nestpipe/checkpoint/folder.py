@@ -35,6 +35,7 @@ from nestpipe.checkpoint.disk import (
     read_tensors,
     remove_folder,
     remove_leftovers,
+    unreadable,
     write_bytes,
     write_tensors,
 )
@@ -427,6 +428,8 @@ def open_checkpoint(path: Path, read: Callable[[Path], Manifest] = read_manifest
     newest = _open_one(path, read)
     of = newest.manifest.parent
     while of is not None and len(parents) < MOST_PARENTS:
+        if not (path.parent / of.name).is_dir():
+            raise damaged(path, f"{of.name}, from which it goes on, is missing")
         parent = _open_one(path.parent / of.name, read)
         if parent.manifest.hash != of.hash:
             raise damaged(path, f"{of.name} is not the checkpoint that it goes on from")
@@ -438,7 +441,13 @@ def open_checkpoint(path: Path, read: Callable[[Path], Manifest] = read_manifest
 def _open_one(path: Path, read: Callable[[Path], Manifest]) -> Checkpoint:
     if not path.is_dir():
         raise CheckpointError(f"there is no checkpoint {str(path)!r}; check its name")
-    manifest = read(path)
+    try:
+        return _opened(path, read(path))
+    except OSError as error:  # without permission, or removed meanwhile
+        raise unreadable(path, error) from None
+
+
+def _opened(path: Path, manifest: Manifest) -> Checkpoint:
     named = _NAME.fullmatch(path.name)
     if named and int(named[1]) != manifest.step:
         raise damaged(path, f"it holds step {manifest.step}")
@@ -504,13 +513,22 @@ def paths_in(folder: Path) -> list[Path]:
     """The checkpoints of a folder by name, oldest first; none is opened."""
     if not folder.is_dir():
         return []
-    found = [(int(m[1]), path) for path in folder.iterdir() if (m := _NAME.fullmatch(path.name))]
-    return [path for _, path in sorted(found)]
+    found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)]
+    return sorted(found, key=lambda path: (step_of(path), path.name))
+
+
+def step_of(path: Path) -> int:
+    """The step that the name of a checkpoint says."""
+    named = _NAME.fullmatch(path.name)
+    assert named is not None, f"{path} is not named as a checkpoint"
+    return int(named[1])
 
 
 def candidates(path: Path) -> list[Path]:
     """A checkpoint alone, or those of a folder, newest first."""
-    return [path] if is_checkpoint(path) else paths_in(path)[::-1]
+    if not is_checkpoint(path):
+        return paths_in(path)[::-1]
+    return [path.resolve() if path.name in ("", "..") else path]  # its parents lie beside it
 
 
 def first_good(paths: Sequence[Path], use: Callable[[Path], T], *, tell: bool = True) -> T | None:
@@ -594,9 +612,11 @@ class Retention:
     best: str = ""
     """The one with the best value of this metric; empty: no rule."""
 
-    def kept(self, checkpoints: Sequence[Checkpoint], now: float) -> set[str]:
-        """Names to keep; an increment keeps its parents."""
-        chosen = set[str]()
+    def kept(
+        self, checkpoints: Sequence[Checkpoint], now: float, protect: Sequence[str] = ()
+    ) -> set[str]:
+        """Names to keep, those to `protect` too; an increment keeps its parents."""
+        chosen = set(protect)
         if not (self.last or self.hours):
             chosen |= {one.name for one in checkpoints}
         if self.last:
@@ -620,19 +640,27 @@ def best_of(checkpoints: Sequence[Checkpoint], metric: str) -> Checkpoint | None
 
 
 def prune(
-    folder: Path, retention: Retention, now: float, *, protect: Sequence[str] = ()
+    folder: Path, retention: Retention, now: float, *, last: int, protect: Sequence[str] = ()
 ) -> list[Path]:
     """Remove what the retention does not keep, and return it; needs the folder's lock.
 
-    Only checkpoints that open are removed, newest first: no increment outlives its parent.
+    `last` is the step of the newest that is good. What is newer is damaged: it neither counts nor
+    goes. Only checkpoints that open are removed, newest first: no increment outlives its parent.
     """
-    found = readable(folder)
-    kept = retention.kept(found, now) | set(protect)
-    gone = [one.path for one in reversed(found) if one.name not in kept]
+    gone = outdated(folder, retention, now, last=last, protect=protect)
     with explained(f"to {str(folder)!r}"):
         for path in gone:
             remove_folder(path)
     return gone
+
+
+def outdated(
+    folder: Path, retention: Retention, now: float, *, last: int, protect: Sequence[str] = ()
+) -> list[Path]:
+    """What `prune` would remove, newest first."""
+    found = [one for one in readable(folder) if one.manifest.step <= last]
+    kept = retention.kept(found, now, protect)
+    return [one.path for one in reversed(found) if one.name not in kept]
 
 
 def flat(values: Mapping[str, Any], where: str = "") -> Json:

@@ -238,6 +238,23 @@ def test_a_file_short_missing_swapped_older_or_extra_is_noticed(
     assert read_weights(folder).step == 1
 
 
+@pytest.mark.parametrize("number", [errno.ENOENT, errno.EACCES, errno.EIO])
+def test_one_that_is_removed_or_refused_while_it_is_opened_is_skipped(
+    folder: Path, number: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """By a retention beside it, a mode or a disk: no reason to leave the others unused."""
+    look = Path.iterdir
+
+    def fail(path: Path):
+        if path.name == "step-00000002":
+            raise OSError(number, os.strerror(number), str(path))
+        return look(path)
+
+    monkeypatch.setattr(Path, "iterdir", fail)
+    assert read_weights(folder).step == 1
+    assert "skipped step-00000002: " in caplog.text
+
+
 def test_every_truncation_of_a_small_file_is_noticed(folder: Path):
     path = folder / "step-00000002"
     for file in list(path.iterdir()):
@@ -312,6 +329,32 @@ def test_a_step_that_is_written_again_replaces_the_old_one_at_once(
     monkeypatch.setattr(disk, "before_call", look)
     write(folder, 2)
     assert set(seen) == {hash_before, changed}
+
+
+def test_where_names_cannot_be_swapped_a_good_one_is_found_at_every_moment(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """As on NFS; so a process that ends anywhere leaves the newest step."""
+    monkeypatch.setattr(disk.ctypes, "CDLL", lambda *_, **__: SimpleNamespace(renameat2=None))
+    found: list[tuple[str, int | None]] = []
+
+    def look(call: str, path: Path) -> None:
+        good = newest(folder, tell=False)
+        found.append((call, None if good is None else good.manifest.step))
+        if call == "rename" and path == folder / "step-00000002":
+            shutil.copytree(folder, ended, ignore=shutil.ignore_patterns(".lock"))
+
+    ended = folder.parent / f"{folder.name}-ended"
+    monkeypatch.setattr(disk, "before_call", look)
+    write(folder, 2)
+    assert {call for call, _ in found} >= {"exchange", "rename", "remove"}
+    assert {step for _, step in found} == {2}
+    assert [path.name for path in paths_in(folder)] == ["step-00000001", "step-00000002"]
+    monkeypatch.undo()
+    assert [path.name for path in paths_in(ended)] == ["step-00000001", "step-000000002"]
+    write(ended, 2)
+    assert [path.name for path in paths_in(ended)][-1] == "step-00000002"
+    assert verified(ended / "step-00000002")
 
 
 def test_modes_follow_the_umask(tmp_path: Path):

@@ -158,6 +158,76 @@ def test_compaction_keeps_every_bit(run: Any, copy: Path):
     assert verified(copy / "step-00000012").manifest.hash == after.manifest.hash
 
 
+def increments(copy: Path) -> list[Path]:
+    """Three checkpoints, each of which goes on from the one before."""
+    first, *others = paths_in(copy)
+    for before, path in zip([first, *others], others, strict=False):
+        change_manifest(path, parent=Parent(name=before.name, hash=read_manifest(before).hash))
+    return [first, *others]
+
+
+def test_what_others_go_on_from_is_not_compacted(run: Any, copy: Path):
+    """Its manifest would have another hash, so all later ones would be damaged."""
+    _, middle, last = increments(copy)
+    status, _, said = run("compact", middle)
+    assert status == 2
+    assert "cannot be made full, as step-00000012 goes on from it; compact step-00000012" in said
+    assert run("verify", copy)[0] == 0
+    assert run("compact", last)[0] == 0
+    assert run("compact", middle)[0] == 0
+    assert run("verify", copy)[0] == 0
+
+
+def test_rows_that_do_not_add_up_are_not_compacted(run: Any, copy: Path):
+    _, _, last = increments(copy)
+    first, *others = read_manifest(last).tables
+    change_manifest(last, tables=({**first, "rows": first["rows"] + 1}, *others))
+    status, _, said = run("compact", last)
+    assert status == 2
+    assert "its files add up to" in said
+    assert read_manifest(last).parent is not None
+
+
+def test_a_checkpoint_that_lost_its_parent_says_so(run: Any, copy: Path):
+    first, *_ = increments(copy)
+    shutil.rmtree(first)
+    assert "step-00000004, from which it goes on, is missing" in run("verify", copy)[1]
+
+
+def test_a_checkpoint_is_found_from_inside(run: Any, copy: Path, monkeypatch: Any):
+    _, _, last = increments(copy)
+    monkeypatch.chdir(last)
+    assert "name = step-00000012" in run("show", ".")[1]
+    assert run("compact", ".")[0] == 0
+    assert read_manifest(last).parent is None
+
+
+@pytest.mark.parametrize("options", [["--keep-last", 1], ["--keep-hours", 1e-9]], ids=str)
+def test_a_damaged_checkpoint_makes_no_good_one_go(run: Any, copy: Path, options: list[Any]):
+    flip_bit(copy / "step-00000012" / DENSE, 999)
+    assert run("prune", copy, *options)[0] == 0
+    assert [path.name for path in paths_in(copy)] == ["step-00000008", "step-00000012"]
+    flip_bit(copy / "step-00000008" / DENSE, 999)
+    assert run("prune", copy, *options)[0] == 2
+    assert len(paths_in(copy)) == 2
+
+
+def test_links_and_files_in_the_place_of_checkpoints_go_too(run: Any, copy: Path, tmp_path: Path):
+    """Of a checkpoint that was moved elsewhere the link goes, and no more."""
+    moved = (copy / "step-00000004").rename(tmp_path / "step-00000004")
+    (copy / "step-00000004").symlink_to(moved)
+    (copy / "step-00000009").write_text("no folder")
+    assert run("prune", copy, "--damaged")[0] == 0
+    assert run("prune", copy, "--keep-last", 2)[0] == 0
+    assert sorted(path.name for path in copy.glob("*step*")) == ["step-00000008", "step-00000012"]
+    assert read_manifest(moved).step == 4
+    (copy / ".trash-of-an-earlier-version").symlink_to(moved)
+    (copy / ".partial-file").write_text("no folder")
+    trained(job_of(copy, run={"steps": 13}), "auto")
+    assert not list(copy.glob(".*-*"))
+    assert read_manifest(moved).step == 4
+
+
 @pytest.mark.parametrize("command", ["ls", "show", "verify", "prune"])
 def test_a_folder_without_checkpoints_is_one_sentence(run: Any, tmp_path: Path, command: str):
     status, _, said = run(command, tmp_path / "nothing")
