@@ -277,7 +277,7 @@ log = logging.getLogger("nestpipe.checkpoint")
 
 _NAME = re.compile(r"step-(\d{8,})", re.ASCII)
 MOST_PARENTS = 10_000
-"""A longer chain of increments is a circle."""
+"""Increments in a row; a run writes a full checkpoint then, whatever it was told."""
 T = TypeVar("T")
 
 
@@ -427,7 +427,9 @@ def open_checkpoint(path: Path, read: Callable[[Path], Manifest] = read_manifest
     parents: list[Checkpoint] = []
     newest = _open_one(path, read)
     of = newest.manifest.parent
-    while of is not None and len(parents) < MOST_PARENTS:
+    while of is not None:
+        if len(parents) == MOST_PARENTS:
+            raise damaged(path, f"it has more than {MOST_PARENTS:,} parents")
         if not (path.parent / of.name).is_dir():
             raise damaged(path, f"{of.name}, from which it goes on, is missing")
         parent = _open_one(path.parent / of.name, read)

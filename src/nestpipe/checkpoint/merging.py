@@ -325,7 +325,9 @@ def _refuse_lost_rows(checkpoint: Checkpoint, tables: Sequence[Mapping[str, obje
 
 def _spread(manifest: Manifest) -> tuple[object, ...]:
     """Which shard has which keys follows from this."""
-    return manifest.shards, *(table.get("owner") for table in manifest.tables)
+    return manifest.shards, *(
+        (table["name"], table.get("owner"), table.get("number")) for table in manifest.tables
+    )
 
 
 @dataclass(frozen=True, slots=True)
