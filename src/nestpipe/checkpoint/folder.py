@@ -15,7 +15,7 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -533,27 +533,47 @@ def candidates(path: Path) -> list[Path]:
     return [path.resolve() if path.name in ("", "..") else path]  # its parents lie beside it
 
 
-def first_good(paths: Sequence[Path], use: Callable[[Path], T], *, tell: bool = True) -> T | None:
+def appearing(path: Path) -> Iterator[Path]:
+    """The same as `candidates`, looked for again before each next one.
+
+    A run may publish, compact and remove checkpoints while others read them. So one that has come
+    meanwhile, or was written anew, is next.
+    """
+    seen = set[tuple[Path, tuple[int, ...] | None]]()
+    while True:
+        known = ((one, _stamp_of(one / MANIFEST)) for one in candidates(path))
+        if (found := next((one for one in known if one not in seen), None)) is None:
+            return
+        seen.add(found)
+        yield found[0]
+
+
+def first_good(paths: Iterable[Path], use: Callable[[Path], T], *, tell: bool = True) -> T | None:
     """What `use` makes of the first checkpoint that it does not refuse; says which it skipped.
 
     `use` verifies what it reads. None where there is no checkpoint at all; where all are refused,
     the first one's reason is raised.
     """
-    first: CheckpointError | None = None
+    refused: list[tuple[Path, CheckpointError]] = []
+
+    def skip() -> None:
+        if tell and refused:
+            log.warning("skipped %s: %s", refused[-1][0].name, refused[-1][1])
+
     for path in paths:
+        skip()
         try:
             return use(path)
         except MisfitError:
             raise
         except CheckpointError as error:
-            first = first or error
-            if tell and len(paths) > 1:
-                log.warning("skipped %s: %s", path.name, error)
-    if first is not None and len(paths) > 1:
-        where = str(paths[0].parent)
+            refused.append((path, error))
+    if len(refused) > 1:
+        skip()
+        where, first = str(refused[0][0].parent), refused[0][1]
         raise CheckpointError(f"no checkpoint of {where!r} can be used; of the newest: {first}")
-    if first is not None:
-        raise first
+    if refused:
+        raise refused[0][1]
     return None
 
 
@@ -572,7 +592,7 @@ def open_noted(path: Path, *, tell: bool = True) -> Checkpoint:
 
 def newest(folder: Path, *, tell: bool = True) -> Checkpoint | None:
     """The newest checkpoint that verifies in full."""
-    return first_good(candidates(folder), lambda path: verified(path, tell=tell), tell=tell)
+    return first_good(appearing(folder), lambda path: verified(path, tell=tell), tell=tell)
 
 
 def verified(path: Path, *, tell: bool = False) -> Checkpoint:

@@ -27,6 +27,7 @@ from nestpipe.checkpoint import disk
 from nestpipe.checkpoint.folder import (
     DENSE,
     MANIFEST,
+    Checkpoint,
     KnownManifests,
     Manifest,
     Parent,
@@ -253,6 +254,41 @@ def test_one_that_is_removed_or_refused_while_it_is_opened_is_skipped(
     monkeypatch.setattr(Path, "iterdir", fail)
     assert read_weights(folder).step == 1
     assert "skipped step-00000002: " in caplog.text
+
+
+def test_what_comes_while_others_are_read_and_removed_is_used(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A run that keeps one checkpoint replaces it while a service loads it."""
+    shutil.rmtree(folder / "step-00000001")
+    read = disk.read_bytes
+    steps = iter([3, 4])
+
+    def train_on(path: Path, expected: disk.WrittenFile | None) -> bytearray:
+        if path.name == ROWS and (step := next(steps, None)) is not None:
+            write(folder, step)
+            shutil.rmtree(path.parent)
+        return read(path, expected)
+
+    monkeypatch.setattr(disk, "read_bytes", train_on)
+    assert read_weights(folder).step == 4
+
+
+def test_one_that_is_written_anew_while_it_is_read_is_read_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """As `compact` does; the older one must not be taken instead."""
+    verify, times = Checkpoint.verify, iter(range(1))
+
+    def compacted(checkpoint: Checkpoint) -> None:
+        if next(times, None) is not None:
+            set_number(checkpoint.path, DENSE, "model.head.3.bias", 7.0)
+        verify(checkpoint)
+
+    monkeypatch.setattr(Checkpoint, "verify", compacted)
+    good = newest(folder)
+    assert good is not None
+    assert good.name == "step-00000002"
 
 
 def test_every_truncation_of_a_small_file_is_noticed(folder: Path):
