@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +32,7 @@ from nestpipe.checkpoint.folder import (
 from nestpipe.checkpoint.merging import compact, merged_rows
 from nestpipe.cli.app import main
 from support.checkpoints import change_manifest, flip_bit
+from support.warm_python import REAL
 from unit.train.test_resume import job_of, trained
 
 
@@ -156,6 +161,32 @@ def test_compaction_keeps_every_bit(run: Any, copy: Path):
         assert torch.equal(found[1], rows)
     compact(after.path)
     assert verified(copy / "step-00000012").manifest.hash == after.manifest.hash
+
+
+@pytest.mark.needs("unshare")
+@pytest.mark.parametrize("form", ["npy", "parquet", "safetensors"])
+def test_an_export_to_a_full_disk_is_one_sentence_and_leaves_nothing(
+    folders: tuple[Path, Path], tmp_path: Path, form: str
+):
+    """Who writes into a mapped file there is ended by the system, without a word.
+
+    REAL: a fork of a warm interpreter would not see what is mounted.
+    """
+    small = tmp_path / "small"
+    small.mkdir()
+    program = "from nestpipe.cli.app import main; import sys; main(sys.argv[1:])"
+    command = [REAL, "-c", program, "export", str(folders[0]), f"{small}/out", "--state"]
+    for size in (4, 8, 16):
+        mount = f"mount -t tmpfs -o size={size}k none {small} || exit 77; "
+        then = shlex.join([*command, "--format", form]) + f"; status=$?; ls {small}; exit $status"
+        done = subprocess.run(
+            ["unshare", "-rm", "sh", "-c", mount + then], capture_output=True, text=True
+        )
+        if done.returncode in (1, 77):
+            pytest.skip("a process here may not mount a file system of its own")
+        assert done.returncode == 2, done.stderr
+        assert re.fullmatch(r"error: cannot write to .*[nN]o space left on device.*\n", done.stderr)
+        assert not done.stdout
 
 
 def increments(copy: Path) -> list[Path]:
