@@ -119,7 +119,7 @@ def tidy(folder: Path) -> None:
         found = newest(folder, tell=False)
         if found is not None:
             compact(found.path)
-        prune(folder, Retention(last=1), 0.0)
+            prune(folder, Retention(last=1), 0.0, last=found.manifest.step)
 
 
 # Points

@@ -75,4 +75,4 @@ def test_a_rank_that_waits_for_a_survivor_hears_of_the_loss_too(outcomes):
     ranks = outcomes(PROGRAM, "one_waits_for_a_survivor", ranks=3, first=2)
     for rank, call in zip(ranks, ("rows 3.1", "grads 3.0"), strict=True):
         assert rank.status == 3
-        assert f"in `{call}` (all_to_all), at most 4 s: no sign of rank 2" in rank.said
+        assert f"in `{call}` (all_to_all), after at most 4 s: no sign of rank 2" in rank.said

@@ -540,6 +540,7 @@ def test_before_the_first_batch_the_bar_shows_no_figures(
 
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
     with pytest.raises(SystemExit):
         main(["train", *GENERATED])
     assert "the first batch" in terminal.getvalue()

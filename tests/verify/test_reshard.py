@@ -5,17 +5,22 @@ save that. What is saved untouched must have every bit: rows, optimizer state, d
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from nestpipe import Table, Trainer, TrainSettings
 from nestpipe.checkpoint.folder import Checkpoint, verified
+from nestpipe.checkpoint.merging import merged_rows
 from nestpipe.comm import Communicator
 from nestpipe.config import build
+from nestpipe.data import DataConfig, SyntheticConfig, open_source
 from nestpipe.embedding.store.ssd import SsdStore
+from nestpipe.models import LogisticRegression
 from nestpipe.serve.engine.rank_model import read_rows
 from nestpipe.train.background import BackgroundWriter
 from nestpipe.train.config import PipelineSettings
@@ -162,3 +167,42 @@ def test_what_is_written_in_the_background_from_an_ssd_restores_every_bit(
     assert rows_in(again) == rows_in(verified(whole))
     assert_same_bits(again.dense(), verified(whole).dense())
     assert torch.equal(again.dense()["model.seen"], verified(whole).dense()["model.seen"])
+
+
+@pytest.mark.parametrize("changed", ["order", "rate"])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_tables_in_another_order_or_group_have_every_row(tmp_path, ranks, changed):
+    """A table's number in its group says which rank has a key: other ranks read its rows then."""
+    world = SyntheticConfig(samples=600, num_tables=2, num_keys=200)
+    source = open_source(DataConfig(synthetic=world))
+    model = partial(LogisticRegression, ("c0", "c1"), 13)
+    one, other = (Table(name=f"c{n}", dim=1, pooling="sum", init_std=0.0) for n in (0, 1))
+    after = [other, one] if changed == "order" else [one, replace(other, lr=0.5)]
+
+    def saved(comm: Communicator) -> Path:
+        trainer = Trainer(model(), [one, other], TrainSettings(batch=50), comm)
+        trainer.fit(source, steps=4)
+        return trainer.save(tmp_path / "run")
+
+    first = run_ranks(ranks, saved)[0]
+
+    def gone_on(comm: Communicator) -> tuple[Path, Path]:
+        trainer = Trainer(model(), after, TrainSettings(batch=50), comm)
+        trainer.load(first)
+        again = trainer.save(tmp_path / "again")
+        trainer.track_rows()
+        writer = BackgroundWriter(tmp_path / "run", trainer.mesh, 0)
+        trainer.fit(source, steps=2)
+        last = trainer.save_in_background(writer, first)
+        writer.wait()
+        assert trainer.save(tmp_path / "whole").name == last.name
+        return again, last
+
+    again, last = run_ranks(ranks, gone_on)[0]
+    for path, same in ((first, again), (last, tmp_path / "whole" / last.name)):
+        for table in ("c0", "c1"):
+            keys, rows = merged_rows(verified(path), table)
+            found = merged_rows(verified(same), table)
+            assert len(keys) > 50
+            assert torch.equal(keys, found[0])
+            assert torch.equal(rows, found[1])

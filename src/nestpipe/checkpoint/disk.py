@@ -14,6 +14,7 @@ import io
 import json
 import mmap
 import os
+import re
 import shutil
 import socket
 import threading
@@ -255,7 +256,7 @@ def read_bytes(path: Path, expected: WrittenFile | None) -> bytearray:
             contents = bytearray(size)
             _read_into(file.readinto, memoryview(contents), path)
     except OSError as error:
-        raise _unreadable(path, error) from None
+        raise unreadable(path, error) from None
     except MemoryError:
         raise CheckpointError(
             f"{str(path)!r} does not fit the memory that is left; free some, or use more ranks"
@@ -292,7 +293,7 @@ def hash_of(path: Path, kind: str) -> WrittenFile:
                 digest.update(room[:count])
                 size += count
     except OSError as error:
-        raise _unreadable(path, error) from None
+        raise unreadable(path, error) from None
     return WrittenFile(size, _written_out(kind, digest))
 
 
@@ -301,7 +302,8 @@ def damaged(path: Path, why: str) -> CheckpointError:
     return CheckpointError(f"{str(path)!r} is damaged: {why}; use another checkpoint")
 
 
-def _unreadable(path: Path, error: OSError) -> CheckpointError:
+def unreadable(path: Path, error: OSError) -> CheckpointError:
+    """The error for what the system does not let us read."""
     if isinstance(error, FileNotFoundError):
         return damaged(path, "it is missing")
     return CheckpointError(
@@ -374,7 +376,8 @@ def _exchange(one: Path, other: Path) -> None:
         number = ctypes.get_errno()
         if number not in (errno.EINVAL, errno.ENOSYS):
             raise OSError(number, os.strerror(number), str(other))
-    aside = one.with_name(f"{one.name}.replaced")
+    # Under the name of the same step with one more zero: to be found wherever this ends.
+    aside = other.with_name(re.sub(r"(?=\d+$)", "0", other.name, count=1))
     other.rename(aside)
     before_call("rename", other)
     one.rename(other)
@@ -387,14 +390,22 @@ def remove_folder(path: Path) -> None:
     before_call("rename", trash)
     path.rename(trash)
     before_call("remove", trash)
-    shutil.rmtree(trash)
+    _remove(trash)
+
+
+def _remove(path: Path) -> None:
+    """A folder with all that is in it; of a link the link alone."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
 
 
 def remove_leftovers(folder: Path) -> None:
     """What a run that was ended has left half written or half removed; needs the folder's lock."""
     for left in [*folder.glob(".partial-*"), *folder.glob(".trash-*")]:
         before_call("remove", left)
-        shutil.rmtree(left)
+        _remove(left)
 
 
 # One writer per folder.

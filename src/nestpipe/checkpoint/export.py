@@ -13,6 +13,8 @@ memory, whatever its size.
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -62,7 +64,7 @@ def export(
     chosen = _chosen(checkpoint, tables)
     if folder.exists():
         raise CheckpointError(f"{str(folder)!r} exists already; name a new folder")
-    with explained(f"to {str(folder)!r}"):
+    with explained(f"to {str(folder)!r}"), _removed_on_failure(folder):
         make_folder(folder)
         written: list[Path] = []
         if dense:
@@ -79,6 +81,16 @@ def export(
         written.append(_write_about(folder, checkpoint, form, about))
         sync_folder(folder)
     return written
+
+
+@contextmanager
+def _removed_on_failure(folder: Path) -> Generator[None]:
+    """Half an export would be in the way of the next."""
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 def _chosen(checkpoint: Checkpoint, names: Sequence[str]) -> list[dict[str, Any]]:
@@ -141,7 +153,8 @@ def _present_keys(checkpoint: Checkpoint, table: str) -> Keys:
 def _mapped(file: IO[bytes], count: int, width: int) -> Rows:
     if not count:
         return np.zeros((0, width), np.float32)
-    file.truncate(4 * count * width)
+    # Reserved: to write into a hole of a full disk by memory would end the process.
+    os.posix_fallocate(file.fileno(), 0, 4 * count * width)
     return np.memmap(cast("Any", file), np.float32, "r+", shape=(count, width))
 
 
@@ -169,10 +182,12 @@ def _write_npy(folder: Path, name: str, keys_K: Keys, columns: dict[str, Rows]) 
     np.save(files[0], keys_K)
     for column, values in columns.items():
         files.append(folder / f"{name}.{column}.npy")
-        out = np.lib.format.open_memmap(files[-1], "w+", np.float32, values.shape)
-        for part in part_slices(len(keys_K), values.shape[1]):
-            out[part] = values[part]
-        out.flush()
+        form = np.lib.format
+        about = {"descr": form.dtype_to_descr(values.dtype), "fortran_order": False}
+        with files[-1].open("xb") as out:
+            form.write_array_header_1_0(out, {**about, "shape": values.shape})
+            for part in part_slices(len(keys_K), values.shape[1]):
+                out.write(np.ascontiguousarray(values[part]).data)
     return files
 
 

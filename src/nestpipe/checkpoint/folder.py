@@ -15,7 +15,7 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,6 +35,7 @@ from nestpipe.checkpoint.disk import (
     read_tensors,
     remove_folder,
     remove_leftovers,
+    unreadable,
     write_bytes,
     write_tensors,
 )
@@ -279,7 +280,7 @@ log = logging.getLogger("nestpipe.checkpoint")
 
 _NAME = re.compile(r"step-(\d{8,})", re.ASCII)
 MOST_PARENTS = 10_000
-"""A longer chain of increments is a circle."""
+"""Increments in a row; a run writes a full checkpoint then, whatever it was told."""
 T = TypeVar("T")
 
 
@@ -429,7 +430,11 @@ def open_checkpoint(path: Path, read: Callable[[Path], Manifest] = read_manifest
     parents: list[Checkpoint] = []
     newest = _open_one(path, read)
     of = newest.manifest.parent
-    while of is not None and len(parents) < MOST_PARENTS:
+    while of is not None:
+        if len(parents) == MOST_PARENTS:
+            raise damaged(path, f"it has more than {MOST_PARENTS:,} parents")
+        if not (path.parent / of.name).is_dir():
+            raise damaged(path, f"{of.name}, from which it goes on, is missing")
         parent = _open_one(path.parent / of.name, read)
         if parent.manifest.hash != of.hash:
             raise damaged(path, f"{of.name} is not the checkpoint that it goes on from")
@@ -441,7 +446,13 @@ def open_checkpoint(path: Path, read: Callable[[Path], Manifest] = read_manifest
 def _open_one(path: Path, read: Callable[[Path], Manifest]) -> Checkpoint:
     if not path.is_dir():
         raise CheckpointError(f"there is no checkpoint {str(path)!r}; check its name")
-    manifest = read(path)
+    try:
+        return _opened(path, read(path))
+    except OSError as error:  # without permission, or removed meanwhile
+        raise unreadable(path, error) from None
+
+
+def _opened(path: Path, manifest: Manifest) -> Checkpoint:
     named = _NAME.fullmatch(path.name)
     if named and int(named[1]) != manifest.step:
         raise damaged(path, f"it holds step {manifest.step}")
@@ -507,36 +518,65 @@ def paths_in(folder: Path) -> list[Path]:
     """The checkpoints of a folder by name, oldest first; none is opened."""
     if not folder.is_dir():
         return []
-    found = [(int(m[1]), path) for path in folder.iterdir() if (m := _NAME.fullmatch(path.name))]
-    return [path for _, path in sorted(found)]
+    found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)]
+    return sorted(found, key=lambda path: (step_of(path), path.name))
+
+
+def step_of(path: Path) -> int:
+    """The step that the name of a checkpoint says."""
+    named = _NAME.fullmatch(path.name)
+    assert named is not None, f"{path} is not named as a checkpoint"
+    return int(named[1])
 
 
 def candidates(path: Path) -> list[Path]:
     """A checkpoint alone, or those of a folder, newest first."""
-    return [path] if is_checkpoint(path) else paths_in(path)[::-1]
+    if not is_checkpoint(path):
+        return paths_in(path)[::-1]
+    return [path.resolve() if path.name in ("", "..") else path]  # its parents lie beside it
 
 
-def first_good(paths: Sequence[Path], use: Callable[[Path], T], *, tell: bool = True) -> T | None:
+def appearing(path: Path) -> Iterator[Path]:
+    """The same as `candidates`, looked for again before each next one.
+
+    A run may publish, compact and remove checkpoints while others read them. So one that has come
+    meanwhile, or was written anew, is next.
+    """
+    seen = set[tuple[Path, tuple[int, ...] | None]]()
+    while True:
+        known = ((one, _stamp_of(one / MANIFEST)) for one in candidates(path))
+        if (found := next((one for one in known if one not in seen), None)) is None:
+            return
+        seen.add(found)
+        yield found[0]
+
+
+def first_good(paths: Iterable[Path], use: Callable[[Path], T], *, tell: bool = True) -> T | None:
     """What `use` makes of the first checkpoint that it does not refuse; says which it skipped.
 
     `use` verifies what it reads. None where there is no checkpoint at all; where all are refused,
     the first one's reason is raised.
     """
-    first: CheckpointError | None = None
+    refused: list[tuple[Path, CheckpointError]] = []
+
+    def skip() -> None:
+        if tell and refused:
+            log.warning("skipped %s: %s", refused[-1][0].name, refused[-1][1])
+
     for path in paths:
+        skip()
         try:
             return use(path)
         except MisfitError:
             raise
         except CheckpointError as error:
-            first = first or error
-            if tell and len(paths) > 1:
-                log.warning("skipped %s: %s", path.name, error)
-    if first is not None and len(paths) > 1:
-        where = str(paths[0].parent)
+            refused.append((path, error))
+    if len(refused) > 1:
+        skip()
+        where, first = str(refused[0][0].parent), refused[0][1]
         raise CheckpointError(f"no checkpoint of {where!r} can be used; of the newest: {first}")
-    if first is not None:
-        raise first
+    if refused:
+        raise refused[0][1]
     return None
 
 
@@ -555,7 +595,7 @@ def open_noted(path: Path, *, tell: bool = True) -> Checkpoint:
 
 def newest(folder: Path, *, tell: bool = True) -> Checkpoint | None:
     """The newest checkpoint that verifies in full."""
-    return first_good(candidates(folder), lambda path: verified(path, tell=tell), tell=tell)
+    return first_good(appearing(folder), lambda path: verified(path, tell=tell), tell=tell)
 
 
 def verified(path: Path, *, tell: bool = False) -> Checkpoint:
@@ -597,9 +637,11 @@ class Retention:
     best: str = ""
     """The one with the best value of this metric; empty: no rule."""
 
-    def kept(self, checkpoints: Sequence[Checkpoint], now: float) -> set[str]:
-        """Names to keep; an increment keeps its parents."""
-        chosen = set[str]()
+    def kept(
+        self, checkpoints: Sequence[Checkpoint], now: float, protect: Sequence[str] = ()
+    ) -> set[str]:
+        """Names to keep, those to `protect` too; an increment keeps its parents."""
+        chosen = set(protect)
         if not (self.last or self.hours):
             chosen |= {one.name for one in checkpoints}
         if self.last:
@@ -623,19 +665,27 @@ def best_of(checkpoints: Sequence[Checkpoint], metric: str) -> Checkpoint | None
 
 
 def prune(
-    folder: Path, retention: Retention, now: float, *, protect: Sequence[str] = ()
+    folder: Path, retention: Retention, now: float, *, last: int, protect: Sequence[str] = ()
 ) -> list[Path]:
     """Remove what the retention does not keep, and return it; needs the folder's lock.
 
-    Only checkpoints that open are removed, newest first: no increment outlives its parent.
+    `last` is the step of the newest that is good. What is newer is damaged: it neither counts nor
+    goes. Only checkpoints that open are removed, newest first: no increment outlives its parent.
     """
-    found = readable(folder)
-    kept = retention.kept(found, now) | set(protect)
-    gone = [one.path for one in reversed(found) if one.name not in kept]
+    gone = outdated(folder, retention, now, last=last, protect=protect)
     with explained(f"to {str(folder)!r}"):
         for path in gone:
             remove_folder(path)
     return gone
+
+
+def outdated(
+    folder: Path, retention: Retention, now: float, *, last: int, protect: Sequence[str] = ()
+) -> list[Path]:
+    """What `prune` would remove, newest first."""
+    found = [one for one in readable(folder) if one.manifest.step <= last]
+    kept = retention.kept(found, now, protect)
+    return [one.path for one in reversed(found) if one.name not in kept]
 
 
 def flat(values: Mapping[str, Any], where: str = "") -> Json:

@@ -29,8 +29,10 @@ from nestpipe.checkpoint.folder import (
     FileEntry,
     Manifest,
     RowChange,
+    counted,
     flat,
     open_checkpoint,
+    readable,
     rows_file,
     write_manifest,
 )
@@ -274,15 +276,17 @@ def compact(path: Path) -> Path:
     """Write an increment anew as a full checkpoint, in its place; a full one is left alone.
 
     The rows are those of the chain, shard by shard, and the manifest says what it said. Where
-    other shards wrote the parents, all rows go into one.
+    other shards wrote the parents, all rows go into one. Another manifest has another hash, so a
+    checkpoint that others go on from is refused.
     """
-    checkpoint = open_checkpoint(path)
-    if not checkpoint.parents:
+    if not open_checkpoint(path).parents:
         return path
-    partial = path.with_name(f".partial-{path.name}")
-    alike = len({_spread(one.manifest) for one in checkpoint.chain}) == 1
-    manifest = checkpoint.manifest if alike else replace(checkpoint.manifest, shards=1)
     with locked(path.parent), explained(f"the checkpoint {str(path)!r}"):
+        checkpoint = open_checkpoint(path)
+        _refuse_parent(checkpoint)
+        partial = path.with_name(f".partial-{path.name}")
+        alike = len({_spread(one.manifest) for one in checkpoint.chain}) == 1
+        manifest = checkpoint.manifest if alike else replace(checkpoint.manifest, shards=1)
         remove_leftovers(path.parent)
         make_folder(partial)
         files = {DENSE: FileEntry.of(write_tensors(partial / DENSE, checkpoint.dense()))}
@@ -294,14 +298,36 @@ def compact(path: Path) -> Path:
                 files |= write_rows(partial, name, shard, merged_blocks(streams))
                 waiting = merged_waiting(checkpoint, name, of)
                 files |= write_keys(partial, name, shard, "waiting", waiting)
+        _refuse_lost_rows(checkpoint, counted(manifest.tables, files))
         write_manifest(partial, replace(manifest, files=files, parent=None))
         publish(partial, path)
     return path
 
 
+def _refuse_parent(checkpoint: Checkpoint) -> None:
+    for one in reversed(readable(checkpoint.path.parent)):
+        if checkpoint.name in [parent.name for parent in one.parents]:
+            raise CheckpointError(
+                f"{str(checkpoint.path)!r} cannot be made full, as {one.name} goes on from it; "
+                f"compact {one.name} instead"
+            )
+
+
+def _refuse_lost_rows(checkpoint: Checkpoint, tables: Sequence[Mapping[str, object]]) -> None:
+    """What is merged must have the rows that the increment says there are."""
+    for said, found in zip(checkpoint.manifest.tables, tables, strict=True):
+        if "rows" in said and said["rows"] != found["rows"]:
+            raise CheckpointError(
+                f"{str(checkpoint.path)!r} says that {said['name']} has {said['rows']} rows, but "
+                f"its files add up to {found['rows']}; use another checkpoint"
+            )
+
+
 def _spread(manifest: Manifest) -> tuple[object, ...]:
     """Which shard has which keys follows from this."""
-    return manifest.shards, *(table.get("owner") for table in manifest.tables)
+    return manifest.shards, *(
+        (table["name"], table.get("owner"), table.get("number")) for table in manifest.tables
+    )
 
 
 @dataclass(frozen=True, slots=True)

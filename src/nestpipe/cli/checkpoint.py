@@ -129,34 +129,32 @@ def prune(
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go.")] = False,
 ) -> None:
-    """Remove checkpoints that no rule keeps; the newest, and parents of increments, always stay.
+    """Remove checkpoints that no rule keeps; the newest good one and parents always stay.
 
     Example: nestpipe checkpoint prune runs/today --keep-last 3 --keep-best auc
     """
     from nestpipe.checkpoint import disk
-    from nestpipe.checkpoint.folder import Retention, paths_in, readable, verified
-    from nestpipe.checkpoint.folder import prune as remove
+    from nestpipe.checkpoint.folder import Retention, outdated, paths_in, verified
 
     rules = Retention(last=keep_last, hours=keep_hours, best=keep_best)
+    rule = damaged or keep_last or keep_hours or keep_best
     _some(paths_in(folder), folder)
-    with disk.locked(folder):
+    with disk.locked(folder), disk.explained(f"to {str(folder)!r}"):
+        gone: list[Path] = []
         if damaged:
             gone = [path for path in paths_in(folder) if _is_damaged(path, verified)]
-            for path in gone if not dry_run else ():
-                disk.remove_folder(path)
-        elif dry_run:
-            found = readable(folder)
-            kept = rules.kept(found, time.time())
-            gone = [one.path for one in found if one.name not in kept]
-        else:
-            gone = remove(folder, rules, time.time())
+        elif rule:
+            # One that is damaged must not make good ones go.
+            last = newest_in(folder).manifest.step
+            gone = outdated(folder, rules, time.time(), last=last)
+        for path in gone if not dry_run else ():
+            disk.remove_folder(path)
     for path in gone:
         verb = "would remove" if dry_run else "removed"
         console().print(f"{verb} {path.name}", markup=False)
     left = len(paths_in(folder))
     verb = "would be removed" if dry_run else "removed"
     told = f"{len(gone)} {verb}, {left} in the folder"
-    rule = damaged or keep_last or keep_hours or keep_best
     console().print(told if rule else f"{told}: without --keep-last or another rule all stay")
 
 

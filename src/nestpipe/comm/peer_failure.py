@@ -304,40 +304,79 @@ class StopRequest:
         self.describe: Callable[[], str] = lambda: "the run"
         """Where this rank is, for the sentence of one that takes too long."""
         self._grace_s = grace_s
-        self._since = 0.0
+        self._since: float | None = None
         self._late: threading.Timer | None = None
 
     @contextmanager
     def on_signals(self) -> Generator[None]:
-        """Inside, signals ask for a stop; other threads than the main one cannot be asked."""
+        """Inside, signals ask for a stop; other threads than the main one cannot be asked.
+
+        Python calls handlers on its main thread alone, which may be in a collective that never
+        returns. So a thread of its own hears of signals, and counts the time.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self._ask) for number in SIGNALS}
+        heard, told = os.pipe()
+        os.set_blocking(told, False)
+        thread = threading.Thread(target=self._hear, args=(heard,), name="signals", daemon=True)
+        thread.start()
+        before = {number: signal.signal(number, self._want) for number in SIGNALS}
+        written_before = signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+        _handled_by.append(self)
         try:
             yield
         finally:
+            _handled_by.remove(self)
+            signal.set_wakeup_fd(written_before)
             for number, handler in before.items():
                 signal.signal(number, handler)
+            os.close(told)
+            thread.join()
+            os.close(heard)
             if self._late is not None:
                 self._late.cancel()
 
-    def _ask(self, number: int, frame: FrameType | None) -> None:
+    def _want(self, number: int, frame: FrameType | None) -> None:
+        self.wanted = True
+
+    def _hear(self, heard: int) -> None:
+        """Read the numbers of signals until the other end of the pipe is closed."""
+        while numbers := os.read(heard, 64):
+            for number in numbers:
+                if number in SIGNALS:
+                    self._ask(number)
+
+    def _ask(self, number: int) -> None:
         now = time.monotonic()
-        if self.wanted and now - self._since > AGAIN_S:
-            self._end(number, "told to stop again")
-        if not self.wanted:
+        if self._since is None:
             self.wanted, self._since = True, now
             why = f"not saved in {self._grace_s:g} s"
             self._late = threading.Timer(self._grace_s, self._end, (number, why))
             self._late.daemon = True
             self._late.start()
+        elif now - self._since > AGAIN_S:
+            self._end(number, "told to stop again")
 
     def _end(self, number: int, why: str) -> None:
         # Not print: the signal may have come in the middle of one. Other threads may be in a
         # collective that never returns.
         os.write(2, f"error: {self.describe()}; {why}\n".encode())
         os._exit(128 + number)
+
+
+_handled_by: list[StopRequest] = []
+
+
+def _forget_in_child() -> None:
+    """A forked child, a worker that reads data say, ends by its signals and tells nobody."""
+    if _handled_by:
+        signal.set_wakeup_fd(-1)
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def mark_stopped(rank: int) -> None:

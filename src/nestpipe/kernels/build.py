@@ -130,7 +130,7 @@ def is_whole(target: Path) -> bool:
             "or name a folder of your own in NESTPIPE_CACHE"
         )
     said = target.with_suffix(".sha256")
-    return said.is_file() and said.read_text() == _hash_of_file(target)
+    return said.is_file() and said.read_bytes() == _hash_of_file(target).encode()
 
 
 def _hash_of_file(path: Path) -> str:
@@ -227,6 +227,11 @@ def compile_to(target: Path, compiler: list[str], flags: Iterable[str]) -> None:
         made = Path(folder) / target.name
         command = [*compiler, *flags, f"-I{SOURCES}", "-o", str(made), *sources]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
+        if "No space left on device" in result.stderr:
+            raise ConfigError(
+                f"no space is left in {str(target.parent)!r} or for temporary files; free some, "
+                f"or name other folders in NESTPIPE_CACHE and TMPDIR, {TWIN}"
+            )
         if result.returncode != 0:
             raise ConfigError(
                 f"{compiler[0]} cannot compile the native store ({first_error(result.stderr)}); "

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from nestpipe.checkpoint import disk
 from nestpipe.checkpoint.folder import (
     DENSE,
+    MOST_PARENTS,
     Checkpoint,
     FileEntry,
     KnownManifests,
@@ -257,8 +258,7 @@ class _TouchedTable:
 
     def parent_streams(self, parent: Checkpoint, comm: Communicator) -> list[Iterator[RowChange]]:
         """What the chain has of this rank's rows."""
-        owner = self.group.table_owners[self.number]
-        alike = wrote_alike(parent, self.name, comm.size, owner)
+        alike = wrote_alike(parent, self.group, self.number, comm.size)
         noted = self.group.tables[self.number].has_lifecycle
         streams = row_streams(parent, self.name, comm.rank if alike else None, noted=noted)
         return streams if alike else [self._owned(stream, comm) for stream in streams]
@@ -354,7 +354,8 @@ class BackgroundWriter:
                 found.append(self._opened_parent(parent))
 
         raise_first(cast("list[list[str] | None]", self._everywhere(fault_of(look))))
-        increment = bool(found) and len(found[0].parents) < self._increments
+        most = min(self._increments, MOST_PARENTS)
+        increment = bool(found) and len(found[0].parents) < most
         mine = [found[0].name, found[0].manifest.hash] if increment else None
         told = gathered_from_first(self._mesh.world, mine)
         return None if told is None else Parent(name=told[0], hash=told[1])

@@ -229,12 +229,13 @@ def _about_tables(groups: Sequence[TableGroup]) -> list[dict[str, Any]]:
             "name": table.name,
             "dim": table.dim,
             "dtype": table.dtype,
+            "number": number,
             "owner": owner,
             "features": table.feature_names,
             "pooling": table.pooling,
         }
         for group in groups
-        for table, owner in zip(group.tables, group.table_owners, strict=True)
+        for number, (table, owner) in enumerate(zip(group.tables, group.table_owners, strict=True))
     ]
 
 
@@ -510,7 +511,7 @@ def _load_rows(
     """
     for number, table in enumerate(group.tables):
         owner = group.table_owners[number]
-        own = wrote_alike(checkpoint, table.name, comm.size, owner)
+        own = wrote_alike(checkpoint, group, number, comm.size)
         shard = comm.rank if own else None
         ledger = policy.ledger if policy is not None and table.has_lifecycle else None
         for change in checkpoint.changes(table.name, shard):
@@ -593,10 +594,14 @@ def put_rows(
     return keys_K[mine].contiguous()
 
 
-def wrote_alike(checkpoint: Checkpoint, table: str, shards: int, owner: int) -> bool:
-    """Whether those who wrote a table owned its keys as those who load it do."""
+def wrote_alike(checkpoint: Checkpoint, group: TableGroup, number: int, shards: int) -> bool:
+    """Whether those who wrote a table owned its keys as those who load it do.
+
+    That follows from its number among the tables of its group, too; manifests of before do not say.
+    """
+    mine = (group.tables[number].name, group.table_owners[number], number)
     return all(
         one.manifest.shards == shards
-        and any(t["name"] == table and t.get("owner") == owner for t in one.manifest.tables)
+        and mine in [(t["name"], t.get("owner"), t.get("number")) for t in one.manifest.tables]
         for one in checkpoint.chain
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from difflib import get_close_matches
 from enum import Enum
@@ -20,7 +20,7 @@ from torch import nn
 
 from nestpipe.checkpoint.folder import (
     Manifest,
-    candidates,
+    appearing,
     first_good,
     flat,
     open_checkpoint,
@@ -449,7 +449,7 @@ def config_in(path: str) -> Mapping[str, Any]:
     def read(found: Path) -> Mapping[str, Any]:
         return with_old_order(open_checkpoint(found).manifest.config)
 
-    return first_good(candidates(Path(path)), read, tell=False) or {}
+    return first_good(appearing(Path(path)), read, tell=False) or {}
 
 
 def changes(config: JobConfig, saved: JobConfig) -> dict[str, tuple[object, object]]:
@@ -531,6 +531,15 @@ def refuse_other_configs(config: JobConfig, comm: Communicator) -> None:
     raise_everywhere(comm, check)
 
 
+def _of_first(comm: Communicator, paths: Iterator[Path]) -> Iterator[Path]:
+    """All ranks try the paths of rank 0 in the same order, also where one sees a folder late."""
+    while True:
+        mine = next(paths, None) if comm.rank == 0 else None
+        if (path := gathered_from_first(comm, None if mine is None else str(mine))) is None:
+            return
+        yield Path(path)
+
+
 def prepare(
     config: JobConfig,
     comm: Communicator,
@@ -570,9 +579,7 @@ def prepare(
             raise
         return job
 
-    # All ranks try the same ones in the same order, also where one sees a folder late.
-    paths = gathered_from_first(comm, [str(path) for path in candidates(folder)])
-    job = first_good([Path(path) for path in paths], load, tell=comm.rank == 0)
+    job = first_good(_of_first(comm, appearing(folder)), load, tell=comm.rank == 0)
     if job is None and checkpoint == AUTO:
         return make_job(config, comm)
     if job is None:

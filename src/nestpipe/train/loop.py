@@ -19,13 +19,14 @@ from torch import Tensor
 from nestpipe.checkpoint import disk
 from nestpipe.checkpoint.folder import (
     Retention,
-    candidates,
     first_good,
     flat,
     name_of,
+    paths_in,
     prune,
     read_manifest,
     sign_of,
+    step_of,
     verified,
 )
 from nestpipe.comm import Communicator, LocalCommunicator, connect
@@ -303,9 +304,7 @@ def _refuse_newer(job: Job) -> None:
     folder, step = Path(job.config.run.checkpoint), job.trainer.progress.step
     if not job.config.run.checkpoint or job.trainer.comm.rank != 0:
         return
-    # A longer name is a later step, too.
-    now = (len(name_of(step)), name_of(step))
-    newer = [path for path in candidates(folder) if (len(path.name), path.name) > now]
+    newer = [path for path in paths_in(folder)[::-1] if step_of(path) > step]
     try:
         good = first_good(newer, verified, tell=False)
     except CheckpointError:  # all of them are damaged, and this run writes them again
@@ -574,9 +573,11 @@ class RunCheckpoints:
 
     def _prune(self) -> None:
         run = self._job.config.run
-        if self._job.trainer.comm.rank == 0 and run.retention != Retention():
-            protect = [name_of(self._early.best_step)] if self._early is not None else []
-            prune(self._folder, run.retention, time.time(), protect=protect)
+        if self._job.trainer.comm.rank != 0 or run.retention == Retention() or self.last is None:
+            return
+        protect = [name_of(self._early.best_step)] if self._early is not None else []
+        last = step_of(self.last)
+        prune(self._folder, run.retention, time.time(), last=last, protect=protect)
 
     def wait(self) -> None:
         """Until all that was begun is written; then old ones may go."""

@@ -28,6 +28,7 @@ from nestpipe.checkpoint import disk
 from nestpipe.checkpoint.folder import (
     DENSE,
     MANIFEST,
+    Checkpoint,
     KnownManifests,
     Manifest,
     Parent,
@@ -266,6 +267,58 @@ def test_a_file_short_missing_swapped_older_or_extra_is_noticed(
     assert read_weights(folder).step == 1
 
 
+@pytest.mark.parametrize("number", [errno.ENOENT, errno.EACCES, errno.EIO])
+def test_one_that_is_removed_or_refused_while_it_is_opened_is_skipped(
+    folder: Path, number: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """By a retention beside it, a mode or a disk: no reason to leave the others unused."""
+    look = Path.iterdir
+
+    def fail(path: Path):
+        if path.name == "step-00000002":
+            raise OSError(number, os.strerror(number), str(path))
+        return look(path)
+
+    monkeypatch.setattr(Path, "iterdir", fail)
+    assert read_weights(folder).step == 1
+    assert "skipped step-00000002: " in caplog.text
+
+
+def test_what_comes_while_others_are_read_and_removed_is_used(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A run that keeps one checkpoint replaces it while a service loads it."""
+    shutil.rmtree(folder / "step-00000001")
+    read = disk.read_bytes
+    steps = iter([3, 4])
+
+    def train_on(path: Path, expected: disk.WrittenFile | None) -> bytearray:
+        if path.name == ROWS and (step := next(steps, None)) is not None:
+            write(folder, step)
+            shutil.rmtree(path.parent)
+        return read(path, expected)
+
+    monkeypatch.setattr(disk, "read_bytes", train_on)
+    assert read_weights(folder).step == 4
+
+
+def test_one_that_is_written_anew_while_it_is_read_is_read_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """As `compact` does; the older one must not be taken instead."""
+    verify, times = Checkpoint.verify, iter(range(1))
+
+    def compacted(checkpoint: Checkpoint) -> None:
+        if next(times, None) is not None:
+            set_number(checkpoint.path, DENSE, "model.head.3.bias", 7.0)
+        verify(checkpoint)
+
+    monkeypatch.setattr(Checkpoint, "verify", compacted)
+    good = newest(folder)
+    assert good is not None
+    assert good.name == "step-00000002"
+
+
 def test_every_truncation_of_a_small_file_is_noticed(folder: Path):
     path = folder / "step-00000002"
     for file in list(path.iterdir()):
@@ -340,6 +393,32 @@ def test_a_step_that_is_written_again_replaces_the_old_one_at_once(
     monkeypatch.setattr(disk, "before_call", look)
     write(folder, 2)
     assert set(seen) == {hash_before, changed}
+
+
+def test_where_names_cannot_be_swapped_a_good_one_is_found_at_every_moment(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """As on NFS; so a process that ends anywhere leaves the newest step."""
+    monkeypatch.setattr(disk.ctypes, "CDLL", lambda *_, **__: SimpleNamespace(renameat2=None))
+    found: list[tuple[str, int | None]] = []
+
+    def look(call: str, path: Path) -> None:
+        good = newest(folder, tell=False)
+        found.append((call, None if good is None else good.manifest.step))
+        if call == "rename" and path == folder / "step-00000002":
+            shutil.copytree(folder, ended, ignore=shutil.ignore_patterns(".lock"))
+
+    ended = folder.parent / f"{folder.name}-ended"
+    monkeypatch.setattr(disk, "before_call", look)
+    write(folder, 2)
+    assert {call for call, _ in found} >= {"exchange", "rename", "remove"}
+    assert {step for _, step in found} == {2}
+    assert [path.name for path in paths_in(folder)] == ["step-00000001", "step-00000002"]
+    monkeypatch.undo()
+    assert [path.name for path in paths_in(ended)] == ["step-00000001", "step-000000002"]
+    write(ended, 2)
+    assert [path.name for path in paths_in(ended)][-1] == "step-00000002"
+    assert verified(ended / "step-00000002")
 
 
 def test_modes_follow_the_umask(tmp_path: Path):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +32,7 @@ from nestpipe.checkpoint.folder import (
 from nestpipe.checkpoint.merging import compact, difference, merged_rows
 from nestpipe.cli.app import main
 from support.checkpoints import change_manifest, flip_bit
+from support.warm_python import REAL
 from unit.train.test_resume import job_of, trained
 
 
@@ -175,6 +179,102 @@ def test_compaction_keeps_every_bit(run: Any, copy: Path):
         assert torch.equal(found[1], rows)
     compact(after.path)
     assert verified(copy / "step-00000012").manifest.hash == after.manifest.hash
+
+
+@pytest.mark.needs("unshare")
+@pytest.mark.parametrize("form", ["npy", "parquet", "safetensors"])
+def test_an_export_to_a_full_disk_is_one_sentence_and_leaves_nothing(
+    folders: tuple[Path, Path], tmp_path: Path, form: str
+):
+    """Who writes into a mapped file there is ended by the system, without a word.
+
+    REAL: a fork of a warm interpreter would not see what is mounted.
+    """
+    small = tmp_path / "small"
+    small.mkdir()
+    program = "from nestpipe.cli.app import main; import sys; main(sys.argv[1:])"
+    command = [REAL, "-c", program, "export", str(folders[0]), f"{small}/out", "--state"]
+    for size in (4, 8, 16):
+        mount = f"mount -t tmpfs -o size={size}k none {small} || exit 77; "
+        then = shlex.join([*command, "--format", form]) + f"; status=$?; ls {small}; exit $status"
+        done = subprocess.run(
+            ["unshare", "-rm", "sh", "-c", mount + then], capture_output=True, text=True
+        )
+        if done.returncode in (1, 77):
+            pytest.skip("a process here may not mount a file system of its own")
+        assert done.returncode == 2, done.stderr
+        assert re.fullmatch(r"error: cannot write to .*[nN]o space left on device.*\n", done.stderr)
+        assert not done.stdout
+
+
+def increments(copy: Path) -> list[Path]:
+    """Three checkpoints, each of which goes on from the one before."""
+    first, *others = paths_in(copy)
+    for before, path in zip([first, *others], others, strict=False):
+        change_manifest(path, parent=Parent(name=before.name, hash=read_manifest(before).hash))
+    return [first, *others]
+
+
+def test_what_others_go_on_from_is_not_compacted(run: Any, copy: Path):
+    """Its manifest would have another hash, so all later ones would be damaged."""
+    _, middle, last = increments(copy)
+    status, _, said = run("compact", middle)
+    assert status == 2
+    assert "cannot be made full, as step-00000012 goes on from it; compact step-00000012" in said
+    assert run("verify", copy)[0] == 0
+    assert run("compact", last)[0] == 0
+    assert run("compact", middle)[0] == 0
+    assert run("verify", copy)[0] == 0
+
+
+def test_rows_that_do_not_add_up_are_not_compacted(run: Any, copy: Path):
+    _, _, last = increments(copy)
+    first, *others = read_manifest(last).tables
+    change_manifest(last, tables=({**first, "rows": first["rows"] + 1}, *others))
+    status, _, said = run("compact", last)
+    assert status == 2
+    assert "its files add up to" in said
+    assert read_manifest(last).parent is not None
+
+
+def test_a_checkpoint_that_lost_its_parent_says_so(run: Any, copy: Path):
+    first, *_ = increments(copy)
+    shutil.rmtree(first)
+    assert "step-00000004, from which it goes on, is missing" in run("verify", copy)[1]
+
+
+def test_a_checkpoint_is_found_from_inside(run: Any, copy: Path, monkeypatch: Any):
+    _, _, last = increments(copy)
+    monkeypatch.chdir(last)
+    assert "name = step-00000012" in run("show", ".")[1]
+    assert run("compact", ".")[0] == 0
+    assert read_manifest(last).parent is None
+
+
+@pytest.mark.parametrize("options", [["--keep-last", 1], ["--keep-hours", 1e-9]], ids=str)
+def test_a_damaged_checkpoint_makes_no_good_one_go(run: Any, copy: Path, options: list[Any]):
+    flip_bit(copy / "step-00000012" / DENSE, 999)
+    assert run("prune", copy, *options)[0] == 0
+    assert [path.name for path in paths_in(copy)] == ["step-00000008", "step-00000012"]
+    flip_bit(copy / "step-00000008" / DENSE, 999)
+    assert run("prune", copy, *options)[0] == 2
+    assert len(paths_in(copy)) == 2
+
+
+def test_links_and_files_in_the_place_of_checkpoints_go_too(run: Any, copy: Path, tmp_path: Path):
+    """Of a checkpoint that was moved elsewhere the link goes, and no more."""
+    moved = (copy / "step-00000004").rename(tmp_path / "step-00000004")
+    (copy / "step-00000004").symlink_to(moved)
+    (copy / "step-00000009").write_text("no folder")
+    assert run("prune", copy, "--damaged")[0] == 0
+    assert run("prune", copy, "--keep-last", 2)[0] == 0
+    assert sorted(path.name for path in copy.glob("*step*")) == ["step-00000008", "step-00000012"]
+    assert read_manifest(moved).step == 4
+    (copy / ".trash-of-an-earlier-version").symlink_to(moved)
+    (copy / ".partial-file").write_text("no folder")
+    trained(job_of(copy, run={"steps": 13}), "auto")
+    assert not list(copy.glob(".*-*"))
+    assert read_manifest(moved).step == 4
 
 
 @pytest.mark.parametrize("command", ["ls", "show", "verify", "prune"])

@@ -129,6 +129,16 @@ def test_a_compiler_that_fails_is_quoted(small, monkeypatch):
     assert not list(cache_folder().glob("*.so"))
 
 
+def test_a_full_disk_is_not_blamed_on_the_compiler(small, monkeypatch, tmp_path):
+    compiler = tmp_path / "g++"
+    linker = "ld: final link failed: No space left on device\\ncollect2: error: ld returned 1\\n"
+    compiler.write_text(f"#!/bin/sh\nprintf '{linker}' >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    with pytest.raises(ConfigError, match=r"^no space is left in .*NESTPIPE_CACHE and TMPDIR"):
+        build()
+
+
 def test_a_cache_that_is_a_file_is_one_sentence(small, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("NESTPIPE_CACHE", str(tmp_path / "file"))
@@ -183,6 +193,9 @@ def test_a_damaged_library_is_made_again(tmp_path: Path, monkeypatch: pytest.Mon
     path.with_suffix(".sha256").unlink()
     building.built_once("some.so", make)
     assert len(made) == 3
+    path.with_suffix(".sha256").write_bytes(b"\xff\xfe")  # no text at all
+    building.built_once("some.so", make)
+    assert len(made) == 4
 
 
 def test_a_library_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

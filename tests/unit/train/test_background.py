@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from nestpipe.checkpoint import disk
+from nestpipe.checkpoint import folder as folder_module
 from nestpipe.checkpoint.folder import (
     DENSE,
     Checkpoint,
@@ -59,6 +60,21 @@ def test_a_chain_of_increments_restores_every_bit(tmp_path: Path, plan: str, ret
     shutil.rmtree(tmp_path / "run" / "step-00000026")
     trained(job_of(tmp_path / "run", run=EVERY, pipeline=pipeline), "auto")
     assert_same(tmp_path / "run", tmp_path / "straight")
+
+
+def test_a_chain_is_never_longer_than_a_restore_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """With run.full_every = 0 as well; a longer one would lose its oldest rows."""
+    with monkeypatch.context() as patched:
+        for module in (folder_module, background):
+            patched.setattr(module, "MOST_PARENTS", 2)
+        trained(job_of(tmp_path, run=EVERY))
+        kinds = [len(verified(path).parents) for path in paths_in(tmp_path)]
+        assert kinds == [0, 1, 2, 0, 1, 2, 0]
+        patched.setattr(folder_module, "MOST_PARENTS", 1)
+        with pytest.raises(CheckpointError, match="more than 1 parents"):
+            open_checkpoint(paths_in(tmp_path)[2])
 
 
 def test_every_so_many_increments_one_is_made_full_and_old_ones_go(tmp_path: Path):

@@ -268,7 +268,7 @@ def test_the_lowest_of_all_ranks_are_those_of_one_sorted_list():
         ({"ttl": -1}, "ttl is -1"),
         ({"admit_count": 0}, "admit_count is 0"),
         ({"admit_probability": 1.5}, "admit_probability is 1.5"),
-        ({"evict": "fifo", "max_rows": 5}, "evict is 'fifo'"),
+        ({"evict": "fifo", "max_rows": 5}, "evict of table 't' is 'fifo'"),
     ],
 )
 def test_a_policy_that_makes_no_sense_is_refused(wrong, says):

@@ -249,6 +249,21 @@ def test_old_checkpoints_go_and_the_best_stays(tmp_path: Path, monkeypatch: pyte
     assert names == ["step-00000004", "step-00000008", "step-00000010"]
 
 
+@pytest.mark.parametrize("incremental", [False, True])
+def test_a_damaged_newer_checkpoint_makes_no_new_one_go(tmp_path: Path, incremental: bool):
+    """It opens, so to go by names alone would keep it and remove what this run writes."""
+    every = {"checkpoint_every": 4, "keep_last": 1, "incremental": incremental, "full_every": 1}
+    trained(job_of(tmp_path, run={**every, "keep_last": 0, "steps": 24}))
+    flip_bit(tmp_path / "step-00000024" / DENSE, 5000)
+    flip_bit(tmp_path / "step-00000020" / DENSE, 5000)
+    flip_bit(tmp_path / "step-00000016" / DENSE, 5000)
+    outcome, _ = trained(job_of(tmp_path, run={**every, "steps": 19}), "auto")
+    assert outcome.checkpoint == str(tmp_path / "step-00000019")
+    good = newest(tmp_path)
+    assert good is not None
+    assert good.manifest.step == 19
+
+
 def test_without_a_rule_all_checkpoints_stay(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.DEBUG)
     trained(job_of(tmp_path, run={"checkpoint_every": 3, "steps": 9}))

@@ -98,6 +98,50 @@ with stop.on_signals():
     assert ("told to stop again" if again else "not saved in 0.2 s") in done.stderr
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_a_rank_that_waits_for_a_lost_one_still_ends_in_time(again: bool):
+    """Its main thread is in a call that does not return, where Python runs no handler."""
+    program = f"""
+import ctypes, os, signal, threading
+from nestpipe.comm import peer_failure as stopping
+stopping.AGAIN_S = 0.0
+stop = stopping.StopRequest({100.0 if again else 0.2})
+stop.describe = lambda: "rank 1 is in `all_reduce`"
+with stop.on_signals():
+    for after in (0.1, 0.3)[: {1 + again}]:
+        threading.Timer(after, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    mutex, lock = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock
+    lock(mutex)
+    lock(mutex)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 128 + signal.SIGTERM, done.stderr
+    why = "told to stop again" if again else "not saved in 0.2 s"
+    assert done.stderr == f"error: rank 1 is in `all_reduce`; {why}\n"
+
+
+def test_a_signal_to_a_forked_child_ends_the_child_alone():
+    program = """
+import os, signal
+from nestpipe.comm.peer_failure import StopRequest
+stop = StopRequest(100.0)
+with stop.on_signals():
+    ready, there = os.pipe()
+    if (child := os.fork()) == 0:
+        os.write(there, b"x")
+        signal.pause()
+    os.read(ready, 1)
+    os.kill(child, signal.SIGTERM)
+    print(os.WTERMSIG(os.waitpid(child, 0)[1]))
+print(stop.wanted)
+"""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == [f"{signal.SIGTERM:d}", "False"]
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_command_saves_and_exits_0(tmp_path: Path, ranks: int):
     """SIGTERM to the command; with several ranks, to their launcher."""

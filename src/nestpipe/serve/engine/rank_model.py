@@ -23,7 +23,7 @@ from nestpipe.checkpoint.folder import (
     Checkpoint,
     Manifest,
     RowChange,
-    candidates,
+    appearing,
     first_good,
     open_noted,
 )
@@ -64,7 +64,7 @@ def read_weights(path: Path) -> Weights:
 
 def read_newest(path: Path, read: Callable[[Path], T]) -> T:
     """What is read of a checkpoint, or of the newest in a folder that verifies."""
-    found = first_good(candidates(path), read)
+    found = first_good(appearing(path), read)
     if found is None:
         raise CheckpointError(
             f"{str(path)!r} is not a checkpoint: it has no {MANIFEST}; name a folder `step-...`"
