@@ -31,11 +31,8 @@ HOME = Path(os.environ.get("NESTPIPE_LAB") or Path.home() / ".cache" / "nestpipe
 SITE = HOME / "site"
 UNPACK = "cat piece.* | xz -d -T8 | tar x"
 
-# NestPipe needs no installation: its ranks find it here too.
+# NestPipe needs no installation.
 sys.path.insert(0, str(ROOT / "src"))
-os.environ["PYTHONPATH"] = os.pathsep.join(
-    part for part in (str(ROOT / "src"), os.environ.get("PYTHONPATH")) if part
-)
 
 from nestpipe.errors import ConfigError, NestpipeError, RunError  # noqa: E402
 
@@ -306,6 +303,8 @@ def _add_common(command: argparse.ArgumentParser) -> None:
 def main() -> None:
     """Do what the command line says."""
     options = parser().parse_args()
+    above = os.environ.get("PYTHONPATH")  # of the ranks, which find NestPipe here too
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), *([above] if above else [])])
     try:
         if options.command == "put":
             put(options.files)
