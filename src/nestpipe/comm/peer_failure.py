@@ -290,6 +290,7 @@ def _end_after(process: int) -> None:
 STOP = 1 << 40
 """Added to a rank's samples; more than a batch has."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+NO_SIGNAL = 0
 AGAIN_S = 2.0
 """A launcher passes on what the terminal has sent as well; a signal after this is another one."""
 MARKERS = "NESTPIPE_STOPPED"
@@ -331,8 +332,9 @@ class StopRequest:
             signal.set_wakeup_fd(written_before)
             for number, handler in before.items():
                 signal.signal(number, handler)
-            os.close(told)
+            os.write(told, bytes([NO_SIGNAL]))
             thread.join()
+            os.close(told)
             os.close(heard)
             if self._late is not None:
                 self._late.cancel()
@@ -341,9 +343,14 @@ class StopRequest:
         self.wanted = True
 
     def _hear(self, heard: int) -> None:
-        """Read the numbers of signals until the other end of the pipe is closed."""
-        while numbers := os.read(heard, 64):
-            for number in numbers:
+        """Read the numbers of signals until the last one.
+
+        The end of the pipe would not do: a forked child may keep it open.
+        """
+        while True:
+            for number in os.read(heard, 64):
+                if number == NO_SIGNAL:
+                    return
                 if number in SIGNALS:
                     self._ask(number)
 

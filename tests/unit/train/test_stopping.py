@@ -142,6 +142,21 @@ print(stop.wanted)
     assert done.stdout.split() == [f"{signal.SIGTERM:d}", "False"]
 
 
+def test_a_forked_child_that_lives_on_holds_nobody_up():
+    program = """
+import os, signal
+from nestpipe.comm.peer_failure import StopRequest
+with StopRequest(100.0).on_signals():
+    if (child := os.fork()) == 0:
+        signal.pause()
+print("left")
+os.kill(child, signal.SIGKILL)
+"""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "left\n", done.stderr
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_command_saves_and_exits_0(tmp_path: Path, ranks: int):
     """SIGTERM to the command; with several ranks, to their launcher."""
