@@ -8,10 +8,12 @@ import sys
 import threading
 import time
 from contextlib import closing
+from pathlib import Path
 
 import torch
 
 from nestpipe.comm import DistributedCommunicator, connect
+from nestpipe.comm.process_group import GLOO_THREAD
 from nestpipe.errors import NestpipeError
 
 TIMEOUT_S = 4.0
@@ -111,6 +113,17 @@ def one_waits_for_a_survivor(comm: DistributedCommunicator) -> None:
     awaited = [0, 0, 1] if comm.rank == 0 else [1, 0, 0]
     with comm.op_label("rows 3.1" if comm.rank == 0 else "grads 3.0"):
         comm.all_to_all(torch.empty(1), torch.empty(0), awaited, [0, 0, 0])
+
+
+def threads_of_gloo(comm: DistributedCommunicator) -> None:
+    """Policies of the threads of two groups, which have met their peers already."""
+    comm.dense_mesh()
+    tasks = list(Path("/proc/self/task").iterdir())
+    of_gloo = [task for task in tasks if (task / "comm").read_text().strip() == GLOO_THREAD]
+    assert len(of_gloo) == 2, [(task / "comm").read_text() for task in tasks]
+    policies = {os.sched_getscheduler(int(task.name)) for task in of_gloo}
+    assert policies == {os.SCHED_BATCH}, policies
+    print(f"rank {comm.rank} has seen its threads")
 
 
 def launcher_is_killed(comm: DistributedCommunicator) -> None:

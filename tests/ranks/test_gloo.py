@@ -1,5 +1,6 @@
 """Real process groups: collectives of Gloo, and what is left of a run when a rank is lost."""
 
+import os
 import re
 import signal
 import subprocess
@@ -32,6 +33,13 @@ def test_collectives_of_processes(ranks: int):
     assert done.returncode == 0
     assert done.stdout == "rank 0 has seen all\n", "only rank 0 prints"
     assert not done.stderr
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="other systems have no batch tasks")
+def test_threads_of_gloo_take_no_core_from_a_thread_that_holds_their_lock():
+    done = run_program(2, "threads_of_gloo")
+    assert done.stdout == "rank 0 has seen its threads\n", done.stderr
+    assert done.returncode == 0
 
 
 def says_where_it_was(rank: int, said: str) -> bool:

@@ -42,7 +42,7 @@ def test_a_missing_program_skips_with_the_package_that_has_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(programs, "SYSTEM_PATH", str(tmp_path))
+    monkeypatch.setattr(programs, "NGINX_PATH", str(tmp_path))
     reason = programs.reason_to_skip(("nginx", "tc"))
     assert reason == "nginx, tc not installed; apt-get install iproute2 nginx-light"
 

@@ -20,8 +20,8 @@ import pytest
 
 ALLOWED = "NESTPIPE_TEST_PROGRAMS"
 GUARD = Path(__file__).with_name("guard")
-SYSTEM_PATH = os.pathsep.join(("/usr/local/sbin", "/usr/sbin", "/sbin"))
-"""Where servers and network tools live; the PATH of a user often leaves it out."""
+NGINX_PATH = "/usr/sbin"
+"""The PATH of a user often leaves it out; NestPipe looks there too, for nginx alone."""
 PACKAGES = {
     "chromium": "chromium",
     "nginx": "nginx-light",
@@ -41,7 +41,7 @@ OF_THE_DRIVER = frozenset({"nvidia-cuda-mps-control"})
 def find(program: str) -> str | None:
     """The path of a program, or None."""
     of_environment = str(Path(sys.prefix) / "bin")  # sys.executable is another while tests run
-    places = (None, SYSTEM_PATH, of_environment)
+    places = (None, of_environment, *([NGINX_PATH] if program == "nginx" else []))
     return next(filter(None, (shutil.which(program, path=path) for path in places)), None)
 
 

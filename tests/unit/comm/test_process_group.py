@@ -1,8 +1,6 @@
 """Joining a group, as far as one process can see it."""
 
-import os
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nestpipe.comm import LocalCommunicator, connect
-from nestpipe.comm.process_group import GLOO_THREAD, exchange_at_once
+from nestpipe.comm.process_group import exchange_at_once
 from nestpipe.errors import RunError
 
 
@@ -21,27 +19,10 @@ def test_without_an_environment_the_way_to_get_one_is_said(monkeypatch: pytest.M
         connect("gloo")
 
 
-@pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_of_one_process_is_like_no_group(monkeypatch: pytest.MonkeyPatch):
     environment = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     for name, value in {**environment, "GLOO_SOCKET_IFNAME": "lo"}.items():
         monkeypatch.setenv(name, value)
-
-
-@pytest.mark.usefixtures("alone")
-@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="other systems have no batch tasks")
-def test_threads_of_gloo_take_no_core_from_a_thread_that_holds_their_lock():
-    with closing(connect("gloo", timeout_s=20)) as comm:
-        comm.dense_mesh()  # a second group
-        tasks = list(Path("/proc/self/task").iterdir())
-        of_gloo = [task for task in tasks if (task / "comm").read_text() == f"{GLOO_THREAD}\n"]
-        assert len(of_gloo) == 2
-        policies = [os.sched_getscheduler(int(task.name)) for task in of_gloo]
-        assert policies == [os.SCHED_BATCH] * 2
-
-
-@pytest.mark.usefixtures("alone")
-def test_a_group_of_one_process_is_like_no_group():
     rows = torch.arange(6.0).view(3, 2)
     with closing(connect("gloo", timeout_s=20)) as comm:
         for either in (comm, LocalCommunicator()):
