@@ -40,6 +40,8 @@ def lines(page: str) -> list[str]:
 
 def main(folder: Path) -> int:
     """Train twice, once without and once with a loss; 0 where both end alike."""
+    # Its commands, torchrun among them, are those of this environment.
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     page = PAGE.read_text()
     train, compare = lines(page)
     for name, text in trial.files(page).items():
