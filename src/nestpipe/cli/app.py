@@ -7,9 +7,11 @@ import os
 import sys
 import traceback
 import warnings
+from functools import cache
 from typing import Annotated, Any, cast
 
 import typer
+from typer.main import get_command
 
 from nestpipe import __version__
 from nestpipe.cli.bench import (
@@ -106,10 +108,16 @@ def main(arguments: list[str] | None = None) -> None:
     sys.exit(status)
 
 
+@cache
+def command_tree() -> Any:
+    """The commands with all their options, made once: `app` itself makes them at every call."""
+    return get_command(app)
+
+
 def _run(arguments: list[str]) -> int:
     speaker.command_begins()
     try:
-        status = app(arguments, prog_name="nestpipe", standalone_mode=False)
+        status = command_tree()(arguments, prog_name="nestpipe", standalone_mode=False)
         sys.stdout.flush()
         return status if isinstance(status, int) else 0
     except NestpipeError as error:
