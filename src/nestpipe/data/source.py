@@ -114,7 +114,7 @@ class Source(Protocol):
     ) -> Iterator[Batch]:
         """This rank's part of each global batch from `start` on; every rank gets as many.
 
-        With an `offset`, all of them begin so many samples later.
+        `offset` skips that many samples more.
         """
         ...
 
@@ -308,7 +308,7 @@ class Indexed:
     ) -> Iterator[Batch]:
         """This rank's part of each global batch from `start` on; every rank gets as many.
 
-        With an `offset`, all of them begin so many samples later.
+        `offset` skips that many samples more.
         """
         share = Share(global_batch=global_batch, rank=rank, ranks=ranks, start=start, offset=offset)
         batches = self._deal(share, Permutation(self._num_samples, mix(seed, epoch)), epoch)
@@ -426,7 +426,7 @@ class Stream:
     ) -> Iterator[Batch]:
         """This rank's part of each global batch from `start` on; every rank gets as many.
 
-        With an `offset`, all of them begin so many samples later.
+        `offset` skips that many samples more.
         """
         share = Share(global_batch=global_batch, rank=rank, ranks=ranks, start=start, offset=offset)
         deal = self._deal if self.num_samples is None else self._deal_shards
