@@ -4,7 +4,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,7 @@ import torch
 
 from support import programs
 from support.examples import is_long, load_profile
-from support.warm_python import in_place_of_python
+from support.warm_python import in_place_of_python, warm_process
 
 # A child that a signal ends shows where its threads were.
 os.environ.setdefault("PYTHONFAULTHANDLER", "1")
@@ -23,9 +23,13 @@ GOLDEN = Path(__file__).parent / "golden"
 WRITE = "NESTPIPE_GOLDEN=write pytest tests -k golden"
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Children of tests import `sitecustomize`, which refuses programs without a marker."""
     programs.install_guard()
+    if not is_long() and not hasattr(config, "workerinput"):  # workers share that of their run
+        warm = ExitStack()
+        warm.enter_context(warm_process())
+        config.add_cleanup(warm.close)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -80,9 +84,6 @@ def pytest_runtest_protocol(item: pytest.Item):
 @pytest.fixture(scope="session", autouse=True)
 def warm_python() -> Iterator[None]:
     """Processes of tests begin with torch imported; in the long profile, with nothing."""
-    if is_long():
-        yield
-        return
     with in_place_of_python():
         yield
 
