@@ -8,7 +8,6 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
-import torch
 
 from support import programs
 from support.examples import is_long, load_profile
@@ -71,6 +70,8 @@ def _first_alone(file: Path) -> Iterator[None]:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item):
     """Skip a test that needs a missing program; let the others start what they name."""
+    import torch  # not in the process that only hands tests to workers
+
     # Tests run side by side; threads of one op that wait for a core cost far more than they save.
     # Before every test, since the one before may have run a command that sets another number.
     torch.set_num_threads(1)
