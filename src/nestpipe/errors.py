@@ -98,7 +98,7 @@ class Speaker:
         self._claim: Callable[[str], bool] | None = None
 
     def command_begins(self) -> None:
-        """Nobody has met yet: ranks of an earlier command in this process are none of this one."""
+        """No rank has joined yet: ranks of an earlier command in this process do not count."""
         self._claim = None
 
     def ranks_met(self, claim: Callable[[str], bool]) -> None:

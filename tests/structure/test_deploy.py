@@ -12,9 +12,8 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-from typer.main import get_command
 
-from nestpipe.cli.app import app, main
+from nestpipe.cli.app import command_tree, main
 from nestpipe.config import build
 from nestpipe.train.job import JobConfig
 from support.programs import find
@@ -92,7 +91,7 @@ def test_commands_name_options_that_exist():
 
     known = {
         name: {word for option in command.params for word in option.opts}
-        for name, command in get_command(app).commands.items()  # type: ignore[attr-defined]
+        for name, command in command_tree().commands.items()
     }
     of_torchrun = set(get_args_parser()._option_string_actions)
     assert len(commands()) == 5

@@ -13,9 +13,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-import typer
-
-from nestpipe.cli.app import app
+from nestpipe.cli.app import command_tree
 from support import triton_without_gpu
 from support.tools import ROOT, load_tool
 
@@ -54,7 +52,7 @@ def steps() -> list[tuple[str, str, int, list[str]]]:
 
 def read_by_nestpipe(words: list[str]) -> None:
     """As typer reads them, without doing anything."""
-    command: Any = typer.main.get_command(app)
+    command: Any = command_tree()
     name = "nestpipe"
     context = command.make_context(name, [], resilient_parsing=True)
     while hasattr(command, "get_command"):

@@ -1,6 +1,6 @@
 """`nestpipe bench checkpoint` and `bench dashboard`: what goes on beside training costs a job.
 
-The same trainer takes turns: some steps in one go, as many with a checkpoint after every so many.
+The same trainer takes turns: some steps without checkpoints, as many with one every N steps.
 Each interval with checkpoints begins with one and ends when it is written, so nothing is left out.
 Likewise for the dashboard: some steps without a record, as many with one and an open page.
 """
@@ -84,7 +84,7 @@ def measure_checkpoints(
     progress: Callable[[], None] = lambda: None,
     so_far: Callable[[CheckpointReading], None] = lambda reading: None,
 ) -> CheckpointReading:
-    """Take turns; all ranks call it, with the same empty folder. `so_far` hears of each pair."""
+    """Take turns; all ranks call it, with one empty folder. `so_far` is called after each pair."""
     turns = _Turns(job, folder, case)
     turns.train(case.every)  # what is done once is done now
     without: list[float] = []
@@ -140,7 +140,7 @@ class _Turns:
         return speed
 
     def reading(self, without: Sequence[float], with_them: Sequence[float]) -> CheckpointReading:
-        """What is known by now."""
+        """The figures so far."""
         written = max(1, self.checkpoints)
         return CheckpointReading(
             tuple(without),
@@ -238,7 +238,7 @@ def measure_dashboard(
     progress: Callable[[], None] = lambda: None,
     so_far: Callable[[DashboardReading], None] = lambda reading: None,
 ) -> DashboardReading:
-    """Take turns; all ranks call it, with the same empty folder. `so_far` hears of each pair."""
+    """Take turns; all ranks call it, with one empty folder. `so_far` is called after each pair."""
     page = _OpenPage()
     speeds: dict[bool, list[float]] = {False: [], True: []}
     spent: list[float] = []
@@ -283,7 +283,7 @@ class _OpenPage:
 
     @contextmanager
     def open(self, job: Job, folder: Path) -> Generator[None]:
-        """Inside, the run is served and somebody looks at it."""
+        """Inside, the run is served and a page is open."""
         if job.trainer.comm.rank != 0:
             yield
             return
@@ -302,7 +302,7 @@ class _OpenPage:
     def _ask(self, host: str, port: int, closed: threading.Event) -> None:
         over = False
         while not over:
-            over = closed.wait(ASK_S)  # then it hears how the run ended
+            over = closed.wait(ASK_S)  # then it reads how the run ended
             connection = http.client.HTTPConnection(host, port, timeout=60)
             try:
                 connection.request("GET", "/v1/run")

@@ -16,7 +16,7 @@ from nestpipe.cli.options import (
     Settings,
     console,
     figures_table,
-    quieten,
+    ignore_torch_warnings,
     read_job,
     write_json,
 )
@@ -144,7 +144,7 @@ def prune(
         if damaged:
             gone = [path for path in paths_in(folder) if _is_damaged(path, verified)]
         elif rule:
-            # One that is damaged must not make good ones go.
+            # A damaged checkpoint must not cause good ones to be removed.
             last = newest_in(folder).manifest.step
             gone = outdated(folder, rules, time.time(), last=last)
         for path in gone if not dry_run else ():
@@ -154,8 +154,8 @@ def prune(
         console().print(f"{verb} {path.name}", markup=False)
     left = len(paths_in(folder))
     verb = "would be removed" if dry_run else "removed"
-    told = f"{len(gone)} {verb}, {left} in the folder"
-    console().print(told if rule else f"{told}: without --keep-last or another rule all stay")
+    line = f"{len(gone)} {verb}, {left} in the folder"
+    console().print(line if rule else f"{line}: without --keep-last or another rule all stay")
 
 
 @checkpoint_app.command()
@@ -173,8 +173,8 @@ def diff(one: CheckpointPath, other: CheckpointPath, json: JsonFile = None) -> N
         for name, (ours, theirs) in found.settings.items():
             console().print(f"{name}: {ours} and {theirs}", markup=False, soft_wrap=True)
         for name, most in found.tensors.items():
-            told = most if isinstance(most, str) else f"differs by at most {most:.3g}"
-            console().print(f"{name}: {told}", markup=False)
+            line = most if isinstance(most, str) else f"differs by at most {most:.3g}"
+            console().print(f"{name}: {line}", markup=False)
         for name, of in found.rows.items():
             console().print(
                 f"{name}: {of.changed:,} of {of.common:,} common rows differ; "
@@ -329,7 +329,7 @@ def import_weights(
     ] = None,
     dense: Annotated[bool, typer.Option(help="Read dense weights, where there are some.")] = True,
 ) -> None:
-    """Make a checkpoint of weights from elsewhere, to train on, evaluate or serve.
+    """Make a checkpoint from weights of another program, to train on, evaluate or serve.
 
     Tables that the folder does not have begin empty. Rows without optimizer state begin with a
     fresh one.
@@ -340,7 +340,7 @@ def import_weights(
 
     found = exported_tables(folder)
     job_config = read_job(config, settings, checkpoint=None if onto is None else str(onto))
-    quieten()
+    ignore_torch_warnings()
     from nestpipe.comm import LocalCommunicator
     from nestpipe.train.job import prepare
 

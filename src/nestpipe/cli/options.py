@@ -1,4 +1,4 @@
-"""What commands share: options, how their values are read, and where results go."""
+"""Shared parts of the commands: options, reading their values, and writing results."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def looks_like_path(source: str) -> bool:
     return Path(source).exists() or "." in source or "/" in source
 
 
-# What commands that run a job have in common: its config, its ranks.
+# Shared by commands that run a job: its config, its ranks.
 
 
 ConfigFile = Annotated[
@@ -120,10 +120,10 @@ Ranks = Annotated[int, typer.Option(help="Rank processes to start on this machin
 def read_job(
     config: Path | None, settings: list[str] | None, *, checkpoint: str | None = None
 ) -> JobConfig:
-    """The config of a job: what the file says, with what the command line overrides.
+    """The config of a job: the file, with the overrides of the command line.
 
-    Without a file it is that of the checkpoint, or of the newest in a folder; `auto` means the
-    folder that the settings name.
+    Without a file it is the config of the checkpoint, or of the newest one in a folder; `auto`
+    means the folder that the settings name.
     """
     try:
         from nestpipe.train.config import JobConfig
@@ -142,7 +142,7 @@ def read_job(
 
 
 def starts_ranks(ranks: int) -> bool:
-    """Whether this process is the one that starts the ranks, not a rank itself."""
+    """Whether this process starts the ranks and is not a rank itself."""
     if ranks < 1:
         raise ConfigError(f"cannot start {ranks} ranks; ask for at least 1")
     return ranks > 1 and "RANK" not in os.environ
@@ -155,8 +155,8 @@ def launch_ranks(ranks: int) -> int:
     return launch([sys.executable, "-m", "nestpipe", *sys.argv[1:]], ranks)
 
 
-def quieten() -> None:
-    """Leave out what torch says of machines without a GPU."""
+def ignore_torch_warnings() -> None:
+    """Hide torch's warnings about machines without a GPU."""
     import warnings
 
     warnings.filterwarnings("ignore", module="torch.*")
@@ -217,7 +217,7 @@ def write_json(target: str, value: object) -> None:
 
 
 class Advance(Protocol):
-    """Tells the progress bar that one more unit is done; takes and ignores which one."""
+    """Advances the progress bar by one unit; takes and ignores the unit."""
 
     def __call__(self, _: object = None) -> None: ...
 
@@ -247,11 +247,11 @@ def progress_bar(label: str, total: int | None) -> Generator[Advance]:
     yield plain
 
 
-# The table at the end of `nestpipe train`: where the time of a step went, and what it moved.
+# The table at the end of `nestpipe train`: the time of a step, and the bytes it moved.
 
 
 def summary_table(summary: Summary, plan: str) -> Table:
-    """The time of each kind of op; what is exposed adds up to the step."""
+    """The time of each kind of op; exposed times add up to the step."""
     table = Table(title=f"An average step of {plan}: {summary.step_ms:,.2f} ms")
     table.add_column("op")
     for name in ("ms", "hidden", "exposed"):
@@ -266,7 +266,7 @@ def summary_table(summary: Summary, plan: str) -> Table:
 
 
 def summary_lines(summary: Summary) -> str:
-    """What bounds the step and what moves in it, line by line."""
+    """The bound of the step and its traffic, line by line."""
     shared = summary.shared_keys
     return "\n".join(
         [
@@ -285,7 +285,7 @@ def summary_lines(summary: Summary) -> str:
 
 
 def _model_speed(summary: Summary) -> list[str]:
-    """What the model's own products come to, where it knows them."""
+    """The rate of the model's own products, where it knows them."""
     if summary.tflops is None:
         return []
     share = f", {100 * summary.mfu:.1f} % MFU" if summary.mfu is not None else ""

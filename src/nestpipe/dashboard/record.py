@@ -77,7 +77,7 @@ class RankRecord:
             yield self.end
 
     def until(self, step: int) -> RankRecord:
-        """What was known by that step, without an end."""
+        """The record up to that step, without an end."""
         kept = {kind: [line for line in self.of(kind) if line["step"] <= step] for kind in MOST}
         return RankRecord(self.about, kept["point"], kept["lanes"], kept["evaluation"])
 
@@ -250,17 +250,17 @@ def _check_first(file: Path, line: Line | None) -> None:
 log = logging.getLogger("nestpipe.train")
 
 EVERY_S = 0.5
-"""Between two points, at least."""
+"""Shortest interval between two points."""
 LANES_EVERY_S = 4.0
-"""Between two drawings of lanes, at least."""
+"""Shortest interval between two drawings of lanes."""
 REST = 200
-"""The thread rests so many times as long as it has worked: it takes 0.5 % of a core."""
+"""The thread sleeps this many times as long as it has worked: it takes 0.5 % of a core."""
 RECENT = 8
 """Batches whose spans are looked at; one that is in flight does not count."""
 DRAWN = 3
-"""Batches of a drawing of lanes, and at most ..."""
+"""Batches in a drawing of lanes, and at most ..."""
 MOST_SPANS = 240
-"""... so many ops."""
+"""... this many ops."""
 RUNNING, FINISHED, STOPPED, FAILED = "running", "finished", "stopped", "failed"
 
 
@@ -286,7 +286,7 @@ class FinishedStep(Protocol):
 
 
 class Probe(Protocol):
-    """What a rank knows of itself without waiting for anybody; the recorder's thread asks it."""
+    """The state of a rank, read without waiting; the recorder's thread calls it."""
 
     def spans(self, batches: int) -> Sequence[Span]:
         """Ops of the newest batches that have ended."""
@@ -297,7 +297,7 @@ class Probe(Protocol):
         ...
 
     def gauges(self) -> Mapping[str, Any]:
-        """What is so now: rows of each table, slots of the pool."""
+        """Gauges: rows of each table, slots of the pool."""
         ...
 
 
@@ -329,7 +329,7 @@ class Totals:
             totals[name] += getattr(report, name)
 
     def look(self, spans: Sequence[Span], start: float, end: float, batches: int) -> None:
-        """Add what ran from one moment to another."""
+        """Add the spans of an interval."""
         split = exposure(spans, start, end)
         self.sampled["batches"] += batches
         self.sampled["step_ms"] += split.total_ms
@@ -425,7 +425,7 @@ class RunRecorder:
             self._guarded(self._writer.beat)
             return
         self._written_steps = steps
-        self._look(step)
+        self._measure_overlap(step)
         counters = self._since(self._probe.counters())
         seconds = self._before.get("seconds", 0.0) + self._clock() - self._began
         point: Line = {"seconds": seconds, "low": low, "high": high, **of_steps}
@@ -435,7 +435,7 @@ class RunRecorder:
     def _since(self, counters: Mapping[str, float]) -> dict[str, float]:
         return {name: value + self._before.get(name, 0) for name, value in counters.items()}
 
-    def _look(self, step: int) -> None:
+    def _measure_overlap(self, step: int) -> None:
         """See how the newest batches overlapped, unless they were seen before."""
         spans = self._probe.spans(RECENT)
         ends: dict[int, float] = {}

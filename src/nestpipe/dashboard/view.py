@@ -1,4 +1,4 @@
-"""What the page shows of a run: the records of all its ranks as columns, with few enough points.
+"""The data of the page: the records of all ranks as columns, thinned to a bounded number of points.
 
 Totals of other ranks are read at the steps of rank 0's points, between two of their own. Means of
 any interval are then differences of sums, whatever each rank has kept.
@@ -35,13 +35,13 @@ from nestpipe.trace import IDLE
 MOST_SHOWN = 320
 """Points of a chart."""
 MOST_TABLES = 7
-"""Tables with a line of their own; the others are one."""
+"""Tables with a line of their own; the others share one."""
 MOST_DRAWN = 8
 """Ranks whose lanes are shown."""
 RECENT_S = 30.0
-"""What happened in this time is shown as what happens now."""
+"""Window of the current figures."""
 LOST_S = 20.0
-"""A run that gives no sign for so long has ended without a word."""
+"""A run without a sign of life for this long is taken to have died."""
 LOST = "lost"
 NETWORK = ("net", "dense_net", "keys")
 """Lanes on which ranks wait for each other."""
@@ -109,7 +109,7 @@ class RunRecords:
         return self.ranks[0]
 
     def status(self, now: float) -> tuple[str, str]:
-        """How the run stands, and why, in words."""
+        """The status of the run, and why, in words."""
         ends = [(r.end["time"], r) for r in self.ranks if r.end and r.end.get("status") == FAILED]
         if ends:
             failed = min(ends, key=lambda end: end[0])[1]
@@ -117,7 +117,7 @@ class RunRecords:
         if self.first.end is not None:
             return str(self.first.end.get("status")), str(self.first.end.get("sentence", ""))
         for record in self.ranks:
-            if record.end is None and _is_gone(record.about):
+            if record.end is None and _has_ended(record.about):
                 said = "the process has ended without a word: it was killed, or its memory was full"
                 return LOST, _of_rank(record, len(self.ranks), said)
         silent = now - max(self.signs.values())
@@ -130,8 +130,8 @@ def _of_rank(record: RankRecord, ranks: int, sentence: str) -> str:
     return sentence if ranks == 1 else f"rank {record.about['rank']}: {sentence}"
 
 
-def _is_gone(about: Line) -> bool:
-    """Whether the process is known to be no more; on another machine nobody knows."""
+def _has_ended(about: Line) -> bool:
+    """Whether the process is known to have ended; unknown on another machine."""
     if about.get("host") != socket.gethostname() or not isinstance(about.get("pid"), int):
         return False
     try:
@@ -375,7 +375,7 @@ def _kinds(ranks: Sequence[_RankSums]) -> list[dict[str, Any]]:
 
 
 def _figures_of_ranks(ranks: Sequence[_RankSums]) -> list[dict[str, float]]:
-    """What a recent step is on each rank."""
+    """A recent step on each rank."""
     rows: list[dict[str, float]] = []
     for rank in ranks:
         since = _recent_from(rank)
@@ -465,7 +465,7 @@ def _about(run: RunRecords, now: float) -> dict[str, Any]:
 
 
 def _finite(value: Any) -> Any:
-    """Plain values of seven digits; what is no number is none."""
+    """Plain values of seven digits; a value that is not finite becomes null."""
     if isinstance(value, np.ndarray):
         return [_finite(item) for item in value.tolist()]
     if isinstance(value, float):
