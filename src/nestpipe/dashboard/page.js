@@ -749,7 +749,7 @@ function showNotices(data) {
   const run = data.run, notices = [];
   const notice = (kind, title, text) => notices.push(el("div", { className: `notice ${kind}`, role: "alert" }, el("b", {}, title), text.slice(0, 1).toUpperCase() + text.slice(1)));
   if (run.status === "failed") notice("bad", `The run failed at step ${whole(run.step)}`, run.sentence || "It said nothing more.");
-  if (run.status === "lost") notice("bad", `The run is gone since step ${whole(run.step)}`, run.sentence);
+  if (run.status === "lost") notice("bad", `The run was lost after step ${whole(run.step)}`, run.sentence);
   if (run.status === "stopped") notice("warn", "The run was stopped by a signal", "With --resume auto it goes on from its checkpoint.");
   if (data.now.losses_not_finite) notice("bad", `The loss of ${whole(data.now.losses_not_finite)} of ${whole(run.step)} steps was NaN or inf`, "Curves and means leave these steps out.");
   if (data.now.faults) notice("warn", `${whole(data.now.faults)} gradients were NaN or inf, or weights beyond float16`, "The key run.non_finite says what is done with them.");

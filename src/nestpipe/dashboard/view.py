@@ -273,7 +273,7 @@ def _series(
         "idle_ms": _ratio(idle, batches),
         "hidden_ms": _ratio(hidden, batches),
         "keys_shared": _ratio(every["keys_shared"], every["keys_compared"]),
-        "without_read": 1 - _ratio(every["rows_read"], every["keys_asked"]),
+        "without_read": _without_read(_ratio(every["rows_read"], every["keys_asked"])),
         "bytes_per_step": _ratio(every["bytes_sent"], steps),
         "rows_read": _ratio(every["rows_read"], steps),
         "rows_refreshed": _ratio(every["rows_refreshed"], steps),
@@ -287,6 +287,11 @@ def _series(
             if name.startswith("lane_ms.")
         },
     }
+
+
+def _without_read(read_of_asked: Column | float) -> Any:
+    """The part of keys whose rows needed no read; groups also read rows that others touched."""
+    return np.maximum(0.0, 1 - np.asarray(read_of_asked))
 
 
 def _waits(ranks: Sequence[_RankSums]) -> Column:
@@ -362,7 +367,7 @@ def _recent(run: RunRecords, ranks: Sequence[_RankSums]) -> dict[str, Any]:
         "clock_ms": _over(1e3 * first.between("seconds", since), steps),
         "exposed": _over(sum(of(name) for name in kinds), of("step_ms")),
         "keys_shared": _over(of("keys_shared"), of("keys_compared")),
-        "without_read": 1 - _over(of("rows_read"), of("keys_asked")),
+        "without_read": float(_without_read(_over(of("rows_read"), of("keys_asked")))),
         "bytes_per_step": _over(of("bytes_sent"), steps),
         "rows": sum(table["rows"][-1] for table in rows),
         "waited_ms": max(waiting) if len(ranks) > 1 else None,

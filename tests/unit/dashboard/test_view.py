@@ -272,3 +272,9 @@ def test_choices_of_an_adaptive_run_are_shown_with_their_reasons(tmp_path: Path)
     data = data_of(folder)
     assert data["choices"] == [{"step": 8, "micro_batches": 2, **settings}]
     assert data["run"]["resumed"] == [20]
+
+
+def test_groups_that_read_more_rows_than_they_asked_for_show_no_negative_part(tmp_path: Path):
+    data = data_of(changed(written_run(tmp_path, 10), 0, rows_read=1200))  # 800 were asked for
+    assert data["series"]["without_read"] == [0] * 10
+    assert data["now"]["without_read"] == 0
