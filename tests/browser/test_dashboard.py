@@ -158,7 +158,7 @@ def test_the_page_says_what_limits_a_step(page: Page, tmp_path: Path):
         page.open(url, SHOWN)
         said = page.evaluate("document.querySelector('.card').textContent")
         assert "What limits a step" in said
-        assert "Compute: most of a step" in said
+        assert "Compute: forward, backward and updates" in said
         shown = page.evaluate("document.querySelector('.split').getAttribute('aria-label')")
         assert shown.startswith("compute and updates 12 ms (77.4 %), exchange between ranks 2 ms")
         assert page.complaints == []

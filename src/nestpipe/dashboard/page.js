@@ -538,6 +538,7 @@ function build() {
   cards.limitCard = card("What limits a step", "", true);
   cards.limit = cards.limitCard.appendChild(el("div"));
   cards.limitText = cards.limitCard.querySelector("p");
+  cards.limitText.className = "said";
   cards.loss = new Chart(card("Loss", "Mean of each batch; the band is the lowest and highest between two points."));
   cards.speed = new Chart(card("Throughput", "Samples a second by the clock, evaluations and checkpoints included."));
   cards.metricsCard = card("Evaluation", "Metrics on held-out samples, and those of training since the one before.");
@@ -616,19 +617,19 @@ function showCharts(data) {
 // In words, what a recent step is spent on.
 
 const LIMITED_BY = {
-  compute: "Compute: most of a step is forward, backward and updates.",
-  net: "The network: exchange between ranks is the longest part of a step that nothing hides.",
-  host: "Memory of the host: rows on their way are the longest part of a step that nothing hides.",
-  route: "Routing: sorting keys to their owners is the longest part of a step that nothing hides.",
-  load: "Data: reading and copying it is the longest part of a step that nothing hides.",
+  compute: "Compute: forward, backward and updates are the longest part of a step.",
+  net: "The network: exchange between ranks that nothing hides is the longest part of a step.",
+  host: "Host memory: rows on their way that nothing hides are the longest part of a step.",
+  route: "Routing: keys sorted to their owners, hidden by nothing, are the longest part of a step.",
+  load: "Data: reading and copying that nothing hides is the longest part of a step.",
   idle: "Waiting: in the longest part of a step no op ran. Others may have the cores.",
 };
 function showLimit(data) {
   const found = data.limit;
   cards.limitCard.hidden = !found;
   if (!found) return;
-  const said = found.resource === "wait" ? `Rank ${found.rank}: the others wait for it.` : LIMITED_BY[found.resource];
-  const op = found.op && found.op !== "idle" && found.resource !== "wait" ? ` Most of it is waiting for ${found.op}.` : "";
+  const said = found.resource === "wait" ? `Rank ${found.rank}: the others wait for it, which is the longest part of a step.` : LIMITED_BY[found.resource];
+  const op = found.op && found.op !== "idle" && found.resource !== "wait" ? ` The longest wait is for ${found.op}.` : "";
   const between = found.between_steps ? ` ${percent(found.between_steps)} of the clock lies between steps: evaluations, checkpoints, the start.` : "";
   cards.limitText.textContent = said + op + between;
   const named = (part) => (part.resource === "wait" ? `waiting for rank ${found.rank}` : RESOURCES[part.resource]);
