@@ -547,6 +547,9 @@ class TrainerProbe:
         now = {"micro_batches": settings.micro_batches} if self._trainer.choices else {}
         return {"tables": self._trainer.row_counts(), **pool, **now}
 
+    def choices(self) -> Sequence[Mapping[str, Any]]:
+        return [dict(choice) for choice in tuple(self._trainer.choices)]
+
 
 @contextmanager
 def recorded(
