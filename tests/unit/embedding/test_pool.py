@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -192,6 +194,11 @@ def test_sizes_share_memory_so_that_every_table_gets_as_many_rows():
     assert narrow == 2 * single
     assert 900_000 < narrow * (32 + 54) + single * (512 + 54) <= 1_000_000
     assert pool_sizes("0.1", [LAYOUT], CPU)[0] > 1000
+
+
+def test_more_memory_than_is_free_is_refused_before_training():
+    with pytest.raises(ConfigError, match=r"'900TB', and .* of host memory are free"):
+        pool_sizes("900TB", [replace(LAYOUT, dim=10_000_000)], CPU)
 
 
 def test_a_pool_is_not_larger_than_its_tables_can_be():
