@@ -293,6 +293,8 @@ class RowPool:
 
     def flush(self) -> None:
         """Bring the host store up to date; rows stay here."""
+        if self._dirty_from > self._last_stamp:  # no batch since the last time
+            return
         outside, stamps_S = self._outside, self.index.stamps_S
         slots = (stamps_S >= self._dirty_from).nonzero().squeeze(1).int()
         for slots_V in torch.split(slots, FLUSH_ROWS) if len(slots) else ():

@@ -182,6 +182,18 @@ def test_rows_that_were_loaded_beside_the_pool_are_found():
     train(pool, [[(0, 1)]], {(0, 1): 7.0})
 
 
+def test_rows_are_looked_for_only_where_batches_came_since_the_last_flush(monkeypatch):
+    """Who reads a thousand tables one by one would look through the whole pool for each."""
+    pool, model = pool_of(16), dict[tuple[int, int], float]()
+    train(pool, [[(0, 1), (1, 2)]], model)
+    pool.flush()
+    looked: list[int] = []
+    monkeypatch.setattr(pool, "_write", looked.append)
+    monkeypatch.setattr(pool.index, "stamps_S", None)
+    pool.flush()
+    assert not looked
+
+
 @pytest.mark.parametrize("words", ["", "GB", "-1GB", "0", "1.5", "lots", "40 XB"])
 def test_a_size_that_is_none_is_refused(words):
     with pytest.raises(ConfigError, match=r"device_memory is .* use 'auto', a size"):
