@@ -89,9 +89,10 @@ def test_equal_lengths_need_not_travel(length: int, monkeypatch: pytest.MonkeyPa
         for name in ("a", "b")
     }
     packed = columns_of(Batch(4, {"x": torch.arange(4)}, lists).pack())
-    assert packed.equal_lengths == EqualLengths(8, length)
+    equal = packed.equal_lengths
+    assert equal == EqualLengths(8, length)
     part = packed.parts[torch.int64]
-    sent = packed.equal_lengths.send_all_else(part, torch.device("cpu"), non_blocking=False)
+    sent = equal.send_all_else(part, torch.device("cpu"), non_blocking=False)
     assert torch.equal(sent, part)
     assert sent.data_ptr() != part.data_ptr()
 
