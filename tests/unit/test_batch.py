@@ -90,6 +90,7 @@ def test_equal_lengths_need_not_travel(length: int, monkeypatch: pytest.MonkeyPa
     }
     packed = columns_of(Batch(4, {"x": torch.arange(4)}, lists).pack())
     equal = packed.equal_lengths
+    assert equal is not None
     assert equal == EqualLengths(8, length)
     part = packed.parts[torch.int64]
     sent = equal.send_all_else(part, torch.device("cpu"), non_blocking=False)
