@@ -3,6 +3,7 @@
 Keys of one micro-batch are routed by the device, those of several by hosts.
 """
 
+import gc
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
@@ -21,6 +22,7 @@ from nestpipe.embedding.device_tables import DeviceTables
 from nestpipe.embedding.optimizers import OPTIMIZERS
 from nestpipe.embedding.pool import RowPool, SlotList
 from nestpipe.jagged import Jagged
+from nestpipe.kernels.index.library import ask
 from nestpipe.models.dlrm import Dlrm, DlrmConfig
 from nestpipe.runtime import Work
 from nestpipe.runtime.lanes import Act
@@ -29,6 +31,7 @@ from nestpipe.train.config import PipelineSettings, TrainSettings
 from nestpipe.train.evaluate import forward
 from nestpipe.train.trainer import Trainer
 from nestpipe.train.verify import Trained, compare, serial_twin
+from support import step_memory
 from support import verify_world as world
 
 DEVICE = "cuda"
@@ -390,3 +393,31 @@ def test_nccl_ranks_on_one_gpu_change_no_bit(tmp_path: Path, ranks):
     for case, found in zip(cases, world.verdicts_of(cases, ranks, tmp_path, DEVICE), strict=True):
         assert_identical(found, case, ranks)
         assert (found["rows_left"] > 0) == ("pool_rows" in case)
+
+
+# What a step takes of device memory
+
+
+@pytest.mark.parametrize("plan", ["serial", "nested"])
+def test_a_step_takes_the_memory_of_the_formula(plan: str):
+    """Of docs/store.md, ten percent either way; `nested` may have fewer batches in flight."""
+    samples = 50_000
+    source = step_memory.Samples(samples, pinned=True)
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    trained = step_memory.make_trainer(plan, DEVICE, samples)
+    trained.fit(source)  # type: ignore[arg-type]
+    peak = torch.cuda.max_memory_allocated() - before - step_memory.pool_bytes(samples)
+
+    bits = step_memory.slots_for(samples).bit_length()
+
+    def sort_bytes(terms: int) -> int:
+        return ask(torch.device(DEVICE), "nestpipe_sort_bytes", terms, bits)
+
+    wanted = step_memory.formula(trained.plan, samples, sort_bytes)
+    trained.close()
+    said = f"{peak:,} bytes where the formula has {wanted:,}"
+    assert peak <= 1.1 * wanted, said
+    assert peak >= (0.9 if plan == "serial" else 0.4) * wanted, said

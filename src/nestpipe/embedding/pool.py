@@ -36,6 +36,7 @@ from nestpipe.kernels.index.device_index import (
 )
 from nestpipe.kernels.index.library import ask
 from nestpipe.kernels.index.steady import TermBuffers
+from nestpipe.kernels.library import free_memory as free_host_memory
 from nestpipe.kernels.rows.cuda import aligned_rows
 from nestpipe.kernels.rows.segments import Segments, lists_on
 
@@ -292,6 +293,8 @@ class RowPool:
 
     def flush(self) -> None:
         """Bring the host store up to date; rows stay here."""
+        if self._dirty_from > self._last_stamp:  # no batch since the last time
+            return
         outside, stamps_S = self._outside, self.index.stamps_S
         slots = (stamps_S >= self._dirty_from).nonzero().squeeze(1).int()
         for slots_V in torch.split(slots, FLUSH_ROWS) if len(slots) else ():
@@ -463,7 +466,21 @@ def pool_sizes(
         slots = [min(s, _most_rows(layout)) for s, layout in zip(slots, layouts, strict=True)]
         if device.type != "cuda":
             slots = [min(s, AUTO_ROWS_ON_HOST) for s in slots]
-    return [min(s, MOST_SLOTS) for s in slots]
+    slots = [min(s, MOST_SLOTS) for s in slots]
+    _refuse_more_than_free(
+        device_memory, sum(b * s for b, s in zip(row_bytes, slots, strict=True)), device
+    )
+    return slots
+
+
+def _refuse_more_than_free(device_memory: str, wanted: float, device: torch.device) -> None:
+    """Say so before training, rather than when memory is full."""
+    if wanted > (free := free_memory(device)):
+        where = "device" if device.type == "cuda" else "host"
+        raise ConfigError(
+            f"device_memory is {device_memory!r}, and {show_memory(free)} of {where} memory are "
+            "free; give less, or 'auto' for half of what is free"
+        )
 
 
 def pools_on_one_device(device: torch.device, ranks: int) -> int:
@@ -472,11 +489,11 @@ def pools_on_one_device(device: torch.device, ranks: int) -> int:
     return -(-local // max(1, torch.cuda.device_count())) if device.type == "cuda" else local
 
 
-def free_memory(device: torch.device) -> int:
-    """Bytes of the device, or of the host, that nobody uses."""
+def free_memory(device: torch.device) -> float:
+    """Bytes of the device, or of the host, that are left."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    return free_host_memory()
 
 
 def _most_rows(layout: StoreLayout) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -180,6 +182,18 @@ def test_rows_that_were_loaded_beside_the_pool_are_found():
     train(pool, [[(0, 1)]], {(0, 1): 7.0})
 
 
+def test_rows_are_looked_for_only_where_batches_came_since_the_last_flush(monkeypatch):
+    """Who reads a thousand tables one by one would look through the whole pool for each."""
+    pool, model = pool_of(16), dict[tuple[int, int], float]()
+    train(pool, [[(0, 1), (1, 2)]], model)
+    pool.flush()
+    looked: list[int] = []
+    monkeypatch.setattr(pool, "_write", looked.append)
+    monkeypatch.setattr(pool.index, "stamps_S", None)
+    pool.flush()
+    assert not looked
+
+
 @pytest.mark.parametrize("words", ["", "GB", "-1GB", "0", "1.5", "lots", "40 XB"])
 def test_a_size_that_is_none_is_refused(words):
     with pytest.raises(ConfigError, match=r"device_memory is .* use 'auto', a size"):
@@ -192,6 +206,11 @@ def test_sizes_share_memory_so_that_every_table_gets_as_many_rows():
     assert narrow == 2 * single
     assert 900_000 < narrow * (32 + 54) + single * (512 + 54) <= 1_000_000
     assert pool_sizes("0.1", [LAYOUT], CPU)[0] > 1000
+
+
+def test_more_memory_than_is_free_is_refused_before_training():
+    with pytest.raises(ConfigError, match=r"'900TB', and .* of host memory are free"):
+        pool_sizes("900TB", [replace(LAYOUT, dim=10_000_000)], CPU)
 
 
 def test_a_pool_is_not_larger_than_its_tables_can_be():
