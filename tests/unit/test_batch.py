@@ -5,7 +5,7 @@ import pickle
 import torch
 
 from nestpipe.batch import Batch, PackedColumns
-from nestpipe.jagged import Jagged
+from nestpipe.jagged import Jagged, longest_of
 
 
 def make_batch() -> Batch:
@@ -77,3 +77,13 @@ def test_lists_whose_lengths_do_not_add_up_are_known():
     assert packed.agreeing == packed.to("cpu", non_blocking=False).agreeing == set(batch.sparse)
     assert columns_of(batch.empty().pack()).agreeing == set(batch.sparse)
     assert columns_of(Batch(2, {"x": torch.rand(2)}, {}).pack()).agreeing == set()
+
+
+def test_the_host_knows_lengths_of_lists_that_it_has_sent_away():
+    batch = make_batch()
+    for there in (batch.to("meta"), batch.pack().to("meta"), batch.pack().to("meta").to("meta")):
+        a, b = there.sparse["a"], there.sparse["b"]
+        assert a.lengths.device.type == "meta"  # which cannot be read at all
+        assert (longest_of(a), longest_of(a, b)) == (2, 2)
+        assert longest_of(there.sparse["empty"]) == 0
+    assert longest_of(batch.empty().sparse["a"]) == 0
