@@ -300,7 +300,9 @@ def _cut_like(
     }
     values = {name: next(views[keys.values.dtype]) for name, keys in like.sparse.items()}
     lengths = {name: next(views[keys.lengths.dtype]) for name, keys in like.sparse.items()}
-    return dense, {name: Jagged(values[name], lengths[name]) for name in values}
+    return dense, {
+        name: keys.moved(values[name], lengths[name]) for name, keys in like.sparse.items()
+    }
 
 
 def _cut_dense(

@@ -9,6 +9,10 @@ from nestpipe.batch import Batch, EqualLengths, PackedColumns
 from nestpipe.jagged import Jagged
 
 
+from nestpipe.batch import Batch, PackedColumns
+from nestpipe.jagged import Jagged, longest_of
+
+
 def make_batch() -> Batch:
     dense = {"x": torch.rand(3, 2), "label": torch.tensor([1.0, 0.0, 1.0])}
     sparse = {
@@ -114,3 +118,13 @@ def test_lengths_that_differ_travel(monkeypatch: pytest.MonkeyPatch):
     assert of([2, 2], [2, 2], dtype=torch.int32) is None
     assert of([2], [2]) is None  # too few
     assert of([0, 0], [0, 0]) == EqualLengths(4, 0)
+
+
+def test_the_host_knows_lengths_of_lists_that_it_has_sent_away():
+    batch = make_batch()
+    for there in (batch.to("meta"), batch.pack().to("meta"), batch.pack().to("meta").to("meta")):
+        a, b = there.sparse["a"], there.sparse["b"]
+        assert a.lengths.device.type == "meta"  # which cannot be read at all
+        assert (longest_of(a), longest_of(a, b)) == (2, 2)
+        assert longest_of(there.sparse["empty"]) == 0
+    assert longest_of(batch.empty().sparse["a"]) == 0
