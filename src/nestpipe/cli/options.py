@@ -31,8 +31,34 @@ if TYPE_CHECKING:
 MOST_BATCHES = 1000
 
 Batches = Annotated[int, typer.Option("--batches", help="Batches.")]
+
+
+def refuse_unwritable(file: Path, what: str) -> None:
+    """Notice before long work that its outcome could not be written; nothing is made yet."""
+    there = next(path for path in (file, *file.absolute().parents) if path.exists())
+    if file.is_dir():
+        fault = "it is a folder"
+    elif there != file and not there.is_dir():
+        fault = f"'{there}' is no folder"
+    elif not os.access(there, os.W_OK):
+        fault = f"'{there}' cannot be written"
+    else:
+        return
+    raise ConfigError(f"cannot write {what} to '{file}': {fault}; choose another file")
+
+
+def _checked(file: str | None) -> str | None:
+    if file not in (None, STDOUT):
+        refuse_unwritable(Path(file), "the figures")
+    return file
+
+
+STDOUT = "-"
 JsonFile = Annotated[
-    str | None, typer.Option("--json", metavar="FILE", help="Write the figures; - for stdout.")
+    str | None,
+    typer.Option(
+        "--json", metavar="FILE", help="Write the figures; - for stdout.", callback=_checked
+    ),
 ]
 
 
@@ -165,7 +191,6 @@ def ignore_torch_warnings() -> None:
 # Where results go: the terminal, a file, or standard output for another program.
 
 
-STDOUT = "-"
 LOG_EVERY_S = 5.0
 
 

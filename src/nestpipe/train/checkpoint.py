@@ -46,6 +46,7 @@ from nestpipe.errors import (
     MisfitError,
     NestpipeError,
     RunError,
+    UnjudgedError,
 )
 from nestpipe.models import Dlrm, HstuRanker, LogisticRegression
 from nestpipe.train.dense import sharded_as, whole
@@ -182,6 +183,7 @@ _KINDS: Mapping[str, type[NestpipeError]] = {
         *(CapacityError, CheckpointError, ConfigError, DataError, RunError),
         LostParentError,
         MisfitError,
+        UnjudgedError,
     )
 }
 

@@ -527,7 +527,7 @@ class RunConfig(ExecutionSettings):
     keep_best: str = ""
     """Keep also the checkpoint with the best value of this metric, e.g. `auc`."""
     grace_s: float = 25.0
-    """After SIGTERM or SIGINT, seconds to finish the batch, save and exit."""
+    """After SIGTERM, SIGINT or SIGHUP, seconds to finish the batch, save and exit."""
     evicted: str = ""
     """Folder for the keys whose rows leave: a file of JSON lines for each boundary at which some
     did; empty: none."""

@@ -19,7 +19,6 @@ from torch import Tensor
 from nestpipe.checkpoint import disk
 from nestpipe.checkpoint.folder import (
     Retention,
-    first_good,
     flat,
     name_of,
     paths_in,
@@ -34,7 +33,7 @@ from nestpipe.comm.peer_failure import StopRequest
 from nestpipe.dashboard.record import RunRecorder
 from nestpipe.data import Ranking, StreamingSource
 from nestpipe.embedding.store.protocol import default_threads
-from nestpipe.errors import CheckpointError, ConfigError
+from nestpipe.errors import CheckpointError, ConfigError, UnjudgedError
 from nestpipe.models import HstuRetriever
 from nestpipe.trace import ShortTraceError, Span, Trace
 from nestpipe.train.background import BackgroundWriter
@@ -304,14 +303,17 @@ def _refuse_newer(job: Job) -> None:
     folder, step = Path(job.config.run.checkpoint), job.trainer.progress.step
     if not job.config.run.checkpoint or job.trainer.comm.rank != 0:
         return
-    newer = [path for path in paths_in(folder)[::-1] if step_of(path) > step]
-    try:
-        good = first_good(newer, verified, tell=False)
-    except CheckpointError:  # all of them are damaged, and this run writes them again
-        return
-    if good is not None:
+    for path in paths_in(folder)[::-1]:
+        if step_of(path) <= step:
+            return
+        try:
+            verified(path)
+        except UnjudgedError as error:
+            raise CheckpointError(f"this run begins at step {step}, and {error}") from None
+        except CheckpointError:  # it is damaged, and this run writes it again
+            continue
         raise CheckpointError(
-            f"{str(folder)!r} already holds {good.name}, and this run begins at step {step}; go on "
+            f"{str(folder)!r} already holds {path.name}, and this run begins at step {step}; go on "
             "from there with --resume, or choose another folder"
         )
 
