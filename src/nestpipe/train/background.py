@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -309,6 +309,13 @@ class StoodStill:
     @property
     def seconds(self) -> float:
         return self.for_copies + self.for_flush + self.for_writes
+
+    def __add__(self, other: StoodStill) -> StoodStill:
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        return StoodStill(*(mine + more for mine, more in pairs))
+
+    def __truediv__(self, count: int) -> StoodStill:
+        return StoodStill(*(seconds / count for seconds in astuple(self)))
 
 
 class BackgroundWriter:

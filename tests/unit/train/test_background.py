@@ -430,7 +430,7 @@ def written_from_a_pool(folder: Path, *, on_device: bool, **about: Any) -> None:
     source = open_source(DataConfig(synthetic=SyntheticConfig(samples=400, num_tables=2)))
     tables = [Table(name=f"c{n}", dim=1, pooling="sum", init_std=0.3, **about) for n in (0, 1)]
     pipeline = build(PipelineSettings, POOLED)
-    settings = TrainSettings(batch=40, device="cpu", device_memory="9KB", pipeline=pipeline)
+    settings = TrainSettings(batch=40, device="cpu", device_memory="14KB", pipeline=pipeline)
     trainer = Trainer(LogisticRegression(("c0", "c1"), 13), tables, settings)
     trainer.track_rows()
     writer = BackgroundWriter(folder, trainer.mesh, 1e9, on_device=on_device)
@@ -464,8 +464,7 @@ def test_where_the_device_has_no_room_for_copies_rows_are_flushed(
     monkeypatch.setattr(pool_module, "SNAPSHOT_SHARE", 0.0)
     with watched_pools() as seen:
         trained(job_of(tmp_path / "flushed", run=EVERY, pipeline=POOLED))
-    assert seen.copied == 0
-    assert seen.flushed == 7
+    assert (seen.copied, seen.flushed) == (1, 6), "the last one follows the evaluation's flush"
     assert "have no room on the device" in caplog.text
     assert_same_files(tmp_path / "copied", tmp_path / "flushed")
 
