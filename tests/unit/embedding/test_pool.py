@@ -23,6 +23,7 @@ from nestpipe.embedding.store.protocol import ReadOnlyRows, RowStore
 from nestpipe.errors import ConfigError
 from nestpipe.kernels.index.device_index import KeyCells
 from nestpipe.train.background import TrackedStore
+from support.emulated_kernels import pools_on_emulated_gpu
 
 CPU = torch.device("cpu")
 LAYOUT = StoreLayout(table_seeds=(5, 9), init_stds=(0.1, 0.2), dim=3, state_dim=2)
@@ -184,6 +185,39 @@ def test_copies_of_a_snapshot_stay_while_rows_are_trained_and_leave():
     pool._store.track()  # type: ignore[attr-defined]
     assert rows_touched(pool, snapshot) == before
     assert [value[-1] for value in before.values()] == [float(t + 1) for t in range(8)]
+
+
+@pytest.mark.parametrize("transfer", ["staged", "direct"])
+def test_rows_that_came_back_are_counted_once(transfer):
+    """All that batch 6 asks for is in the store, some of batch 8, nothing of the others."""
+    pool, model = tracked_pool(4, direct=transfer == "direct"), dict[tuple[int, int], float]()
+    batches = [[(0, 2 * t), (0, 2 * t + 1)] for t in range(6)]
+    for last in ([(0, 0), (0, 1)], [(0, 10), (0, 11)], [(0, 2), (0, 99)]):
+        batches.append(last)
+        train(pool, batches, model)
+        snapshot = pool.snapshot()
+        assert snapshot is not None
+        assert pool._store.num_rows()[0] + snapshot.not_stored[0] == len(model)
+        batches = [[(0, 4), (0, 5)], [(0, 6), (0, 7)]]
+
+
+def test_a_row_made_in_the_slot_of_an_erased_one_is_not_stored():
+    """Each time two rows are here that the store has not; then one leaves it, and its slot."""
+    with pools_on_emulated_gpu():
+        store = TrackedStore(open_store(LAYOUT, native=True))
+        store.track()
+        pool = pool_of(4, store)
+        for keys, not_stored in (([1, 2], 2), ([7, 2], 1), ([8, 9], 2)):
+            pool.begin_run()
+            pool.admit(0, *laid_out([(0, key) for key in keys]))
+            pool.retrieve(0)
+            snapshot = pool.snapshot()
+            assert snapshot is not None
+            assert snapshot.not_stored == [not_stored, 0]
+            pool.flush()
+            erased = torch.tensor(keys[:1])
+            store.erase(erased, [1, 0])
+            pool.forget_rows(0, erased)
 
 
 def test_a_store_that_keeps_some_rows_only_must_see_them_all():
