@@ -62,10 +62,10 @@ from nestpipe.train.checkpoint import (
     fault_of,
     gathered_from_first,
     hold_dense,
+    known_keys,
     known_uses,
     manifest_of,
     raise_first,
-    waiting_keys,
     write_waiting,
     wrote_alike,
 )
@@ -381,7 +381,7 @@ class BackgroundWriter:
         manifest = replace(manifest, tables=self._with_rows(manifest, stores, snapshots))
         dense = hold_dense(model, dense_optimizer, keep=comm.rank == 0, on_device=self._on_device)
         touched, copied = self._touched(groups, stores, lifecycle)
-        waiting = waiting_keys(lifecycle) if self._mesh.group == 0 else {}
+        waiting = known_keys(lifecycle) if self._mesh.group == 0 else {}
         for store in stores:
             store.track()
         self._to_host.begin([*dense.pieces.values(), *(pool.rows_SW for pool in pools)])

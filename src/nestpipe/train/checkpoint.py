@@ -102,7 +102,7 @@ def save_checkpoint(
         entries: dict[str, FileEntry] = {}
         if mesh.group == 0:  # the others have the same
             entries |= _save_rows(partial, groups, stores, mesh.shards.rank, lifecycle)
-            entries |= write_waiting(partial, waiting_keys(lifecycle), mesh.shards.rank)
+            entries |= write_waiting(partial, known_keys(lifecycle), mesh.shards.rank)
         if comm.rank == 0:
             entries[DENSE] = FileEntry.of(disk.write_tensors(partial / DENSE, dense))
         return entries
@@ -328,7 +328,7 @@ def known_uses(lifecycle: Lifecycle | None, g: int, number: int, keys_K: Tensor)
     return policy.ledger.read(keys_K, policy.ledger.only(number, keys_K))
 
 
-def waiting_keys(lifecycle: Lifecycle | None) -> dict[str, KnownUses]:
+def known_keys(lifecycle: Lifecycle | None) -> dict[str, KnownUses]:
     """What is known of the keys of each table with a policy."""
     return {
         table.name: known
