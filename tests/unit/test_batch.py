@@ -6,10 +6,6 @@ import pytest
 import torch
 
 from nestpipe.batch import Batch, EqualLengths, PackedColumns
-from nestpipe.jagged import Jagged
-
-
-from nestpipe.batch import Batch, PackedColumns
 from nestpipe.jagged import Jagged, longest_of
 
 

@@ -503,9 +503,10 @@ class RunCheckpoints:
         """The newest checkpoint of this run, written or about to be."""
         increments = (run.full_every or math.inf) if run.incremental else 0
         background = run.checkpoint and (run.incremental or run.checkpoint_every)
-        self._writer = (
-            BackgroundWriter(self._folder, trainer.mesh, increments) if background else None
-        )
+        self._writer = None
+        if background:
+            here = run.snapshot_on_device
+            self._writer = BackgroundWriter(self._folder, trainer.mesh, increments, on_device=here)
         self._count, self._num_bytes, self._seconds = 0, 0, 0.0
         self._tracked = self._writer is not None and (self.last is not None or self._has_no_rows())
         """Whether it is known which rows differ from those of `last`, or from none."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -688,18 +687,15 @@ class Trainer:
 
         Without a parent it must have been called before any row was there.
         """
-        began = time.perf_counter()
-        self._storage.flush()
-        writer.seconds += time.perf_counter() - began
-        state = self._state(config, metrics)
         return writer.begin(
             parent,
-            state,
+            self._state(config, metrics),
             self.model,
             self.dense_optimizer,
             self.groups,
             self._storage.tracked,
             self.lifecycle,
+            self._storage.pools,
         )
 
     def load(self, checkpoint: Path | str) -> None:
