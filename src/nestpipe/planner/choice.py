@@ -191,7 +191,10 @@ class ProfilePredictor:
         missing = self._missing(candidate)
         cost_of = self.costs(seed).of(candidate.form, candidate.split, made.shape, missing=missing)
         sharing = of.sharing(candidate.threads)
-        trace = replay_shared(made, cost_of, sharing, batches=batches, buckets=of.buckets)
+        cpu_of = self.costs(seed).cpu_of(candidate.form, candidate.split)
+        trace = replay_shared(
+            made, cost_of, sharing, batches=batches, buckets=of.buckets, cpu_of=cpu_of
+        )
         return figures(trace, samples=of.samples)
 
     def _missing(self, candidate: Candidate) -> float | None:

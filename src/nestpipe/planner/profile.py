@@ -111,7 +111,7 @@ class SentBytes:
         self._comm = comm
         self.sent: dict[str, float] = defaultdict(float)
         self.batches: set[int] = set()
-        self.cpu_ms = 0.0
+        self.cpu_ms: dict[str, float] = defaultdict(float)
         self._rows_read: list[int] = []
         """Of each batch of the runs so far, those of warm-up left out."""
         self._reports = 0
@@ -143,7 +143,7 @@ class SentBytes:
             if op.collective:
                 name = str(kind) if op.micro is None else f"{kind}.{op.micro}"
                 self.sent[name] += self._comm.bytes_sent - before
-                self.cpu_ms += (time.process_time() - began) * 1e3
+                self.cpu_ms[name] += (time.process_time() - began) * 1e3
 
         return counted
 
@@ -389,14 +389,23 @@ def _profiled(
     form: Candidate, traces: Sequence[Trace], counted: SentBytes, comm: Communicator, rounds: int
 ) -> ProfiledRun:
     batches = max(1, rounds * len(counted.batches))
-    mine = {name: total / batches for name, total in counted.sent.items()}
-    ranks = cast("list[dict[str, float]]", comm.all_gather_values(mine))
-    names = dict.fromkeys(name for rank in ranks for name in rank)
-    sent = {name: sum(rank.get(name, 0.0) for rank in ranks) / len(ranks) for name in names}
-    cpu_ms = sum(cast("list[float]", comm.all_gather_values(counted.cpu_ms)))
+
+    def mean(totals: Mapping[str, float]) -> dict[str, float]:
+        mine = {name: total / batches for name, total in totals.items()}
+        ranks = cast("list[dict[str, float]]", comm.all_gather_values(mine))
+        names = dict.fromkeys(name for rank in ranks for name in rank)
+        return {name: sum(rank.get(name, 0.0) for rank in ranks) / len(ranks) for name in names}
+
+    all_ms = cast("list[float]", comm.all_gather_values(sum(counted.cpu_ms.values())))
     read = cast("list[float]", comm.all_gather_values(counted.rows_read))
-    draw = draw_of(traces, cpu_ms)
-    return ProfiledRun(form.form, tuple(traces), sent, draw, sum(read) / len(read))
+    return ProfiledRun(
+        form.form,
+        tuple(traces),
+        sent=mean(counted.sent),
+        collective_draw=draw_of(traces, sum(all_ms)),
+        rows_read=sum(read) / len(read),
+        cpu_ms=mean(counted.cpu_ms),
+    )
 
 
 def _auto_pool_bytes(trainer: Trainer) -> float:

@@ -74,9 +74,16 @@ class ProfiledRun:
     rows_read: float = 0.0
     """Rows of a batch that came from host memory, on every rank; those of warm-up do not count."""
 
+    cpu_ms: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Mean processor time of a rank in a collective, named as in `sent`."""
+
     def sent_by(self, kind: Kind) -> float:
         """Bytes of that kind in one batch, all micro-batches together."""
         return sum(b for name, b in self.sent.items() if name.partition(".")[0] == kind)
+
+    def cpu_by(self, kind: Kind) -> float:
+        """Processor time of that kind in one batch, all micro-batches together."""
+        return sum(ms for name, ms in self.cpu_ms.items() if name.partition(".")[0] == kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +236,7 @@ def _run_as_json(run: ProfiledRun) -> dict[str, Any]:
         "sent": dict(run.sent),
         "collective_draw": run.collective_draw,
         "rows_read": run.rows_read,
+        "cpu_ms": dict(run.cpu_ms),
     }
 
 
@@ -245,6 +253,7 @@ def profile_from_json(value: Any, where: str) -> JobProfile:
                 run["sent"],
                 run["collective_draw"],
                 run.get("rows_read", 0.0),
+                run.get("cpu_ms", {}),
             )
             for run in value["runs"]
         )
@@ -334,6 +343,21 @@ class Split:
         return parts if kind is Kind.ROWS else parts[::-1]
 
 
+def _on_lines(
+    whole: Times, small: Times, least: Times, at: float, parts: Sequence[float]
+) -> list[Times]:
+    """Values of each rank at such parts, on lines through nothing, a micro-batch and a whole batch.
+
+    `small` is the value at the part `at`; nothing costs no less than `least`, and no more than it.
+    """
+    if at == 1:
+        return [whole * part for part in parts]
+    fixed = np.clip(small - at * (whole - small) / (1 - at), np.minimum(least, small), small)
+    known = np.stack([fixed, small, whole])
+    ranks = range(known.shape[1])
+    return [np.array([np.interp(x, (0, at, 1), known[:, r]) for r in ranks]) for x in parts]
+
+
 class JobCosts:
     """Milliseconds of every op of a job, for any setting between those of its profile.
 
@@ -353,6 +377,11 @@ class JobCosts:
         """x of a batch's samples have x^growth of its keys."""
         others = (one for one in measured if one not in (self._plain, self._split))
         self._factors = {self._name(one.form): self._factors_of(one) for one in others}
+        self._cpu_factors = {
+            self._name(one.form): self._cpu_factors_of(one)
+            for one in measured
+            if one not in (self._plain, self._split)
+        }
         self._shared = self._shared_share()
         pooled = (r.rows_read for r in profile.runs if r.form.retrieval == Retrieval.POOLED)
         self._pool_read = next(pooled, 0.0)
@@ -390,17 +419,48 @@ class JobCosts:
 
         A large message, or one that caches cannot hold, may cost more than its part.
         """
-        whole = self._plain.typical(kind)
-        count = self._split.form.micro_batches
-        if count == 1:
-            return [whole * part for part in parts]
-        small, at = self._split.typical(kind) / count, (1 / count) ** growth
-        fixed = small - at * (whole - small) / (1 - at) if at < 1 else small
+        whole, count = self._plain.typical(kind), self._split.form.micro_batches
+        small = self._split.typical(kind) / count
         least = self._plain.typical(Kind.COUNTS) if kind in EXCHANGED else 0 * small
-        fixed = np.clip(fixed, np.minimum(least, small), small)
-        known = np.stack([fixed, small, whole])
-        ranks = range(known.shape[1])
-        return [np.array([np.interp(x, (0, at, 1), known[:, r]) for r in ranks]) for x in parts]
+        return _on_lines(whole, small, least, (1 / count) ** growth, parts)
+
+    def cpu_of(self, form: RunForm, split: Split) -> CostOf | None:
+        """How long a collective needs a core; None where the profile does not say."""
+        if not self._plain.run.cpu_ms:
+            return None
+        table = {kind: self._cpu_in(kind, form, split) for kind in COLLECTIVES}
+        table[Kind.STALE_MASK] = table[Kind.COUNTS]
+        table[Kind.PATCH] = [self._shared * table[Kind.ROWS][0]]
+        return lambda op, rank: table[op.kind][op.micro or 0]
+
+    def _cpu_in(self, kind: Kind, form: RunForm, split: Split) -> list[float]:
+        cpu = self._cpu_base(kind, split, form.exchange)
+        changed = replace(form, micro_batches=self._plain.form.micro_batches)
+        for item in changed.changed_from(self._plain.form).items():
+            factor = self._cpu_factors.get(item, {}).get(kind, 1.0)
+            cpu = [factor * ms for ms in cpu]
+        return cpu
+
+    def _cpu_base(self, kind: Kind, split: Split, exchange: str) -> list[float]:
+        """The same lines as those of costs, of processor time."""
+        whole, many = self._plain.run.cpu_by(kind), self._split.run.cpu_by(kind)
+        count = self._split.form.micro_batches
+        if kind not in EXCHANGED:
+            slope = (many - whole) / max(1, count - 1)
+            return [max(LEAST_PART * whole, whole + slope * (len(split.shares) - 1))]
+        parts = split.exchanged(kind, exchange, self.growth)
+        least = self._plain.run.cpu_by(Kind.COUNTS)
+        large, small, empty = (np.array([ms]) for ms in (whole, many / count, least))
+        found = _on_lines(large, small, empty, (1 / count) ** self.growth, parts)
+        return [float(ms[0]) for ms in found]
+
+    def _cpu_factors_of(self, one: _Measured) -> dict[Kind, float]:
+        """By what the processor time of each kind changes."""
+        found: dict[Kind, float] = {}
+        for kind in COLLECTIVES & one.kinds:
+            base = sum(self._cpu_base(kind, Split.of(one.form.micro_batches), one.form.exchange))
+            found[kind] = one.run.cpu_by(kind) / base if base > 0 else 1.0
+        return found
 
     def _factors_of(self, one: _Measured) -> dict[Kind, tuple[float, Times | None]]:
         """By what each kind's cost changes; where there is nothing to compare, what it costs."""
