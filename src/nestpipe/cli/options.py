@@ -228,12 +228,33 @@ def write_text(target: str, text: str) -> None:
     if target == STDOUT:
         sys.stdout.write(text)
         return
-    try:
+    with _named(target):
         Path(target).parent.mkdir(parents=True, exist_ok=True)
         Path(target).write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def _named(target: str) -> Generator[None]:
+    """Says in a sentence which file cannot be written, and why."""
+    try:
+        yield
     except OSError as error:
         reason = error.strerror or "unknown reason"
         raise ConfigError(f"cannot write {target!r}: {reason}; choose another file") from None
+
+
+def refuse_unwritable(*targets: str | None) -> None:
+    """Before long work: refuse files that could not be written after it."""
+    for target in targets:
+        if target is None or target == STDOUT:
+            continue
+        is_new = not Path(target).exists()
+        with _named(target):
+            Path(target).parent.mkdir(parents=True, exist_ok=True)
+            with Path(target).open("a"):
+                pass
+            if is_new:  # several ranks may look at once
+                Path(target).unlink(missing_ok=True)
 
 
 def write_json(target: str, value: object) -> None:

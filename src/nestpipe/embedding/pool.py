@@ -572,7 +572,6 @@ def pool_sizes(
     `device_memory`: `auto`, a size such as `40GB`, or a share of what is free, such as `0.4`.
     `sharing`: processes with pools on the same device; a size is what each of them gets.
     """
-    row_bytes = [-(-layout.width // 4) * 16 + INDEX_BYTES for layout in layouts]
     tables = [layout.num_tables for layout in layouts]
     memory = memory_size(
         "device_memory",
@@ -580,7 +579,7 @@ def pool_sizes(
         auto=AUTO_SHARE,
         free=lambda: free_memory(device) / sharing,
     )
-    of_table = int(memory // sum(b * t for b, t in zip(row_bytes, tables, strict=True)))
+    of_table = int(memory // _bytes_of_a_row_each(layouts))
     slots = [max(1, of_table * t) for t in tables]
     if device_memory == "auto":
         slots = [min(s, _most_rows(layout)) for s, layout in zip(slots, layouts, strict=True)]
@@ -601,6 +600,29 @@ def _refuse_more_than_free(device_memory: str, wanted: float, device: torch.devi
             f"device_memory is {device_memory!r}, and {show_memory(free)} of {where} memory are "
             "free; give less, or 'auto' for half of what is free"
         )
+
+
+def _bytes_of_a_row_each(layouts: Sequence[StoreLayout]) -> int:
+    """Memory of one row for each table."""
+    return pools_bytes([of.num_tables for of in layouts], layouts)
+
+
+def pools_bytes(slots: Sequence[int], layouts: Sequence[StoreLayout]) -> int:
+    """The memory that pools of so many slots take."""
+    row_bytes = [-(-of.width // 4) * 16 + INDEX_BYTES for of in layouts]
+    return sum(n * b for n, b in zip(slots, row_bytes, strict=True))
+
+
+def memory_for(rows: Sequence[int], new: Sequence[int], layouts: Sequence[StoreLayout]) -> int:
+    """The memory with which the pool of each store keeps so many rows, while `new` of a batch come.
+
+    Rows leave before new ones come, and some more: `RowPool._wanted_free`. Tables have equal parts
+    of the memory, so the fullest store decides.
+    """
+    needed = [kept + -(-5 * came // 4) for kept, came in zip(rows, new, strict=True)]
+    slots = [need + min(SPARE, need // 15 + 1) for need in needed]
+    of_table = max(-(-s // of.num_tables) for s, of in zip(slots, layouts, strict=True))
+    return of_table * _bytes_of_a_row_each(layouts)
 
 
 def pools_on_one_device(device: torch.device, ranks: int) -> int:
@@ -629,6 +651,12 @@ def _most_rows(layout: StoreLayout) -> int:
     """Rows that the tables can have at most."""
     limits = layout.max_rows
     return sum(limits) if limits and all(limits) else MOST_SLOTS
+
+
+def memory_for_all(layouts: Sequence[StoreLayout]) -> int:
+    """The memory that holds every row which tables with limits can have; 0: some have no limit."""
+    most = [_most_rows(layout) for layout in layouts]
+    return 0 if MOST_SLOTS in most else memory_for(most, [0] * len(most), layouts)
 
 
 class PoolRows:

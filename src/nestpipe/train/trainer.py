@@ -63,7 +63,14 @@ from nestpipe.train.dense import (
 )
 from nestpipe.train.gradients import GradBuckets, drop_dense_faults
 from nestpipe.train.loggers import RunningMetrics, Traffic
-from nestpipe.train.ops import GradientRules, OnKeys, StepHooks, StepReport, TrainingWork
+from nestpipe.train.ops import (
+    GradientRules,
+    OnKeys,
+    OnRows,
+    StepHooks,
+    StepReport,
+    TrainingWork,
+)
 from nestpipe.train.table_storage import TableStorage
 
 log = logging.getLogger("nestpipe.train")
@@ -200,6 +207,8 @@ class Trainer:
         """Asked before each batch: whether to end after those that have begun."""
         self.on_keys: OnKeys = lambda batch, keys: None
         """Gets the keys that this rank's micro-batches ask for, before they are sent."""
+        self.on_rows: OnRows = lambda step, rows: None
+        """Gets the rows of each step that this rank owns, where keys are routed by hosts."""
 
     def close(self) -> None:
         """Give the rows' memory back."""
@@ -326,6 +335,7 @@ class Trainer:
                 on_step=self._counted(on_step, step),
                 on_seen=self._running.count,
                 on_keys=self.on_keys,
+                on_rows=self.on_rows,
                 keep_batch=self._keep_batch,
                 stop_wanted=self.stop_wanted,
             ),
