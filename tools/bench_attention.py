@@ -833,12 +833,13 @@ def hopper_jobs(widths: list[int]) -> list[tuple[str, int, bool, GroupTile]]:
         if width in widths
     ]
     for part, width in HOPPER_TILES:
-        tiles = GroupTiles.of(width, biased=True)
+        tiles = GroupTiles.of(width, timed=True)
         absent = ("keys",) if tiles.values else ("only-keys", "values")
         field = {"only-keys": "keys"}.get(part, part)
         if width in widths and part not in absent:
-            jobs.append((part, width, True, getattr(tiles, field)))
-    return jobs
+            narrow = [tile for tile in HOPPER_TILES[part, width] if tile.rows == 32]
+            jobs += [(part, width, True, tile) for tile in (getattr(tiles, field), *narrow)]
+    return list(dict.fromkeys(jobs))
 
 
 def run_hopper(options: argparse.Namespace, report: Report) -> None:

@@ -54,6 +54,11 @@ class MisfitError(CheckpointError):
     """A checkpoint is whole, and of other tables or optimizers: so are those before it."""
 
 
+class UnjudgedError(CheckpointError):
+    """A checkpoint that may be whole and cannot be judged here: of a later program, without
+    permission, or with hashes that this environment lacks. Nothing may take its place."""
+
+
 class RunError(NestpipeError):
     """A run failed: a peer died, a collective timed out, the loss is not a number."""
 

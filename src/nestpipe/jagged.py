@@ -23,6 +23,8 @@ class Jagged:
     """(B,) int64, how many values each sample has."""
     known_offsets: Tensor | None = field(default=None, compare=False, repr=False)
     """`offsets`, where whoever made it had them."""
+    host_lengths: Tensor | None = field(default=None, compare=False, repr=False)
+    """`lengths` in the host's memory, where `lengths` came from there to a device."""
 
     def __post_init__(self) -> None:
         for name, tensor in (("values", self.values), ("lengths", self.lengths)):
@@ -55,6 +57,11 @@ class Jagged:
         ends_B = torch.cumsum(self.lengths, 0)
         return torch.cat([ends_B.new_zeros(1), ends_B])
 
+    @property
+    def known_lengths(self) -> Tensor:
+        """`lengths` where the host can read them: it need not wait for a device."""
+        return self.lengths if self.host_lengths is None else self.host_lengths
+
     def to_lists(self) -> list[list[int]]:
         parts = torch.split(self.values, self.lengths.tolist())
         return [part.tolist() for part in parts]
@@ -77,13 +84,27 @@ class Jagged:
         return Jagged(self.values[first:last], self.lengths[start:stop], known)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Jagged:
-        return Jagged(
+        return self.moved(
             self.values.to(device, non_blocking=non_blocking),
             self.lengths.to(device, non_blocking=non_blocking),
         )
 
+    def moved(self, values: Tensor, lengths: Tensor) -> Jagged:
+        """The same lists in other memory."""
+        known = self.known_lengths
+        return Jagged(values, lengths, host_lengths=known if known.device.type == "cpu" else None)
+
     def pin_memory(self) -> Jagged:
         return Jagged(self.values.pin_memory(), self.lengths.pin_memory())
+
+
+def longest_of(*lists: Jagged) -> int:
+    """Values of the longest sample, all lists together; a device is asked where nobody knows."""
+    known = [keys.known_lengths for keys in lists]
+    if len({lengths_B.device for lengths_B in known}) > 1:
+        known = [keys.lengths for keys in lists]
+    lengths_B = sum(known[1:], start=known[0])
+    return int(lengths_B.max()) if len(lengths_B) else 0
 
 
 def pool_rows(

@@ -1,6 +1,6 @@
 """What Triton's compiler makes of the attention kernel of Hopper's warp groups, without a GPU.
 
-    python tests/support/hopper_compiled.py [PART,WIDTH,ROWS,B,C[,biased] ...]
+    python tests/support/hopper_compiled.py [PART,WIDTH,ROWS,B,C[,BIASES] ...]
 
 prints for each pass whether its products wait for each other, and bytes of spills. Without
 arguments: the passes that users get with heads of 64 and 128. Needs Triton, whose ptxas it asks.
@@ -25,14 +25,16 @@ SERIALIZED = "C7512"
 ROWS, HEADS, POSITIONS, BUCKETS, BLOCK = 4096, 4, 64, 32, 64
 
 
-def compiled(part: Any, width: int, tile: Any, *, biased: bool) -> str:
-    """The pass in PTX, for sm_90a."""
+def compiled(part: Any, width: int, tile: Any, biases: str) -> str:
+    """The pass in PTX, for sm_90a; `biases` are "", "positions", or "both"."""
     from nestpipe.kernels.attention import fused_launch, hopper_launch
     from nestpipe.kernels.attention.hopper_kernel import attend_by_groups
 
     q, k, v, grad = torch.zeros(4, ROWS, HEADS, width, dtype=torch.bfloat16)
     bias = fused_launch.PreparedBias()
-    if biased:
+    if biases == "positions":
+        bias = fused_launch.PreparedBias(torch.zeros(HEADS, POSITIONS))
+    elif biases:
         side = ROWS // BLOCK
         bias = fused_launch.PreparedBias(
             torch.zeros(HEADS, POSITIONS), torch.zeros(HEADS, BUCKETS),
@@ -42,7 +44,7 @@ def compiled(part: Any, width: int, tile: Any, *, biased: bool) -> str:
     rule = (float(ROWS), width**-0.5, None, ROWS)
     samples = (torch.tensor([0, ROWS]), None)
     problem = fused_launch.make_problem((q, k, v), samples, bias, rule, hopper=True)
-    sums = hopper_launch.bucket_sums(problem) if biased and part == "queries" else None
+    sums = hopper_launch.bucket_sums(problem) if biases and part == "queries" else None
     made: list[Any] = []
 
     def warm_up(grid: Any, constants: Any, *given: Any) -> None:
@@ -67,24 +69,24 @@ def said_by_ptxas(ptx: str) -> tuple[bool, int]:
     return SERIALIZED in said, int(spills.split(",")[1].split()[0])
 
 
-def chosen() -> Iterator[tuple[str, int, Any, bool]]:
+def chosen() -> Iterator[tuple[str, int, Any, str]]:
     """The passes of heads of 64 and 128 without biases."""
     from nestpipe.kernels.attention.hopper_launch import GroupTiles
 
     for width in (64, 128):
         tiles = GroupTiles.of(width)
         for part in ("forward", "queries", "keys"):
-            yield part, width, getattr(tiles, part), False
+            yield part, width, getattr(tiles, part), ""
 
 
-def named(words: list[str]) -> Iterator[tuple[str, int, Any, bool]]:
+def named(words: list[str]) -> Iterator[tuple[str, int, Any, str]]:
     """Those of the command line."""
     from nestpipe.kernels.attention.hopper_launch import GroupTile
 
     for word in words:
         part, width, *sizes = word.split(",")
         rows, b_stages, c_stages = map(int, sizes[:3])
-        yield part, int(width), GroupTile(rows, b_stages, c_stages), sizes[-1] == "biased"
+        yield part, int(width), GroupTile(rows, b_stages, c_stages), "".join(sizes[3:])
 
 
 def main() -> None:
@@ -99,9 +101,9 @@ def main() -> None:
             get_current_stream=lambda device: 0,
         )
     )
-    for part, width, tile, biased in named(sys.argv[1:]) if sys.argv[1:] else chosen():
-        serialized, spills = said_by_ptxas(compiled(part, width, tile, biased=biased))
-        found = {"part": part, "width": width, "rows": tile.rows, "biased": biased}
+    for part, width, tile, biases in named(sys.argv[1:]) if sys.argv[1:] else chosen():
+        serialized, spills = said_by_ptxas(compiled(part, width, tile, biases))
+        found = {"part": part, "width": width, "rows": tile.rows, "biases": biases}
         print(json.dumps({**found, "serialized": serialized, "spills": spills}), flush=True)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -646,6 +647,9 @@ def bench_checkpoint(
 ) -> None:
     """Train with checkpoints in the background and without, in turns; compare throughput and bytes.
 
+    A third kind of turn drains the pipeline where checkpoints would be, and writes none. So what is
+    lost is told apart: the drained pipeline, what training waits for, and the thread that writes.
+
     Example: nestpipe bench checkpoint --every 100 --ranks 2 --json -
 
     Example: nestpipe bench checkpoint config.toml --set run.device=cuda --folder /data/bench
@@ -653,9 +657,9 @@ def bench_checkpoint(
     from nestpipe.bench.checkpoint import CheckpointCase, measure_checkpoints
 
     case = CheckpointCase(every=every, intervals=intervals, rounds=rounds, full=full)
-    _train_in_turns(
-        read_job(config, settings), case, ranks, measure_checkpoints, checkpoint_lines, json, folder
-    )
+    job, kinds = read_job(config, settings), 3
+    lines = checkpoint_lines
+    _train_in_turns(job, case, ranks, measure_checkpoints, lines, json, folder, kinds=kinds)
 
 
 def bench_dashboard(
@@ -688,6 +692,8 @@ def _train_in_turns(
     lines: Callable[[Any, Any], str],
     json: str | None,
     folder: Path | None = None,
+    *,
+    kinds: int = 2,
 ) -> None:
     """Measure a job with a feature and without it, in turns, on this rank or by starting all
     ranks."""
@@ -700,7 +706,7 @@ def _train_in_turns(
 
     use_threads(job_config.run)
     comm = communicator(job_config)
-    turns = 2 * case.rounds if comm.rank == 0 else None
+    turns = kinds * case.rounds if comm.rank == 0 else None
     about = {"case": asdict(case), "ranks": comm.size, "config": asdict(job_config)}
 
     def keep(reading: Any) -> None:
@@ -739,14 +745,27 @@ def dashboard_lines(reading: DashboardReading, case: DashboardCase) -> str:
 def checkpoint_lines(reading: CheckpointReading, case: CheckpointCase) -> str:
     """The cost of checkpoints, in words."""
     turns = "\n".join(
-        f"  {before:>12,.0f}  {after:>12,.0f}"
-        for before, after in zip(reading.without, reading.with_them, strict=True)
+        f"  {without:>12,.0f}  {cut:>12,.0f}  {with_them:>12,.0f}"
+        for without, cut, with_them in zip(
+            reading.without, reading.cut, reading.with_them, strict=True
+        )
     )
-    kind = "a full checkpoint" if case.full else "an increment"
+    kind, still = "a full checkpoint" if case.full else "an increment", reading.stood_still
+    parts = (
+        ("pipeline drained and filled", reading.drained_s),
+        ("stood still for copies", still.for_copies),
+        ("stood still for a flush of pools", still.for_flush),
+        ("stood still for the checkpoint before", still.for_writes),
+        ("slower beside the thread that writes", reading.beside_s),
+    )
+    lines = "\n".join(f"  {1e3 * seconds:>12,.1f}  {what}" for what, seconds in parts)
+    interval_s = reading.interval_samples / median(reading.without)
     return (
-        f"samples/s without and with {kind} every {case.every} steps, turn by turn:\n{turns}\n"
+        f"samples/s without checkpoints, with the pipeline drained every {case.every} steps, and "
+        f"with {kind} there, turn by turn:\n{turns}\n"
         f"throughput lost: {reading.cost:.1%} (median); training stood still for "
-        f"{1e3 * reading.waited_s:.1f} ms a checkpoint\n"
+        f"{1e3 * still.seconds:.1f} ms a checkpoint\n"
+        f"ms beyond the {1e3 * interval_s:,.1f} ms of {case.every} steps:\n{lines}\n"
         f"written: {reading.bytes_written / 1e6:.2f} MB a checkpoint, {reading.bytes_ratio:.2f} x "
         f"the {reading.bytes_touched / 1e6:.2f} MB of touched rows"
     )

@@ -20,7 +20,7 @@ from nestpipe.cli.options import (
     read_job,
     write_json,
 )
-from nestpipe.errors import CheckpointError, ConfigError
+from nestpipe.errors import CheckpointError, ConfigError, UnjudgedError
 
 if TYPE_CHECKING:
     from nestpipe.checkpoint.folder import Checkpoint
@@ -44,14 +44,15 @@ def list_checkpoints(folder: FolderPath, json: JsonFile = None) -> None:
 
     Example: nestpipe checkpoint ls runs/today
     """
-    from nestpipe.checkpoint.folder import open_checkpoint, paths_in
+    from nestpipe.checkpoint.folder import candidates, open_checkpoint
 
     found: list[dict[str, Any]] = []
-    for path in _some(paths_in(folder), folder):
+    for path in _some(candidates(folder)[::-1], folder):
         try:
             found.append(_facts(open_checkpoint(path)))
         except CheckpointError as error:
-            found.append({"name": path.name, "damage": str(error)})
+            kind = "unknown" if isinstance(error, UnjudgedError) else "damaged"
+            found.append({"name": path.name, "kind": kind, "damage": str(error)})
     if json is not None:
         write_json(json, found)
     if json == STDOUT:
@@ -59,7 +60,7 @@ def list_checkpoints(folder: FolderPath, json: JsonFile = None) -> None:
     columns = ("kind", "epoch", "rows", "MB", "ranks", "written")
     table = figures_table(str(folder), "", "checkpoint", columns)
     for facts in found:
-        cells = ["damaged", *[""] * 5] if "damage" in facts else _cells(facts)
+        cells = [facts["kind"], *[""] * 5] if "damage" in facts else _cells(facts)
         table.add_row(facts["name"], *cells)
     console().print(table)
     for facts in found:
@@ -134,11 +135,14 @@ def prune(
     Example: nestpipe checkpoint prune runs/today --keep-last 3 --keep-best auc
     """
     from nestpipe.checkpoint import disk
-    from nestpipe.checkpoint.folder import Retention, outdated, paths_in, verified
+    from nestpipe.checkpoint.folder import Retention, is_checkpoint, outdated, paths_in, verified
 
     rules = Retention(last=keep_last, hours=keep_hours, best=keep_best)
-    rule = damaged or keep_last or keep_hours or keep_best
+    rule = damaged or keep_last or keep_hours
+    if is_checkpoint(folder):
+        raise CheckpointError(f"'{folder}' is a checkpoint; name the folder that it is in")
     _some(paths_in(folder), folder)
+    _refuse_metric(keep_best, folder)
     with disk.locked(folder), disk.explained(f"to {str(folder)!r}"):
         gone: list[Path] = []
         if damaged:
@@ -155,7 +159,7 @@ def prune(
     left = len(paths_in(folder))
     verb = "would be removed" if dry_run else "removed"
     line = f"{len(gone)} {verb}, {left} in the folder"
-    console().print(line if rule else f"{line}: without --keep-last or another rule all stay")
+    console().print(line if rule else f"{line}: without --keep-last or --keep-hours all stay")
 
 
 @checkpoint_app.command()
@@ -232,9 +236,21 @@ def _some(paths: list[Path], folder: Path) -> list[Path]:
     return paths
 
 
+def _refuse_metric(metric: str, folder: Path) -> None:
+    """A misspelt metric would keep nothing."""
+    from nestpipe.checkpoint.folder import readable
+
+    known = {name for one in readable(folder) for name in one.manifest.metrics}
+    if metric and metric not in known:
+        told = f"they have {', '.join(sorted(known))}" if known else "none was evaluated"
+        raise ConfigError(f"no checkpoint of '{folder}' has the metric {metric!r}; {told}")
+
+
 def _is_damaged(path: Path, verified: Any) -> bool:
     try:
         verified(path)
+    except UnjudgedError as error:
+        console().print(f"kept {path.name}: {error}", markup=False, soft_wrap=True)
     except CheckpointError:
         return True
     return False

@@ -31,8 +31,34 @@ if TYPE_CHECKING:
 MOST_BATCHES = 1000
 
 Batches = Annotated[int, typer.Option("--batches", help="Batches.")]
+
+
+def refuse_unwritable(file: Path, what: str) -> None:
+    """Notice before long work that its outcome could not be written; nothing is made yet."""
+    there = next(path for path in (file, *file.absolute().parents) if path.exists())
+    if file.is_dir():
+        fault = "it is a folder"
+    elif there != file and not there.is_dir():
+        fault = f"'{there}' is no folder"
+    elif not os.access(there, os.W_OK):
+        fault = f"'{there}' cannot be written"
+    else:
+        return
+    raise ConfigError(f"cannot write {what} to '{file}': {fault}; choose another file")
+
+
+def _checked(file: str | None) -> str | None:
+    if file not in (None, STDOUT):
+        refuse_unwritable(Path(file), "the figures")
+    return file
+
+
+STDOUT = "-"
 JsonFile = Annotated[
-    str | None, typer.Option("--json", metavar="FILE", help="Write the figures; - for stdout.")
+    str | None,
+    typer.Option(
+        "--json", metavar="FILE", help="Write the figures; - for stdout.", callback=_checked
+    ),
 ]
 
 
@@ -165,7 +191,6 @@ def ignore_torch_warnings() -> None:
 # Where results go: the terminal, a file, or standard output for another program.
 
 
-STDOUT = "-"
 LOG_EVERY_S = 5.0
 
 
@@ -203,12 +228,33 @@ def write_text(target: str, text: str) -> None:
     if target == STDOUT:
         sys.stdout.write(text)
         return
-    try:
+    with _named(target):
         Path(target).parent.mkdir(parents=True, exist_ok=True)
         Path(target).write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def _named(target: str) -> Generator[None]:
+    """Says in a sentence which file cannot be written, and why."""
+    try:
+        yield
     except OSError as error:
         reason = error.strerror or "unknown reason"
         raise ConfigError(f"cannot write {target!r}: {reason}; choose another file") from None
+
+
+def refuse_unwritable(*targets: str | None) -> None:
+    """Before long work: refuse files that could not be written after it."""
+    for target in targets:
+        if target is None or target == STDOUT:
+            continue
+        is_new = not Path(target).exists()
+        with _named(target):
+            Path(target).parent.mkdir(parents=True, exist_ok=True)
+            with Path(target).open("a"):
+                pass
+            if is_new:  # several ranks may look at once
+                Path(target).unlink(missing_ok=True)
 
 
 def write_json(target: str, value: object) -> None:

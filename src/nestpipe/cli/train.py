@@ -29,6 +29,7 @@ from nestpipe.cli.options import (
     launch_ranks,
     progress_bar,
     read_job,
+    refuse_unwritable,
     size_of,
     starts_ranks,
     summary_lines,
@@ -362,8 +363,9 @@ def _early_sentence(early: EarlyStopping) -> str:
 
 def _check_folder_of(file: Path, what: str) -> None:
     """Refuse now a path that could not be written when training is done."""
-    if file.is_dir() or not file.parent.is_dir():
+    if not file.parent.is_dir():
         raise ConfigError(f"cannot write the {what} to '{file}'; name a file in an existing folder")
+    refuse_unwritable(file, f"the {what}")
 
 
 def _show(outcome: TrainResult, job: Job, json: str | None) -> None:

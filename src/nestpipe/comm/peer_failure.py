@@ -282,7 +282,7 @@ def _end_after(process: int) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-# SIGTERM and SIGINT while training: finish the batch, save, exit 0, within a stated time.
+# SIGTERM, SIGINT and SIGHUP while training: finish the batch, save, exit 0, within a stated time.
 #
 # A signal may reach ranks at different moments, or one rank alone. It only sets a flag. Ranks agree
 # on the batch to stop at in the exchange of `counts`: a rank that wants to stop adds `STOP` to its
@@ -290,7 +290,8 @@ def _end_after(process: int) -> None:
 
 STOP = 1 << 40
 """Added to a rank's samples; more than a batch has."""
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""The last one comes when a terminal closes."""
 NO_SIGNAL = 0
 AGAIN_S = 2.0
 """A launcher forwards signals that the terminal has sent as well; a later one is a new signal."""
@@ -325,7 +326,7 @@ class StopRequest:
             target=self._read_signals, args=(read_fd,), name="signals", daemon=True
         )
         thread.start()
-        before = {number: signal.signal(number, self._want) for number in SIGNALS}
+        before = {number: signal.signal(number, self._want) for number in _to_hear()}
         written_before = signal.set_wakeup_fd(wake_fd, warn_on_full_buffer=False)
         _handled_by.append(self)
         try:
@@ -378,12 +379,18 @@ class StopRequest:
 _handled_by: list[StopRequest] = []
 
 
+def _to_hear() -> list[signal.Signals]:
+    """All of them, but that `nohup` lets a process live on when its terminal closes."""
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [number for number in SIGNALS if not (ignored and number == signal.SIGHUP)]
+
+
 def _forget_in_child() -> None:
     """A forked child, such as a worker that reads data, ends by its signals and reports to no
     one."""
     if _handled_by:
         signal.set_wakeup_fd(-1)
-        for number in SIGNALS:
+        for number in _to_hear():
             signal.signal(number, signal.SIG_DFL)
 
 

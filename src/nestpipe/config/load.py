@@ -155,6 +155,8 @@ def advice(wanted: Any, given: object = None) -> str:
         return _advise_choice(choices, given)
     if get_origin(wanted) is tuple:
         return f"give {_GIVE_LIST.get(get_args(wanted)[0], 'a list')}"
+    if wanted is str and type(given) in (int, float):
+        return f'write it in quotes: "{show(given)}"'
     return f"give {_GIVE[wanted]}"
 
 
@@ -402,17 +404,23 @@ def override(
         keys = [key.strip() for key in name.split(".")]
         if not equals or not all(keys):
             raise ConfigError(f"cannot set {assignment!r}; write it as section.key=value")
-        _put(result, _new_path(cls, keys), _parse(".".join(keys), text.strip()))
+        path, wanted = _new_path(cls, keys)
+        value = _parse(".".join(keys), text.strip())
+        # A shell takes quotes away: where text is wanted, a number is meant as it is written.
+        _put(result, path, text.strip() if wanted is str and type(value) in (int, float) else value)
     return result
 
 
-def _new_path(cls: type[DataclassInstance] | None, keys: list[str]) -> list[str]:
+def _new_path(cls: type[DataclassInstance] | None, keys: list[str]) -> tuple[list[str], object]:
+    """Keys under their new names, and the type that the last one wants; None: not known."""
     path: list[str] = []
+    wanted: object = None
     for key in keys:
         name = _new_name(cls, key, ".".join(path)) if cls is not None else key
+        wanted = get_type_hints(cls).get(name) if cls is not None else None
         cls = _section_of(cls, name) if cls is not None else None
         path.append(name)
-    return path
+    return path, wanted
 
 
 def _put(table: Table, keys: list[str], value: object) -> None:

@@ -2,7 +2,8 @@
 
 The first line says what runs. A `point` holds totals since the run began, so that any two of them
 give exact means of what lies between: a record that is made coarser loses resolution and no truth.
-Beside points there are `lanes` (when the ops of a few batches ran), evaluations, and the end.
+Beside points there are `lanes` (when the ops of a few batches ran), evaluations, choices of an
+adaptive run, and the end.
 
 `RunRecorder` writes it. A step costs training some additions. All else happens in the recorder's
 thread, which asks only for what is known already and rests `REST` times as long as it worked: it
@@ -28,10 +29,17 @@ from nestpipe.trace import USEFUL, Span, exposure, lane_busy
 VERSION = 1
 FOLDER = "record"
 """The folder of the record inside that of a run."""
-MOST_POINTS, MOST_LANES, MOST_EVALUATIONS = 2048, 48, 1024
+MOST_POINTS, MOST_LANES, MOST_EVALUATIONS, MOST_CHOICES = 2048, 48, 1024, 256
 """Lines of each kind in a file; with one more, as many stay as `KEPT` says."""
-KEPT = {"point": 1024, "lanes": 12, "evaluation": 512}
-MOST = {"point": MOST_POINTS, "lanes": MOST_LANES, "evaluation": MOST_EVALUATIONS}
+KEPT = {"point": 1024, "lanes": 12, "evaluation": 512, "choice": 128}
+MOST = {
+    "point": MOST_POINTS,
+    "lanes": MOST_LANES,
+    "evaluation": MOST_EVALUATIONS,
+    "choice": MOST_CHOICES,
+}
+MOST_RESUMED = 32
+"""Steps remembered from which a run went on."""
 Line = dict[str, Any]
 T = TypeVar("T")
 
@@ -49,6 +57,8 @@ class RankRecord:
     points: list[Line] = field(default_factory=list[Line])
     lanes: list[Line] = field(default_factory=list[Line])
     evaluations: list[Line] = field(default_factory=list[Line])
+    choices: list[Line] = field(default_factory=list[Line])
+    """Settings of an adaptive run, each from its step on."""
     end: Line | None = None
     damaged: int = 0
     """Lines that could not be read."""
@@ -65,7 +75,12 @@ class RankRecord:
 
     def of(self, kind: str) -> list[Line]:
         """The lines of a kind that there are many of."""
-        found = {"point": self.points, "lanes": self.lanes, "evaluation": self.evaluations}
+        found = {
+            "point": self.points,
+            "lanes": self.lanes,
+            "evaluation": self.evaluations,
+            "choice": self.choices,
+        }
         return found[kind]
 
     def lines(self) -> Iterator[Line]:
@@ -78,8 +93,10 @@ class RankRecord:
 
     def until(self, step: int) -> RankRecord:
         """The record up to that step, without an end."""
-        kept = {kind: [line for line in self.of(kind) if line["step"] <= step] for kind in MOST}
-        return RankRecord(self.about, kept["point"], kept["lanes"], kept["evaluation"])
+        kept = RankRecord(self.about)
+        for kind in MOST:
+            kept.of(kind)[:] = [line for line in self.of(kind) if line["step"] <= step]
+        return kept
 
 
 def thinned(lines: Sequence[T], most: int, step_of: Callable[[T], float]) -> list[list[T]]:
@@ -133,6 +150,7 @@ class RecordWriter:
         again = {
             "started": before.get("started", round(time.time(), 3)),
             "generation": before.get("generation", 0),
+            "resumed": _resumed(before, first_step) if self.kept.points else [],
         }
         self.kept.about = {"kind": "run", "version": VERSION, **again, **about}
         self._write_anew()
@@ -182,6 +200,12 @@ class RecordWriter:
     def beat(self) -> None:
         """Show that the process is alive, where there is nothing to write."""
         os.utime(self._file)
+
+
+def _resumed(before: Line, first_step: int) -> list[int]:
+    """The steps from which a run went on, this time included."""
+    earlier = [step for step in before.get("resumed", []) if step < first_step]
+    return [*earlier, first_step][-MOST_RESUMED:]
 
 
 def read_record(file: Path) -> RankRecord:
@@ -300,6 +324,10 @@ class Probe(Protocol):
         """Gauges: rows of each table, slots of the pool."""
         ...
 
+    def choices(self) -> Sequence[Mapping[str, Any]]:
+        """Settings that an adaptive run has chosen so far, each with its `step`."""
+        ...
+
 
 COUNTED = ("samples", "rows_read", "rows_refreshed", "rows_written", "keys_asked", "faults")
 
@@ -367,6 +395,8 @@ class RunRecorder:
         self._drawn_at = -math.inf
         self._looked_until = -1
         self._written_steps = 0.0
+        chosen = self._writer.kept.choices
+        self._chosen = chosen[-1]["step"] if chosen else -1
         self._before = self._resumed()
         self._stopping, self._writing = threading.Event(), threading.Lock()
         self._failed = False
@@ -431,6 +461,10 @@ class RunRecorder:
         point: Line = {"seconds": seconds, "low": low, "high": high, **of_steps}
         point |= {**self._totals.sampled, **self._totals.by_kind}
         self._write("point", step, {**point, "counters": counters, **self._probe.gauges()})
+        for choice in self._probe.choices():
+            if choice["step"] > self._chosen:
+                self._chosen = choice["step"]
+                self._write("choice", self._chosen, choice)
 
     def _since(self, counters: Mapping[str, float]) -> dict[str, float]:
         return {name: value + self._before.get(name, 0) for name, value in counters.items()}

@@ -14,7 +14,7 @@ from torch.nn import functional
 from nestpipe.batch import Batch
 from nestpipe.config import Table, positive
 from nestpipe.errors import ConfigError, DataError
-from nestpipe.jagged import Jagged, Join, rows_within
+from nestpipe.jagged import Jagged, Join, longest_of, rows_within
 from nestpipe.kernels.attention.reference import Padding
 from nestpipe.models.draws import ItemSampler, draw_state, keep, of_each_row
 from nestpipe.models.hstu import Hstu
@@ -162,7 +162,7 @@ class HstuRetriever(nn.Module):
 
     def _loss(self, vectors_TD: Tensor, rows: Mapping[str, Tensor], batch: Batch) -> Loss:
         history = batch.sparse["history"]
-        padding = Padding.of(history.offsets, len(history.values))
+        padding = Padding.of(history.offsets, len(history.values), longest_of(history))
         next_BLD = padding.pad(self._direction(rows["history"]))[:, 1:]
         vectors_BLD = padding.pad(vectors_TD)[:, :-1]
         negatives_BMD = self._direction(rows["negatives"])
@@ -179,7 +179,7 @@ class HstuRetriever(nn.Module):
         rows_L = torch.arange(1, padding.longest or 1, device=loss_BL.device)
         counted_BL = rows_L[None] < padding.lengths_B[:, None]
         total = torch.where(counted_BL, loss_BL, 0).sum()
-        return Loss(total, float(counted_BL.sum()))
+        return Loss(total, float((history.known_lengths - 1).clamp(min=0).sum()))
 
     def _taken(self, batch: Batch, padding: Padding) -> Tensor | None:
         """(B, L, M) which negatives of its sample each position takes; None: all of them."""
@@ -213,11 +213,13 @@ class HstuRetriever(nn.Module):
 
     def _vectors(self, rows: Mapping[str, Tensor], batch: Batch) -> Tensor:
         """(T, D) at each item, the direction in which the next one is expected."""
+        history = batch.sparse["history"]
         tokens = Tokens(
-            batch.sparse["history"].lengths,
+            history.lengths,
             times_T=own_times(self.config, batch),
             next_times_T=_next_times(batch) if self.config.time == "next" else None,
             draws_B=self.draws(batch),
+            longest=longest_of(history),
         )
         return self._direction(self.encoder(rows["history"], tokens))
 
@@ -338,6 +340,7 @@ class HstuRanker(nn.Module):
             candidates.lengths,
             self._times(batch, join),
             draws_B=draw_state(batch, self.seed) if dropped else None,
+            longest=longest_of(history, candidates) if prefix is None else None,
         )
         joined_TD = join.rows(rows["history"], rows["candidates"])
         encoded_TD = self.encoder(joined_TD, tokens, prefix)

@@ -133,6 +133,8 @@ class Tokens:
     """Time of the item after each row; read where the config's `time` is `next`."""
     draws_B: Tensor | None = None
     """64 bits of each sample and pass, which dropout follows from; read in training."""
+    longest: int | None = None
+    """Rows of the longest sample; None: the device is asked, and the host waits for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +222,7 @@ class View:
     lengths_B: Tensor
     """Keys and values of each sample, a prefix's included."""
     longest: int
-    """The largest of them (after parts of a prefix, of the new rows), asked of the device once."""
+    """The largest of them (after parts of a prefix, of the new rows)."""
     query_offsets_B: Tensor | None
     """(B + 1,) of the new rows, where they follow a prefix."""
     mask: Mask
@@ -250,7 +252,8 @@ class View:
         sample_T = torch.repeat_interleave(new_B, output_size=total)
         positions_T = torch.minimum(rows_T, history_B[sample_T])
         if prefix is None:
-            draws_B, longest = tokens.draws_B, _largest(new_B)
+            draws_B, longest = tokens.draws_B, tokens.longest
+            longest = _largest(new_B) if longest is None else longest
             # By row, not by position: candidates share one position.
             draws_T = None if draws_B is None else of_each_row(draws_B, new_B, rows_T)
             after = tokens.next_times_T

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -249,3 +250,22 @@ def test_work_is_counted_from_visible_pairs_and_rows(kind, window: int):
         products = sum(weights) * (history + asked) + config.blocks * widths * pairs
         expected.append(6.0 * (products + head * asked))
     assert model.step_flops(batch).tolist() == expected
+
+
+@pytest.mark.parametrize("pool", [0, 8])
+@pytest.mark.parametrize("kind", ["hstu", "fuxi"])
+def test_a_step_never_waits_for_the_device(kind, pool: int, monkeypatch: pytest.MonkeyPatch):
+    """To read a number of a device without memory is an error; a GPU makes the host wait."""
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # meta has none
+    config = replace(CONFIG, kind=kind, dropout=0.1)
+    softmax = SampledSoftmaxConfig(num_items=ITEMS, negatives=4, pool=pool)
+    batch = request_of([[1, 2, 3], [], [4, 5]], [[6], [7, 8], [9]])
+    for model in (HstuRanker(config), HstuRetriever(config, softmax)):
+        keys = model.sparse_keys(batch)
+        there = {
+            name: torch.empty(len(of.values), CONFIG.dim, device="meta", requires_grad=True)
+            for name, of in keys.items()
+        }
+        loss = model.to("meta").dense(there, batch.pack().to("meta"))
+        loss.total.backward()
+        assert loss.weight == (4 if isinstance(model, HstuRanker) else 3)

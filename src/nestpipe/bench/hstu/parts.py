@@ -321,7 +321,7 @@ def measure_encoder(case: HstuCase, *, profile: bool = False) -> EncoderReading:
     torch.manual_seed(0)
     encoder = Hstu(_encoder_config(case)).to(device)
     lengths_B = case.sample_lengths()
-    tokens = Tokens(lengths_B.to(device))
+    tokens = Tokens(lengths_B.to(device), longest=int(lengths_B.max()))
     rows_TD = _drawn((int(lengths_B.sum()), case.dim), device)
     inputs = [rows_TD, *encoder.parameters()]
 

@@ -33,7 +33,7 @@ from nestpipe.data.order import draw, mix
 from nestpipe.data.synthetic import zipf
 from nestpipe.embedding.routing.lists import owner_of
 from nestpipe.errors import ConfigError
-from nestpipe.jagged import Jagged, Join
+from nestpipe.jagged import Jagged, Join, longest_of
 from nestpipe.models import Hstu, HstuConfig, Tokens
 from nestpipe.models.protocol import Loss, full_precision
 from nestpipe.train.config import DenseSettings, PipelineSettings, RowSettings, TrainSettings
@@ -170,7 +170,8 @@ class TasksRanker(nn.Module):
         history, user = batch.sparse["history"], batch.sparse["user"]
         join = Join.of(user.lengths, batch.size, history.lengths, len(history.values))
         joined_TD = self.project(join.rows(rows["user"], rows["history"]))
-        encoded_TD = self.encoder(full_precision(joined_TD), Tokens(join.lengths_B))
+        tokens = Tokens(join.lengths_B, longest=longest_of(user, history))
+        encoded_TD = self.encoder(full_precision(joined_TD), tokens)
         logits_IN = self.head(encoded_TD.index_select(0, join.second_places))
         bits_N = torch.arange(self.case.tasks, device=logits_IN.device)
         labels_IN = (batch.sparse["labels"].values[:, None] >> bits_N) & 1

@@ -324,7 +324,7 @@ def make_problem(
     tiles = Tiles.of(q_THA.dtype, widest, biased=biased)
     groups = None
     if hopper:
-        groups = GroupTiles.of(widest, biased=biased)
+        groups = GroupTiles.of(widest, timed=bias.half_time_HQ is not None)
         # Which tiles are hard is told by the tiles of the pass that sums the easy ones.
         own = replace(tiles.backward_queries, queries=ROWS, keys=groups.queries.rows)
         tiles = replace(tiles, backward_queries=own)

@@ -250,17 +250,33 @@ def add_values(x_own, ring, count, at, weight_RN, sum_RA, piece, first_row, abou
 
 
 @gluon.jit
-def add_gradients(x_own, y_own, ring, count, sum_b_RA, sum_c_RA, sums, piece, first_row, about,
-                  tables, half_scale, window, N: gl.constexpr, KEYS: gl.constexpr,
-                  VALUES: gl.constexpr, BUCKETS: gl.constexpr, MASKED: gl.constexpr,
-                  P: gl.constexpr, Q: gl.constexpr, B: gl.constexpr, C: gl.constexpr):  # fmt: skip
+def block_of(both, GROUP: gl.constexpr, number):
+    """A group's own rows, looked up again for each tile.
+
+    Else the compiler makes the addresses of all operands in them before the loop: at 256 columns
+    these are 128 registers, which it then writes to memory and reads back for every tile.
+    """
+    zero = gl.inline_asm_elementwise(
+        "and.b32 $0, $1, 0;", "=r,r", [number], dtype=gl.int32, is_pure=True, pack=1
+    )
+    return both.index(GROUP + zero)
+
+
+@gluon.jit
+def add_gradients(GROUP: gl.constexpr, x_both, y_both, ring, count, sum_b_RA, sum_c_RA, sums,
+                  piece, first_row, about, tables, half_scale, window, N: gl.constexpr,
+                  KEYS: gl.constexpr, VALUES: gl.constexpr, BUCKETS: gl.constexpr,
+                  MASKED: gl.constexpr, P: gl.constexpr, Q: gl.constexpr, B: gl.constexpr,
+                  C: gl.constexpr):  # fmt: skip
     """One tile: gradients of its scores, added up over b; with VALUES also weights over c.
 
     With BUCKETS, `sums` are those of gradients of scores by bucket of time.
     """
     first, length, history = piece
     b_ring, c_ring = ring
-    A: gl.constexpr = x_own.shape[1]
+    A: gl.constexpr = x_both.shape[2]
+    x_own = block_of(x_both, GROUP, count[1])
+    y_own = block_of(y_both, GROUP, count[1])
     score: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, A, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, wide, 2)
@@ -399,15 +415,15 @@ def add_up(GROUP: gl.constexpr, outs, own, rings, samples, tables, numbers, fact
                     sums = no_sums(N, BUCKETS)
                 for number in range(num_full):
                     sum_b_RA, sum_c_RA, sums = add_gradients(
-                        x_own, y_own, rings, (count, number), sum_b_RA, sum_c_RA, sums, piece,
-                        first_row, about, tables, half_scale, window, N, KEYS, VALUES, BUCKETS,
-                        False, P, Q, B, C,
+                        GROUP, x_both, y_both, rings, (count, number), sum_b_RA, sum_c_RA, sums,
+                        piece, first_row, about, tables, half_scale, window, N, KEYS, VALUES,
+                        BUCKETS, False, P, Q, B, C,
                     )  # fmt: skip
                 for number in range(num_full, num_all):
                     sum_b_RA, sum_c_RA, sums = add_gradients(
-                        x_own, y_own, rings, (count, number), sum_b_RA, sum_c_RA, sums, piece,
-                        first_row, about, tables, half_scale, window, N, KEYS, VALUES, BUCKETS,
-                        True, P, Q, B, C,
+                        GROUP, x_both, y_both, rings, (count, number), sum_b_RA, sum_c_RA, sums,
+                        piece, first_row, about, tables, half_scale, window, N, KEYS, VALUES,
+                        BUCKETS, True, P, Q, B, C,
                     )  # fmt: skip
                 if BUCKETS:
                     part = (head * (units // heads) + sample) * blocks + rank

@@ -81,16 +81,15 @@ class GroupTiles:
 
     @classmethod
     @cache
-    def of(cls, width: int, *, biased: bool = False) -> GroupTiles:
-        """For heads of `width`. Biases take registers, so their tiles are smaller."""
+    def of(cls, width: int, *, timed: bool = False) -> GroupTiles:
+        """For heads of `width`. A bias by time takes registers, so its tiles are smaller."""
         if width == 64:
-            wide = GroupTile(64 if biased else 128, 3, 3)
+            wide = GroupTile(64 if timed else 128, 3, 3)
             return cls(wide, wide, GroupTile(64, 4, 4))
         if width == 128:
-            forward = GroupTile(64, 4, 4) if biased else GroupTile(128, 2, 2)
-            queries = GroupTile(64, 4, 4) if biased else GroupTile(128, 2, 2)
-            return cls(forward, queries, GroupTile(64, 4, 4))
-        if biased:
+            wide = GroupTile(64, 4, 4) if timed else GroupTile(128, 2, 2)
+            return cls(wide, wide, GroupTile(64, 4, 4))
+        if timed:
             sums, gradients = GroupTile(32, 4, 4), GroupTile(32, 3, 3)
             return cls(sums, gradients, gradients, sums)
         narrow = GroupTile(64, 2, 2)

@@ -326,9 +326,9 @@ def test_the_model_of_gluon_sees_mistakes(
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("biased", [False, True])
-def test_tiles_fit_into_shared_memory(width: int, biased: bool):
-    tiles = GroupTiles.of(width, biased=biased)
+@pytest.mark.parametrize("timed", [False, True])
+def test_tiles_fit_into_shared_memory(width: int, timed: bool):
+    tiles = GroupTiles.of(width, timed=timed)
     parts = {"forward": (tiles.forward, False), "queries": (tiles.queries, True)}
     parts |= {"keys": (tiles.keys, True)}
     if tiles.values is not None:

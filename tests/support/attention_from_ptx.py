@@ -1,0 +1,232 @@
+"""Attention's kernels as Triton compiles them for Hopper, run on the host, against the plain form.
+
+    python tests/support/attention_from_ptx.py [CASE ...]
+
+A line of JSON for each case and pass: the worst error, of the largest value. Needs Triton; the
+PTX runs in `ptx_on_host`. Without arguments: all cases.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from nestpipe.kernels.attention.reference import Mask, RelativeBias, hstu_attention
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from support.ptx_on_host import Memory, TensorMap, run
+
+HEADS, NORM, SCALE = 2, 64.0, 0.3
+_SWIZZLE = {0: 0, 1: 32, 2: 64, 3: 128}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Samples, and which kernel's tiles read them: rows of a tile and lengths of both rings."""
+
+    lengths: tuple[int, ...]
+    parts: tuple[str, ...]
+    width: int = 64
+    tile: tuple[int, int, int] | None = None
+    """None: the tiles that users get."""
+    targets: tuple[int, ...] | None = None
+    window: int | None = None
+    positions: int = 0
+    buckets: int = 0
+    held: bool = False
+    programs: int = 0
+    """Of a persistent start; 0: one for each piece of work."""
+    dtype: torch.dtype = torch.bfloat16
+
+
+ALL = ("forward", "queries", "keys")
+CASES = {
+    "plain": Case((200, 0, 1, 65), ALL),
+    "wide": Case((150,), ALL, 128),
+    "small tiles": Case((150, 70), ALL, 128, (64, 2, 2), programs=2),
+    "widest": Case((140,), ("forward", "queries", "only-keys", "values"), 256),
+    "masked": Case((300, 90), ALL, 64, (64, 2, 3), (40, 90), 100, programs=3),
+    "held": Case((150,), ("forward",), 128, (128, 2, 2), held=True),
+    "half": Case((130,), ALL, dtype=torch.float16),
+    "both biases": Case((330,), ALL, 64, (64, 2, 2), (33,), None, 70, 20),
+    "wide and biased": Case((260,), ALL, 128, None, None, None, 9, 12),
+    "widest and biased": Case(
+        (140,), ("forward", "queries", "only-keys", "values"), 256, None, None, None, 9, 12
+    ),
+}
+
+
+def settle() -> None:
+    """Triton compiles for Hopper, without a driver."""
+    import triton  # pyright: ignore[reportMissingImports]
+    from triton.backends.compiler import GPUTarget  # pyright: ignore[reportMissingImports]
+
+    triton.runtime.driver.set_active(
+        SimpleNamespace(
+            get_current_target=lambda: GPUTarget("cuda", 90, 32),
+            get_current_device=lambda: 0,
+            get_current_stream=lambda device: 0,
+        )
+    )
+
+
+class Machine:
+    """Tensors of the host in the memory of the machine that runs PTX."""
+
+    def __init__(self) -> None:
+        self.memory = Memory()
+        self.known: dict[int, tuple[int, Tensor]] = {}
+
+    def address(self, x: Tensor) -> int:
+        """Of a tensor's first number; all of its storage is copied once."""
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in self.known:
+            flat = torch.empty(0, dtype=torch.uint8).set_(storage)
+            self.known[storage.data_ptr()] = self.memory.put(flat.numpy()), flat
+        return self.known[storage.data_ptr()][0] + int(x.storage_offset()) * x.element_size()
+
+    def bring_back(self) -> None:
+        """What kernels have written, into the tensors."""
+        for address, flat in self.known.values():
+            flat.copy_(torch.from_numpy(self.memory.get(address, flat.numpy())))
+
+    def start(self, kernel: Any, grid: Any, constants: Any, *given: Any, seed: int = 0) -> None:
+        """In place of a `Starter`: compile, and run every program."""
+        arguments = [argument for some in given for argument in some]
+        compiled = kernel.warmup(*arguments, grid=grid, **constants.named)
+        metas = iter(compiled.metadata.tensordesc_meta or [])
+        passed: list[Any] = []
+        signature = compiled.src.signature
+        for value, kind in zip(arguments, signature.values(), strict=False):
+            if kind.startswith("tensordesc"):
+                passed += [self._map(value, next(metas)), *value.shape, *value.strides]
+            elif isinstance(value, Tensor):
+                passed.append(self.address(value))
+            elif kind != "constexpr":
+                passed.append(float(value) if kind.startswith("fp") else value)
+        for _ in run(compiled.asm["ptx"], self.memory, [*passed, 0, 0], grid[0], seed):
+            pass
+        self.bring_back()
+
+    def _map(self, of: Any, meta: Any) -> TensorMap:
+        size = of.base.element_size()
+        return TensorMap(
+            self.address(of.base),
+            tuple(reversed(of.shape)),
+            tuple(size * stride for stride in reversed(of.strides)),
+            tuple(reversed(meta["block_size"])),
+            _SWIZZLE[meta["swizzle"]],
+        )
+
+
+def rows_of(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Queries, keys and values as an encoder has them, side by side; and a gradient."""
+    generator = torch.Generator().manual_seed(1)
+    total = sum(case.lengths)
+    packed = torch.randn(total, 3, HEADS, case.width, generator=generator).to(case.dtype)
+    grad = torch.randn(total, HEADS, case.width, generator=generator).to(case.dtype)
+    v, q, k = packed.unbind(1)
+    return q, k, v, grad
+
+
+def bias_of(case: Case) -> RelativeBias:
+    generator = torch.Generator().manual_seed(2)
+    sizes = (case.positions, case.buckets)
+    tables = [torch.randn(HEADS, n, generator=generator) if n else None for n in sizes]
+    times = None
+    if case.buckets:
+        gaps = 2 ** torch.randint(0, case.buckets + 1, (sum(case.lengths),), generator=generator)
+        gaps = torch.where(torch.rand(len(gaps), generator=generator) < 0.8, 0, gaps)
+        times = torch.cumsum(gaps, 0)
+    return RelativeBias(tables[0], tables[1], times)
+
+
+def wanted(case: Case, rows: tuple[Tensor, ...], offsets_B: Tensor, mask: Mask) -> dict[str, Any]:
+    """Of each pass, by the plain form in float64."""
+    q, k, v = (x.double().requires_grad_() for x in rows[:3])
+    bias = bias_of(case)
+    tables = [x if x is None else x.double() for x in (bias.position_HP, bias.time_HQ)]
+    out = hstu_attention(
+        q, k, v, offsets_B, norm=NORM, scale=SCALE, mask=mask,
+        bias=RelativeBias(tables[0], tables[1], bias.times_T), max_attention=case.window,
+    )  # fmt: skip
+    of_q, of_k, of_v = torch.autograd.grad(out, (q, k, v), rows[3].double())
+    return {"forward": [out.detach()], "queries": [of_q], "keys": [of_k, of_v],
+            "only-keys": [of_k], "values": [of_v]}  # fmt: skip
+
+
+def found(case: Case, part: Any, seed: int = 0) -> list[Tensor]:
+    """What the compiled pass writes."""
+    from nestpipe.kernels.attention import fused_launch, hopper_launch
+    from nestpipe.kernels.attention.hopper_kernel import attend_by_groups
+    from nestpipe.kernels.attention.hopper_launch import GroupTile, GroupTiles
+
+    rows = rows_of(case)
+    offsets_B = torch.tensor([0, *accumulate(case.lengths)])
+    targets_B = None if case.targets is None else torch.tensor(case.targets)
+    bias = bias_of(case)
+    machine = Machine()
+
+    def starter(kernel: Any) -> Any:
+        return lambda *given: machine.start(kernel, *given)
+
+    with mock.patch.object(
+        fused_launch, "_PREPARE_BIASES", starter(fused_launch._PREPARE_BIASES.kernel)
+    ):
+        prepared = fused_launch.prepare_bias(bias, offsets_B, max(case.lengths))
+    rule = (NORM, SCALE, case.window, max(case.lengths))
+    problem = fused_launch.make_problem(
+        rows[:3], (offsets_B, targets_B), prepared, rule, hopper=True
+    )
+    tiles = GroupTiles.of(case.width, timed=prepared.half_time_HQ is not None)
+    tile = tiles.keys if part == "only-keys" else getattr(tiles, part)
+    if case.tile is not None:
+        tile = GroupTile(*case.tile, held=case.held, persistent=bool(case.programs))
+
+    def start(grid: Any, *given: Any) -> None:
+        programs = min(grid[0], case.programs or grid[0])
+        machine.start(attend_by_groups, (programs,), *given, seed=seed)
+
+    with mock.patch.object(hopper_launch, "_starter", return_value=start), mock.patch.object(
+        torch.cuda, "get_device_properties", return_value=SimpleNamespace(
+            multi_processor_count=case.programs)
+    ):  # fmt: skip
+        return hopper_launch.run_part(problem, part, tile, rows[3])
+
+
+def error_of(made: list[Tensor], right: list[Tensor]) -> float:
+    """The worst, of the largest value; NaN never passes."""
+    errors = [
+        (a.double() - b).abs().max() / b.abs().max() for a, b in zip(made, right, strict=True)
+    ]
+    return float(torch.stack(errors).nan_to_num(nan=1e9).max())
+
+
+def main() -> None:
+    settle()
+    for name in sys.argv[1:] or CASES:
+        case = CASES[name]
+        offsets_B = torch.tensor([0, *accumulate(case.lengths)])
+        mask = Mask(None if case.targets is None else torch.tensor(case.targets))
+        right = wanted(case, rows_of(case), offsets_B, mask)
+        for part in case.parts:
+            began = time.perf_counter()
+            error = error_of(found(case, part), right[part])
+            seconds = round(time.perf_counter() - began, 1)
+            print(
+                json.dumps({"case": name, "part": part, "error": error, "s": seconds}), flush=True
+            )
+
+
+if __name__ == "__main__":
+    main()
