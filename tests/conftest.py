@@ -55,7 +55,7 @@ def _first_alone(file: Path) -> Iterator[None]:
     """The first process to enter is alone inside; all others enter once it has left."""
     with file.open("a+") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        if held.tell() > 0:  # the first has left
+        if os.fstat(held.fileno()).st_size > 0:  # the first has left
             fcntl.flock(held, fcntl.LOCK_UN)
             yield
             return

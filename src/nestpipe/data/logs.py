@@ -552,8 +552,8 @@ def _passing(kinds: Any) -> tuple[int, ...]:
 
 
 def _reason(error: Exception) -> str:
-    rows_N: Any = error.args[0] if error.args else error
-    return str(rows_N.str() if hasattr(rows_N, "str") else rows_N)
+    fault: Any = error.args[0] if error.args else error
+    return str(fault.str() if hasattr(fault, "str") else fault)
 
 
 def _short(error: Exception) -> str:
