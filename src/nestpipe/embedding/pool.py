@@ -586,9 +586,7 @@ def pool_sizes(
         if device.type != "cuda":
             slots = [min(s, AUTO_ROWS_ON_HOST) for s in slots]
     slots = [min(s, MOST_SLOTS) for s in slots]
-    _refuse_more_than_free(
-        device_memory, sum(b * s for b, s in zip(row_bytes, slots, strict=True)), device
-    )
+    _refuse_more_than_free(device_memory, pools_bytes(slots, layouts), device)
     return slots
 
 
