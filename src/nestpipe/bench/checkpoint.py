@@ -275,12 +275,14 @@ def _steps(
     """
     trainer = job.trainer
     with ExitStack() as held:
-        look: Callable[[], None] = lambda: None
-        if folder is not None and page is not None and trainer.comm.rank == 0:
-            look = held.enter_context(page.open(folder))
+        watched = page if trainer.comm.rank == 0 else None
+        look = None
+        if folder is not None and watched is not None:
+            look = held.enter_context(watched.open(folder))
         recorder = held.enter_context(recorded(trainer, folder, {"steps": None}))
         on_step = recorder.on_step if recorder is not None else lambda report: None
-        look()
+        if look is not None:
+            look()
         trainer.comm.barrier()
         began = time.perf_counter()
         trainer.fit(job.train, steps=steps, epochs=MANY_EPOCHS, on_step=on_step)
