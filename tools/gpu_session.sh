@@ -182,7 +182,7 @@ tool = load_tool(sys.argv[1])
     *tools/bench_attention.py*) tiny=("$PYTHON" -c "$reads" bench_attention "${@:3}") ;;
     *tools/bench_row_copies.py*) tiny=("$PYTHON" -c "$reads" bench_row_copies "${@:3}") ;;
     *tools/lab.py*) tiny=("$PYTHON" -c "$reads" lab "${@:3}") ;;
-    *tools/bench_device_index.py*) tiny=("$PYTHON" -m py_compile "${@:2:1}") ;;
+    *tools/bench_device_index.py*) tiny=("$PYTHON" -c "$reads" bench_device_index "${@:3}") ;;
   esac
 }
 
@@ -242,6 +242,8 @@ run_slice() {
         bench "dlrm_2_$placement" 80 dlrm --ranks 2 --keys 1 --rounds 1 --steps 20 \
           --placement $placement --limit 38
       done
+      py kernels_alone 40 tools/bench_device_index.py --no-tests --parts index,evictions,segments \
+        --out "$work/kernels_alone.json"
       py switches_hbm 60 tools/bench_switches.py --where hbm --optimizer sgd \
         --json "$work/switches_hbm.json"
       ;;
@@ -297,7 +299,7 @@ run_slice() {
       bench dispatch_10_keys 120 dispatch --keys 10
       bench dispatch_serial 120 dispatch --plan serial
       bench dispatch_4_micros 120 dispatch --micro-batches 4
-      py kernels_alone 120 tools/bench_device_index.py
+      py kernels_alone 150 tools/bench_device_index.py --no-tests --out "$work/kernels_alone.json"
       ;;
     embedding)  # line 1: at most 1.0x FBGEMM, mark 0.7x
       bench embedding_hbm 250 embedding --where hbm --optimizer sgd,adam --limit 110

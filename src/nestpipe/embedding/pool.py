@@ -43,8 +43,8 @@ from nestpipe.kernels.rows.segments import Segments, lists_on
 # Shapes: N keys asked for, S slots, V slots of a list, n those of them that count, C tables,
 # W weights and state
 
-INDEX_BYTES = 54
-"""Of a slot beside its row: places of the index, key, table, stamp, free list, address."""
+INDEX_BYTES = 58
+"""Of a slot beside its row: places of the index, key, table, stamp, heat, free list, address."""
 SPARE = 1024
 """Slots that are made free beyond what the last batches needed."""
 MOST_SLOTS = 2**30 - 1
