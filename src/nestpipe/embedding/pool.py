@@ -50,9 +50,9 @@ from nestpipe.kernels.rows.segments import Segments, lists_on
 
 log = logging.getLogger("nestpipe.pool")
 
-INDEX_BYTES = 55
-"""Of a slot beside its row: places of the index, key, table, stamp, free list, address, and whether
-the host store has a row of its key."""
+INDEX_BYTES = 59
+"""Of a slot beside its row: places of the index, key, table, stamp, heat, free list, address, and
+whether the host store has a row of its key."""
 SPARE = 1024
 """Slots that are made free beyond what the last batches needed."""
 MOST_SLOTS = 2**30 - 1
