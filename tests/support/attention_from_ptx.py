@@ -1,9 +1,11 @@
 """Attention's kernels as Triton compiles them for Hopper, run on the host, against the plain form.
 
     python tests/support/attention_from_ptx.py [CASE ...]
+    python tests/support/attention_from_ptx.py broken
 
 A line of JSON for each case and pass: the worst error, of the largest value. Needs Triton; the
-PTX runs in `ptx_on_host`. Without arguments: all cases.
+PTX runs in `ptx_on_host`. Without arguments: all cases. `broken`: with mistakes put into the PTX,
+each of which has to be told as an error.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -24,7 +27,7 @@ from torch import Tensor
 from nestpipe.kernels.attention.reference import Mask, RelativeBias, hstu_attention
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from support.ptx_on_host import Memory, TensorMap, run
+from support.ptx_on_host import Memory, TensorMap, Wrong, run
 
 HEADS, NORM, SCALE = 2, 64.0, 0.3
 _SWIZZLE = {0: 0, 1: 32, 2: 64, 3: 128}
@@ -47,10 +50,14 @@ class Case:
     programs: int = 0
     """Of a persistent start; 0: one for each piece of work."""
     dtype: torch.dtype = torch.bfloat16
+    fused: bool = False
+    """Triton's kernels, which were right on a GPU: they say whether this machine reads PTX well."""
 
 
 ALL = ("forward", "queries", "keys")
 CASES = {
+    "small": Case((150, 1, 40), ALL, 64, (64, 2, 2), (20, 1, 0), 90, programs=2),
+    "fused": Case((150, 1, 40), ALL, fused=True),
     "plain": Case((200, 0, 1, 65), ALL),
     "wide": Case((150,), ALL, 128),
     "small tiles": Case((150, 70), ALL, 128, (64, 2, 2), programs=2),
@@ -64,6 +71,19 @@ CASES = {
         (140,), ("forward", "queries", "only-keys", "values"), 256, None, None, None, 9, 12
     ),
 }
+
+
+BROKEN = {
+    "no fence": ("queries", "fence.proxy.async.shared::cta;", ""),
+    "no wait for products": ("queries", "wgmma.wait_group.sync.aligned 0;", ""),
+    "one product less is waited for": (
+        "forward", "wgmma.wait_group.sync.aligned 0;", "wgmma.wait_group.sync.aligned 1;"
+    ),
+    "no fence of products": ("queries", "wgmma.fence.sync.aligned;", ""),
+    "fewer bytes": ("forward", ", 8192;", ", 4096;"),
+    "registers": ("forward", "setmaxnreg.dec.sync.aligned.u32 \t24;", ""),
+}  # fmt: skip
+"""Part, and what is put in place of what, everywhere in its PTX."""
 
 
 def settle() -> None:
@@ -86,6 +106,8 @@ class Machine:
     def __init__(self) -> None:
         self.memory = Memory()
         self.known: dict[int, tuple[int, Tensor]] = {}
+        self.change: Callable[[str], str] = lambda text: text
+        """Of the PTX."""
 
     def address(self, x: Tensor) -> int:
         """Of a tensor's first number; all of its storage is copied once."""
@@ -100,7 +122,7 @@ class Machine:
         for address, flat in self.known.values():
             flat.copy_(torch.from_numpy(self.memory.get(address, flat.numpy())))
 
-    def start(self, kernel: Any, grid: Any, constants: Any, *given: Any, seed: int = 0) -> None:
+    def start(self, kernel: Any, grid: Any, constants: Any, *given: Any) -> None:
         """In place of a `Starter`: compile, and run every program."""
         arguments = [argument for some in given for argument in some]
         compiled = kernel.warmup(*arguments, grid=grid, **constants.named)
@@ -114,7 +136,8 @@ class Machine:
                 passed.append(self.address(value))
             elif kind != "constexpr":
                 passed.append(float(value) if kind.startswith("fp") else value)
-        for _ in run(compiled.asm["ptx"], self.memory, [*passed, 0, 0], grid[0], seed):
+        text = self.change(compiled.asm["ptx"])
+        for _ in run(text, self.memory, [*passed, 0, 0], grid[0]):
             pass
         self.bring_back()
 
@@ -165,8 +188,8 @@ def wanted(case: Case, rows: tuple[Tensor, ...], offsets_B: Tensor, mask: Mask) 
             "only-keys": [of_k], "values": [of_v]}  # fmt: skip
 
 
-def found(case: Case, part: Any, seed: int = 0) -> list[Tensor]:
-    """What the compiled pass writes."""
+def found(case: Case, part: Any, change: Callable[[str], str] | None = None) -> list[Tensor]:
+    """What the compiled pass writes; `change` is put into its PTX."""
     from nestpipe.kernels.attention import fused_launch, hopper_launch
     from nestpipe.kernels.attention.hopper_kernel import attend_by_groups
     from nestpipe.kernels.attention.hopper_launch import GroupTile, GroupTiles
@@ -176,6 +199,7 @@ def found(case: Case, part: Any, seed: int = 0) -> list[Tensor]:
     targets_B = None if case.targets is None else torch.tensor(case.targets)
     bias = bias_of(case)
     machine = Machine()
+    machine.change = change or machine.change
 
     def starter(kernel: Any) -> Any:
         return lambda *given: machine.start(kernel, *given)
@@ -185,9 +209,10 @@ def found(case: Case, part: Any, seed: int = 0) -> list[Tensor]:
     ):
         prepared = fused_launch.prepare_bias(bias, offsets_B, max(case.lengths))
     rule = (NORM, SCALE, case.window, max(case.lengths))
-    problem = fused_launch.make_problem(
-        rows[:3], (offsets_B, targets_B), prepared, rule, hopper=True
-    )
+    samples = (offsets_B, targets_B)
+    problem = fused_launch.make_problem(rows[:3], samples, prepared, rule, hopper=not case.fused)
+    if case.fused:
+        return found_fused(problem, part, rows[3], machine)
     tiles = GroupTiles.of(case.width, timed=prepared.half_time_HQ is not None)
     tile = tiles.keys if part == "only-keys" else getattr(tiles, part)
     if case.tile is not None:
@@ -195,13 +220,27 @@ def found(case: Case, part: Any, seed: int = 0) -> list[Tensor]:
 
     def start(grid: Any, *given: Any) -> None:
         programs = min(grid[0], case.programs or grid[0])
-        machine.start(attend_by_groups, (programs,), *given, seed=seed)
+        machine.start(attend_by_groups, (programs,), *given)
 
     with mock.patch.object(hopper_launch, "_starter", return_value=start), mock.patch.object(
         torch.cuda, "get_device_properties", return_value=SimpleNamespace(
             multi_processor_count=case.programs)
     ):  # fmt: skip
         return hopper_launch.run_part(problem, part, tile, rows[3])
+
+
+def found_fused(problem: Any, part: Any, grad: Tensor, machine: Machine) -> list[Tensor]:
+    """What Triton's kernel of a pass writes."""
+    from nestpipe.kernels.attention import fused_launch as launch
+
+    kernels = {"forward": "_FORWARD", "queries": "_BACKWARD_QUERIES", "keys": "_BACKWARD_KEYS"}
+    kernel = getattr(launch, kernels[part]).kernel
+    with mock.patch.object(launch, kernels[part], lambda *given: machine.start(kernel, *given)):
+        if part == "forward":
+            return [launch.run_forward(problem)]
+        if part == "queries":
+            return [launch.run_backward_queries(problem, grad)[0]]
+        return list(launch.run_backward_keys(problem, grad))
 
 
 def error_of(made: list[Tensor], right: list[Tensor]) -> float:
@@ -212,8 +251,27 @@ def error_of(made: list[Tensor], right: list[Tensor]) -> float:
     return float(torch.stack(errors).nan_to_num(nan=1e9).max())
 
 
+def tell_broken() -> None:
+    """A line for each mistake: what was told of it."""
+    case = CASES["small"]
+    for name, (part, right, wrong) in BROKEN.items():
+
+        def change(text: str, right: str = right, wrong: str = wrong) -> str:
+            assert right in text, f"{right!r} is not there"
+            return text.replace(right, wrong)
+
+        try:
+            found(case, part, change)
+            said = ""
+        except Wrong as error:
+            said = str(error)[:100]
+        print(json.dumps({"broken": name, "said": said}), flush=True)
+
+
 def main() -> None:
     settle()
+    if sys.argv[1:] == ["broken"]:
+        return tell_broken()
     for name in sys.argv[1:] or CASES:
         case = CASES[name]
         offsets_B = torch.tensor([0, *accumulate(case.lengths)])
