@@ -27,6 +27,7 @@ from torch import Tensor
 from nestpipe.kernels.attention.reference import Mask, RelativeBias, hstu_attention
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from support.gluon_on_host import attend
 from support.ptx_on_host import Memory, TensorMap, Wrong, run
 
 HEADS, NORM, SCALE = 2, 64.0, 0.3
@@ -50,6 +51,8 @@ class Case:
     programs: int = 0
     """Of a persistent start; 0: one for each piece of work."""
     dtype: torch.dtype = torch.bfloat16
+    sums: bool = False
+    """Queries: also sums by bucket of time, beside those of the kernel's source over `Gluon`."""
     fused: bool = False
     """Triton's kernels, which were right on a GPU: they say whether this machine reads PTX well."""
 
@@ -66,6 +69,7 @@ CASES = {
     "held": Case((150,), ("forward",), 128, (128, 2, 2), held=True),
     "half": Case((130,), ALL, dtype=torch.float16),
     "both biases": Case((330,), ALL, 64, (64, 2, 2), (33,), None, 70, 20),
+    "sums": Case((300,), ("queries",), 64, (64, 2, 2), positions=20, buckets=8, sums=True),
     "wide and biased": Case((260,), ALL, 128, None, None, None, 9, 12),
     "widest and biased": Case(
         (140,), ("forward", "queries", "only-keys", "values"), 256, None, None, None, 9, 12
@@ -171,6 +175,8 @@ def bias_of(case: Case) -> RelativeBias:
         gaps = 2 ** torch.randint(0, case.buckets + 1, (sum(case.lengths),), generator=generator)
         gaps = torch.where(torch.rand(len(gaps), generator=generator) < 0.8, 0, gaps)
         times = torch.cumsum(gaps, 0)
+        if case.sums:  # long pauses between few sessions: most tiles have one bucket or two
+            times = torch.arange(len(gaps)) // 150 * (1 << case.buckets - 3)
     return RelativeBias(tables[0], tables[1], times)
 
 
@@ -188,6 +194,16 @@ def wanted(case: Case, rows: tuple[Tensor, ...], offsets_B: Tensor, mask: Mask) 
             "only-keys": [of_k], "values": [of_v]}  # fmt: skip
 
 
+def prepared_bias(case: Case, machine: Machine) -> Any:
+    """Tables and times as the kernels want them, by the kernel that makes them."""
+    from nestpipe.kernels.attention import fused_launch as launch
+
+    kernel = launch._PREPARE_BIASES.kernel
+    offsets_B = torch.tensor([0, *accumulate(case.lengths)])
+    with mock.patch.object(launch, "_PREPARE_BIASES", lambda *given: machine.start(kernel, *given)):
+        return launch.prepare_bias(bias_of(case), offsets_B, max(case.lengths))
+
+
 def found(case: Case, part: Any, change: Callable[[str], str] | None = None) -> list[Tensor]:
     """What the compiled pass writes; `change` is put into its PTX."""
     from nestpipe.kernels.attention import fused_launch, hopper_launch
@@ -197,17 +213,10 @@ def found(case: Case, part: Any, change: Callable[[str], str] | None = None) -> 
     rows = rows_of(case)
     offsets_B = torch.tensor([0, *accumulate(case.lengths)])
     targets_B = None if case.targets is None else torch.tensor(case.targets)
-    bias = bias_of(case)
     machine = Machine()
     machine.change = change or machine.change
 
-    def starter(kernel: Any) -> Any:
-        return lambda *given: machine.start(kernel, *given)
-
-    with mock.patch.object(
-        fused_launch, "_PREPARE_BIASES", starter(fused_launch._PREPARE_BIASES.kernel)
-    ):
-        prepared = fused_launch.prepare_bias(bias, offsets_B, max(case.lengths))
+    prepared = prepared_bias(case, machine)
     rule = (NORM, SCALE, case.window, max(case.lengths))
     samples = (offsets_B, targets_B)
     problem = fused_launch.make_problem(rows[:3], samples, prepared, rule, hopper=not case.fused)
@@ -222,11 +231,37 @@ def found(case: Case, part: Any, change: Callable[[str], str] | None = None) -> 
         programs = min(grid[0], case.programs or grid[0])
         machine.start(attend_by_groups, (programs,), *given)
 
-    with mock.patch.object(hopper_launch, "_starter", return_value=start), mock.patch.object(
-        torch.cuda, "get_device_properties", return_value=SimpleNamespace(
-            multi_processor_count=case.programs)
-    ):  # fmt: skip
-        return hopper_launch.run_part(problem, part, tile, rows[3])
+    sums_HXQ = hopper_launch.bucket_sums(problem) if case.sums else None
+    device = SimpleNamespace(multi_processor_count=case.programs)
+    with (
+        mock.patch.object(hopper_launch, "_starter", return_value=start),
+        mock.patch.object(torch.cuda, "get_device_properties", return_value=device),
+    ):
+        made = hopper_launch.run_part(problem, part, tile, rows[3], sums_HXQ)
+    return made if sums_HXQ is None else [*made, sums_HXQ.sum(1)]
+
+
+def sums_by_source(case: Case, prepared: Any) -> Tensor:
+    """(H, Q) what the kernel's source sums by bucket of time, over a model of Gluon."""
+    q, k, v, grad = rows_of(case)
+    assert case.tile is not None
+    rows, b_stages, c_stages = case.tile
+    wanted_of = {
+        "KEYS": False, "GRAD": True, "VALUES": False, "N": rows, "B_STAGES": b_stages,
+        "C_STAGES": c_stages, "P": prepared.num_positions, "Q": prepared.num_buckets,
+        "BUCKETS": 1 << (prepared.num_buckets - 1).bit_length(),
+    }  # fmt: skip
+    samples = torch.tensor([0, *accumulate(case.lengths)]), None, max(case.lengths)
+    tables = (
+        prepared.half_position_HP, prepared.half_time_HQ, prepared.times_T, prepared.short_T,
+        prepared.kinds_BXY, prepared.side,
+    )  # fmt: skip
+    numbers = (SCALE / 2, 1 / NORM, case.window)
+    *_, sums_HXQ = attend(
+        wanted_of, (q, grad, k, v), samples, numbers, programs=99, seed=0, tables=tables
+    )
+    assert sums_HXQ is not None
+    return sums_HXQ.nan_to_num().sum(1)
 
 
 def found_fused(problem: Any, part: Any, grad: Tensor, machine: Machine) -> list[Tensor]:
@@ -279,7 +314,10 @@ def main() -> None:
         right = wanted(case, rows_of(case), offsets_B, mask)
         for part in case.parts:
             began = time.perf_counter()
-            error = error_of(found(case, part), right[part])
+            wanted_of = right[part]
+            if case.sums:
+                wanted_of = [*wanted_of, sums_by_source(case, prepared_bias(case, Machine()))]
+            error = error_of(found(case, part), wanted_of)
             seconds = round(time.perf_counter() - began, 1)
             print(
                 json.dumps({"case": name, "part": part, "error": error, "s": seconds}), flush=True

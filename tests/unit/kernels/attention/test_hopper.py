@@ -353,7 +353,7 @@ needs_triton = pytest.mark.skipif(
 
 
 @needs_triton
-@pytest.mark.parametrize("case", ["fused", "small", "plain", "small tiles", "held"])
+@pytest.mark.parametrize("case", ["fused", "small", "plain", "small tiles", "held", "sums"])
 def test_what_the_compiler_has_made_of_it_is_the_plain_form(case: str):
     """Its PTX, instruction by instruction: swizzles, descriptors, barriers, fences, registers."""
     found = said_by("attention_from_ptx.py", case)
