@@ -7,8 +7,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 NESTPIPE := $(BIN)/nestpipe
-# Four workers on two cores: many tests wait for processes of their own.
-PYTEST := $(BIN)/pytest -q -n 4 --dist worksteal
+# Four workers on two cores: many tests wait for processes of their own. Compiled tests are kept, also
+# where the environment forbids it: without them every worker compiles every test and its assertions.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -q -n 4 --dist worksteal
 PYRIGHT := PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright
 # pyright keeps one core busy for a minute, so it runs beside the tests; either may fail the target.
 TYPES_BESIDE = $(PYRIGHT) & types=$$!; $(PYTEST); tests=$$?; wait $$types && exit $$tests

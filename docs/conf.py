@@ -24,3 +24,5 @@ html_copy_source = False
 html_show_sourcelink = False
 # A word of its own (`text`) for what a shell prints; Pygments need not guess.
 highlight_language = "text"
+# A line that begins with `% of` is text, as on GitHub; MyST would drop it as a comment.
+myst_disable_syntax = ["myst_line_comment", "myst_block_break", "myst_target"]

@@ -1,5 +1,10 @@
+import fcntl
+import gc
 import os
+import sys
+import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -21,6 +26,42 @@ WRITE = "NESTPIPE_GOLDEN=write pytest tests -k golden"
 def pytest_configure() -> None:
     """Children of tests import `sitecustomize`, which refuses programs without a marker."""
     programs.install_guard()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Of several workers let one compile the tests; the others read what it has written.
+
+    Modules and tests stay until the end, so no garbage collection need look at them.
+    """
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
+    alone = nullcontext()
+    if run is not None and not sys.dont_write_bytecode:
+        alone = _first_alone(Path(tempfile.gettempdir()) / f"nestpipe-tests-{run}")
+    gc.disable()
+    try:
+        with alone:
+            return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+@contextmanager
+def _first_alone(file: Path) -> Iterator[None]:
+    """The first process to enter is alone inside; all others enter once it has left."""
+    with file.open("a+") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        if os.fstat(held.fileno()).st_size > 0:  # the first has left
+            fcntl.flock(held, fcntl.LOCK_UN)
+            yield
+            return
+        try:
+            yield
+        finally:
+            held.write("first")
+            held.flush()
+            file.unlink(missing_ok=True)
 
 
 @pytest.hookimpl(wrapper=True)

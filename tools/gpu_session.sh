@@ -7,13 +7,14 @@
 #                                         arguments alone
 #   tools/gpu_session.sh list [SLICE ...] the steps: name, seconds it may take, command
 #
-# Slices: first second third, which take what is most wanted of all others; and
-# tests rows host embedding cache copies dlrm ranks paper lab lab_old memory quality sweeps.
+# Slices: first second third, which take what is most wanted of all others; hstu, the same for
+# sequences; and tests rows host embedding cache copies dlrm ranks paper lab lab_old memory quality
+# sweeps.
 # A slice leaves $OUT/SLICE.json with the figures of every step, $OUT/SLICE.log with what they said,
 # and what a viewer opens. All are written after each step, so a slice that is stopped has the rest.
 # Needs torch with CUDA, triton and nvcc, and no network. TorchRec and FBGEMM come by
-# `tools/lab.py put` and `unpack`, which `second` does with .lab/piece.*; without them NestPipe runs
-# alone.
+# `tools/lab.py put` and `unpack`, which slices do with .lab/piece.*; without them NestPipe runs
+# alone. What is compared with an older commit needs .lab/old, else it is left out.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 OUT=${OUT:-out}
@@ -24,7 +25,7 @@ LEAST=${LEAST:-10}           # a step that has fewer is left out
 GRACE=${GRACE:-10}           # and one that is told to end has so many
 MEMORY_GB=${MEMORY_GB:-128}  # of the machine when it has grown; its own count may start far lower
 PYTHON=${PYTHON:-python3}
-FIRST_SLICES="first second third"
+FIRST_SLICES="first second third hstu"
 ALL_SLICES="$FIRST_SLICES tests rows host embedding cache copies dlrm ranks paper lab lab_old \
 memory quality sweeps"
 export PYTHONPATH=$PWD/src${PYTHONPATH:+:$PYTHONPATH}
@@ -200,6 +201,16 @@ peers() {
     echo "no .lab/piece.*: NestPipe runs alone"
   fi
 }
+before() {  # before COMMAND...: a step with the sources of the older commit
+  if [[ $mode == run && ! -d $OLD/src ]]; then
+    echo "no $OLD: run \`$0 prepare\` where git is, and bring it"
+    return
+  fi
+  local today=$PYTHONPATH
+  PYTHONPATH=$OLD/src
+  "$@"
+  PYTHONPATH=$today
+}
 
 run_slice() {
   slice=$1
@@ -207,59 +218,79 @@ run_slice() {
   work=$(mktemp -d)
   [[ $mode == list ]] || mkdir -p "$OUT"
   case $slice in
-    first)  # issues 17, 18.5, 22.1, 22.5: is it right, and what do Hopper's warp groups reach?
+    first)  # is it right, rows in HBM beside FBGEMM, the host's part, warp groups
       kernels
-      gpu_tests gpu_tests 170 -n 8 tests/gpu/test_cuda_lanes.py tests/gpu/test_pool_cuda.py \
-        tests/gpu/test_row_copy.py tests/gpu/test_train_cuda.py tests/gpu/test_fused_block.py \
-        tests/gpu/test_fused_attention.py -k "not (warp_groups or rings)"
+      gpu_tests gpu_tests 300 -n 10 tests/gpu -k "not (warp_groups or rings)"
+      peers
+      bench embedding_hbm 80 embedding --where hbm --optimizer sgd,adam --limit 36
+      bench dispatch 40 dispatch
       # Checks first, then everything through autograd beside Triton's kernels and torch's.
-      py hopper 240 tools/bench_attention.py --only hopper --limit 225 --out "$work/hopper.json"
-      bench encoder_long 45 hstu --parts encoder --batch 4 --length 4096 --head-dim 256 --rounds 5
-      bench encoder_long_hopper 45 hstu --parts encoder --batch 4 --length 4096 --head-dim 256 \
-        --rounds 5 --attention hopper
-      bench encoder_short 45 hstu --parts encoder --batch 32 --length 512 --head-dim 256 --rounds 5
+      py hopper 130 tools/bench_attention.py --only hopper --limit 115 --out "$work/hopper.json"
       gpu_tests hopper_tests 60 -n 6 tests/gpu/test_fused_attention.py -k "warp_groups or rings"
       ;;
-    second)  # issue 18, lines 1, 2, 8 and 3: rows beside FBGEMM, what each switch is worth
+    second)  # a DLRM beside TorchRec, rows behind a cache beside FBGEMM, what each switch is worth
       kernels
       peers
-      bench embedding_hbm 90 embedding --where hbm --optimizer sgd,adam --limit 40
-      bench dispatch 60 dispatch
+      bench dlrm 140 dlrm --keys 1,10 --rounds 2 --limit 34
       py row_copies 60 tools/bench_row_copies.py --home 2000000 --json "$work/row_copies.json"
-      py switches_cache 130 tools/bench_switches.py --where cache --optimizer sgd --rows 4000000 \
-        --distinct 100 --trace "$work/cache_steps.json.gz" --json "$work/switches_cache.json"
       # Six batches in turns, as FBGEMM's 2.56 and 13.1 ms were read: all of their rows stay.
-      bench cache_six_sgd 120 embedding --where cache --optimizer sgd --set distinct=6 --limit 55
+      bench cache_six_sgd 110 embedding --where cache --optimizer sgd --set distinct=6 --limit 52
+      py switches_cache 120 tools/bench_switches.py --where cache --optimizer sgd --rows 4000000 \
+        --distinct 100 --rounds 1 --trace "$work/cache_steps.json.gz" \
+        --json "$work/switches_cache.json"
+      bench cache_six_adam 120 embedding --where cache --optimizer adam --rows 4000000 \
+        --set distinct=6 --limit 56
+      for placement in rows table; do
+        bench "dlrm_2_$placement" 80 dlrm --ranks 2 --keys 1 --rounds 1 --steps 20 \
+          --placement $placement --limit 38
+      done
       py switches_hbm 60 tools/bench_switches.py --where hbm --optimizer sgd \
         --json "$work/switches_hbm.json"
-      bench cache_six_adam 130 embedding --where cache --optimizer adam --rows 4000000 \
-        --set distinct=6 --limit 60
-      bench dlrm 100 dlrm --keys 1 --rounds 2 --limit 32
       ;;
-    third)  # issues 22.3, 22.4, 19.4, 22.1, 22.2: whole steps, balanced ranks, checkpoints
+    third)  # whole pipelines: beside TorchRec and an older commit, checkpoints, a large pool, growth
       kernels
-      bench tasks 230 hstu --parts step --tasks 8 --batch 32 --head-dim 256 --items 50000000 \
-        --positions 0 --rounds 2 --plans nested,serial --stored 4000000 --device-memory 4GB \
-        --limit 110
-      bench checkpoint 100 checkpoint --every 100 --set run.device=cuda --set run.batch=128 \
+      peers
+      bench checkpoint 90 checkpoint --every 100 --set run.device=cuda --set run.batch=128 \
         --set run.precision=bf16 --set data.synthetic.flavour=sequence \
         --set data.synthetic.samples=50000 --set data.synthetic.num_items=1000000 \
         --set data.synthetic.min_len=200 --set data.synthetic.max_len=400 \
         --set model.kind=ranker --set model.dim=512 --set model.blocks=4 --set model.heads=4 \
         --set model.attention_dim=128 --set model.max_len=400
+      # Every plan, both serial loops and TorchRec: rows of one table, written after each case.
+      py lab_table 190 tools/lab.py table --only A,C --rounds 1 --forms new,pooled --shares 0.3 \
+        --peer-limit 45 --json "$work/lab_table.json"
+      before py lab_a_old 60 "$OLD/tools/lab.py" compare A --rounds 1 --forms new --no-peer \
+        --json "$work/lab_a_old.json"
+      py paper_table 130 tools/lab.py table --only paper --rounds 1 --forms new,pooled \
+        --rows 4000000 --shares 0.3 --peer-limit 45 --json "$work/paper_table.json"
+      before bench paper_old 60 pipeline --case paper --plans nested,serial --retrieval new \
+        --set rows=4000000 --set rounds=1
+      bench pool_100gb 110 embedding --where hbm --optimizer sgd --rows 11500000 --dim 192 \
+        --no-peer --steps 20 --rounds 1 --set distinct=0 --set exponent=0.01 --set warm=230 \
+        --limit 105
+      bench sweep_tables 60 embedding --where hbm --optimizer sgd --rounds 1 --no-peer \
+        --sweep tables=1,10,100,1000 --limit 55
+      ;;
+    hstu)  # issue 22: blocks, whole steps of sequences, balanced ranks
+      kernels
+      bench encoder_long 45 hstu --parts encoder --batch 4 --length 4096 --head-dim 256 --rounds 5 \
+        --profile
+      bench encoder_long_hopper 45 hstu --parts encoder --batch 4 --length 4096 --head-dim 256 \
+        --rounds 5 --attention hopper
+      bench encoder_short 45 hstu --parts encoder --batch 32 --length 512 --head-dim 256 --rounds 5 \
+        --profile
+      bench tasks 230 hstu --parts step --tasks 8 --batch 32 --head-dim 256 --items 50000000 \
+        --positions 0 --rounds 2 --plans nested,serial --stored 4000000 --device-memory 4GB \
+        --limit 110
+      bench tasks_hopper 80 hstu --parts step --tasks 8 --batch 32 --head-dim 256 \
+        --items 50000000 --positions 0 --rounds 1 --plans nested --stored 1000000 \
+        --device-memory 4GB --attention hopper --limit 70
       bench tasks_balance 210 hstu --parts step --tasks 8 --batch 32 --head-dim 256 \
         --items 50000000 --positions 0 --rounds 2 --ranks 4 --plans nested \
         --balance samples,work --stored 1000000 --device-memory 2GB --limit 100
       bench encoder32 45 hstu --parts encoder --batch 32 --length 4096 --head-dim 256 \
         --lengths uniform --rounds 3
       bench zipf 60 hstu --parts attention --length 4096 --batch 32 --lengths zipf --rounds 5
-      bench tasks_hopper 80 hstu --parts step --tasks 8 --batch 32 --head-dim 256 \
-        --items 50000000 --positions 0 --rounds 1 --plans nested --stored 1000000 \
-        --device-memory 4GB --attention hopper --limit 70
-      gpu_tests other_tests 200 -n 8 tests/gpu/test_verify_cuda.py tests/gpu/test_device_index.py \
-        tests/gpu/test_update_rows.py tests/gpu/test_segment_sum.py tests/gpu/test_hstu_forward.py
-      bench paper 120 pipeline --case paper --retrieval pooled --plans nested,serial \
-        --set rows=4000000 --set steps=12
       ;;
     tests)  # 18, line 5: verify and twins on NCCL; everything that only a GPU runs
       kernels
@@ -323,12 +354,9 @@ run_slice() {
     lab_old)  # line 4: no slower than before, in the same session
       py lab_new 250 tools/lab.py compare A --rounds 2 --no-peer --forms new,pooled \
         --json "$work/lab_new.json"
-      local today=$PYTHONPATH
-      PYTHONPATH=$OLD/src
-      py lab_old 250 "$OLD/tools/lab.py" compare A --rounds 2 --no-peer \
+      before py lab_old 250 "$OLD/tools/lab.py" compare A --rounds 2 --no-peer \
         --json "$work/lab_old.json"
-      bench paper_old 250 pipeline --case paper --plans nested,serial
-      PYTHONPATH=$today
+      before bench paper_old 250 pipeline --case paper --plans nested,serial
       ;;
     memory)  # line 7: a pool of 100 GB with more than 100 million rows, near all of them touched
       bench pool_100gb 540 embedding --where hbm --optimizer sgd --rows 11500000 --dim 192 \

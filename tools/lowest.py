@@ -19,7 +19,8 @@ EXTRAS = ("train", "serve", "remote", "kafka")
 RUNNERS = ("hypothesis", "pytest", "pytest-xdist")
 """They run the tests and are not what is tested: any release will do."""
 TESTS = (
-    *("tests/unit/checkpoint", "tests/unit/config", "tests/unit/data", "tests/unit/serve"),
+    *("tests/unit/checkpoint", "tests/unit/config", "tests/unit/dashboard", "tests/unit/data"),
+    "tests/unit/serve",
     *("tests/unit/train", "tests/unit/cli/test_train.py", "tests/serve/test_service.py"),
 )
 """Where numpy, pyarrow, safetensors, tensorboard, torch, typer, rich and the web stack are used."""

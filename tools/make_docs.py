@@ -20,11 +20,10 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import peer_figures
-from typer.main import get_command
 
 import nestpipe
 from nestpipe import deprecated
-from nestpipe.cli.app import app
+from nestpipe.cli.app import command_tree
 from nestpipe.config import Table
 from nestpipe.schedule import PlanOptions, nominal_trace, plan
 from nestpipe.serve.types import HttpSettings, ServeSettings
@@ -41,14 +40,14 @@ def help_text(command: tuple[str, ...]) -> str:
     os.environ.update(COLUMNS="80", TERM="dumb")
     out = io.StringIO()
     with redirect_stdout(out):
-        app([*command, "--help"], prog_name="nestpipe", standalone_mode=False)
+        command_tree()([*command, "--help"], prog_name="nestpipe", standalone_mode=False)
     return "\n".join(line.rstrip() for line in out.getvalue().strip().splitlines())
 
 
 def reference() -> str:
     """The page `reference.md`."""
     parts = ["# Command-line reference", "", "Written by `make docs` from the program itself."]
-    for command in _commands(get_command(app)):
+    for command in _commands(command_tree()):
         title = " ".join(("nestpipe", *command))
         parts += ["", f"## `{title}`", "", "```text", help_text(command), "```"]
     return "\n".join([*parts, ""])

@@ -140,6 +140,8 @@ class PackedColumns:
     layout: BatchLayout
     agreeing: frozenset[str] = frozenset()
     """Lists of int64 keys whose lengths add up to their number, as they were packed."""
+    equal_lengths: EqualLengths | None = None
+    """What the int64 part ends with; None: lengths differ, or are too few to matter."""
 
     @classmethod
     def of(cls, batch: Batch, *, pin_memory: bool) -> PackedColumns:
@@ -148,21 +150,31 @@ class PackedColumns:
             size = sum(column.numel() for column in columns)
             parts[dtype] = torch.empty(size, dtype=dtype, pin_memory=pin_memory)
             torch.cat([column.reshape(-1) for column in columns], out=parts[dtype])
-        return cls(parts, BatchLayout.of(batch), _agreeing(batch, parts))
+        layout = BatchLayout.of(batch)
+        int64 = all(keys.lengths.dtype == torch.int64 for keys in batch.sparse.values())
+        equal = EqualLengths.of(parts, layout) if int64 else None
+        return cls(parts, layout, _agreeing(batch, parts), equal)
 
     @property
     def is_pinned(self) -> bool:
         return all(part.is_pinned() for part in self.parts.values())
 
     def to(self, device: torch.device | str, non_blocking: bool) -> PackedColumns:
-        return self._with(lambda part: part.to(device, non_blocking=non_blocking))
+        equal = self.equal_lengths if torch.device(device).type == "cuda" else None
+
+        def sent(part: Tensor) -> Tensor:
+            if equal is None or part.dtype != torch.int64:
+                return part.to(device, non_blocking=non_blocking)
+            return equal.send_all_else(part, torch.device(device), non_blocking=non_blocking)
+
+        return self._with(sent)
 
     def pin_memory(self) -> PackedColumns:
         return self._with(lambda part: part.pin_memory())
 
     def _with(self, change: Callable[[Tensor], Tensor]) -> PackedColumns:
         parts = {dtype: change(part) for dtype, part in self.parts.items()}
-        return PackedColumns(parts, self.layout, self.agreeing)
+        return PackedColumns(parts, self.layout, self.agreeing, self.equal_lengths)
 
     def unpack(self, like: Batch) -> Batch:
         """The batch again, as views of this memory; `like` says which columns there are.
@@ -210,6 +222,40 @@ class PackedColumns:
         if first < base or at > base + there.numel() * size:
             return None
         return self.parts[there.dtype][(first - base) // size : (at - base) // size]
+
+
+WORTH_LEAVING_OUT = 1 << 19
+"""Equal lengths that need not be copied to a GPU: 4 MB, on a link that brings rows too."""
+
+
+@dataclass(frozen=True, slots=True)
+class EqualLengths:
+    """Where all lists of a batch have equally many keys: their lengths end the int64 part."""
+
+    count: int
+    """Of samples and lists together."""
+    length: int
+
+    @classmethod
+    def of(cls, parts: Mapping[torch.dtype, Tensor], layout: BatchLayout) -> EqualLengths | None:
+        """None: they differ, or are few. For lists whose lengths are int64."""
+        count = layout.size * len(layout.sparse)
+        if count < WORTH_LEAVING_OUT:
+            return None
+        lengths = parts[torch.int64][-count:]
+        length = int(lengths[0])
+        if any(keys != length * layout.size for _, keys in layout.sparse):
+            return None
+        least, most = (int(bound) for bound in lengths.aminmax())
+        return cls(count, length) if least == most else None
+
+    def send_all_else(self, part: Tensor, device: torch.device, *, non_blocking: bool) -> Tensor:
+        """A copy of the int64 part; the device itself writes the lengths."""
+        first = len(part) - self.count
+        there = torch.empty(len(part), dtype=part.dtype, device=device)
+        there[:first].copy_(part[:first], non_blocking=non_blocking)
+        there[first:].fill_(self.length)
+        return there
 
 
 def _agreeing(batch: Batch, parts: Mapping[torch.dtype, Tensor]) -> frozenset[str]:

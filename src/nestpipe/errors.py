@@ -54,6 +54,11 @@ class MisfitError(CheckpointError):
     """A checkpoint is whole, and of other tables or optimizers: so are those before it."""
 
 
+class UnjudgedError(CheckpointError):
+    """A checkpoint that may be whole and cannot be judged here: of a later program, without
+    permission, or with hashes that this environment lacks. Nothing may take its place."""
+
+
 class RunError(NestpipeError):
     """A run failed: a peer died, a collective timed out, the loss is not a number."""
 
@@ -98,7 +103,7 @@ class Speaker:
         self._claim: Callable[[str], bool] | None = None
 
     def command_begins(self) -> None:
-        """Nobody has met yet: ranks of an earlier command in this process are none of this one."""
+        """No rank has joined yet: ranks of an earlier command in this process do not count."""
         self._claim = None
 
     def ranks_met(self, claim: Callable[[str], bool]) -> None:

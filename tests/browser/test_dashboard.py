@@ -151,3 +151,80 @@ def test_a_run_that_was_killed_is_lost_on_its_own_page(page: Page, tmp_path: Pat
         training.wait()
         assert training.stderr is not None
         training.stderr.close()
+
+
+def test_the_page_says_what_limits_a_step(page: Page, tmp_path: Path):
+    with served(written_run(tmp_path / "run", 100)) as url:
+        page.open(url, SHOWN)
+        said = page.evaluate("document.querySelector('.card').textContent")
+        assert "What limits a step" in said
+        assert "Compute: forward, backward and updates" in said
+        shown = page.evaluate("document.querySelector('.split').getAttribute('aria-label')")
+        assert shown.startswith("compute and updates 12 ms (77.4 %), exchange between ranks 2 ms")
+        assert page.complaints == []
+
+
+def test_the_keyboard_walks_over_a_chart_and_news_do_not_take_it_away(page: Page, tmp_path: Path):
+    def press(key: str) -> None:
+        for kind in ("rawKeyDown", "keyUp"):
+            page.call("Input.dispatchKeyEvent", type=kind, key=key, code=key)
+
+    tip = "document.activeElement.parentNode.querySelector('.tip').textContent"
+    folder = written_run(tmp_path / "run", 20, end=None)
+    writer = RecordWriter(file_of(folder / "record", 0), about(0, 1, 40), first_step=20)
+    with served(folder) as url:
+        page.open(url, SHOWN)
+        page.evaluate("document.querySelector('.plot svg').focus()")
+        press("ArrowLeft")
+        assert page.evaluate(tip).startswith("step 20")
+        press("ArrowLeft")
+        assert page.evaluate(tip).startswith("step 19")
+        writer.add("point", 30, point(30, 0))
+        page.until(lambda: page.evaluate(TEXT.format("progress")) == "step 30 of 40")
+        assert page.evaluate(tip).startswith("step 19"), "it stays where it was"
+        press("End")
+        assert page.evaluate(tip).startswith("step 30")
+        page.evaluate("[...document.querySelectorAll('.wide .plot svg')].at(0).focus()")
+        press("ArrowRight")
+        assert page.evaluate(tip).startswith("retrieve 21")
+        assert page.complaints == []
+
+
+def test_losses_that_are_not_finite_are_seen(page: Page, tmp_path: Path):
+    folder = written_run(tmp_path / "run", 20, end=None)
+    writer = RecordWriter(file_of(folder / "record", 0), about(0, 1, 40), first_step=20)
+    writer.add("point", 30, {**point(30, 0), "finite": 20, "loss": point(20, 0)["loss"]})
+    with served(folder) as url:
+        page.open(url, SHOWN)
+        assert "loss of 10 of 30 steps was NaN" in page.evaluate(TEXT.format("notices"))
+        assert page.evaluate("document.querySelector('.tile dd').textContent") == "NaN"
+        assert page.complaints == []
+
+
+def test_choices_of_an_adaptive_run_are_shown_and_those_of_others_are_not(
+    page: Page, tmp_path: Path
+):
+    hidden = "[...document.querySelectorAll('h2')].find(h => h.textContent === 'Choices')"
+    hidden += ".parentNode.hidden"
+    folder = written_run(tmp_path / "run", 20, end=None)
+    writer = RecordWriter(file_of(folder / "record", 0), about(0, 1, 40), first_step=20)
+    with served(folder) as url:
+        page.open(url, SHOWN)
+        assert page.evaluate(hidden)
+        settings = {"first": 1.0, "last": 1.0, "device_memory": "auto", "reason": "the fastest"}
+        writer.add("choice", 20, {"micro_batches": 4, **settings})
+        page.until(lambda: not page.evaluate(hidden))
+        assert "the fastest" in page.evaluate("document.querySelector('.reasons').textContent")
+        assert page.complaints == []
+
+
+def test_long_names_do_not_widen_the_page(page: Page, tmp_path: Path):
+    folder = written_run(tmp_path / ("a-run-" * 30), 20, end=None)
+    long = {**about(0, 1, 40), "model": "M" * 120}
+    writer = RecordWriter(file_of(folder / "record", 0), long, first_step=20)
+    writer.add("point", 30, {**point(30, 0), "tables": {"t" * 100: 5, "u" * 100: 6}})
+    with served(folder) as url:
+        for width, height, phone in SIZES:
+            page.resize(width, height, phone=phone)
+            page.open(url, SHOWN)
+            assert page.evaluate("document.documentElement.scrollWidth") <= width

@@ -3,11 +3,14 @@
 Keys of one micro-batch are routed by the device, those of several by hosts.
 """
 
+import gc
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -15,20 +18,26 @@ import torch
 from torch import Tensor
 
 from nestpipe.batch import Batch
+from nestpipe.checkpoint.folder import paths_in, verified
+from nestpipe.checkpoint.merging import difference
 from nestpipe.comm import LocalCommunicator
 from nestpipe.config import build
 from nestpipe.embedding.device_tables import DeviceTables
 from nestpipe.embedding.optimizers import OPTIMIZERS
 from nestpipe.embedding.pool import RowPool, SlotList
 from nestpipe.jagged import Jagged
+from nestpipe.kernels.host_memory import CopiesToHost
+from nestpipe.kernels.index.library import ask
 from nestpipe.models.dlrm import Dlrm, DlrmConfig
 from nestpipe.runtime import Work
 from nestpipe.runtime.lanes import Act
 from nestpipe.schedule import Kind, Op
+from nestpipe.train.background import BackgroundWriter
 from nestpipe.train.config import PipelineSettings, TrainSettings
 from nestpipe.train.evaluate import forward
 from nestpipe.train.trainer import Trainer
 from nestpipe.train.verify import Trained, compare, serial_twin
+from support import step_memory
 from support import verify_world as world
 
 DEVICE = "cuda"
@@ -229,6 +238,90 @@ def test_a_checkpoint_is_resumed_through_a_pool_with_later_rows(tmp_path: Path):
             pooled.load(saved)
 
 
+# Checkpoints in the background
+
+
+SHARED: Any = world.Samples("all shared")
+SPIN = 200_000_000
+"""Cycles: about a tenth of a second, in which many batches are trained."""
+
+
+def write_while_training(folder: Path, trainer: Trainer, *, on_device: bool, data: Any) -> None:
+    """Increments after every batch, but for the last one."""
+    trainer.track_rows()
+    writer = BackgroundWriter(folder, trainer.mesh, 1e9, on_device=on_device)
+    last = None
+    for _ in range(world.STEPS - 1):
+        trainer.fit(data, steps=1)
+        last = trainer.save_in_background(writer, last)
+    trainer.fit(data, steps=1)
+    writer.wait()
+
+
+@pytest.mark.parametrize("slow", [False, True], ids=["", "slowly"])
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"pool_rows": SMALL}, {"pool_rows": SMALL, "pin_rows": False}, {"micro_batches": 2}],
+    ids=lambda more: "-".join(f"{name}-{value}" for name, value in more.items()) or "all there",
+)
+def test_rows_copied_on_the_gpu_are_those_of_a_flush(tmp_path, monkeypatch, more, slow):
+    """Whatever is trained before the copies reach the host; `slowly`: that is a while."""
+    fetch = CopiesToHost.fetch
+
+    def fetch_late(self: CopiesToHost, tensor: Tensor) -> Tensor:
+        torch.cuda._sleep(SPIN)
+        return fetch(self, tensor)
+
+    if slow:
+        monkeypatch.setattr(CopiesToHost, "fetch", fetch_late)
+    pipeline = replace(POOLED, micro_batches=more.get("micro_batches", 1))
+    for on_device in (True, False):
+        with trainer_of(pipeline, **more) as trainer:
+            folder = tmp_path / str(on_device)
+            write_while_training(folder, trainer, on_device=on_device, data=SOURCE)
+    for path in paths_in(tmp_path / "True"):
+        flushed = verified(tmp_path / "False" / path.name)
+        assert difference(flushed, verified(path)).same_state, path.name
+
+
+def test_a_checkpoint_does_not_flush_the_pool(tmp_path, monkeypatch):
+    with trainer_of(POOLED, pool_rows=world.ENOUGH_ROWS) as trainer:
+        trainer.track_rows()
+
+        def refuse(self: RowPool) -> None:
+            raise AssertionError("a flush")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(RowPool, "flush", refuse)
+            writer = BackgroundWriter(tmp_path, trainer.mesh, 1e9)
+            trainer.fit(SHARED, steps=2)
+            trainer.save_in_background(writer, None)
+            writer.wait()
+        assert writer.stood_still.for_flush == 0
+        assert all(
+            store.num_rows() == [0] * len(store.num_rows()) for store in trainer._storage.tracked
+        )
+
+
+def test_what_is_fetched_is_what_the_callers_stream_had_made():
+    """The thread that fetches neither reads too early, nor does the caller wait for it."""
+    copies, there = CopiesToHost(), torch.zeros(1000, device=DEVICE)
+    torch.cuda._sleep(SPIN)
+    there.fill_(7)
+    copies.begin([there])
+    found: list[Tensor] = []
+
+    def read() -> None:
+        with copies.entered():
+            found.append(copies.fetch(there))
+
+    reader = Thread(target=read)
+    reader.start()
+    reader.join()
+    assert bool((found[0] == 7).all())
+    assert found[0].is_pinned()
+
+
 # CUDA graphs of the dense half
 
 
@@ -390,3 +483,31 @@ def test_nccl_ranks_on_one_gpu_change_no_bit(tmp_path: Path, ranks):
     for case, found in zip(cases, world.verdicts_of(cases, ranks, tmp_path, DEVICE), strict=True):
         assert_identical(found, case, ranks)
         assert (found["rows_left"] > 0) == ("pool_rows" in case)
+
+
+# What a step takes of device memory
+
+
+@pytest.mark.parametrize("plan", ["serial", "nested"])
+def test_a_step_takes_the_memory_of_the_formula(plan: str):
+    """Of docs/store.md, ten percent either way; `nested` may have fewer batches in flight."""
+    samples = 50_000
+    source = step_memory.Samples(samples, pinned=True)
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    trained = step_memory.make_trainer(plan, DEVICE, samples)
+    trained.fit(source)  # type: ignore[arg-type]
+    peak = torch.cuda.max_memory_allocated() - before - step_memory.pool_bytes(samples)
+
+    bits = step_memory.slots_for(samples).bit_length()
+
+    def sort_bytes(terms: int) -> int:
+        return ask(torch.device(DEVICE), "nestpipe_sort_bytes", terms, bits)
+
+    wanted = step_memory.formula(trained.plan, samples, sort_bytes)
+    trained.close()
+    said = f"{peak:,} bytes where the formula has {wanted:,}"
+    assert peak <= 1.1 * wanted, said
+    assert peak >= (0.9 if plan == "serial" else 0.4) * wanted, said

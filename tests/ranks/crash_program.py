@@ -55,6 +55,12 @@ WAYS: dict[str, dict[str, Any]] = {
         "full_every": 1,
         "keep_last": 1,
     },
+    "from a pool": {
+        "checkpoint_every": 2,
+        "incremental": True,
+        "full_every": 1,
+        "retrieval": "pooled",
+    },
 }
 """How a run saves."""
 TIDY = "compact, prune"
@@ -87,14 +93,16 @@ def fork(do: Callable[[], object]) -> int:
     return pid
 
 
-def made(folder: Path, resume: str | None, plan: str = "serial", **run: Any) -> Job:
+def made(
+    folder: Path, resume: str | None, plan: str = "serial", retrieval: str = "auto", **run: Any
+) -> Job:
     config = build(
         JobConfig,
         {
             "data": {"synthetic": {"samples": STEPS * 8, "test_samples": 8, "num_tables": 2}},
             "model": {"dim": 4, "bottom": [], "top": []},
             "run": {"batch": 8, "device": "cpu", "checkpoint": str(folder), **run},
-            "pipeline": {"plan": plan},
+            "pipeline": {"plan": plan, "retrieval": retrieval, "owner_sums": "off"},
         },
     )
     return prepare(config, LocalCommunicator(), resume)
@@ -288,6 +296,7 @@ def attempt(folder: Path, reference: Path, seed: int) -> dict[str, Any]:
     run: dict[str, Any] = {"checkpoint_every": rng.choice([1, 2, 3])}
     run |= rng.choice([{}, {"incremental": True, "full_every": rng.choice([0, 1, 2])}])
     run |= rng.choice([{}, {"keep_last": rng.choice([1, 2])}])
+    run |= rng.choice([{}, {"retrieval": "pooled"}])
     killed: list[str] = []
     for _ in range(rng.choice([2, 3, 4])):
         act = partial(train, folder, plan=rng.choice(["serial", "nested"]), **run)

@@ -13,9 +13,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-import typer
-
-from nestpipe.cli.app import app
+from nestpipe.cli.app import command_tree
 from support import triton_without_gpu
 from support.tools import ROOT, load_tool
 
@@ -54,7 +52,7 @@ def steps() -> list[tuple[str, str, int, list[str]]]:
 
 def read_by_nestpipe(words: list[str]) -> None:
     """As typer reads them, without doing anything."""
-    command: Any = typer.main.get_command(app)
+    command: Any = command_tree()
     name = "nestpipe"
     context = command.make_context(name, [], resilient_parsing=True)
     while hasattr(command, "get_command"):
@@ -117,14 +115,28 @@ def test_the_arguments_of_the_attention_bench_are_read_too():
     assert triton_without_gpu.__file__
 
 
-def test_each_call_of_the_plan_leaves_few_files_and_has_its_most_telling_steps_first():
-    """A GPU machine gives back eight files; a call is 2,000 characters at most."""
+def test_the_calls_of_the_plan_have_their_most_telling_steps_first_and_the_page_names_each():
     by_slice: dict[str, list[str]] = {}
     for part, name, _, _ in steps():
         by_slice.setdefault(part, []).append(name)
-    assert list(by_slice)[:3] == ["first", "second", "third"]
-    assert by_slice["first"][:3] == ["kernels", "gpu_tests", "hopper"]
+    assert list(by_slice)[:4] == ["first", "second", "third", "hstu"]
+    assert by_slice["first"][:2] == ["kernels", "gpu_tests"]
     assert all(len(set(names)) == len(names) for names in by_slice.values())
+    page = (ROOT / "docs/gpu.md").read_text()
+    told = set(re.findall(r"`(\w+)`", page[page.index("What each step shows") :]))
+    needed = {"kernels", "peers_put", "peers_unpack"}
+    for part in ("first", "second", "third", "hstu"):
+        assert set(by_slice[part]) - needed <= told, part
+
+
+def test_without_the_older_sources_a_session_leaves_their_steps_out(tmp_path: Path):
+    python = stand_in(tmp_path)
+    said = session("lab_old", PYTHON=python, OUT=str(tmp_path), OLD=str(tmp_path / "none"))
+    assert said.returncode == 0, said.stdout
+    assert "prepare" in said.stdout
+    assert [step["step"] for step in json.loads((tmp_path / "lab_old.json").read_text())] == [
+        "lab_new"
+    ]
 
 
 STAND_IN = """\

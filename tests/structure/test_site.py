@@ -42,6 +42,15 @@ def test_pages_load_nothing_from_elsewhere(site: Path):
         assert not [word for word in loaded if word.startswith(("http", "//"))], page.name
 
 
+def test_a_line_that_begins_with_a_percent_sign_is_text(site: Path):
+    """A dialect of Markdown takes it for a comment, and half a sentence was gone."""
+    for page in DOCS.rglob("*.md"):
+        built = (site / page.relative_to(DOCS).with_suffix(".html")).read_text()
+        text = " ".join(re.sub(r"<[^>]*>", "", built).split())
+        for line in re.findall(r"^ *(% \w+ \w+ \w+ \w+)", page.read_text(), re.MULTILINE):
+            assert line in text, f"{page.name}: {line!r} is not on the page"
+
+
 @pytest.mark.parametrize("name", ["first_hour", "first_run", "insteval"])
 def test_commands_read_from_the_site_are_those_of_the_source(
     site: Path, monkeypatch: pytest.MonkeyPatch, name: str

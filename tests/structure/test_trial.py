@@ -5,9 +5,8 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-from typer.main import get_command
 
-from nestpipe.cli.app import app
+from nestpipe.cli.app import command_tree
 from nestpipe.train.job import JobConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,7 +23,7 @@ def trial(monkeypatch: pytest.MonkeyPatch):
 def test_commands_of_a_page_exist_and_name_its_files(trial, name: str):
     page = (ROOT / "docs" / name).read_text()
     files, commands = trial.files(page), list(trial.commands(page))
-    known = get_command(app).commands  # type: ignore[attr-defined]
+    known = command_tree().commands
     assert len(commands) > 5
     for command in commands:
         program, *words = shlex.split(command.rstrip("&"))

@@ -43,16 +43,48 @@ def true_cost(one: Candidate, net: float, dense: float) -> Callable[[Op, int], f
     return cost
 
 
-def true_trace(one: Candidate, ranks: int, *, net: float, dense: float, batches: int) -> Trace:
-    """The trace of a candidate on ranks with a core each."""
+def true_cpu(one: Candidate, net: float, cpu: float) -> Callable[[Op, int], float]:
+    """For how much of that a collective needs a core: all of its fixed part, `cpu` of the rest."""
+    whole = {Kind.ROWS: net, Kind.GRADS: net}
+
+    def needed(op: Op, rank: int) -> float:
+        if op.micro is None:
+            return cpu * PER_BATCH.get(op.kind, 0.0)
+        fixed = FIXED_MS[op.kind]
+        return fixed + cpu * (whole[op.kind] - fixed) * one.split.shares[op.micro]
+
+    return needed
+
+
+def true_trace(
+    one: Candidate, ranks: int, *, net: float, dense: float, batches: int, cpu: float | None = None
+) -> Trace:
+    """The trace of a candidate on ranks with a core each; `cpu`: messages need it too."""
     from nestpipe.sim.replay import Sharing
 
     sharing = Sharing(tuple(range(ranks)), frozenset(Lane) - {Lane.NET})
     made = one.make_plan("cpu", ranks)
-    return replay_shared(made, true_cost(one, net, dense), sharing, batches=batches)
+    cpu_of = None if cpu is None else true_cpu(one, net, cpu)
+    cost = true_cost(one, net, dense)
+    return replay_shared(made, cost, sharing, batches=batches, cpu_of=cpu_of)
 
 
-def world_profile(*, net: float = 20.0, dense: float = 20.0, ranks: int = 2) -> JobProfile:
+def _cpu_ms(one: Candidate, net: float, cpu: float | None) -> dict[str, float]:
+    """Processor time of each collective of a batch, named as in a profile."""
+    if cpu is None:
+        return {}
+    needed = true_cpu(one, net, cpu)
+    micros = range(one.micro_batches)
+    ops = [Op(kind, 0) for kind in (Kind.COUNTS, Kind.KEYS, Kind.REDUCE)]
+    ops += [Op(kind, 0, micro) for kind in (Kind.ROWS, Kind.GRADS) for micro in micros]
+    return {
+        str(op.kind) + ("" if op.micro is None else f".{op.micro}"): needed(op, 0) for op in ops
+    }
+
+
+def world_profile(
+    *, net: float = 20.0, dense: float = 20.0, ranks: int = 2, cpu: float | None = None
+) -> JobProfile:
     """Serial runs unsplit, split in 8 and with whole working sets; no row is met twice."""
     plain = Candidate(retrieval="new")
     forms = (plain, replace(plain, micro_batches=8), replace(plain, retrieval="whole"))
@@ -64,7 +96,7 @@ def world_profile(*, net: float = 20.0, dense: float = 20.0, ranks: int = 2) -> 
             for kind in ("rows", "grads")
             for micro in range(form.micro_batches)
         }
-        runs.append(ProfiledRun(form.form, (trace,), sent, 0.0))
+        runs.append(ProfiledRun(form.form, (trace,), sent, cpu_ms=_cpu_ms(form, net, cpu)))
     return JobProfile(
         runs=tuple(runs),
         device="cpu",

@@ -2,9 +2,10 @@
 
 import pickle
 
+import pytest
 import torch
 
-from nestpipe.batch import Batch, PackedColumns
+from nestpipe.batch import Batch, EqualLengths, PackedColumns
 from nestpipe.jagged import Jagged, longest_of
 
 
@@ -77,6 +78,42 @@ def test_lists_whose_lengths_do_not_add_up_are_known():
     assert packed.agreeing == packed.to("cpu", non_blocking=False).agreeing == set(batch.sparse)
     assert columns_of(batch.empty().pack()).agreeing == set(batch.sparse)
     assert columns_of(Batch(2, {"x": torch.rand(2)}, {}).pack()).agreeing == set()
+
+
+@pytest.mark.parametrize("length", [1, 3])
+def test_equal_lengths_need_not_travel(length: int, monkeypatch: pytest.MonkeyPatch):
+    """A device that writes them itself has the same bits as one that got them."""
+    monkeypatch.setattr("nestpipe.batch.WORTH_LEAVING_OUT", 8)
+    lists = {
+        name: Jagged(torch.randint(-9, 9, (4 * length,)), torch.full((4,), length))
+        for name in ("a", "b")
+    }
+    packed = columns_of(Batch(4, {"x": torch.arange(4)}, lists).pack())
+    equal = packed.equal_lengths
+    assert equal is not None
+    assert equal == EqualLengths(8, length)
+    part = packed.parts[torch.int64]
+    sent = equal.send_all_else(part, torch.device("cpu"), non_blocking=False)
+    assert torch.equal(sent, part)
+    assert sent.data_ptr() != part.data_ptr()
+
+
+def test_lengths_that_differ_travel(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("nestpipe.batch.WORTH_LEAVING_OUT", 4)
+
+    def of(*lengths: list[int], dtype: torch.dtype = torch.int64) -> EqualLengths | None:
+        lists = {
+            str(n): Jagged(torch.arange(sum(some)), torch.tensor(some, dtype=dtype))
+            for n, some in enumerate(lengths)
+        }
+        return columns_of(Batch(len(lengths[0]), {}, lists).pack()).equal_lengths
+
+    assert of([2, 2], [2, 2]) == EqualLengths(4, 2)
+    assert of([2, 2], [1, 1]) is None
+    assert of([2, 2], [1, 3]) is None
+    assert of([2, 2], [2, 2], dtype=torch.int32) is None
+    assert of([2], [2]) is None  # too few
+    assert of([0, 0], [0, 0]) == EqualLengths(4, 0)
 
 
 def test_the_host_knows_lengths_of_lists_that_it_has_sent_away():

@@ -9,9 +9,8 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-from typer.main import get_command
 
-from nestpipe.cli.app import app, main
+from nestpipe.cli.app import command_tree, main
 from nestpipe.config import build
 from nestpipe.train.job import JobConfig
 
@@ -67,15 +66,15 @@ def commands_shown(text: str) -> Iterator[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_that_are_shown_have_the_options_they_name(page):
     for line in commands_shown(page.read_text()):
-        command = get_command(app)
+        named = command_tree()
         words = shlex.split(line, comments=True)[1:]
-        while words and words[0] in getattr(command, "commands", {}):
-            command = command.commands[words.pop(0)]  # type: ignore[attr-defined]
-        known = {flag for option in command.params for flag in (*option.opts, "--help")}
-        known |= {flag for option in command.params for flag in option.secondary_opts}
+        while words and words[0] in getattr(named, "commands", {}):
+            named = named.commands[words.pop(0)]
+        known = {flag for option in named.params for flag in (*option.opts, "--help")}
+        known |= {flag for option in named.params for flag in option.secondary_opts}
         flags = {word.partition("=")[0] for word in words if word.startswith("--")}
         assert flags <= known, f"{line}: {sorted(flags - known)}"
-        assert not hasattr(command, "commands") or not words or words[0].startswith("-"), line
+        assert not hasattr(named, "commands") or not words or words[0].startswith("-"), line
 
 
 def test_commands_that_are_shown_set_keys_that_exist():

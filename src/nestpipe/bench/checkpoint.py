@@ -1,7 +1,9 @@
 """`nestpipe bench checkpoint` and `bench dashboard`: what goes on beside training costs a job.
 
-The same trainer takes turns: some steps in one go, as many with a checkpoint after every so many.
-Each interval with checkpoints begins with one and ends when it is written, so nothing is left out.
+The same trainer takes turns: some steps in one go, as many in shorter runs, which drains and
+fills the pipeline, and as many with a checkpoint between these runs. Each interval with checkpoints
+begins with one and ends when it is written, so nothing is left out.
+
 Likewise for the dashboard: some steps without a record, as many with one and an open page.
 """
 
@@ -20,7 +22,7 @@ from statistics import median, quantiles
 from nestpipe.checkpoint.folder import DENSE, read_manifest
 from nestpipe.config import positive
 from nestpipe.dashboard.server import Address, beside_training, listen
-from nestpipe.train.background import BackgroundWriter
+from nestpipe.train.background import BackgroundWriter, StoodStill
 from nestpipe.train.job import Job
 from nestpipe.train.loggers import recorded
 
@@ -45,16 +47,20 @@ class CheckpointCase:
             positive(name, getattr(self, name))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointReading:
     """What came out, on rank 0."""
 
     without: tuple[float, ...]
-    """Samples per second of each turn without checkpoints ..."""
+    """Samples per second of each turn without checkpoints, ..."""
+    cut: tuple[float, ...]
+    """... with the pipeline drained and filled where one would be, ..."""
     with_them: tuple[float, ...]
     """... and with them."""
-    waited_s: float
-    """Seconds that training stood still for a checkpoint, for copies and writes, in the mean."""
+    interval_samples: int
+    """Samples from one checkpoint to the next."""
+    stood_still: StoodStill
+    """What training waited for, for a checkpoint in the mean."""
     bytes_written: int
     """By all ranks, a checkpoint in the mean."""
     bytes_of_rows: int
@@ -69,12 +75,34 @@ class CheckpointReading:
         return median(1 - after / before for before, after in pairs)
 
     @property
+    def drained_s(self) -> float:
+        """Seconds that an interval takes longer where the pipeline is drained and filled."""
+        return self._longer_s(self.cut, self.without)
+
+    @property
+    def beside_s(self) -> float:
+        """Seconds that training takes longer beside the thread that writes."""
+        return self._longer_s(self.with_them, self.cut) - self.stood_still.seconds
+
+    def _longer_s(self, slow: Sequence[float], fast: Sequence[float]) -> float:
+        """Of an interval, in the median over neighbouring turns."""
+        longer = [1 / one - 1 / other for one, other in zip(slow, fast, strict=True)]
+        return self.interval_samples * median(longer)
+
+    @property
     def bytes_ratio(self) -> float:
         """Bytes written over bytes touched."""
         return self.bytes_written / max(1, self.bytes_touched)
 
     def as_json(self) -> dict[str, object]:
-        return {**asdict(self), "cost": self.cost, "bytes_ratio": self.bytes_ratio}
+        return {
+            **asdict(self),
+            "cost": self.cost,
+            "waited_s": self.stood_still.seconds,
+            "drained_s": self.drained_s,
+            "beside_s": self.beside_s,
+            "bytes_ratio": self.bytes_ratio,
+        }
 
 
 def measure_checkpoints(
@@ -84,18 +112,15 @@ def measure_checkpoints(
     progress: Callable[[], None] = lambda: None,
     so_far: Callable[[CheckpointReading], None] = lambda reading: None,
 ) -> CheckpointReading:
-    """Take turns; all ranks call it, with the same empty folder. `so_far` hears of each pair."""
+    """Take turns; all ranks call it, with one empty folder. `so_far` is called after each pair."""
     turns = _Turns(job, folder, case)
     turns.train(case.every)  # what is done once is done now
-    without: list[float] = []
-    with_them: list[float] = []
     for _ in range(case.rounds):
-        without.append(turns.without())
-        progress()
-        with_them.append(turns.with_them())
-        progress()
-        so_far(turns.reading(without, with_them))
-    return turns.reading(without, with_them)
+        for turn in (turns.without, turns.cut, turns.with_them):
+            turn()
+            progress()
+        so_far(turns.reading())
+    return turns.reading()
 
 
 class _Turns:
@@ -103,59 +128,68 @@ class _Turns:
 
     def __init__(self, job: Job, folder: Path, case: CheckpointCase) -> None:
         self._job, self._folder, self._case = job, folder, case
-        self.waited_s = 0.0
+        self._speeds: dict[str, list[float]] = {"without": [], "cut": [], "with_them": []}
+        self._stood_still = StoodStill()
         self.checkpoints = self.bytes_written = self.bytes_of_rows = self.bytes_touched = 0
 
     def train(self, steps: int) -> None:
         trainer = self._job.trainer
         trainer.fit(self._job.train, steps=steps, epochs=MANY_EPOCHS)
 
-    def without(self) -> float:
-        """Samples per second of a turn without checkpoints."""
+    def without(self) -> None:
+        """A turn without checkpoints."""
         self._job.trainer.track_rows(on=False)
-        self._job.trainer.comm.barrier()
-        began = time.perf_counter()
-        self.train(self._case.intervals * self._case.every)
-        return self._speed(began)
+        with self._timed("without"):
+            self.train(self._case.intervals * self._case.every)
 
-    def with_them(self) -> float:
+    def cut(self) -> None:
+        """The same, drained where there would be checkpoints."""
+        with self._timed("cut"):
+            for _ in range(self._case.intervals):
+                self.train(self._case.every)
+
+    def with_them(self) -> None:
         """The same with a checkpoint at the beginning of each interval."""
-        trainer = self._job.trainer
-        writer = BackgroundWriter(self._folder, trainer.mesh, 0 if self._case.full else 1e9)
+        trainer, on_device = self._job.trainer, self._job.config.run.snapshot_on_device
+        increments = 0 if self._case.full else 1e9
+        writer = BackgroundWriter(self._folder, trainer.mesh, increments, on_device=on_device)
         parent = trainer.save(self._folder)
         trainer.track_rows()
         self.train(self._case.every)
         paths: list[Path] = []
-        trainer.comm.barrier()
-        began = time.perf_counter()
-        for _ in range(self._case.intervals):
-            parent = trainer.save_in_background(writer, parent)
-            self.bytes_touched += writer.bytes_touched
-            paths.append(parent)
-            self.train(self._case.every)
-        writer.wait()
-        speed = self._speed(began)
-        self.waited_s += writer.seconds
+        with self._timed("with_them"):
+            for _ in range(self._case.intervals):
+                parent = trainer.save_in_background(writer, parent)
+                paths.append(parent)
+                self.train(self._case.every)
+            writer.wait()
+        self.bytes_touched += writer.bytes_touched
+        self._stood_still += writer.stood_still
         self._look_at(paths)
-        return speed
 
-    def reading(self, without: Sequence[float], with_them: Sequence[float]) -> CheckpointReading:
-        """What is known by now."""
+    def reading(self) -> CheckpointReading:
+        """The figures so far."""
         written = max(1, self.checkpoints)
+        speeds = {name: tuple(of) for name, of in self._speeds.items()}
         return CheckpointReading(
-            tuple(without),
-            tuple(with_them),
-            self.waited_s / written,
-            self.bytes_written // written,
-            self.bytes_of_rows // written,
-            self.bytes_touched // written,
+            **speeds,
+            interval_samples=self._case.every * self._job.trainer.settings.batch,
+            stood_still=self._stood_still / written,
+            bytes_written=self.bytes_written // written,
+            bytes_of_rows=self.bytes_of_rows // written,
+            bytes_touched=self.bytes_touched // written,
         )
 
-    def _speed(self, began: float) -> float:
+    @contextmanager
+    def _timed(self, kind: str) -> Generator[None]:
+        """Keep the samples per second of a turn, from when all ranks begin until all are done."""
         trainer = self._job.trainer
         trainer.comm.barrier()
+        began = time.perf_counter()
+        yield
+        trainer.comm.barrier()
         samples = self._case.intervals * self._case.every * trainer.settings.batch
-        return samples / (time.perf_counter() - began)
+        self._speeds[kind].append(samples / (time.perf_counter() - began))
 
     def _look_at(self, paths: list[Path]) -> None:
         """Count what was written, and make room for the next turn."""
@@ -238,7 +272,7 @@ def measure_dashboard(
     progress: Callable[[], None] = lambda: None,
     so_far: Callable[[DashboardReading], None] = lambda reading: None,
 ) -> DashboardReading:
-    """Take turns; all ranks call it, with the same empty folder. `so_far` hears of each pair."""
+    """Take turns; all ranks call it, with one empty folder. `so_far` is called after each pair."""
     page = _OpenPage()
     speeds: dict[bool, list[float]] = {False: [], True: []}
     spent: list[float] = []
@@ -283,7 +317,7 @@ class _OpenPage:
 
     @contextmanager
     def open(self, job: Job, folder: Path) -> Generator[None]:
-        """Inside, the run is served and somebody looks at it."""
+        """Inside, the run is served and a page is open."""
         if job.trainer.comm.rank != 0:
             yield
             return
@@ -302,7 +336,7 @@ class _OpenPage:
     def _ask(self, host: str, port: int, closed: threading.Event) -> None:
         over = False
         while not over:
-            over = closed.wait(ASK_S)  # then it hears how the run ended
+            over = closed.wait(ASK_S)  # then it reads how the run ended
             connection = http.client.HTTPConnection(host, port, timeout=60)
             try:
                 connection.request("GET", "/v1/run")

@@ -36,7 +36,7 @@ class ClusteringCase:
 
     samples: int = 512
     items: int = 200
-    """The latest of each MovieLens user; at most so many of each generated one."""
+    """The latest of each MovieLens user; at most this many of each generated one."""
     parts: tuple[int, ...] = (8, 32)
     """Numbers of micro-batches."""
     draws: int = 5

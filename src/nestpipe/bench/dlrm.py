@@ -327,7 +327,7 @@ def compare_dlrm(
 ) -> SideBySide:
     """TorchRec on every case where its packages are, then every variant of ours.
 
-    `so_far` hears of one system before the other begins.
+    `so_far` is called after each system.
     """
     check_names({v.plan for v in variants}, {v.retrieval for v in variants})
     for variant in variants:

@@ -396,7 +396,8 @@ def compare_embedding(
     limit_s: float,
     so_far: Callable[[SideBySide], None] = lambda found: None,
 ) -> SideBySide:
-    """The peer on every case where its packages are, then ours; `so_far` hears of each."""
+    """The peer on every case where its packages are installed, then ours; `so_far` is called after
+    each."""
     for case in cases:
         check_names([case.plan], [case.retrieval])
     readings: list[SideReading] = []

@@ -122,7 +122,7 @@ class GroupTimer:
     def __init__(self, case: PipelineCase, variant: GroupVariant, comm: Communicator) -> None:
         parallel = ParallelSettings(
             groups=variant.groups,
-            merge=variant.merge,  # pyright: ignore[reportArgumentType]  checked by whoever asks
+            merge=variant.merge,  # pyright: ignore[reportArgumentType]  checked by the caller
             merge_every=variant.merge_every,
         )
         settings = TrainSettings(

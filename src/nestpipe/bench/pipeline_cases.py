@@ -561,7 +561,7 @@ def network_in_use(trace: Trace) -> Trace:
     """The same trace, in which the network lane's ops last until their last member has ended.
 
     It does one collective at a time: a rank that is done early finds it in use. Collectives on
-    other lanes hold up nobody else's.
+    other lanes do not delay others.
     """
     last, ends = _last_starts(trace), defaultdict[str, float](float)
     for span in trace.spans:

@@ -135,7 +135,7 @@ def _steps_of(found: Mapping[str, Any]) -> dict[Candidate, float]:
 
 
 def run_on_hosts(task: Mapping[str, Any], rate: str, ranks: int) -> dict[str, Any]:
-    """Do a task on so many hosts; what rank 0 left in its folder."""
+    """Do a task on a number of hosts; returns the figures that rank 0 wrote."""
     with tempfile.TemporaryDirectory(prefix="nestpipe-plan-") as name:
         folder = Path(name)
         (folder / TASK).write_text(json.dumps(task))
@@ -173,11 +173,11 @@ def say(comm: Communicator, line: str) -> None:
 
 def _run_grid(task: Mapping[str, Any], config: JobConfig, comm: Communicator) -> dict[str, Any]:
     with job_bench(config, comm) as bench:
-        told = _choose(bench)
-        chosen, first = (Candidate(**told[name]) for name in ("chosen", "first"))
+        found = _choose(bench)
+        chosen, first = (Candidate(**found[name]) for name in ("chosen", "first"))
         say(comm, f"chosen: {chosen}; running it beside the grid")
         measured = _measured(bench, [chosen, first, *small_grid()], task)
-    return {**told, "measured": measured}
+    return {**found, "measured": measured}
 
 
 def _choose(bench: JobBench) -> dict[str, Any]:
@@ -188,14 +188,14 @@ def _choose(bench: JobBench) -> dict[str, Any]:
     start = candidate_of(bench.config, profile.device, profile.ranks)
     predicted = thought(profile, start, comm, draws=1)
     choice = run_off(bench, predicted)
-    told: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     if choice is not None and predicted is not None:
-        told = {
+        found = {
             "chosen": asdict(choice.chosen.candidate),
             "first": asdict(predicted.chosen.candidate),
             "predicted_ms": choice.chosen.figures.step_ms,
         }
-    return cast("dict[str, Any]", comm.all_gather_values(told)[0])
+    return cast("dict[str, Any]", comm.all_gather_values(found)[0])
 
 
 def _measured(
@@ -394,7 +394,7 @@ def validate(
 ) -> list[SitePrediction]:
     """Profile one place, predict and measure the others; the worst first.
 
-    `keep` hears the profile.
+    `keep` is called with the profile.
     """
     base = {"config": asdict(config), "steps": steps, "rounds": rounds}
     ranks, rate = fitted_on

@@ -356,7 +356,7 @@ class _Bench:
         counted: Counter[str] = Counter()
         for one in rounds:
             counted.update(one.run.counted)
-        told = report(
+        figures = report(
             arm.name,
             Run(records, dict(counted)),
             target_ms=self.case.settings.serve.target_ms,
@@ -364,7 +364,7 @@ class _Bench:
             warmup_s=workload.warmup_s,
         )
         compared = sum((one.compared for one in rounds), Compared())
-        return RelayReading(self.front, told, compared, kill, _faults(records))
+        return RelayReading(self.front, figures, compared, kill, _faults(records))
 
 
 def _faults(records: Sequence[Record]) -> tuple[str, ...]:

@@ -93,8 +93,8 @@ class Started:
             self._ended = True
             self._more.notify_all()
 
-    def heard(self, pattern: str, timeout_s: float = START_S) -> list[re.Match[str]]:
-        """All that it said of this so far; waits for the first."""
+    def await_lines(self, pattern: str, timeout_s: float = START_S) -> list[re.Match[str]]:
+        """The lines that match so far; waits for the first."""
         found: list[re.Match[str]] = []
 
         def said() -> bool:
@@ -110,16 +110,16 @@ class Started:
 
     @property
     def url(self) -> str:
-        return self.heard(r"serving at (\S+)")[0][1]
+        return self.await_lines(r"serving at (\S+)")[0][1]
 
     def instances(self) -> dict[str, str]:
         """URLs by name."""
-        found = self.heard(r"(instance-\d+) is ready at (\S+),")
+        found = self.await_lines(r"(instance-\d+) is ready at (\S+),")
         return {one[1]: one[2] for one in found}
 
     def kill(self, name: str) -> None:
         """SIGKILL to the process of that name, as it is now."""
-        found = self.heard(rf"{name} is (?:ready|back) at \S+, process (\d+)")
+        found = self.await_lines(rf"{name} is (?:ready|back) at \S+, process (\d+)")
         os.kill(int(found[-1][1]), signal.SIGKILL)
 
     def stop(self) -> int:
@@ -249,7 +249,7 @@ def deviation(scores_C: Scores, right_C: Scores) -> float:
 AFTER = 0.4
 UNTIL = 0.8
 """Between these parts of the arrivals it is killed, as soon as it has a ranking in hand."""
-LOOK_S = 0.01
+POLL_S = 0.01
 BACK_S = 120.0
 """How long an instance may take to be back."""
 
@@ -293,9 +293,9 @@ def killed_under_load(
 def _kill_when_busy(service: Behind, name: str, seconds: float, ended: threading.Event) -> int:
     ended.wait(AFTER * seconds)
     in_hand = 0
-    for _ in range(round((UNTIL - AFTER) * seconds / LOOK_S)):
+    for _ in range(round((UNTIL - AFTER) * seconds / POLL_S)):
         in_hand = int(service.instances[name].stats()["open_rankings"])
-        if in_hand or ended.wait(LOOK_S):
+        if in_hand or ended.wait(POLL_S):
             break
     service.started.kill(name)
     return in_hand
@@ -303,7 +303,7 @@ def _kill_when_busy(service: Behind, name: str, seconds: float, ended: threading
 
 def _came_back(service: Behind, name: str) -> bool:
     with suppress(RunError):
-        return bool(service.started.heard(rf"{name} is back", BACK_S))
+        return bool(service.started.await_lines(rf"{name} is back", BACK_S))
     return False
 
 
@@ -315,7 +315,7 @@ class RelayReading:
     """One arm behind one front, all rounds together."""
 
     front: str
-    told: Report
+    report: Report
     scores: Compared
     kill: Kill | None = None
     faults: tuple[str, ...] = ()
@@ -324,52 +324,52 @@ class RelayReading:
     @property
     def lost(self) -> int:
         """Requests that got no scores."""
-        return self.told.sheds + self.told.errors + self.told.unanswered
+        return self.report.sheds + self.report.errors + self.report.unanswered
 
     @property
     def p99_ms(self) -> float:
-        return self.told.latency.p99_ms if self.told.latency else float("inf")
+        return self.report.latency.p99_ms if self.report.latency else float("inf")
 
     @property
     def hits(self) -> dict[str, int]:
         """Answers by path."""
-        found = {path: self.told.paths.get(str(path)) for path in RankPath}
+        found = {path: self.report.paths.get(str(path)) for path in RankPath}
         return {str(path): one.count if one else 0 for path, one in found.items()}
 
     @property
     def reloads(self) -> int | None:
         """Prefixes from host memory, mostly for the signal; None: a killed instance forgets."""
-        return None if self.kill else int(self.told.counted.get("reloads", 0))
+        return None if self.kill else int(self.report.counted.get("reloads", 0))
 
     @property
     def signals(self) -> dict[str, int]:
         """Signals by what became of them; none where none were sent."""
-        return {} if set(self.told.outcomes) == {"lost"} else dict(self.told.outcomes)
+        return {} if set(self.report.outcomes) == {"lost"} else dict(self.report.outcomes)
 
     def as_json(self) -> dict[str, Any]:
-        told, latency = self.told, self.told.latency
+        report, latency = self.report, self.report.latency
         return {
             "front": self.front,
-            "arm": told.name,
-            "target_ms": told.target_ms,
-            "requests": told.requests,
+            "arm": report.name,
+            "target_ms": report.target_ms,
+            "requests": report.requests,
             "p50_ms": latency.p50_ms if latency else None,
             "p99_ms": latency.p99_ms if latency else None,
-            "within_target": told.compliant / told.requests if told.requests else None,
-            "keeps_target": told.keeps_target,
+            "within_target": report.compliant / report.requests if report.requests else None,
+            "keeps_target": report.keeps_target,
             "signals": self.signals,
             "hits": self.hits,
             "reloads": self.reloads,
-            "cuts": told.cuts,
+            "cuts": report.cuts,
             "lost": self.lost,
             "faults": list(self.faults),
             "wrong": self.scores.wrong,
             "compared": self.scores.compared,
             "worst_deviation": self.scores.worst,
-            "length_asked": told.asked.mean,
-            "length_used": told.used.mean,
-            "driver_late_p99_ms": told.late_p99_ms,
-            "valid": told.valid,
+            "length_asked": report.asked.mean,
+            "length_used": report.used.mean,
+            "driver_late_p99_ms": report.late_p99_ms,
+            "valid": report.valid,
             "killed": asdict(self.kill) if self.kill else None,
         }
 
@@ -384,36 +384,36 @@ def conclusion(readings: Sequence[RelayReading], length: int) -> str:
     fronts = list(dict.fromkeys(one.front for one in readings))
     parts = [_of_front(front, [one for one in readings if one.front == front]) for front in fronts]
     killed = [one for one in readings if one.kill]
-    lost, asked = sum(one.lost for one in killed), sum(one.told.requests for one in killed)
+    lost, asked = sum(one.lost for one in killed), sum(one.report.requests for one in killed)
     wrong = sum(one.scores.wrong for one in readings)
     compared = sum(one.scores.compared for one in readings)
-    late = "" if all(one.told.valid for one in readings) else _late(readings)
+    late = "" if all(one.report.valid for one in readings) else _late(readings)
     return (
-        f"At {length:,} events and a P99 target of {readings[0].told.target_ms:g} ms, "
+        f"At {length:,} events and a P99 target of {readings[0].report.target_ms:g} ms, "
         f"{'; '.join(parts)}; with an instance killed under load {lost} of {asked} requests were "
         f"lost; {wrong} of {compared} answers had a wrong score{late}."
     )
 
 
 def _of_front(front: str, readings: Sequence[RelayReading]) -> str:
-    arms = {one.told.name: one for one in readings}
+    arms = {one.report.name: one for one in readings}
     inline, relays = arms["inline full"], [arms["relay"], arms["relay + host"]]
-    kept = [one for one in relays if one.told.keeps_target]
+    kept = [one for one in relays if one.report.keeps_target]
     best = min(kept or relays, key=lambda one: one.p99_ms)
     where = f"behind {FRONTS[front]}"
     figures = f"P99 {best.p99_ms:.0f} ms, inline {inline.p99_ms:.0f} ms"
     if not kept:
-        in_time = best.p99_ms <= best.told.target_ms
-        spoilt = f", {best.told.spoilt:.1%} cut, shed or lost" if in_time else ""
+        in_time = best.p99_ms <= best.report.target_ms
+        spoilt = f", {best.report.spoilt:.1%} cut, shed or lost" if in_time else ""
         return f"{where} relay misses it ({figures}{spoilt})"
-    names = " and ".join(one.told.name for one in kept)
+    names = " and ".join(one.report.name for one in kept)
     keep = "keeps" if len(kept) == 1 else "keep"
-    also = ", and so does inline ranking" if inline.told.keeps_target else " where inline cannot"
+    also = ", and so does inline ranking" if inline.report.keeps_target else " where inline cannot"
     return f"{where} {names} {keep} it{also} ({figures})"
 
 
 def _late(readings: Sequence[RelayReading]) -> str:
-    worst = max(one.told.late_p99_ms for one in readings)
+    worst = max(one.report.late_p99_ms for one in readings)
     return (
         f"; but the driver was up to {worst:.1f} ms late at P99, so this shows nothing: run it on "
         "an idle machine"

@@ -30,7 +30,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
-from nestpipe.errors import CheckpointError, RunError
+from nestpipe.errors import CheckpointError, RunError, UnjudgedError
 
 try:
     import xxhash
@@ -94,9 +94,12 @@ def new_digest(kind: str, path: Path) -> Digest:
     if kind == HASH:
         return hashlib.new(HASH)
     if kind != FAST_HASH:
-        raise damaged(path, f"its hash is of an unknown kind, {kind!r}")
+        raise UnjudgedError(
+            f"the hash of {str(path)!r} is of an unknown kind, {kind!r}; use the program that "
+            "wrote it"
+        )
     if xxhash is None:
-        raise CheckpointError(
+        raise UnjudgedError(
             f"{str(path)!r} was written with hashes of {FAST_HASH}, which this environment cannot "
             "compare; pip install xxhash"
         )
@@ -258,7 +261,7 @@ def read_bytes(path: Path, expected: WrittenFile | None) -> bytearray:
     except OSError as error:
         raise unreadable(path, error) from None
     except MemoryError:
-        raise CheckpointError(
+        raise UnjudgedError(
             f"{str(path)!r} does not fit the memory that is left; free some, or use more ranks"
         ) from None
     if expected is not None and not expected.has(contents, path):
@@ -306,9 +309,12 @@ def unreadable(path: Path, error: OSError) -> CheckpointError:
     """The error for what the system does not let us read."""
     if isinstance(error, FileNotFoundError):
         return damaged(path, "it is missing")
-    return CheckpointError(
-        f"{str(path)!r} cannot be read: {error.strerror}; use another checkpoint"
-    )
+    told = f"{str(path)!r} cannot be read: {error.strerror}"
+    if error.errno in (errno.EIO, errno.EISDIR, errno.ENOTDIR):
+        return CheckpointError(f"{told}; use another checkpoint")
+    if isinstance(error, PermissionError):
+        return UnjudgedError(f"{told}; change its mode, or use another checkpoint")
+    return UnjudgedError(f"{told}; try again, or use another checkpoint")
 
 
 @contextmanager

@@ -39,9 +39,11 @@ from nestpipe.checkpoint.disk import (
     write_bytes,
     write_tensors,
 )
-from nestpipe.errors import CheckpointError, MisfitError
+from nestpipe.errors import CheckpointError, MisfitError, UnjudgedError
 
 FORMAT = 2
+"""A later one has to hash in another way, with `format`: this program takes a manifest whose hash
+agrees for its own, with a damaged number."""
 MANIFEST = "manifest.json"
 OLD_MANIFEST = "run.json"
 """That of format 1, which has no hashes."""
@@ -163,7 +165,7 @@ def hash_of_body(body: Json) -> str:
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """The manifest of a checkpoint, of this format or the one before; refuses a damaged one."""
+    """The manifest of a checkpoint, of this format or the one before; refuses all others."""
     path = checkpoint / MANIFEST
     if not path.exists():
         return _read_old(checkpoint)
@@ -171,19 +173,22 @@ def read_manifest(checkpoint: Path) -> Manifest:
         raise damaged(path, "it is too long")
     text = bytes(read_bytes(path, None))
     whole = _parsed(path, text)
-    if whole.pop("format", None) != FORMAT:
-        raise CheckpointError(
-            f"{str(checkpoint)!r} is not a checkpoint of format {FORMAT}; use the program that "
-            "wrote it"
+    form, said = whole.pop("format", None), whole.pop("hash", None)
+    if isinstance(form, int) and form > FORMAT and said != hash_of_body(whole):
+        raise UnjudgedError(
+            f"{str(checkpoint)!r} is of format {form}, and this program reads up to {FORMAT}; use "
+            "the program that wrote it"
         )
-    said = whole.pop("hash", None)
     # The text itself must be the one that was written: a flipped bit in a space is damage, too.
     if said != hash_of_body(whole) or text != _render(whole):
         raise damaged(path, "its contents are not those that were written")
     try:
         return _built({**whole, "hash": said})
     except (TypeError, ValueError, AttributeError, KeyError) as error:
-        raise damaged(path, f"it does not read as a manifest ({error})") from None
+        raise UnjudgedError(
+            f"{str(path)!r} is what was written and does not read as a manifest here ({error}); "
+            "use the program that wrote it"
+        ) from None
 
 
 def _parsed(path: Path, text: bytes) -> Json:
@@ -228,6 +233,8 @@ def _read_old(checkpoint: Path) -> Manifest:
     """A checkpoint of format 1: what its files are is known from their names alone."""
     path = checkpoint / OLD_MANIFEST
     if not path.exists():
+        if _NAME.fullmatch(checkpoint.name):
+            raise damaged(checkpoint, f"it has no {MANIFEST}")
         raise CheckpointError(
             f"{str(checkpoint)!r} is not a checkpoint: it has no {MANIFEST}; name a folder "
             "`step-...`"

@@ -1,1 +1,1 @@
-"""The command line: `nestpipe draw`, `nestpipe simulate` and their kin."""
+"""The command line: `nestpipe draw`, `nestpipe simulate` and the other commands."""

@@ -7,9 +7,11 @@ import os
 import sys
 import traceback
 import warnings
+from functools import cache
 from typing import Annotated, Any, cast
 
 import typer
+from typer.main import get_command
 
 from nestpipe import __version__
 from nestpipe.cli.bench import (
@@ -99,39 +101,47 @@ def main(arguments: list[str] | None = None) -> None:
         arguments = with_address(current_flags(arguments))
     status = _run(arguments)
     if "RANK" in os.environ:
-        # All is closed and written; threads that the network still has can abort a slower end.
+        # All is closed and written; threads that the network still has can abort a slower exit.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
     sys.exit(status)
 
 
+@cache
+def command_tree() -> Any:
+    """The commands with all their options, made once: `app` itself makes them at every call."""
+    return get_command(app)
+
+
 def _run(arguments: list[str]) -> int:
     speaker.command_begins()
     try:
-        status = app(arguments, prog_name="nestpipe", standalone_mode=False)
+        status = command_tree()(arguments, prog_name="nestpipe", standalone_mode=False)
         sys.stdout.flush()
         return status if isinstance(status, int) else 0
     except NestpipeError as error:
         if speaker.may_say(error):
-            _say(str(error))
+            _print_error(str(error))
         return error.exit_status
     except _UsageError as error:
-        _say(_sentence(error))
+        _print_error(_sentence(error))
         return 2
     except (KeyboardInterrupt, typer.Abort):
-        _say("stopped")
+        _print_error("stopped")
         return 130
     except BrokenPipeError:
-        # The reader of our output (`| head`) has gone; what is left must go nowhere.
+        # The reader of our output (`| head`) has closed it; discard the rest.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:  # noqa: BLE001 - the last place that can say how the run failed
         if sentence := _fault_of_machine(error):
-            _say(sentence)
+            _print_error(sentence)
             return RunError.exit_status
         traceback.print_exc()
-        _say("this is a defect of nestpipe, not of your input; please report it with the above")
+        _print_error(
+            "this is a defect of nestpipe, not of your input; please report it with the above"
+        )
         return 3
 
 
@@ -160,7 +170,7 @@ def _sentence(error: Exception) -> str:
     return " ".join(message.split()).rstrip(".") + "; see --help"
 
 
-def _say(sentence: str) -> None:
+def _print_error(sentence: str) -> None:
     sys.stderr.write(f"error: {sentence}\n")
 
 

@@ -1,4 +1,4 @@
-"""`nestpipe bench`: how fast the parts are, beside what else could do their work."""
+"""`nestpipe bench`: the speed of the parts, beside their alternatives."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -22,9 +23,9 @@ from nestpipe.cli.options import (
     Settings,
     console,
     figures_table,
+    ignore_torch_warnings,
     launch_ranks,
     progress_bar,
-    quieten,
     read_job,
     starts_ranks,
     write_json,
@@ -79,11 +80,12 @@ def store(
     rounds: Annotated[int, typer.Option(help="ssd: timed rounds.")] = 10,
     json: JsonFile = None,
 ) -> None:
-    """Read and write random rows of a store, in turns with what else could do it.
+    """Read and write random rows of a store, in turns with the alternative.
 
     host: beside torch.index_select. Twice the memory of --gb is needed: the tensor beside the
     store is as large. ssd: beside the disk itself, with blocks, threads and a file of the same
-    size, right after each batch. The ratio is the disk's time for the same reads and writes.
+    size, right after each batch. The ratio compares with the disk's time for the same reads and
+    writes.
 
     Example: nestpipe bench store --gb 4 --json -
 
@@ -238,7 +240,7 @@ def _time_job(
     """Figures of a user's own job, one line for each plan."""
     if starts_ranks(ranks):
         raise typer.Exit(launch_ranks(ranks))
-    quieten()
+    ignore_torch_warnings()
     from nestpipe.bench.train import time_job
     from nestpipe.train.loop import communicator
 
@@ -283,7 +285,7 @@ SYSTEMS = {
     "torchrec": ("TorchRec", "ratio"),
     "torchrec_dedup": ("TorchRec, distinct keys", "ratio_dedup"),
 }
-"""What `bench train` times, its name in the table, and the key of our speed over it."""
+"""The systems of `bench train`: name in the table, and the key of our speed over it."""
 
 
 ABOUT_PEERS = (
@@ -532,13 +534,13 @@ def bench_dlrm(
         for number in _numbers("micro-batches", micro_batches)
     ]
     packages = None if no_peer else find_packages(peer, "torchrec")
-    _say_alone(no_peer, packages, "TorchRec")
+    _note_missing_peer(no_peer, packages, "TorchRec")
     about = {"cases": [asdict(case) for case in cases]}
     keep = partial(_keep, json, about)
     found = compare_dlrm(cases, variants, packages, limit_s=limit, so_far=keep)
     case = cases[0]
     title = f"{case.features} tables of {case.rows:,} rows, {case.batch:,} samples x {case.ranks}"
-    _tell(json, about, title, found)
+    _show(json, about, title, found)
 
 
 def bench_embedding(
@@ -590,12 +592,12 @@ def bench_embedding(
     ]
     cases = sweep_cases(cases, sweep) if sweep is not None else cases
     packages = None if no_peer else find_packages(peer, "fbgemm_gpu")
-    _say_alone(no_peer, packages, "FBGEMM")
+    _note_missing_peer(no_peer, packages, "FBGEMM")
     about = {"cases": [asdict(case) for case in cases]}
     keep = partial(_keep, json, about)
     found = compare_embedding(cases, packages, limit_s=limit, so_far=keep)
     title = f"{tables} tables, {tables * samples:,} lookups a step, D = {dim}"
-    _tell(json, about, title, found)
+    _show(json, about, title, found)
 
 
 def bench_dispatch(
@@ -610,9 +612,8 @@ def bench_dispatch(
     set_: Sizes = None,
     json: JsonFile = None,
 ) -> None:
-    """Count processor time of the host per batch of the DLRM, by op: one rank, any plan.
-
-    Beside it stands the same plan with acts that do nothing: the executor alone.
+    """Measure the host's processor time per batch of the DLRM, by op: one rank, any plan. Beside it
+    stands the same plan with empty ops: the executor alone.
 
     Example: nestpipe bench dispatch --plan nested --retrieval pooled --json -
     """
@@ -646,6 +647,9 @@ def bench_checkpoint(
 ) -> None:
     """Train with checkpoints in the background and without, in turns; compare throughput and bytes.
 
+    A third kind of turn drains the pipeline where checkpoints would be, and writes none. So what is
+    lost is told apart: the drained pipeline, what training waits for, and the thread that writes.
+
     Example: nestpipe bench checkpoint --every 100 --ranks 2 --json -
 
     Example: nestpipe bench checkpoint config.toml --set run.device=cuda --folder /data/bench
@@ -653,9 +657,9 @@ def bench_checkpoint(
     from nestpipe.bench.checkpoint import CheckpointCase, measure_checkpoints
 
     case = CheckpointCase(every=every, intervals=intervals, rounds=rounds, full=full)
-    _train_in_turns(
-        read_job(config, settings), case, ranks, measure_checkpoints, checkpoint_lines, json, folder
-    )
+    job, kinds = read_job(config, settings), 3
+    lines = checkpoint_lines
+    _train_in_turns(job, case, ranks, measure_checkpoints, lines, json, folder, kinds=kinds)
 
 
 def bench_dashboard(
@@ -688,18 +692,21 @@ def _train_in_turns(
     lines: Callable[[Any, Any], str],
     json: str | None,
     folder: Path | None = None,
+    *,
+    kinds: int = 2,
 ) -> None:
-    """Measure a job with something and without, in turns, on this rank or by starting all ranks."""
+    """Measure a job with a feature and without it, in turns, on this rank or by starting all
+    ranks."""
     if starts_ranks(ranks):
         raise typer.Exit(launch_ranks(ranks))
-    quieten()
+    ignore_torch_warnings()
     from nestpipe.train.checkpoint import gathered_from_first
     from nestpipe.train.job import prepare
     from nestpipe.train.loop import communicator, use_threads
 
     use_threads(job_config.run)
     comm = communicator(job_config)
-    turns = 2 * case.rounds if comm.rank == 0 else None
+    turns = kinds * case.rounds if comm.rank == 0 else None
     about = {"case": asdict(case), "ranks": comm.size, "config": asdict(job_config)}
 
     def keep(reading: Any) -> None:
@@ -721,7 +728,7 @@ def _train_in_turns(
 
 
 def dashboard_lines(reading: DashboardReading, case: DashboardCase) -> str:
-    """What the dashboard costs, in words."""
+    """The cost of the dashboard, in words."""
     turns = "\n".join(
         f"  {before:>12,.0f}  {after:>12,.0f}"
         for before, after in zip(reading.without, reading.with_it, strict=True)
@@ -736,16 +743,29 @@ def dashboard_lines(reading: DashboardReading, case: DashboardCase) -> str:
 
 
 def checkpoint_lines(reading: CheckpointReading, case: CheckpointCase) -> str:
-    """What checkpoints cost, in words."""
+    """The cost of checkpoints, in words."""
     turns = "\n".join(
-        f"  {before:>12,.0f}  {after:>12,.0f}"
-        for before, after in zip(reading.without, reading.with_them, strict=True)
+        f"  {without:>12,.0f}  {cut:>12,.0f}  {with_them:>12,.0f}"
+        for without, cut, with_them in zip(
+            reading.without, reading.cut, reading.with_them, strict=True
+        )
     )
-    kind = "a full checkpoint" if case.full else "an increment"
+    kind, still = "a full checkpoint" if case.full else "an increment", reading.stood_still
+    parts = (
+        ("pipeline drained and filled", reading.drained_s),
+        ("stood still for copies", still.for_copies),
+        ("stood still for a flush of pools", still.for_flush),
+        ("stood still for the checkpoint before", still.for_writes),
+        ("slower beside the thread that writes", reading.beside_s),
+    )
+    lines = "\n".join(f"  {1e3 * seconds:>12,.1f}  {what}" for what, seconds in parts)
+    interval_s = reading.interval_samples / median(reading.without)
     return (
-        f"samples/s without and with {kind} every {case.every} steps, turn by turn:\n{turns}\n"
+        f"samples/s without checkpoints, with the pipeline drained every {case.every} steps, and "
+        f"with {kind} there, turn by turn:\n{turns}\n"
         f"throughput lost: {reading.cost:.1%} (median); training stood still for "
-        f"{1e3 * reading.waited_s:.1f} ms a checkpoint\n"
+        f"{1e3 * still.seconds:.1f} ms a checkpoint\n"
+        f"ms beyond the {1e3 * interval_s:,.1f} ms of {case.every} steps:\n{lines}\n"
         f"written: {reading.bytes_written / 1e6:.2f} MB a checkpoint, {reading.bytes_ratio:.2f} x "
         f"the {reading.bytes_touched / 1e6:.2f} MB of touched rows"
     )
@@ -759,19 +779,20 @@ def _device(name: str | None) -> str:
     return choose_device(name or "auto").type
 
 
-def _say_alone(no_peer: bool, packages: Path | None, peer: str) -> None:
+def _note_missing_peer(no_peer: bool, packages: Path | None, peer: str) -> None:
     if not no_peer and packages is None:
         sys.stderr.write(f"{peer} is not here, so NestPipe runs alone; --peer names its folder\n")
 
 
 def _keep(json: str | None, about: dict[str, Any], found: SideBySide) -> None:
-    """Write what there is to a file, if one is wanted: a call that is stopped leaves that."""
+    """Write the figures so far to a file, if one is given, so that an interrupted call leaves
+    them."""
     if json not in (None, STDOUT):
         write_json(json, {**about, "results": found.as_json()})
 
 
-def _tell(json: str | None, about: dict[str, Any], title: str, found: SideBySide) -> None:
-    """Write and print what there is; then say what is missing, as a failure."""
+def _show(json: str | None, about: dict[str, Any], title: str, found: SideBySide) -> None:
+    """Write and print the figures; then report missing ones as a failure."""
     if json is not None:
         write_json(json, {**about, "results": found.as_json()})
     for reading in found.readings:

@@ -166,7 +166,7 @@ def steps_table(case: PipelineCase, point: PointReport) -> Table:
 
 
 def lanes_table(point: PointReport) -> Table:
-    """One row per variant: what bounds its step, and what of it no compute hides."""
+    """One row per variant: what bounds its step, and the time that no compute hides."""
     shares = ", ".join(f"{name} {100 * part:.0f} %" for name, part in point.shares.items())
     table = figures_table(
         "Where the time of a step goes",
@@ -194,7 +194,7 @@ def _ms(value: float) -> str:
 def curve_table(
     loop: str, points: Sequence[PointReport], gain: Callable[[VariantReport], float]
 ) -> Table:
-    """What each plan gains over the fastest serial, from much moving to much computing."""
+    """The gain of each plan over the fastest serial, from moving-bound to compute-bound."""
     table = figures_table(
         f"gain over the fastest {loop} serial, by (lookup + exchange) / compute",
         "",
@@ -274,14 +274,14 @@ def bench_relay(
         if json != STDOUT:
             console().print(_sizes_line(case, sizes), markup=False, soft_wrap=True)
         readings = _compare(case, reference)
-    _tell(case, sizes, readings, notes, json)
+    _show_case(case, sizes, readings, notes, json)
     if not is_sound(readings):
         raise typer.Exit(NOT_SOUND)
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What the command line says of the comparison."""
+    """The command-line options of the comparison."""
 
     asked: AskedSizes
     seconds: float
@@ -291,7 +291,7 @@ class _Plan:
     settings: list[str]
 
     def case(self, path: Path, reference: Reference) -> tuple[RelayCase, Sizes]:
-        """Time the model, and choose what is left to choose."""
+        """Time the model, and choose the remaining settings."""
         from nestpipe.bench.relay_run import INSTANCES, RelayCase, choose, measure, sections
         from nestpipe.loadtest.settings import WorkloadSettings
         from nestpipe.serve.types import RealClock
@@ -340,7 +340,7 @@ def _compare(case: RelayCase, reference: Reference) -> list[RelayReading]:
     return compare(case, reference, RealClock(), progress_bar)
 
 
-def _tell(
+def _show_case(
     case: RelayCase,
     sizes: Sizes,
     readings: Sequence[RelayReading],
@@ -389,7 +389,7 @@ def times_table(case: RelayCase, readings: Sequence[RelayReading]) -> Table:
         ("requests", "P50", "P99", "within", "asked", "used", "late"),
     )
     for one in readings:
-        report, latency = one.told, one.told.latency
+        report, latency = one.report, one.report.latency
         table.add_row(
             f"{one.front}: {report.name}",
             f"{report.requests:,}",
@@ -416,11 +416,11 @@ def answers_table(readings: Sequence[RelayReading]) -> Table:
     for one in readings:
         hits = one.hits
         table.add_row(
-            f"{one.front}: {one.told.name}",
+            f"{one.front}: {one.report.name}",
             *(str(hits[path]) for path in ("hbm_hit", "late_hit", "dram_hit")),
             str(hits["miss_full"] + hits["miss_cut"]),
             "-" if one.reloads is None else str(one.reloads),
-            str(one.told.cuts),
+            str(one.report.cuts),
             str(one.lost),
             str(one.scores.wrong),
             f"{one.scores.compared:,}",
@@ -532,7 +532,8 @@ def bench_hstu(
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """All figures; a file has each as soon as it is known, so that a call may be stopped."""
+    """All figures; each is written to the file as soon as it is known, so that a call may be
+    stopped."""
 
     json: str | None
     figures: dict[str, Any]
@@ -549,7 +550,7 @@ class _Found:
             write_json(self.json, self.figures)
 
     def end(self) -> None:
-        """All are there."""
+        """Write the file once more: all figures are in."""
         if self.json is not None:
             write_json(self.json, self.figures)
 

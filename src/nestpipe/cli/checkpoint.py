@@ -16,11 +16,11 @@ from nestpipe.cli.options import (
     Settings,
     console,
     figures_table,
-    quieten,
+    ignore_torch_warnings,
     read_job,
     write_json,
 )
-from nestpipe.errors import CheckpointError, ConfigError
+from nestpipe.errors import CheckpointError, ConfigError, UnjudgedError
 
 if TYPE_CHECKING:
     from nestpipe.checkpoint.folder import Checkpoint
@@ -44,14 +44,15 @@ def list_checkpoints(folder: FolderPath, json: JsonFile = None) -> None:
 
     Example: nestpipe checkpoint ls runs/today
     """
-    from nestpipe.checkpoint.folder import open_checkpoint, paths_in
+    from nestpipe.checkpoint.folder import candidates, open_checkpoint
 
     found: list[dict[str, Any]] = []
-    for path in _some(paths_in(folder), folder):
+    for path in _some(candidates(folder)[::-1], folder):
         try:
             found.append(_facts(open_checkpoint(path)))
         except CheckpointError as error:
-            found.append({"name": path.name, "damage": str(error)})
+            kind = "unknown" if isinstance(error, UnjudgedError) else "damaged"
+            found.append({"name": path.name, "kind": kind, "damage": str(error)})
     if json is not None:
         write_json(json, found)
     if json == STDOUT:
@@ -59,7 +60,7 @@ def list_checkpoints(folder: FolderPath, json: JsonFile = None) -> None:
     columns = ("kind", "epoch", "rows", "MB", "ranks", "written")
     table = figures_table(str(folder), "", "checkpoint", columns)
     for facts in found:
-        cells = ["damaged", *[""] * 5] if "damage" in facts else _cells(facts)
+        cells = [facts["kind"], *[""] * 5] if "damage" in facts else _cells(facts)
         table.add_row(facts["name"], *cells)
     console().print(table)
     for facts in found:
@@ -134,17 +135,20 @@ def prune(
     Example: nestpipe checkpoint prune runs/today --keep-last 3 --keep-best auc
     """
     from nestpipe.checkpoint import disk
-    from nestpipe.checkpoint.folder import Retention, outdated, paths_in, verified
+    from nestpipe.checkpoint.folder import Retention, is_checkpoint, outdated, paths_in, verified
 
     rules = Retention(last=keep_last, hours=keep_hours, best=keep_best)
-    rule = damaged or keep_last or keep_hours or keep_best
+    rule = damaged or keep_last or keep_hours
+    if is_checkpoint(folder):
+        raise CheckpointError(f"'{folder}' is a checkpoint; name the folder that it is in")
     _some(paths_in(folder), folder)
+    _refuse_metric(keep_best, folder)
     with disk.locked(folder), disk.explained(f"to {str(folder)!r}"):
         gone: list[Path] = []
         if damaged:
             gone = [path for path in paths_in(folder) if _is_damaged(path, verified)]
         elif rule:
-            # One that is damaged must not make good ones go.
+            # A damaged checkpoint must not cause good ones to be removed.
             last = newest_in(folder).manifest.step
             gone = outdated(folder, rules, time.time(), last=last)
         for path in gone if not dry_run else ():
@@ -154,8 +158,8 @@ def prune(
         console().print(f"{verb} {path.name}", markup=False)
     left = len(paths_in(folder))
     verb = "would be removed" if dry_run else "removed"
-    told = f"{len(gone)} {verb}, {left} in the folder"
-    console().print(told if rule else f"{told}: without --keep-last or another rule all stay")
+    line = f"{len(gone)} {verb}, {left} in the folder"
+    console().print(line if rule else f"{line}: without --keep-last or --keep-hours all stay")
 
 
 @checkpoint_app.command()
@@ -173,8 +177,8 @@ def diff(one: CheckpointPath, other: CheckpointPath, json: JsonFile = None) -> N
         for name, (ours, theirs) in found.settings.items():
             console().print(f"{name}: {ours} and {theirs}", markup=False, soft_wrap=True)
         for name, most in found.tensors.items():
-            told = most if isinstance(most, str) else f"differs by at most {most:.3g}"
-            console().print(f"{name}: {told}", markup=False)
+            line = most if isinstance(most, str) else f"differs by at most {most:.3g}"
+            console().print(f"{name}: {line}", markup=False)
         for name, of in found.rows.items():
             console().print(
                 f"{name}: {of.changed:,} of {of.common:,} common rows differ; "
@@ -232,9 +236,21 @@ def _some(paths: list[Path], folder: Path) -> list[Path]:
     return paths
 
 
+def _refuse_metric(metric: str, folder: Path) -> None:
+    """A misspelt metric would keep nothing."""
+    from nestpipe.checkpoint.folder import readable
+
+    known = {name for one in readable(folder) for name in one.manifest.metrics}
+    if metric and metric not in known:
+        told = f"they have {', '.join(sorted(known))}" if known else "none was evaluated"
+        raise ConfigError(f"no checkpoint of '{folder}' has the metric {metric!r}; {told}")
+
+
 def _is_damaged(path: Path, verified: Any) -> bool:
     try:
         verified(path)
+    except UnjudgedError as error:
+        console().print(f"kept {path.name}: {error}", markup=False, soft_wrap=True)
     except CheckpointError:
         return True
     return False
@@ -329,7 +345,7 @@ def import_weights(
     ] = None,
     dense: Annotated[bool, typer.Option(help="Read dense weights, where there are some.")] = True,
 ) -> None:
-    """Make a checkpoint of weights from elsewhere, to train on, evaluate or serve.
+    """Make a checkpoint from weights of another program, to train on, evaluate or serve.
 
     Tables that the folder does not have begin empty. Rows without optimizer state begin with a
     fresh one.
@@ -340,7 +356,7 @@ def import_weights(
 
     found = exported_tables(folder)
     job_config = read_job(config, settings, checkpoint=None if onto is None else str(onto))
-    quieten()
+    ignore_torch_warnings()
     from nestpipe.comm import LocalCommunicator
     from nestpipe.train.job import prepare
 

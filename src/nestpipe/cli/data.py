@@ -1,4 +1,4 @@
-"""`nestpipe data`: what a data set holds, and made-up data sets as files."""
+"""`nestpipe data`: describe a data set, and write synthetic ones."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def describe(
     ] = 1000,
     json: JsonFile = None,
 ) -> None:
-    """Say what a path holds: format, rows, columns, ranges, times and broken rows.
+    """Describe a path: format, rows, columns, ranges, times and broken rows.
 
     Example: nestpipe data describe ml-1m/ratings.dat
 
@@ -53,7 +53,7 @@ def describe(
         _describe_topic(path, json)
         return
     where = Path(path)
-    # What a stream's folder holds now is Parquet.
+    # A stream's folder holds Parquet.
     chosen = detect(where) if kind == "auto" else "parquet" if kind == "stream" else kind
     tables = find_tables(where, chosen)
     size = total_bytes([file for table in tables for file in table.files])
@@ -74,7 +74,7 @@ def describe(
 
 
 def _describe_topic(path: str, json: str | None) -> None:
-    """What Kafka reports without reading messages."""
+    """Facts that Kafka reports without reading messages."""
     from nestpipe.data.config import StreamConfig
     from nestpipe.data.logs import KafkaTopic
 
@@ -106,7 +106,7 @@ def synth(
     force: Annotated[bool, typer.Option("--force", help="Replace an earlier data set.")] = False,
     json: JsonFile = None,
 ) -> None:
-    """Write a made-up data set with something to learn in it, as Parquet.
+    """Write a synthetic data set with a planted signal, as Parquet.
 
     Example: nestpipe data synth out/clicks --samples 1000000 --files 4
 

@@ -1,4 +1,4 @@
-"""`nestpipe draw`, `check` and `show`: a schedule shown and proven, a run shown."""
+"""`nestpipe draw`, `check` and `show`: draw and prove a schedule, show a run."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def check(
     )
 
 
-# A run, while it goes on or later: `nestpipe show`, and `train --dashboard`.
+# A run, live or finished: `nestpipe show`, and `train --dashboard`.
 
 
 TokenFile = Annotated[
@@ -224,7 +224,7 @@ def show(
         return
     address = Address(host, DEFAULT_PORT if port is None else port, chosen=port is not None)
     token = checked_token(address, token_file, "--host 127.0.0.1")
-    folder.read()  # refuse now what no page could show
+    folder.read()  # refuse now a folder that no page could show
     with RunServer(listen(address), folder, token) as server:
         typer.echo(f"showing {run} at {url_of(server.socket)}; Ctrl-C ends it")
         with suppress(KeyboardInterrupt):
@@ -233,7 +233,7 @@ def show(
 
 @dataclass(frozen=True, slots=True)
 class Watching:
-    """How a run is shown while it goes on, and when it has ended."""
+    """How a run is shown while it goes on, and after it has ended."""
 
     address: Address | None = None
     token: str | None = None
@@ -243,7 +243,7 @@ class Watching:
     def asked_for(
         cls, config: JobConfig, dashboard: str | None, report: Path | None, token_file: Path | None
     ) -> Watching:
-        """What flags of `train` ask for; refuses at once what would fail later."""
+        """Read the flags of `train`; refuses at once what would fail later."""
         address = None if dashboard is None else Address.parsed(dashboard)
         if (address is not None or report is not None) and config.run.record == "off":
             flag = "--dashboard" if address is not None else "--report"

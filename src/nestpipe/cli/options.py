@@ -1,4 +1,4 @@
-"""What commands share: options, how their values are read, and where results go."""
+"""Shared parts of the commands: options, reading their values, and writing results."""
 
 from __future__ import annotations
 
@@ -31,8 +31,34 @@ if TYPE_CHECKING:
 MOST_BATCHES = 1000
 
 Batches = Annotated[int, typer.Option("--batches", help="Batches.")]
+
+
+def refuse_unwritable(file: Path, what: str) -> None:
+    """Notice before long work that its outcome could not be written; nothing is made yet."""
+    there = next(path for path in (file, *file.absolute().parents) if path.exists())
+    if file.is_dir():
+        fault = "it is a folder"
+    elif there != file and not there.is_dir():
+        fault = f"'{there}' is no folder"
+    elif not os.access(there, os.W_OK):
+        fault = f"'{there}' cannot be written"
+    else:
+        return
+    raise ConfigError(f"cannot write {what} to '{file}': {fault}; choose another file")
+
+
+def _checked(file: str | None) -> str | None:
+    if file not in (None, STDOUT):
+        refuse_unwritable(Path(file), "the figures")
+    return file
+
+
+STDOUT = "-"
 JsonFile = Annotated[
-    str | None, typer.Option("--json", metavar="FILE", help="Write the figures; - for stdout.")
+    str | None,
+    typer.Option(
+        "--json", metavar="FILE", help="Write the figures; - for stdout.", callback=_checked
+    ),
 ]
 
 
@@ -102,7 +128,7 @@ def looks_like_path(source: str) -> bool:
     return Path(source).exists() or "." in source or "/" in source
 
 
-# What commands that run a job have in common: its config, its ranks.
+# Shared by commands that run a job: its config, its ranks.
 
 
 ConfigFile = Annotated[
@@ -120,10 +146,10 @@ Ranks = Annotated[int, typer.Option(help="Rank processes to start on this machin
 def read_job(
     config: Path | None, settings: list[str] | None, *, checkpoint: str | None = None
 ) -> JobConfig:
-    """The config of a job: what the file says, with what the command line overrides.
+    """The config of a job: the file, with the overrides of the command line.
 
-    Without a file it is that of the checkpoint, or of the newest in a folder; `auto` means the
-    folder that the settings name.
+    Without a file it is the config of the checkpoint, or of the newest one in a folder; `auto`
+    means the folder that the settings name.
     """
     try:
         from nestpipe.train.config import JobConfig
@@ -142,7 +168,7 @@ def read_job(
 
 
 def starts_ranks(ranks: int) -> bool:
-    """Whether this process is the one that starts the ranks, not a rank itself."""
+    """Whether this process starts the ranks and is not a rank itself."""
     if ranks < 1:
         raise ConfigError(f"cannot start {ranks} ranks; ask for at least 1")
     return ranks > 1 and "RANK" not in os.environ
@@ -155,8 +181,8 @@ def launch_ranks(ranks: int) -> int:
     return launch([sys.executable, "-m", "nestpipe", *sys.argv[1:]], ranks)
 
 
-def quieten() -> None:
-    """Leave out what torch says of machines without a GPU."""
+def ignore_torch_warnings() -> None:
+    """Hide torch's warnings about machines without a GPU."""
     import warnings
 
     warnings.filterwarnings("ignore", module="torch.*")
@@ -165,7 +191,6 @@ def quieten() -> None:
 # Where results go: the terminal, a file, or standard output for another program.
 
 
-STDOUT = "-"
 LOG_EVERY_S = 5.0
 
 
@@ -203,12 +228,33 @@ def write_text(target: str, text: str) -> None:
     if target == STDOUT:
         sys.stdout.write(text)
         return
-    try:
+    with _named(target):
         Path(target).parent.mkdir(parents=True, exist_ok=True)
         Path(target).write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def _named(target: str) -> Generator[None]:
+    """Says in a sentence which file cannot be written, and why."""
+    try:
+        yield
     except OSError as error:
         reason = error.strerror or "unknown reason"
         raise ConfigError(f"cannot write {target!r}: {reason}; choose another file") from None
+
+
+def refuse_unwritable(*targets: str | None) -> None:
+    """Before long work: refuse files that could not be written after it."""
+    for target in targets:
+        if target is None or target == STDOUT:
+            continue
+        is_new = not Path(target).exists()
+        with _named(target):
+            Path(target).parent.mkdir(parents=True, exist_ok=True)
+            with Path(target).open("a"):
+                pass
+            if is_new:  # several ranks may look at once
+                Path(target).unlink(missing_ok=True)
 
 
 def write_json(target: str, value: object) -> None:
@@ -217,7 +263,7 @@ def write_json(target: str, value: object) -> None:
 
 
 class Advance(Protocol):
-    """Tells the progress bar that one more unit is done; takes and ignores which one."""
+    """Advances the progress bar by one unit; takes and ignores the unit."""
 
     def __call__(self, _: object = None) -> None: ...
 
@@ -247,11 +293,11 @@ def progress_bar(label: str, total: int | None) -> Generator[Advance]:
     yield plain
 
 
-# The table at the end of `nestpipe train`: where the time of a step went, and what it moved.
+# The table at the end of `nestpipe train`: the time of a step, and the bytes it moved.
 
 
 def summary_table(summary: Summary, plan: str) -> Table:
-    """The time of each kind of op; what is exposed adds up to the step."""
+    """The time of each kind of op; exposed times add up to the step."""
     table = Table(title=f"An average step of {plan}: {summary.step_ms:,.2f} ms")
     table.add_column("op")
     for name in ("ms", "hidden", "exposed"):
@@ -266,7 +312,7 @@ def summary_table(summary: Summary, plan: str) -> Table:
 
 
 def summary_lines(summary: Summary) -> str:
-    """What bounds the step and what moves in it, line by line."""
+    """The bound of the step and its traffic, line by line."""
     shared = summary.shared_keys
     return "\n".join(
         [
@@ -285,7 +331,7 @@ def summary_lines(summary: Summary) -> str:
 
 
 def _model_speed(summary: Summary) -> list[str]:
-    """What the model's own products come to, where it knows them."""
+    """The rate of the model's own products, where it knows them."""
     if summary.tflops is None:
         return []
     share = f", {100 * summary.mfu:.1f} % MFU" if summary.mfu is not None else ""

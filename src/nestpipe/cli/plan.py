@@ -23,11 +23,12 @@ from nestpipe.cli.options import (
     Settings,
     console,
     figures_table,
+    ignore_torch_warnings,
     launch_ranks,
     progress_bar,
-    quieten,
     read_job,
     read_text,
+    refuse_unwritable,
     short_ms,
     starts_ranks,
     write_json,
@@ -105,11 +106,12 @@ def plan_job(
     """
     job_config = read_job(config, settings)
     given = read_text(config) if config is not None else ""
+    refuse_unwritable(out, json, save_profile)
     if hardware is not None or profile is not None:
-        given_too = {"--check": check, "--steps": steps, "--save-profile": save_profile}
+        also_given = {"--check": check, "--steps": steps, "--save-profile": save_profile}
         if profile is not None:
-            given_too["--ranks"] = ranks
-        for flag, value in given_too.items():
+            also_given["--ranks"] = ranks
+        for flag, value in also_given.items():
             if value:
                 raise ConfigError(
                     f"{flag} is {value}, but nothing runs with --hardware or --profile; "
@@ -167,7 +169,7 @@ def _from_files(
 
 
 def _refuse_other_job(known: JobProfile, config: JobConfig, name: str, rounding: bool) -> None:
-    """A profile tells of batches of its own size, in the forms that it ran."""
+    """A profile is valid for batches of its own size, in the settings that it ran."""
     batch = config.run.batch
     if batch // known.ranks != known.samples:
         raise ConfigError(
@@ -183,7 +185,8 @@ def _refuse_other_job(known: JobProfile, config: JobConfig, name: str, rounding:
 
 
 def refuse_offer(described: Mapping[str, object], path: Path) -> None:
-    """There are two kinds of hardware files: of one cluster, and of what could be bought."""
+    """Refuse an offer here: a hardware file describes either one cluster or what could be
+    bought."""
     if "machines" in described or "networks" in described:
         raise ConfigError(
             f"'{path}' is an offer for simulate --job, and no hardware file of one cluster; "
@@ -212,7 +215,7 @@ def _from_runs(
     save_profile: str | None,
 ) -> PlanChoice | None:
     """Profile the job on this rank and its peers; only rank 0 has the choice."""
-    quieten()
+    ignore_torch_warnings()
     from nestpipe.planner import candidate_of, job_bench, thought
     from nestpipe.planner.profile import CHECK_STEPS, PROFILE_STEPS
     from nestpipe.train.loop import communicator, use_threads
@@ -280,7 +283,7 @@ def _show(choice: PlanChoice, *, allow_rounding: bool, out: str | None) -> None:
 
 
 def choice_table(choice: PlanChoice) -> Table:
-    """The best candidates, what the config says, and the fastest serial."""
+    """The best candidates, the config's own settings, and the fastest serial."""
     table = figures_table(
         f"{choice.looked_at} settings predicted",
         "step: predicted, ms; gain: over the fastest serial;\n"
@@ -333,7 +336,7 @@ def bench_plan(
     ] = False,
     json: JsonFile = None,
 ) -> None:
-    """Run what `nestpipe plan` chooses beside an exhaustive small grid, on hosts with shaped links.
+    """Run the choice of `nestpipe plan` beside a small exhaustive grid, on hosts with shaped links.
 
     Prints the best step of the grid over that of the choice, for each network: 1 and more means
     that nothing in the grid is faster. With --adaptive runs begin with too few and with too many
@@ -350,6 +353,7 @@ def bench_plan(
         bits_per_s(rate)
     from nestpipe.bench.planning import run_adaptive, run_grid
 
+    refuse_unwritable(json)
     found: list[GridReading] = []
     adapted: list[AdaptiveReading] = []
     with progress_bar("networks", len(networks)) as advance:
@@ -417,7 +421,7 @@ def grid_table(found: Sequence[GridReading], ranks: int) -> Table:
 
 
 USUAL_WORKERS = (2, 4, 8, 16, 32, 64)
-"""Numbers of workers to answer for where nobody names others, as far as batches go round."""
+"""Default numbers of workers, as far as batches divide among them."""
 LEAST_EACH = 4
 """Samples of a worker."""
 SHOWN = 24
@@ -448,6 +452,7 @@ def answer_job(
         )
     offer = build(Offer, described)
     job_config = read_job(config, None)
+    refuse_unwritable(json)
     batch = job_config.run.batch
     workers = workers or [n for n in USUAL_WORKERS if per_worker or LEAST_EACH * n <= batch]
     if not per_worker:
@@ -491,7 +496,7 @@ def _refuse_too_many(workers: Sequence[int], batch: int) -> None:
 
 def _measured(config: JobConfig) -> JobProfile | None:
     """The profile of the job on this rank and its peers; None on all but rank 0."""
-    quieten()
+    ignore_torch_warnings()
     from nestpipe.planner import job_bench
     from nestpipe.planner.profile import PROFILE_STEPS
     from nestpipe.train.loop import communicator, use_threads
@@ -534,7 +539,7 @@ def answers_table(found: Sequence[SiteAnswer]) -> Table:
 
 
 def sentences(found: Sequence[SiteAnswer]) -> list[str]:
-    """Which to buy, in words."""
+    """The recommendation, in words."""
     cheapest = found[0]
     low = cheapest.cost(cheapest.figures.step_ms)
     near = [one for one in found if one.cost(one.figures.step_ms) <= NEAR * low]
@@ -596,6 +601,7 @@ def bench_simulate(
     start, places = place(fitted), [place(one) for one in others.split(",")]
     from nestpipe.bench.planning import validate
 
+    refuse_unwritable(save_profile, json)
     with progress_bar("sites", 1 + len(places)) as advance:
         found = validate(
             job_config,

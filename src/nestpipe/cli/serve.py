@@ -111,7 +111,7 @@ def serve(
     service = launch.Service(
         instance=build(launch.Role, role), instances=instances, router=router, token=token
     )
-    raise typer.Exit(launch.serve(service, _say))
+    raise typer.Exit(launch.serve(service, _log_line))
 
 
 def _role(assignments: list[str]) -> dict[str, Any]:
@@ -142,7 +142,7 @@ def _check(checkpoint: Path, instances: int, port: int, histories: Path | None) 
         raise ConfigError(f"there is no file '{histories}' of histories; check its name")
 
 
-def _say(sentence: str) -> None:
+def _log_line(sentence: str) -> None:
     sys.stderr.write(f"{sentence}\n")
     sys.stderr.flush()
 
@@ -183,7 +183,7 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """What is loaded: arms in this process, or the service behind a URL."""
+    """The target of the load: arms in this process, or the service behind a URL."""
 
     model: Model
     arms: list[Arm]
@@ -193,7 +193,7 @@ class Where:
 
 @dataclass(frozen=True, slots=True)
 class Aim:
-    """What is searched: a length or a rate, with which seeds, and how close it must come."""
+    """The goal of a search: a length or a rate, its seeds, and its tolerance."""
 
     what: str
     seeds: list[int]
@@ -230,7 +230,7 @@ def compare(where: Where, settings: LoadSettings, json: str | None, plot: Path |
     return all(report.valid for report in reports)
 
 
-def find_most(
+def search_limits(
     where: Where, aim: Aim, settings: LoadSettings, json: str | None, plot: Path | None
 ) -> bool:
     """Search every arm; whether the runs that decided were valid."""
@@ -242,8 +242,8 @@ def find_most(
     longest = settings.workload.length * (2 if what == "length" else 1)
     with _measures(where, settings, longest) as measures:
         for name, measure in measures.items():
-            told = partial(_tell, name, what, json)
-            found[name] = _search(aim, settings, measure, told)
+            on_step = partial(_show_step, name, what, json)
+            found[name] = _search(aim, settings, measure, on_step)
     if json is not None:
         results = [
             {
@@ -306,7 +306,7 @@ def advise_on(
 
 
 def measure_costs(path: Path, model: Model, settings: LoadSettings) -> None:
-    """Measure what the model costs up to `--length`, for `--costs`."""
+    """Measure the model's costs up to `--length`, for `--costs`."""
     from json import dumps, loads
 
     known, kv_bytes = _measure_costs(model, settings, settings.workload.length)
@@ -362,11 +362,12 @@ def _fitting(settings: LoadSettings, model: HstuRankModel) -> LoadSettings:
 
 
 def _search(
-    aim: Aim, settings: LoadSettings, measure: Measure, told: Callable[[SearchStep], None]
+    aim: Aim, settings: LoadSettings, measure: Measure, on_step: Callable[[SearchStep], None]
 ) -> Found:
     from nestpipe.loadtest.run import search
 
-    what, exactly = aim.what, partial(search, tolerance=aim.tolerance, seeds=aim.seeds, told=told)
+    what = aim.what
+    exactly = partial(search, tolerance=aim.tolerance, seeds=aim.seeds, on_step=on_step)
 
     def attempt(value: float, seed: int) -> Report:
         change: dict[str, Any] = {"length": int(value)} if what == "length" else {"rate": value}
@@ -382,7 +383,7 @@ def _search(
     return exactly(attempt, float(workload.length), low=low, high=high, step=LENGTH_STEP)
 
 
-def _tell(name: str, what: str, json: str | None, step: SearchStep) -> None:
+def _show_step(name: str, what: str, json: str | None, step: SearchStep) -> None:
     if json != STDOUT:
         console().print(step_line(name, what, step), markup=False, soft_wrap=True)
 
@@ -424,7 +425,7 @@ def _read_costs(path: Path) -> tuple[Costs, float]:
 
 
 def require(what: str, *modules: str) -> None:
-    """Say in a sentence what is not installed."""
+    """Raise one sentence that names the missing package."""
     for module in modules:
         if find_spec(module) is None:
             raise ConfigError(
@@ -448,7 +449,7 @@ PATHS = ("hbm_hit", "late_hit", "dram_hit", "miss_full", "miss_cut")
 
 
 def results_table(reports: Sequence[Report], settings: LoadSettings, reuse: float) -> Table:
-    """One row per arm: how fast, how long a history, and what of it counts."""
+    """One row per arm: latencies, lengths of histories, and compliant throughput."""
     workload, target = settings.workload, f"{settings.serve.target_ms:g} ms"
     table = figures_table(
         f"{reports[0].requests:,} requests, {workload.rate:g}/s, {workload.length} events, "
@@ -477,7 +478,7 @@ def results_table(reports: Sequence[Report], settings: LoadSettings, reuse: floa
 
 
 def paths_table(reports: Sequence[Report]) -> Table:
-    """One row per arm: where answers came from, and what became of signals."""
+    """One row per arm: the sources of answers, and the outcomes of signals."""
     table = figures_table(
         "How rankings were answered: share of requests, and P99 in ms",
         "filled: signals whose prefix was computed; wasted: those whose ranking did not use it;\n"
@@ -500,7 +501,7 @@ def paths_table(reports: Sequence[Report]) -> Table:
 
 
 def invalid_lines(reports: Sequence[Report]) -> list[str]:
-    """What must be known of runs that show nothing."""
+    """Why a run is not valid, line by line."""
     return [
         f"NOT VALID: in arm {report.name} the driver was {report.late_p99_ms:.1f} ms late at P99 "
         f"(at most {report.late_max_ms:.1f} ms), so requests did not come on time; use a "
@@ -511,7 +512,7 @@ def invalid_lines(reports: Sequence[Report]) -> list[str]:
 
 
 def step_line(name: str, what: str, step: SearchStep) -> str:
-    """One value that was tried."""
+    """One step of a search."""
     runs: list[str] = []
     for report in step.reports:
         p99 = "none answered" if report.latency is None else f"P99 {report.latency.p99_ms:.1f} ms"
@@ -541,7 +542,7 @@ def found_table(what: str, found: Mapping[str, Found], settings: LoadSettings) -
 
 
 def memory_table(memory: Sequence[Memory]) -> Table:
-    """One row per time to live."""
+    """One row per TTL."""
     parts = list(memory[0].mb_for)
     table = figures_table(
         "Users who return, and host memory of an instance for their prefixes",
@@ -691,7 +692,7 @@ def load(
         values = range(chosen.workload.seed, chosen.workload.seed + seeds)
         aim = Aim(find.value, list(values), tolerance)
         where = Where(model, compared, url, token_file)
-        if not find_most(where, aim, chosen, json, plot):
+        if not search_limits(where, aim, chosen, json, plot):
             raise typer.Exit(NOT_VALID)
     elif not compare(Where(model, compared, url, token_file), chosen, json, plot):
         raise typer.Exit(NOT_VALID)

@@ -71,7 +71,7 @@ MOST_BETWEEN = 1000
 USUAL_WORKERS = "1,8,64,512,1536,4096"
 AUTO = "auto"
 EVERY_GROUPS = [1, 2, 4, 8]
-"""What `auto` is for a job: its groups are exact ones, each with all tables."""
+"""The meaning of `auto` for a job: its groups are exact, each with all tables."""
 
 simulate_app = typer.Typer(rich_markup_mode=None)
 
@@ -237,7 +237,7 @@ FOR_JOB = {"profile", "ranks", "batch_per_worker"}
 
 
 def refuse_options(context: typer.Context, *, with_job: bool) -> None:
-    """Options that would do nothing with `--job`, or without it."""
+    """Refuse options that have no effect with `--job`, or without it."""
     for option in context.command.params:
         source = context.get_parameter_source(option.name or "")
         if option.name in FOR_BOTH or source is None or source.name != "COMMANDLINE":
@@ -354,7 +354,7 @@ def _fitted_as_json(fitted: FittedCosts) -> dict[str, object]:
 
 
 def _fit_note(fitted: FittedCosts, chosen: Plan, scales: list[Scale]) -> str:
-    """What the fit could not know, in words."""
+    """The limits of the fit, in words."""
     notes = [f"Costs were fitted to a run of {fitted.scale.workers} workers."]
     used = {op.kind for op in chosen.schedule(chosen.shape.lookahead + 1).ops}
     unknown = [str(kind) for kind in fitted.missing if kind in used]
@@ -434,7 +434,7 @@ def _merging(options: PlanOptions) -> str:
 
 
 def groups_answer(choice: GroupChoice, work: Workload) -> str:
-    """Which number of groups is best, in words, and what was left out."""
+    """The best number of groups, in words, and what was left out."""
     best, one = choice.best, next((row for row in choice.rows if row.groups == 1), None)
     gain = ""
     if one is not None and best is not one:
@@ -461,7 +461,7 @@ def _most_exposed(exposed_ms: Mapping[str, float]) -> str:
 
 
 def paper_table(rows: Sequence[PaperRow]) -> Table:
-    """Simulated figures, the published ones below them."""
+    """Simulated figures, with the published ones below them."""
     table = figures_table(
         "Simulated and published figures, 512 samples per worker",
         "ms per step; range: under other assumptions that fit as well; gain over TorchRec; "
@@ -496,7 +496,7 @@ SHOWN = {
 
 def _simulated_cells(row: PaperRow) -> list[str]:
     error, mark = row.error_percent("step_ms"), row.kind[0] + ("*" if row.inferred else "")
-    # Past the published scales assumptions decide: a single figure would say too much.
+    # Past the published scales assumptions decide: a single figure would claim too much.
     shown = row.kind != "extrapolated"
     step, *others = (
         format(getattr(row, name), form) if shown else "" for name, form in SHOWN.items()
@@ -531,7 +531,7 @@ def _range(found: StepRange) -> str:
 
 
 def print_2d(terminal: Console, rows: Sequence[PaperRow], choices: Sequence[PaperChoice]) -> None:
-    """What groups of workers bring at the largest published scale, and past it."""
+    """The gain from groups of workers at the largest published scale, and past it."""
     at = {(row.system, row.workers): row for row in rows}
     row, known = at[NESTPIPE_2D, LARGEST], at[NESTPIPE_2D, LARGEST].published
     terminal.print(
@@ -565,7 +565,7 @@ def _decided(found: StepRange) -> str:
 
 
 def print_assumptions(terminal: Console) -> None:
-    """What no published figure fixes, and what was tried instead."""
+    """Assumptions that no published figure fixes, and the alternatives that were tried."""
     terminal.print("\nAssumed, and what else fits (the ranges):")
     for one in ASSUMPTIONS:
         own = "; not independent of NestPipe" if one.from_nestpipe else ""
@@ -573,7 +573,7 @@ def print_assumptions(terminal: Console) -> None:
 
 
 def print_unreconciled(terminal: Console) -> None:
-    """What the published figures leave open."""
+    """Contradictions among the published figures."""
     terminal.print("\nWhat does not reconcile, and was not tuned away:")
     for sentence in UNRECONCILED:
         terminal.print(f"- {sentence}", markup=False)

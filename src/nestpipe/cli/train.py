@@ -25,10 +25,11 @@ from nestpipe.cli.options import (
     Ranks,
     Settings,
     console,
+    ignore_torch_warnings,
     launch_ranks,
     progress_bar,
-    quieten,
     read_job,
+    refuse_unwritable,
     size_of,
     starts_ranks,
     summary_lines,
@@ -124,11 +125,11 @@ def train(
             _check_folder_of(file, what)
     watched = Watching.asked_for(job_config, dashboard, report, token_file)
     if dry_run:
-        _say_that_it_is_taken(job_config, config, ranks)
+        _confirm_config(job_config, config, ranks)
         return
     if starts_ranks(ranks):
         raise typer.Exit(launch_ranks(ranks))
-    quieten()
+    ignore_torch_warnings()
     from nestpipe.comm.peer_failure import mark_stopped
     from nestpipe.train.job import prepare
     from nestpipe.train.loop import claimed, communicator, use_threads
@@ -151,13 +152,13 @@ def train(
         mark_stopped(comm.rank)
 
 
-def _say_that_it_is_taken(job_config: JobConfig, config: Path | None, ranks: int) -> None:
-    """After all that can be refused without data, a device or other ranks."""
+def _confirm_config(job_config: JobConfig, config: Path | None, ranks: int) -> None:
+    """Confirm a config that has passed every check that needs no data, device or other ranks."""
     starts_ranks(ranks)
     job_config.settings()
     name = "the default config" if config is None else f"'{config}'"
-    told = f"{name} is a config that train takes; its data was not opened"
-    console().print(told, markup=False, soft_wrap=True)
+    line = f"{name} is a config that train takes; its data was not opened"
+    console().print(line, markup=False, soft_wrap=True)
 
 
 def _trained(job: Job, json: str | None, threads: str) -> TrainResult:
@@ -165,27 +166,27 @@ def _trained(job: Job, json: str | None, threads: str) -> TrainResult:
     from nestpipe.train.loop import total_steps, train_job
 
     trainer = job.trainer
-    said = [trainer.plan_reason, *([trainer.mesh.reason] if trainer.mesh.groups > 1 else [])]
-    said += [trainer.dense_half.reason] if trainer.dense_half is not None else []
-    said += [threads, *_columns_sentence(job), _split_sentence(job), *_stream_sentence(job)]
+    lines = [trainer.plan_reason, *([trainer.mesh.reason] if trainer.mesh.groups > 1 else [])]
+    lines += [trainer.dense_half.reason] if trainer.dense_half is not None else []
+    lines += [threads, *_columns_sentence(job), _split_sentence(job), *_stream_sentence(job)]
     if trainer.comm.rank == 0 and json != STDOUT:
-        console().print("\n".join(said), markup=False, soft_wrap=True)
+        console().print("\n".join(lines), markup=False, soft_wrap=True)
     if trainer.comm.rank == 0:
         for sentence in idle_settings(job.config, trainer.comm.size, trainer.model):
             log.warning("%s", sentence)
-    with _progress(total_steps(job), trainer) as (tell, tell_metrics):
+    with _progress(total_steps(job), trainer) as (tell, show_metrics):
         if not job.config.run.adaptive:
-            return train_job(job, tell, tell_metrics)
+            return train_job(job, tell, show_metrics)
         from nestpipe.planner import AdaptiveRun
 
         def say(line: str) -> None:
             sys.stderr.write(f"adaptive, {line}\n")
 
-        return train_job(job, tell, tell_metrics, adapt=lambda: AdaptiveRun(job, say))
+        return train_job(job, tell, show_metrics, adapt=lambda: AdaptiveRun(job, say))
 
 
 def _stream_sentence(job: Job) -> list[str]:
-    """How long a run waits that has no end of its own."""
+    """How long a run on a stream waits, which has no end of its own."""
     data = job.config.data
     if data.kind != "stream":
         return []
@@ -197,7 +198,7 @@ def _stream_sentence(job: Job) -> list[str]:
 
 
 def _columns_sentence(job: Job) -> list[str]:
-    """What the types of a file's columns have decided: one may be there that nobody meant."""
+    """The columns that were chosen by their types: one may be there by accident."""
     data, columns = job.config.data, job.train.columns
     named = data.parquet.sparse or data.parquet.dense or data.parquet.history
     if data.kind not in ("parquet", "stream") or named:
@@ -205,9 +206,9 @@ def _columns_sentence(job: Job) -> list[str]:
     keys = [column.name for column in columns if column.kind == "keys"]
     numbers = [name for column in columns if column.kind == "features" for name in column.fields]
     used = {"keys": keys, "numbers": numbers}
-    told = [f"{what} {', '.join(names)}" for what, names in used.items() if names]
+    used_as = [f"{what} {', '.join(names)}" for what, names in used.items() if names]
     return [
-        f"columns by their types: {'; '.join(told)}; name them in data.parquet.sparse and dense "
+        f"columns by their types: {'; '.join(used_as)}; name them in data.parquet.sparse and dense "
         "for others"
     ]
 
@@ -246,7 +247,7 @@ def evaluate(
     job_config = read_job(config, settings, checkpoint=str(checkpoint))
     if starts_ranks(ranks):
         raise typer.Exit(launch_ranks(ranks))
-    quieten()
+    ignore_torch_warnings()
     from nestpipe.train.evaluate import evaluate as measure
     from nestpipe.train.job import prepare
     from nestpipe.train.loop import communicator, use_threads
@@ -328,7 +329,7 @@ def _plain_lines(total: int | None, trainer: Trainer) -> Tell:
 
 
 def _running(trainer: Trainer) -> str:
-    """How this rank's training batches were predicted since the last evaluation."""
+    """Metrics of this rank's training predictions since the last evaluation."""
     found = trainer.running_metrics().items()
     words = {"auc": "AUC", "normalised_entropy": "NE"}
     named = ((name.replace("train_", ""), value) for name, value in found)
@@ -347,8 +348,8 @@ def _metric_line(write: Callable[[str], object]) -> TellMetrics:
         shown = [
             (n, v) for n, v in metrics.items() if not n.rpartition("/")[2].startswith(left_out)
         ]
-        told = ", ".join(f"{name} {value:.4f}" for name, value in shown)
-        write(f"step {step}, {split} split: {told}\n")
+        line = ", ".join(f"{name} {value:.4f}" for name, value in shown)
+        write(f"step {step}, {split} split: {line}\n")
 
     return tell
 
@@ -361,9 +362,10 @@ def _early_sentence(early: EarlyStopping) -> str:
 
 
 def _check_folder_of(file: Path, what: str) -> None:
-    """Refuse now what could not be written when training is done."""
-    if file.is_dir() or not file.parent.is_dir():
+    """Refuse now a path that could not be written when training is done."""
+    if not file.parent.is_dir():
         raise ConfigError(f"cannot write the {what} to '{file}'; name a file in an existing folder")
+    refuse_unwritable(file, f"the {what}")
 
 
 def _show(outcome: TrainResult, job: Job, json: str | None) -> None:
@@ -403,13 +405,13 @@ def _show(outcome: TrainResult, job: Job, json: str | None) -> None:
         console().print(summary_lines(outcome.summary), markup=False)
     if outcome.checkpoint:
         cost = outcome.saving
-        said = f"checkpoint: {outcome.checkpoint}"
+        lines = f"checkpoint: {outcome.checkpoint}"
         if cost.checkpoints:
-            said += (
+            lines += (
                 f"\ncheckpoints written: {cost.checkpoints}, {size_of(1e9 * cost.gigabytes)}; "
                 f"training stood still for {cost.waited_s:.1f} s"
             )
-        console().print(said, markup=False, soft_wrap=True)
+        console().print(lines, markup=False, soft_wrap=True)
     if outcome.stopped:
         console().print("stopped by a signal; --resume auto goes on from there", markup=False)
 
@@ -509,13 +511,13 @@ def verify(
     job_config = read_job(config, [*(settings or []), *_overrides(steps, plan)])
     if starts_ranks(ranks):
         raise typer.Exit(launch_ranks(ranks))
-    quieten()
+    ignore_torch_warnings()
     from nestpipe.train.loop import communicator
     from nestpipe.train.verify import verify_job, verify_one_dimension
 
     comm = communicator(job_config)
     job_config = _chosen(job_config, plan, comm.size)
-    watch = _watch if comm.rank == 0 else _look_away
+    watch = _progress_of if comm.rank == 0 else _no_progress
     if one_dimension:
         found = verify_one_dimension(job_config, comm, watch)
         proven, figures, lines = found.agrees, found.figures(), agreement_sentences(found)
@@ -535,14 +537,14 @@ def _replay(run: Path, ranks: int, json: str | None) -> None:
     """Compare an adaptive run with `serial` in the settings that it recorded."""
     if starts_ranks(ranks):
         raise typer.Exit(launch_ranks(ranks))
-    quieten()
+    ignore_torch_warnings()
     job_config = read_job(None, None, checkpoint=str(run))
     from nestpipe.planner import replay_choices
     from nestpipe.train.loop import communicator, use_threads
 
     use_threads(job_config.run)
     comm = communicator(job_config)
-    verdict = replay_choices(run, comm, _watch if comm.rank == 0 else _look_away)
+    verdict = replay_choices(run, comm, _progress_of if comm.rank == 0 else _no_progress)
     if comm.rank == 0:
         _show_verdict(verdict.figures(), replay_sentences(verdict, run), json)
     comm.barrier()
@@ -552,7 +554,7 @@ def _replay(run: Path, ranks: int, json: str | None) -> None:
 
 
 def replay_sentences(verdict: Verdict, run: Path) -> list[str]:
-    """What the replay of an adaptive run came to."""
+    """The result of the replay of an adaptive run."""
     of = f"{run} and serial in the settings that it recorded, {verdict.steps} steps"
     compared = f"{verdict.rows_compared:,} rows with optimizer state, {verdict.tensors_compared}"
     lines = [
@@ -589,11 +591,11 @@ def _seed(text: str) -> int:
     return int(text)
 
 
-def _watch(name: str, total: int | None) -> AbstractContextManager[Callable[[object], None]]:
+def _progress_of(name: str, total: int | None) -> AbstractContextManager[Callable[[object], None]]:
     return progress_bar(f"training with {name}", total)
 
 
-def _look_away(name: str, total: int | None) -> AbstractContextManager[Callable[[object], None]]:
+def _no_progress(name: str, total: int | None) -> AbstractContextManager[Callable[[object], None]]:
     return nullcontext(lambda report: None)
 
 
@@ -640,7 +642,7 @@ def agreement_sentences(found: Agreement) -> list[str]:
 
 
 def _extent(verdict: Verdict) -> str:
-    """How much differs, and by how much."""
+    """The number of differences, and the largest."""
     most = verdict.largest_difference
     size = f"by at most {most:.3g}" if most is not None else "some by no finite number"
     step = verdict.first_different_step

@@ -1,4 +1,4 @@
-"""What the rest of NestPipe asks of a network, the form of what travels, and groups of ranks.
+"""The contract of a network, the serialization of messages, and groups of ranks.
 
 Groups are two-dimensional parallelism: tables are sharded inside a group, replicated across groups.
 Of T ranks, M groups of N = T / M: a group holds every row once, a shard of them on each of its N
@@ -92,7 +92,7 @@ class Communicator(Protocol):
         ...
 
     def barrier(self) -> None:
-        """Return when every rank has come here."""
+        """Return once every rank has called this."""
         ...
 
     def subgroup(self, partition: Sequence[Sequence[int]]) -> Communicator:
@@ -149,7 +149,7 @@ class LocalCommunicator:
         return [decode(encode(value))]
 
     def barrier(self) -> None:
-        """Everyone is here."""
+        """Nothing to wait for."""
 
     def subgroup(self, partition: Sequence[Sequence[int]]) -> LocalCommunicator:
         own_subset(partition, self.rank, self.size)
@@ -210,12 +210,12 @@ def row_bytes(tensor: Tensor) -> int:
 
 
 def bytes_to_others(sent: Tensor, sent_splits: Sequence[int], rank: int) -> int:
-    """What leaves this rank in an exchange; what a rank keeps for itself does not travel."""
+    """Bytes that leave this rank in an exchange; its own part does not travel."""
     return (sum(sent_splits) - sent_splits[rank]) * row_bytes(sent)
 
 
 def bytes_of_sum(tensor: Tensor, size: int) -> int:
-    """What leaves each rank in a sum over all: two rounds of a ring, as most backends do it."""
+    """Bytes that leave each rank in an all-reduce: two rounds of a ring, as in most backends."""
     return 2 * (size - 1) * tensor.numel() * tensor.element_size() // size
 
 
@@ -225,12 +225,12 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def encode(value: object) -> bytes:
-    """A plain value as it travels; what JSON cannot say is a TypeError."""
+    """A plain value as bytes; a value that JSON cannot represent is a TypeError."""
     return json.dumps(value).encode()
 
 
 def decode(data: bytes) -> object:
-    """What a peer encoded: tuples have become lists, and the keys of dicts strings."""
+    """Decode a peer's value: tuples have become lists, and the keys of dicts strings."""
     return json.loads(data)
 
 
@@ -257,7 +257,7 @@ class Mesh:
     layout: str
     """`replicas` or `shards`: which ranks are next to each other."""
     reason: str
-    """What was chosen, and why."""
+    """The choice, and why."""
 
 
 def make_mesh(

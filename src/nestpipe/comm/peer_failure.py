@@ -1,4 +1,4 @@
-"""When a collective fails or a signal comes: where this rank was, who was lost, what it says."""
+"""When a collective fails or a signal comes: where this rank was, and which peers were lost."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import Store
 from nestpipe.errors import RunError
 
 CULPRIT_FIRST_S = 1.0
-"""A survivor ends this much later, so that the launcher sees and reports who failed first."""
+"""Survivors exit this much later, so that the launcher sees and reports which rank failed first."""
 GRACE_S = 2.0
 """How long survivors wait for each other's reports ..."""
 ANSWER_S = GRACE_S + 3.0
@@ -28,7 +28,7 @@ ANSWER_S = GRACE_S + 3.0
 
 
 class CollectiveState:
-    """What the communicators of one process share, of all ranks and of parts of them.
+    """What the communicators of one process share, for all ranks and for subsets.
 
     When a collective of one has failed, the others start none.
     """
@@ -53,7 +53,7 @@ class CollectiveState:
 
     @contextmanager
     def inside(self, collective: str, members: Sequence[int]) -> Iterator[None]:
-        """Turn what the backend says about lost peers and timeouts into one sentence.
+        """Turn the backend's error about lost peers and timeouts into one sentence.
 
         `members` are the ranks that take part, by their numbers in the world.
         """
@@ -68,7 +68,7 @@ class CollectiveState:
             raise
         except RuntimeError as error:
             with self._failing:
-                # Report what failed first: what fails in other threads follows from it.
+                # Report the first failure: failures in other threads follow from it.
                 if self._broken is None:
                     for hang_up in self._hang_up:
                         hang_up()
@@ -87,11 +87,11 @@ class CollectiveState:
         return f"rank {self.rank} {where}"
 
 
-# The name of the work that a collective serves, so that a failure can say it.
+# The name of the work that a collective serves, so that a failure can name it.
 
 
 class OpLabel:
-    """What a rank is doing on the network: `with op_label("rows 3.1"): ...`.
+    """The op that a rank's collectives serve: `with op_label("rows 3.1"): ...`.
 
     Each thread that issues collectives has a name of its own.
     """
@@ -113,16 +113,16 @@ class OpLabel:
             self._of_thread.what = before
 
     def name(self, collective: str) -> str:
-        """A collective as messages call it: `rows 3.1` (all_to_all)."""
+        """The name of a collective in messages: `rows 3.1` (all_to_all)."""
         return f"`{self.what}` ({collective})" if self.what else f"`{collective}`"
 
 
-# Who was lost: what a survivor can say when a collective fails.
+# Lost peers: what a survivor knows when a collective fails.
 
 
 @dataclass(frozen=True, slots=True)
 class _Report:
-    """What a survivor reports: the failed collective, and the ranks it waited for there."""
+    """The report of a survivor: the failed collective, and the ranks it waited for there."""
 
     call: str
     part: list[int] | None
@@ -139,7 +139,7 @@ class _Report:
 class LostPeers:
     """Survivors report to the store of the group; a rank that does not report is lost.
 
-    A backend says that a connection closed or a time ran out, not whose rank that was.
+    A backend reports that a connection closed or a timeout expired, not which rank was lost.
     """
 
     def __init__(self, store: Store, rank: int, size: int, timeout_s: float) -> None:
@@ -150,7 +150,8 @@ class LostPeers:
         self._reported = False
 
     def explain(self, call: str, error: RuntimeError, members: Sequence[int]) -> str:
-        """One sentence: who failed in what, for whom it waited, what the backend said.
+        """One sentence: which collective failed on which rank, whom it waited for, the backend's
+        error.
 
         `members` are the ranks that take part in the collective; a rank outside that one of them
         waited for is named too, for it may be the one that was lost.
@@ -186,7 +187,7 @@ class LostPeers:
         )
 
     def _report(self, call: str, members: Sequence[int]) -> None:
-        """Report what failed here first; what fails in other threads follows from it."""
+        """Report the first failure here; failures in other threads follow from it."""
         if not self._reported:
             part = None if len(members) == self._size else list(members)
             self._store.set(str(self._rank), _Report(call, part).encode())
@@ -195,8 +196,8 @@ class LostPeers:
     def _collect(self, members: Sequence[int], reports: dict[int, _Report]) -> None:
         """Fill in the reports of other survivors; waits a moment for those that are missing."""
         give_up = time.monotonic() + min(GRACE_S, self._timeout_s / 2)
-        # Somebody is lost, so of all ranks a single silent one needs no more waiting for. In a part
-        # it may live, and be about to report that it waited for a rank outside.
+        # Some rank is lost, so a single silent one among all ranks need not be waited for. In a
+        # part it may live, and be about to report that it waited for a rank outside.
         spare = 1 if len(members) == self._size else 0
         while True:
             silent = self._waited_for(members, reports) - reports.keys()
@@ -217,7 +218,7 @@ class LostPeers:
 
 
 def claim_kind(store: Store, kind: str) -> bool:
-    """Whether this rank is the first to tell people of an error of that kind."""
+    """Whether this rank is the first to report an error of that kind."""
     try:
         return store.add(kind, 1) == 1
     except RuntimeError:
@@ -281,7 +282,7 @@ def _end_after(process: int) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-# SIGTERM and SIGINT while training: finish the batch, save, exit 0, within a stated time.
+# SIGTERM, SIGINT and SIGHUP while training: finish the batch, save, exit 0, within a stated time.
 #
 # A signal may reach ranks at different moments, or one rank alone. It only sets a flag. Ranks agree
 # on the batch to stop at in the exchange of `counts`: a rank that wants to stop adds `STOP` to its
@@ -289,10 +290,11 @@ def _end_after(process: int) -> None:
 
 STOP = 1 << 40
 """Added to a rank's samples; more than a batch has."""
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""The last one comes when a terminal closes."""
 NO_SIGNAL = 0
 AGAIN_S = 2.0
-"""A launcher passes on what the terminal has sent as well; a signal after this is another one."""
+"""A launcher forwards signals that the terminal has sent as well; a later one is a new signal."""
 MARKERS = "NESTPIPE_STOPPED"
 """Where a launcher looks for ranks that have saved and ended well after a signal."""
 
@@ -306,24 +308,26 @@ class StopRequest:
         """Where this rank is, for the sentence of one that takes too long."""
         self._grace_s = grace_s
         self._since: float | None = None
-        self._late: threading.Timer | None = None
+        self._timer: threading.Timer | None = None
 
     @contextmanager
     def on_signals(self) -> Generator[None]:
         """Inside, signals ask for a stop; other threads than the main one cannot be asked.
 
         Python calls handlers on its main thread alone, which may be in a collective that never
-        returns. So a thread of its own hears of signals, and counts the time.
+        returns. So a separate thread reads the signals and keeps the time.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        heard, told = os.pipe()
-        os.set_blocking(told, False)
-        thread = threading.Thread(target=self._hear, args=(heard,), name="signals", daemon=True)
+        read_fd, wake_fd = os.pipe()
+        os.set_blocking(wake_fd, False)
+        thread = threading.Thread(
+            target=self._read_signals, args=(read_fd,), name="signals", daemon=True
+        )
         thread.start()
-        before = {number: signal.signal(number, self._want) for number in SIGNALS}
-        written_before = signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+        before = {number: signal.signal(number, self._want) for number in _to_hear()}
+        written_before = signal.set_wakeup_fd(wake_fd, warn_on_full_buffer=False)
         _handled_by.append(self)
         try:
             yield
@@ -332,36 +336,36 @@ class StopRequest:
             signal.set_wakeup_fd(written_before)
             for number, handler in before.items():
                 signal.signal(number, handler)
-            os.write(told, bytes([NO_SIGNAL]))
+            os.write(wake_fd, bytes([NO_SIGNAL]))
             thread.join()
-            os.close(told)
-            os.close(heard)
-            if self._late is not None:
-                self._late.cancel()
+            os.close(wake_fd)
+            os.close(read_fd)
+            if self._timer is not None:
+                self._timer.cancel()
 
     def _want(self, number: int, frame: FrameType | None) -> None:
         self.wanted = True
 
-    def _hear(self, heard: int) -> None:
+    def _read_signals(self, read_fd: int) -> None:
         """Read the numbers of signals until the last one.
 
         The end of the pipe would not do: a forked child may keep it open.
         """
         while True:
-            for number in os.read(heard, 64):
+            for number in os.read(read_fd, 64):
                 if number == NO_SIGNAL:
                     return
                 if number in SIGNALS:
-                    self._ask(number)
+                    self._stop_or_end(number)
 
-    def _ask(self, number: int) -> None:
+    def _stop_or_end(self, number: int) -> None:
         now = time.monotonic()
         if self._since is None:
             self.wanted, self._since = True, now
             why = f"not saved in {self._grace_s:g} s"
-            self._late = threading.Timer(self._grace_s, self._end, (number, why))
-            self._late.daemon = True
-            self._late.start()
+            self._timer = threading.Timer(self._grace_s, self._end, (number, why))
+            self._timer.daemon = True
+            self._timer.start()
         elif now - self._since > AGAIN_S:
             self._end(number, "told to stop again")
 
@@ -375,11 +379,18 @@ class StopRequest:
 _handled_by: list[StopRequest] = []
 
 
+def _to_hear() -> list[signal.Signals]:
+    """All of them, but that `nohup` lets a process live on when its terminal closes."""
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [number for number in SIGNALS if not (ignored and number == signal.SIGHUP)]
+
+
 def _forget_in_child() -> None:
-    """A forked child, a worker that reads data say, ends by its signals and tells nobody."""
+    """A forked child, such as a worker that reads data, ends by its signals and reports to no
+    one."""
     if _handled_by:
         signal.set_wakeup_fd(-1)
-        for number in SIGNALS:
+        for number in _to_hear():
             signal.signal(number, signal.SIG_DFL)
 
 

@@ -164,7 +164,7 @@ def _environment(defaults: Mapping[str, str], ours: Mapping[str, str]) -> Iterat
 
 @contextmanager
 def _quiet_launcher() -> Iterator[None]:
-    """The ranks say themselves why they failed; the launcher's own summary would hide it."""
+    """Ranks print why they failed; the launcher's own summary would hide it."""
     loud = ("torch.distributed", "torch.multiprocessing")
     names = [name for name in logging.root.manager.loggerDict if name.startswith(loud)]
     levels = {name: logging.getLogger(name).level for name in names}
@@ -182,7 +182,7 @@ DEFAULT_TIMEOUT_S = 300.0
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 NETWORKS: tuple[str, ...] = ("devices", "hosts", "sums")
 FEW_RANKS = 16
-"""So many exchange by messages of their own; for more, the calls would take too long."""
+"""Up to this many ranks exchange by point-to-point messages; with more, the calls take too long."""
 
 # The names of torch 2.13, and those of 2.11 and 2.12.
 _ALL_GATHER: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -217,7 +217,7 @@ def connect(
         store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=meet_s)))
         # A store that the agent of torchrun keeps has the keys of the attempt before.
         store = PrefixStore(f"{_attempt()} of {size}", store)
-        _meet(PrefixStore("here", store), rank, size, timedelta(seconds=meet_s))
+        _await_ranks(PrefixStore("here", store), rank, size, timedelta(seconds=meet_s))
         dist.init_process_group(
             backend,
             store=PrefixStore("group", store),
@@ -273,7 +273,7 @@ GLOO_THREAD = "gloo_tcp_loop"
 
 
 def let_callers_finish() -> None:
-    """Let Gloo's threads wake without taking the core from whom they wake beside.
+    """Let Gloo's threads wake without preempting the thread that they wake beside.
 
     A call that posts a message holds a lock, and its answer may come before it lets go. Gloo's
     thread then takes the core, cannot have the lock, and asks again until its time is over: 2 ms
@@ -288,7 +288,7 @@ def let_callers_finish() -> None:
                 os.sched_setscheduler(int(task.name), os.SCHED_BATCH, os.sched_param(0))
 
 
-def _meet(store: Store, rank: int, size: int, timeout: timedelta) -> None:
+def _await_ranks(store: Store, rank: int, size: int, timeout: timedelta) -> None:
     """Wait for ranks that start late, here rather than inside a collective."""
     store.set(str(rank), "")
     store.wait([str(r) for r in range(size)], timeout)
@@ -338,7 +338,7 @@ class DistributedCommunicator:
         state.on_failure(self._hang_up)
 
     def where(self) -> str:
-        """In which collective this rank is, for people."""
+        """The collective that this rank is in, for messages."""
         return self._state.sentence()
 
     @property
@@ -503,7 +503,7 @@ def exchange_at_once(
 
 
 HANG_UP_TAG = 0x4E50
-"""No message has it, so none is taken for the one that is waited for in vain."""
+"""No message has this tag, so no message is mistaken for the one that never comes."""
 
 
 def close_connections(group: dist.ProcessGroup | None) -> None:

@@ -2,7 +2,7 @@
 
 A field may be an int, a float, a bool, a str, a Literal, a StrEnum, a dataclass, `tuple[X, ...]` of
 these, or one of these or None. A key that is left out takes the field's default. A field that is a
-`Mapping[str, Any]` is a section whose keys somebody else checks. The checks for `__post_init__` of
+`Mapping[str, Any]` is a section whose keys are checked elsewhere. The checks for `__post_init__` of
 a config come first; each passes or raises one sentence.
 """
 
@@ -150,16 +150,18 @@ def fit_leaf(wanted: Any, given: object, where: str) -> object:
 
 
 def advice(wanted: Any, given: object = None) -> str:
-    """What to write for a key of type `wanted`, where `given` was written."""
+    """What to write for a key of type `wanted` instead of `given`."""
     if choices := _choices(wanted):
         return _advise_choice(choices, given)
     if get_origin(wanted) is tuple:
         return f"give {_GIVE_LIST.get(get_args(wanted)[0], 'a list')}"
+    if wanted is str and type(given) in (int, float):
+        return f'write it in quotes: "{show(given)}"'
     return f"give {_GIVE[wanted]}"
 
 
 def show(value: object) -> str:
-    """A value as its TOML file would have it, cut to fit into a sentence."""
+    """A value in TOML, cut to fit into a sentence."""
     if isinstance(value, Mapping):
         return "a section"
     if isinstance(value, bool):
@@ -226,7 +228,7 @@ def build(
 ) -> T:
     """Build `cls` from `mapping`, which is the section `where` of a file, or all of it.
 
-    Each of `overrides` is a `section.key=value` that goes over what the mapping says.
+    Each of `overrides` is a `section.key=value` that replaces a value of the mapping.
     """
     if overrides := list(overrides):
         mapping = override(_with_new_names(cls, mapping, where), overrides, cls)
@@ -317,7 +319,7 @@ def _refuse_others(value: Any, where: str) -> None:
 
 
 def _fill(wanted: Any, where: str) -> object:
-    """What a key without a default is when left out: a section of defaults, or an error."""
+    """The value of a missing key without a default: a section of defaults, or an error."""
     if _is_section(wanted):
         return build(wanted, {}, where)
     if get_origin(wanted) in (Union, UnionType):
@@ -326,7 +328,7 @@ def _fill(wanted: Any, where: str) -> object:
 
 
 def _construct(cls: type[T], values: Mapping[str, Any], where: str) -> T:
-    """Call `cls`; what its own `__post_init__` refuses is told with the section's name."""
+    """Call `cls`; an error of its `__post_init__` gets the section's name."""
     try:
         return cls(**values)
     except ConfigError as error:
@@ -335,8 +337,8 @@ def _construct(cls: type[T], values: Mapping[str, Any], where: str) -> T:
         message = str(error)
         first = message.split(" ")[0].split("[")[0]  # also an entry of a list
         begins_with_key = first in {field.name for field in fields(cls)}
-        told = _join(where, message) if begins_with_key else f"in {where}: {message}"
-        raise ConfigError(told) from error
+        sentence = _join(where, message) if begins_with_key else f"in {where}: {message}"
+        raise ConfigError(sentence) from error
 
 
 def _unknown(key: str, known: list[str], where: str) -> str:
@@ -402,17 +404,23 @@ def override(
         keys = [key.strip() for key in name.split(".")]
         if not equals or not all(keys):
             raise ConfigError(f"cannot set {assignment!r}; write it as section.key=value")
-        _put(result, _new_path(cls, keys), _parse(".".join(keys), text.strip()))
+        path, wanted = _new_path(cls, keys)
+        value = _parse(".".join(keys), text.strip())
+        # A shell takes quotes away: where text is wanted, a number is meant as it is written.
+        _put(result, path, text.strip() if wanted is str and type(value) in (int, float) else value)
     return result
 
 
-def _new_path(cls: type[DataclassInstance] | None, keys: list[str]) -> list[str]:
+def _new_path(cls: type[DataclassInstance] | None, keys: list[str]) -> tuple[list[str], object]:
+    """Keys under their new names, and the type that the last one wants; None: not known."""
     path: list[str] = []
+    wanted: object = None
     for key in keys:
         name = _new_name(cls, key, ".".join(path)) if cls is not None else key
+        wanted = get_type_hints(cls).get(name) if cls is not None else None
         cls = _section_of(cls, name) if cls is not None else None
         path.append(name)
-    return path
+    return path, wanted
 
 
 def _put(table: Table, keys: list[str], value: object) -> None:

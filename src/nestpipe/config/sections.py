@@ -1,7 +1,7 @@
-"""What several parts let a user say: who may call a service, a table, learning rates.
+"""Settings that several parts share: access to a service, tables, learning rates.
 
-A service is open to this machine alone, or to whoever has the token. The rate is a function of the
-step alone: a run that goes on from a checkpoint, or has another plan, has the same rate.
+A service accepts calls from this machine alone, or from callers with the token. The learning rate
+is a function of the step alone: a resumed run, or one with another plan, has the same rate.
 """
 
 from __future__ import annotations
@@ -87,16 +87,16 @@ class RowPolicy:
     """
 
     max_rows: int = 0
-    """Rows of the table over all workers at most; 0: as many as memory holds."""
+    """Capacity in rows, over all workers; 0: limited by memory alone."""
     max_bytes: int = 0
-    """The same in bytes: weights, optimizer state and 128 bytes of index a row; 0: no limit."""
+    """Capacity in bytes: weights, optimizer state and 128 bytes of index per row; 0: no limit."""
     evict: Eviction = "none"
-    """Who leaves a table at its capacity: the rows used longest ago (`lru`), in the fewest batches
-    (`lfu`), or with the smallest weights (`norm`); `none`: nobody, and a full table is an error."""
+    """Eviction at capacity: rows used longest ago (`lru`), in the fewest batches (`lfu`), or with
+    the smallest weights (`norm`); `none`: no eviction, and a full table is an error."""
     ttl: int = 0
-    """Time to live: rows that no batch used for so many steps leave; 0: they stay."""
+    """Time to live: evict rows that no batch has used for this many steps; 0: never."""
     admit_count: int = 1
-    """A key gets a row once so many batches have used it; until then it reads as its first value
+    """Batches that must use a key before it gets a row; until then it reads as its initial value
     and its gradients are dropped. 1: at first use."""
     admit_probability: float = 1.0
     """The share of keys that ever get a row, drawn by the seed and the key."""
@@ -127,7 +127,7 @@ class RowPolicy:
 
     @property
     def keeps_to_limit(self) -> bool:
-        """Whether a full table is no error: rows leave, or wait until they fit."""
+        """Whether a full table is not an error: rows are evicted, or wait until they fit."""
         return self.evict != "none" or self.admit_count > 1
 
     @property
@@ -140,7 +140,7 @@ class Table(RowPolicy):
     """A table of rows that appear on first use; its keys are any 64-bit integers."""
 
     name: str
-    """How rows and checkpoints refer to it."""
+    """The table's name in rows and checkpoints."""
     dim: int
     """Width of a row."""
     features: tuple[str, ...] = ()
@@ -159,7 +159,7 @@ class Table(RowPolicy):
     lr: float = 0.0
     """Learning rate of its rows; 0: that of all rows."""
     trainable: bool = True
-    """Off: rows are read, and never updated or inserted."""
+    """Off: rows are read-only; none is updated or inserted."""
 
     def __post_init__(self) -> None:
         known_types(self, f" of table {self.name!r}")
@@ -191,21 +191,21 @@ ScheduleName = Literal["constant", "cosine", "step"]
 
 @dataclass(frozen=True, kw_only=True)
 class RateOptions:
-    """How a learning rate changes over a run, and who has another one."""
+    """How a learning rate changes over a run, and which tables have a rate of their own."""
 
     schedule: ScheduleName = "constant"
     """What the rate does after warm-up: `constant`; `cosine`, down to `final` in `decay_steps`;
     `step`, times `decay` after every `decay_steps`."""
     warmup_steps: int = 0
-    """Batches in which the rate rises evenly, up to `lr` in the last of them."""
+    """Batches of linear warm-up; the last of them has the rate `lr`."""
     decay_steps: int = 0
     """Batches of a cosine, or between two steps, after warm-up."""
     decay: float = 0.1
-    """step: what the rate is multiplied by."""
+    """step: factor of the rate."""
     final: float = 0.0
-    """cosine: the part of `lr` that is left at the end, and stays."""
+    """cosine: the fraction of `lr` at the end and afterwards."""
     rates: tuple[str, ...] = ()
-    """Other rates by name, such as `["user_*=0.01"]`; the first pattern that fits counts."""
+    """Other rates by name, such as `["user_*=0.01"]`; the first pattern that matches counts."""
 
     def __post_init__(self) -> None:
         known_types(self)
@@ -221,7 +221,7 @@ class RateOptions:
         rates_of(self.rates)
 
     def factor(self, step: int) -> float:
-        """What the rate of that step, counted from 1, is over `lr`."""
+        """The rate of a step, counted from 1, as a multiple of `lr`."""
         if step <= self.warmup_steps:
             return step / self.warmup_steps
         done = step - 1 - self.warmup_steps
@@ -250,12 +250,12 @@ def rates_of(rates: Iterable[str]) -> dict[str, float]:
 
 
 def first_match(patterns: Mapping[str, float], name: str) -> float | None:
-    """What the first pattern that fits the name says; None where none does."""
+    """The value of the first pattern that matches the name, or None."""
     return next((value for p, value in patterns.items() if fnmatchcase(name, p)), None)
 
 
 def refuse_idle(key: str, patterns: Iterable[str], names: Iterable[str], what: str) -> None:
-    """Refuse a pattern that fits nothing: it is a misspelling, and would change nothing."""
+    """Refuse a pattern that matches nothing: it is a misspelling, and would have no effect."""
     known = list(names)
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in known):

@@ -1,1 +1,1 @@
-"""What a run tells of itself while it goes on: a record on disk, a page, and metrics; no torch."""
+"""A run while it goes on: its record on disk, a page that shows it, and metrics; no torch."""

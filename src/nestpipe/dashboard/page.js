@@ -9,11 +9,11 @@ const SVG = "http://www.w3.org/2000/svg";
 const STATUS = { running: "running", finished: "finished", stopped: "stopped", failed: "failed",
   lost: "lost" };
 const LANES = ["loader", "copy", "keys", "route", "host", "write", "net", "compute", "dense_net"];
-const GROUP_OF = { dense: "compute", apply: "compute", update: "compute", norm: "compute",
-  sync: "host", swap: "host", retrieve: "host", writeback: "host", prefetch: "load", copy: "load",
-  dedup: "route", union: "route", replica_union: "route", stale_mask: "route" };
-const GROUPS = { compute: "compute and updates", net: "exchange between ranks",
-  host: "rows to and from memory", route: "routing of keys", load: "reading and copying data" };
+const RESOURCES = { compute: "compute and updates", net: "exchange between ranks",
+  host: "rows to and from memory", route: "routing of keys", load: "reading and copying data",
+  wait: "waiting for the slowest rank", idle: "no op ran" };
+const COLOR_OF = { wait: "--c7", idle: "--c8" };
+const colorOf = (resource) => COLOR_OF[resource] || `--op-${resource}`;
 
 // Numbers as people read them.
 
@@ -82,6 +82,17 @@ function ticks(low, high, count) {
   return found;
 }
 
+// Ticks of one axis in one unit, with as many digits as tell them apart.
+
+function tickText(values, { scale = 1, unit = "" } = {}) {
+  const shown = values.map((v) => v * scale), top = Math.max(...shown.map(Math.abs));
+  if (top > 0 && top < 1e-3) return shown.map((v) => (v === 0 ? "0" : v.toExponential(1) + unit));
+  const [size, name] = SIZES.find(([least]) => top >= least) || [1, ""];
+  let digits = 0;
+  while (digits < 6 && shown.some((v) => Math.abs(v / size - (v / size).toFixed(digits)) > 1e-9 * top / size)) digits++;
+  return shown.map((v) => (v === 0 ? "0" : (v / size).toFixed(digits) + (unit ? ` ${name}${unit}` : name)));
+}
+
 // A card with a chart of lines over steps: what it shows is a spec, made anew from each answer.
 
 class Chart {
@@ -92,6 +103,12 @@ class Chart {
     this.tip = el("div", { className: "tip", role: "status" });
     card.append(this.legend, this.plot);
     this.at = null;
+    // One drawing for good: news must not take the focus from it.
+    this.drawing = svg("svg", { role: "img", tabindex: 0 });
+    this.drawing.addEventListener("pointermove", (event) => this.point(event.offsetX));
+    this.drawing.addEventListener("pointerleave", () => this.leave());
+    this.drawing.addEventListener("keydown", (event) => this.walk(event));
+    this.drawing.addEventListener("blur", () => this.leave());
     new ResizeObserver(() => this.draw()).observe(this.plot);
   }
   show(spec) {
@@ -102,35 +119,39 @@ class Chart {
     const spec = this.spec, width = this.plot.clientWidth;
     if (!spec || !width) return;
     const series = spec.series.filter((s) => s.y.some((v) => v !== null && v !== undefined));
+    const bad = spec.bad && spec.bad.y.some((v) => v > 0) ? spec.bad : null;
     this.shown = series;
-    this.legend.replaceChildren(...(series.length > 1 ? series.map(key) : []));
+    this.legend.replaceChildren(...(series.length > 1 || bad ? [...series, ...(bad ? [bad] : [])].map(key) : []));
     if (!series.length) {
       this.plot.replaceChildren(el("div", { className: "empty" }, spec.empty));
       return;
     }
     const height = spec.height || 224, box = { left: 56, right: width - 10, top: 24, bottom: height - 38 };
-    const scale = this.scale = scales(spec, series, box);
-    const label = `${spec.title}: ` + series.map((s) => `${s.name} ${spec.format(last(s.y))}`).join(", ");
-    const drawing = svg("svg", { height, viewBox: `0 0 ${width} ${height}`, role: "img", tabindex: 0,
-      "aria-label": label });
+    const scale = this.scale = scales(spec, series, box), drawing = this.drawing;
+    drawing.setAttribute("height", height);
+    drawing.setAttribute("viewBox", `0 0 ${width} ${height}`);
+    drawing.setAttribute("aria-label", `${spec.title} at step ${whole(spec.across[1])}: `
+      + series.map((s) => `${s.name} ${spec.format(last(s.y))}`).join(", ") + ". Arrow keys walk over the steps.");
+    drawing.replaceChildren();
     axes(drawing, spec, scale, box, width);
     if (spec.stacked) stackedAreas(drawing, series.filter((s) => !s.beside), scale);
     for (const one of series) if (!spec.stacked || one.beside) line(drawing, one, scale);
+    if (bad) badSteps(drawing, bad, scale);
     this.cursor = svg("g");
     drawing.append(this.cursor);
-    this.plot.replaceChildren(drawing, this.tip);
-    drawing.addEventListener("pointermove", (event) => this.point(event.offsetX));
-    drawing.addEventListener("pointerleave", () => this.leave());
-    drawing.addEventListener("keydown", (event) => this.walk(event));
-    drawing.addEventListener("blur", () => this.leave());
+    if (drawing.parentNode !== this.plot) this.plot.replaceChildren(drawing, this.tip);
     if (this.at !== null) this.mark(this.at);
   }
   walk(event) {
-    const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
-    if (!by) return;
+    const by = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity }[event.key];
+    if (event.key === "Escape") this.leave();
+    if (!by || !this.shown.length) return;
     event.preventDefault();
-    const x = this.shown[0].x, now = this.at === null ? x.length - 1 : nearest(x, this.at) + by;
+    const x = this.main().x, now = this.at === null ? x.length - 1 : nearest(x, this.at) + by;
     this.mark(x[Math.max(0, Math.min(x.length - 1, now))]);
+  }
+  main() {
+    return this.shown.reduce((a, b) => (b.x.length > a.x.length ? b : a));
   }
   point(offset) {
     const { x0, x1, left, right } = this.scale;
@@ -143,7 +164,7 @@ class Chart {
   }
   mark(step) {
     const spec = this.spec, { x, y } = this.scale;
-    const main = this.shown.reduce((a, b) => (b.x.length > a.x.length ? b : a));
+    const main = this.main(), bad = spec.bad;
     const found = main.x[nearest(main.x, step)];
     this.at = found;
     const rows = [], dots = [];
@@ -162,6 +183,8 @@ class Chart {
       dots.push(svg("circle", { cx: x(one.x[place]), cy: y(shownAt), r: 4, style: {
         fill: `var(${one.color})`, stroke: "var(--card)", "stroke-width": "1.5" } }));
     }
+    const lost = bad && bad.y[nearest(bad.x, found)];
+    if (lost) rows.push(el("span", {}, bad.name, el("span", {}, `in ${whole(lost)} ${lost === 1 ? "step" : "steps"}`)));
     const place = x(found), box = this.scale;
     this.cursor.replaceChildren(svg("line", { x1: place, x2: place, y1: box.top, y2: box.bottom,
       style: { stroke: "var(--soft)", "stroke-dasharray": "3 3" } }), ...dots);
@@ -185,7 +208,7 @@ function nearest(list, value) {
 }
 
 function scales(spec, series, box) {
-  const xs = series.flatMap((s) => [s.x[0], s.x.at(-1)]);
+  const xs = [...spec.across, ...series.flatMap((s) => [s.x[0], s.x.at(-1)])];
   let x0 = Math.min(...xs), x1 = Math.max(...xs);
   if (x0 === x1) { x0 -= 1; x1 += 1; }
   let y0 = Infinity, y1 = -Infinity;
@@ -220,26 +243,41 @@ function scales(spec, series, box) {
 
 function axes(drawing, spec, scale, box, width) {
   drawing.append(svg("text", { x: 0, y: 12 }, spec.unit));
-  for (const tick of ticks(scale.y0, scale.y1, 6)) {
+  const up = ticks(scale.y0, scale.y1, 6).filter((tick) => !spec.counts || tick === Math.round(tick));
+  const texts = tickText(up, spec.ticks);
+  up.forEach((tick, i) => {
     const place = scale.y(tick);
-    if (place > box.bottom || place < box.top) continue;
+    if (place > box.bottom || place < box.top) return;
     drawing.append(svg("line", { x1: box.left, x2: box.right, y1: place, y2: place,
       style: { stroke: "var(--grid)" } }));
-    drawing.append(svg("text", { x: box.left - 7, y: place + 4, "text-anchor": "end" },
-      spec.tick ? spec.tick(tick) : compact(tick)));
-  }
-  const across = (spec.xTicks || ticks)(scale.x0, scale.x1, width > 480 ? 6 : 3);
-  for (const tick of across) {
+    drawing.append(svg("text", { x: box.left - 7, y: place + 4, "text-anchor": "end" }, texts[i]));
+  });
+  const across = ticks(scale.x0, scale.x1, width > 480 ? 6 : 3).filter((tick) => tick === Math.round(tick) && tick >= 0);
+  const steps = tickText(across);
+  across.forEach((tick, i) => {
     const place = scale.x(tick);
-    if (!spec.xUnit && tick !== Math.round(tick)) continue;
     drawing.append(svg("text", { x: place, y: box.bottom + 17,
-      "text-anchor": place > box.right - 18 ? "end" : place < box.left + 10 ? "start" : "middle" },
-    compact(tick)));
+      "text-anchor": place > box.right - 18 ? "end" : place < box.left + 10 ? "start" : "middle" }, steps[i]));
+  });
+  for (const step of spec.resumed || []) {
+    if (step < scale.x0 || step > scale.x1) continue;
+    drawing.append(svg("line", { x1: scale.x(step), x2: scale.x(step), y1: box.top, y2: box.bottom,
+      style: { stroke: "var(--soft)", "stroke-dasharray": "1 3" } }, svg("title", {}, `resumed at step ${whole(step)}`)));
   }
   drawing.append(svg("line", { x1: box.left, x2: box.right, y1: box.bottom, y2: box.bottom,
     style: { stroke: "var(--line)" } }));
-  drawing.append(svg("text", { x: (box.left + box.right) / 2, y: box.bottom + 32, "text-anchor": "middle" },
-    spec.xUnit || "step"));
+  drawing.append(svg("text", { x: (box.left + box.right) / 2, y: box.bottom + 32, "text-anchor": "middle" }, "step"));
+}
+
+// Steps without a value, as a thick part of the axis.
+
+function badSteps(drawing, bad, scale) {
+  bad.y.forEach((count, i) => {
+    if (!count) return;
+    const from = scale.x(i ? bad.x[i - 1] : bad.x[0]), to = scale.x(bad.x[i]);
+    drawing.append(svg("rect", { x: Math.min(from, to - 3), y: scale.bottom - 3, width: Math.max(3, to - from),
+      height: 6, style: { fill: `var(${bad.color})` } }));
+  });
 }
 
 function line(drawing, one, scale) {
@@ -251,7 +289,15 @@ function line(drawing, one, scale) {
     drawing.append(svg("polygon", { points: [...upper, ...lower].join(" "),
       style: { fill: `var(${one.color})`, opacity: "var(--band)" } }));
   }
-  const places = known.map(([x, y]) => `${x.toFixed(1)},${scale.y(y).toFixed(1)}`);
+  const places = known.flatMap(([x, y], n) => {
+    const at = [`${x.toFixed(1)},${scale.y(y).toFixed(1)}`];
+    if (one.stairs && n) at.unshift(`${x.toFixed(1)},${scale.y(known[n - 1][1]).toFixed(1)}`);
+    return at;
+  });
+  if (places.length > 1 && one.beside) { // it lies on areas
+    drawing.append(svg("polyline", { points: places.join(" "), style: { fill: "none",
+      stroke: "var(--card)", "stroke-width": "5", opacity: "0.75" } }));
+  }
   if (places.length > 1) {
     drawing.append(svg("polyline", { points: places.join(" "), style: { fill: "none",
       stroke: `var(${one.color})`, "stroke-width": "2", "stroke-linejoin": "round",
@@ -273,6 +319,11 @@ function stackedAreas(drawing, series, scale) {
     const lower = known.map((i, k) => `${scale.x(x[i]).toFixed(1)},${scale.y(below[k]).toFixed(1)}`).reverse();
     drawing.append(svg("polygon", { points: [...upper, ...lower].join(" "),
       style: { fill: `var(${one.color})`, opacity: "0.85", stroke: "var(--card)", "stroke-width": "0.7" } }));
+    if (known.length === 1) {
+      const [high, low] = [scale.y(above[0]), scale.y(below[0])];
+      drawing.append(svg("rect", { x: scale.x(x[known[0]]) - 12, y: high, width: 24, height: Math.max(0, low - high),
+        style: { fill: `var(${one.color})`, opacity: "0.85" } }));
+    }
     below = above;
   }
 }
@@ -289,7 +340,7 @@ class LanesView {
       el("label", {}, "moment", this.moment), this.said);
     this.legend = el("div", { className: "legend" });
     this.plot = el("div", { className: "plot" });
-    this.tip = el("div", { className: "tip" });
+    this.tip = el("div", { className: "tip", role: "status" });
     card.append(this.controls, this.legend, this.plot);
     this.follow = true;
     this.rank.addEventListener("change", () => { this.follow = true; this.draw(); });
@@ -297,10 +348,17 @@ class LanesView {
       this.follow = Number(this.moment.value) === Number(this.moment.max);
       this.draw();
     });
+    this.drawing = svg("svg", { role: "img", tabindex: 0 });
+    this.at = null;
+    this.drawing.addEventListener("keydown", (event) => this.walk(event));
+    this.drawing.addEventListener("blur", () => this.leave());
+    this.drawing.addEventListener("pointerleave", () => this.leave());
     new ResizeObserver(() => this.draw()).observe(this.plot);
   }
-  show(windows) {
+  show(windows, resources, over) {
     this.windows = windows;
+    this.over = over;
+    this.resources = resources;
     const ranks = [...new Set(windows.map((w) => w.rank))], chosen = this.rank.value;
     if (ranks.join() !== this.ranks) {
       this.ranks = ranks.join();
@@ -321,10 +379,11 @@ class LanesView {
     if (!seen) {
       this.legend.replaceChildren();
       this.plot.replaceChildren(el("div", { className: "empty" },
-        "No batches timed yet: the first drawing comes after some steps."));
+        this.over ? "No batches timed." : "No batches timed yet: the first drawing comes after some steps."));
       return;
     }
     this.said.textContent = `step ${whole(seen.step)}, ${clock(seen.time)}, ${ms(seen.ms)} drawn`;
+    this.moment.setAttribute("aria-valuetext", this.said.textContent);
     this.paint(seen);
   }
   paint(seen) {
@@ -333,8 +392,14 @@ class LanesView {
     const lanes = LANES.filter((lane) => seen.spans.some((s) => s[1] === lane));
     const row = 30, left = width > 520 ? 84 : 66, top = 4, bottom = top + lanes.length * row;
     const right = width - 8, x = (t) => left + (Math.max(0, Math.min(seen.ms, t)) / seen.ms) * (right - left);
-    const drawing = svg("svg", { height: bottom + 36, viewBox: `0 0 ${width} ${bottom + 36}`, role: "img",
-      "aria-label": `Ops of ${lanes.length} lanes in ${ms(seen.ms)}` });
+    const drawing = this.drawing;
+    if (seen !== this.seen) this.leave();
+    this.seen = seen;
+    drawing.setAttribute("height", bottom + 36);
+    drawing.setAttribute("viewBox", `0 0 ${width} ${bottom + 36}`);
+    drawing.setAttribute("aria-label", `${seen.spans.length} ops on ${lanes.length} lanes in ${ms(seen.ms)}. Arrow keys walk over them.`);
+    drawing.replaceChildren();
+    this.ops = [];
     lanes.forEach((lane, i) => {
       drawing.append(svg("rect", { x: left, y: top + i * row + 2, width: right - left, height: row - 4, rx: 3,
         style: { fill: "var(--grid)" } }));
@@ -342,15 +407,17 @@ class LanesView {
     });
     const groups = new Set();
     for (const [kind, lane, batch, micro, start, end] of seen.spans) {
-      const group = GROUP_OF[kind] || "net", y = top + lanes.indexOf(lane) * row + 4;
+      const group = this.resources[kind] || "net", y = top + lanes.indexOf(lane) * row + 4;
       groups.add(group);
       const x0 = x(start), wide = Math.max(1, x(end) - x0);
       const box = svg("rect", { x: x0, y, width: wide, height: row - 8, rx: Math.min(3, wide / 3),
-        style: { fill: `var(--op-${group})`, stroke: "var(--card)", "stroke-width": "0.8" } });
+        style: { fill: `var(${colorOf(group)})`, stroke: "var(--card)", "stroke-width": "0.8" } });
       const name = `${kind} ${batch}` + (micro === null ? "" : `.${micro}`);
-      box.addEventListener("pointerenter", () => this.tell(name, lane, start, end, x0, y));
-      box.addEventListener("pointerleave", () => { this.tip.style.display = "none"; });
+      const tell = () => this.tell(name, lane, start, end, x0, y);
+      box.addEventListener("pointerenter", tell);
+      box.addEventListener("pointerleave", () => this.leave());
       drawing.append(box);
+      this.ops.push({ tell, box });
       if (wide > 7 * name.length + 6) {
         drawing.append(svg("text", { x: x0 + wide / 2, y: y + row / 2, "text-anchor": "middle",
           style: { fill: "var(--on-op)", "font-size": "11.5px", "pointer-events": "none" } }, name));
@@ -361,9 +428,29 @@ class LanesView {
         "text-anchor": x(tick) > right - 12 ? "end" : "middle" }, compact(tick)));
     }
     drawing.append(svg("text", { x: (left + right) / 2, y: bottom + 31, "text-anchor": "middle" }, "milliseconds"));
-    this.legend.replaceChildren(...Object.keys(GROUPS).filter((g) => groups.has(g))
-      .map((g) => key({ name: GROUPS[g], color: `--op-${g}`, box: true })));
-    this.plot.replaceChildren(drawing, this.tip);
+    this.legend.replaceChildren(...Object.keys(RESOURCES).filter((g) => groups.has(g))
+      .map((g) => key({ name: RESOURCES[g], color: colorOf(g), box: true })));
+    if (drawing.parentNode !== this.plot) this.plot.replaceChildren(drawing, this.tip);
+    if (this.at !== null) this.mark(this.at);
+  }
+  walk(event) {
+    const by = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity }[event.key];
+    if (event.key === "Escape") this.leave();
+    if (!by) return;
+    event.preventDefault();
+    const from = this.at === null ? (by > 0 ? -1 : this.ops.length) : this.at;
+    this.mark(Math.max(0, Math.min(this.ops.length - 1, from + by)));
+  }
+  mark(at) {
+    this.leave();
+    this.at = at;
+    this.ops[at].box.style.setProperty("stroke", "var(--ink)");
+    this.ops[at].tell();
+  }
+  leave() {
+    if (this.at !== null && this.ops[this.at]) this.ops[this.at].box.style.setProperty("stroke", "var(--card)");
+    this.at = null;
+    this.tip.style.display = "none";
   }
   tell(name, lane, start, end, x, y) {
     this.tip.replaceChildren(el("b", {}, name), el("span", {}, "lane", el("span", {}, lane)),
@@ -384,8 +471,9 @@ class BusyView {
     card.append(this.plot);
     new ResizeObserver(() => this.draw()).observe(this.plot);
   }
-  show(steps, lanes) {
+  show(steps, lanes, empty) {
     this.steps = steps;
+    this.empty = empty;
     this.lanes = LANES.filter((lane) => lane in lanes).map((lane) => [lane, lanes[lane]]);
     this.draw();
   }
@@ -393,10 +481,11 @@ class BusyView {
     const width = this.plot.clientWidth;
     if (!this.lanes || !width) return;
     if (!this.lanes.length) {
-      this.plot.replaceChildren(el("div", { className: "empty" }, "No batches timed yet."));
+      this.plot.replaceChildren(el("div", { className: "empty" }, this.empty));
       return;
     }
-    const row = 30, left = 72, right = width - 52, bottom = 4 + this.lanes.length * row;
+    // As high as the list of ops beside it.
+    const row = width > 380 ? Math.max(30, Math.min(46, 300 / this.lanes.length)) : 30, left = 72, right = width - 52, bottom = 4 + this.lanes.length * row;
     const count = Math.min(this.steps.length, Math.floor((right - left) / 6)), wide = (right - left) / count;
     const drawing = svg("svg", { height: bottom + 36, viewBox: `0 0 ${width} ${bottom + 36}`, role: "img",
       "aria-label": "Busy lanes: " + this.lanes.map(([lane, y]) => `${lane} ${percent(last(y))}`).join(", ") });
@@ -446,6 +535,10 @@ const cards = {};
 const BASELINE = /(^|\/)(baseline|samples|popularity)/;
 
 function build() {
+  cards.limitCard = card("What limits a step", "", true);
+  cards.limit = cards.limitCard.appendChild(el("div"));
+  cards.limitText = cards.limitCard.querySelector("p");
+  cards.limitText.className = "said";
   cards.loss = new Chart(card("Loss", "Mean of each batch; the band is the lowest and highest between two points."));
   cards.speed = new Chart(card("Throughput", "Samples a second by the clock, evaluations and checkpoints included."));
   cards.metricsCard = card("Evaluation", "Metrics on held-out samples, and those of training since the one before.");
@@ -453,61 +546,118 @@ function build() {
   cards.metricControls = el("div", { className: "controls" }, el("label", {}, "metric", cards.metric));
   cards.metricsCard.append(cards.metricControls);
   cards.metrics = new Chart(cards.metricsCard);
-  cards.metric.addEventListener("change", () => showMetrics(shown));
+  cards.metric.addEventListener("change", () => cards.metricsDrawn());
   cards.time = new Chart(card("Where a step’s time goes", "Mean over ranks of the batches looked at. Hidden time ran under compute and cost nothing."));
   cards.lanes = new LanesView(card("Lanes", "When each op ran, with its step and micro-batch: what lies above or below compute is hidden by it.", true));
+  cards.choicesCard = card("Choices", "What the adaptive run has set, from which step on, and why. nestpipe verify replays these choices.", true);
+  cards.choices = new Chart(cards.choicesCard);
+  cards.choiceTable = cards.choicesCard.appendChild(el("div", { className: "scroll", tabIndex: 0, role: "region", ariaLabel: "Choices" }));
   cards.ops = card("Hidden and exposed, by op", "Milliseconds of a recent step; only the exposed part makes it longer.");
   cards.opList = cards.ops.appendChild(el("div"));
   cards.busy = new BusyView(card("How busy lanes are", "Part of the time in which a lane ran an op, over the steps; on the right the last."));
   cards.keys = new Chart(card("Keys", "Part of a batch’s keys that the batch before had, and part whose rows needed no read from host memory."));
-  cards.growth = new Chart(card("Table growth", "Rows in the host stores of all ranks, by table."));
+  cards.growthCard = card("Table growth", "");
+  cards.growth = new Chart(cards.growthCard);
   cards.wire = new Chart(card("Bytes on the wire", "Sent by all ranks together in a step."));
   cards.rows = new Chart(card("Rows moved", "By all ranks in a step: read from host memory, refreshed, written back."));
   cards.skewCard = card("Skew between ranks", "What a rank spends on the network beyond the rank that comes last: it waits for the slowest.", true);
   cards.skew = new Chart(cards.skewCard);
-  cards.rankTable = cards.skewCard.appendChild(el("div", { className: "scroll" }));
+  cards.rankTable = cards.skewCard.appendChild(el("div", { className: "scroll", tabIndex: 0, role: "region", ariaLabel: "Ranks" }));
 }
 
-const PERCENT = { format: percent, tick: (v) => trim(100 * v, 3), zero: true, unit: "%" };
+const PERCENT = { format: percent, ticks: { scale: 100 }, zero: true, unit: "%" };
 const MS = { format: ms, zero: true, unit: "ms a step" };
 
 function showCharts(data) {
   const s = data.series, x = s.step || [], of = (name) => s[name] || [];
   const one = (name, y, color, more = {}) => ({ name, x, y, color, ...more });
-  cards.loss.show({ title: "Loss", unit: "loss", format: (v) => compact(v, 4), empty: "No steps yet.",
+  const over = { across: [x.length > 1 ? x[0] : 0, x.at(-1) || 0], resumed: data.run.resumed };
+  const yet = data.run.status === "running" ? " yet" : "";
+  showLimit(data);
+  cards.loss.show({ ...over, title: "Loss", unit: "loss", format: (v) => compact(v, 4), empty: x.length ? "The loss of every step was NaN or inf." : `No steps${yet}.`,
+    bad: one("NaN or inf", of("loss_not_finite"), "--bad"),
     series: [one("training", of("loss"), "--c1", { low: of("loss_low"), high: of("loss_high") }),
       ...evaluated(data, "loss", "--c2")] });
-  cards.speed.show({ title: "Throughput", unit: "samples/s", format: (v) => `${compact(v)}/s`, zero: true,
-    empty: "No steps yet.",
+  cards.speed.show({ ...over, title: "Throughput", unit: "samples/s", format: (v) => `${compact(v)}/s`, zero: true,
+    empty: `No steps${yet}.`,
     series: [one("samples", of("samples_per_s"), "--c3")] });
-  cards.time.show({ title: "Time of a step", ...MS, stacked: true, empty: "No batches timed yet.",
+  cards.time.show({ ...over, title: "Time of a step", ...MS, stacked: true, empty: `No batches timed${yet}.`,
     series: [one("compute and updates", of("compute_ms"), "--c1", { box: true }),
       one("exposed", of("exposed_ms"), "--c2", { box: true }),
       one("no op ran", of("idle_ms"), "--c8", { box: true }),
       one("hidden under compute", of("hidden_ms"), "--c3", { beside: true, dash: "5 3" })] });
-  cards.busy.show(x, s.lanes || {});
+  cards.busy.show(x, s.lanes || {}, `No batches timed${yet}.`);
   const pool = data.run.retrieval === "pooled";
-  cards.keys.show({ title: "Keys", ...PERCENT, empty: "No keys compared yet.", series: [
+  cards.keys.show({ ...over, title: "Keys", ...PERCENT, empty: `No keys compared${yet}.`, series: [
     one("shared with the batch before", of("keys_shared"), "--c4"),
     one(pool ? "found in the pool" : "needed no read", of("without_read"), "--c3"),
     one("pool slots taken", of("pool_used"), "--c8", { dash: "5 4" })] });
-  cards.growth.show({ title: "Table growth", unit: "rows", format: whole, stacked: true, all: true,
-    empty: "No rows yet.",
+  cards.growth.show({ ...over, title: "Table growth", unit: "rows", format: whole, stacked: true, all: true,
+    empty: `No rows${yet}.`,
     series: data.tables.map((t, i) => one(t.name, t.rows, COLORS[Math.min(i, 7)], { box: true })) });
-  cards.wire.show({ title: "Bytes on the wire", unit: "bytes a step", format: bytes, zero: true,
-    empty: data.run.ranks > 1 ? "Nothing sent yet." : "One rank has all rows: nothing goes over a network.",
+  cards.wire.show({ ...over, title: "Bytes on the wire", unit: "a step", format: bytes, ticks: { unit: "B" }, zero: true,
+    empty: data.run.ranks > 1 ? `Nothing sent${yet}.` : "One rank has all rows: nothing goes over a network.",
     series: data.run.ranks > 1 ? [one("sent", of("bytes_per_step"), "--c6")] : [] });
-  cards.rows.show({ title: "Rows moved", unit: "rows a step", format: whole, zero: true,
-    empty: "No rows moved yet.", series: [
+  cards.rows.show({ ...over, title: "Rows moved", unit: "rows a step", format: whole, zero: true,
+    empty: `No rows moved${yet}.`, series: [
     one("read", of("rows_read"), "--c3"), one("refreshed", of("rows_refreshed"), "--c4"),
     one("written back", of("rows_written"), "--c5", { dash: "6 4" })] });
-  cards.skew.show({ title: "Skew", ...MS, height: 180, empty: data.run.ranks > 1
-    ? "No batches of several ranks timed yet." : "One rank: nobody to wait for.", series: data.run.ranks > 1
-    ? [one("longest wait of a rank", of("waited_ms"), "--c7"), one("mean wait", of("waited_mean_ms"), "--c8")] : [] });
-  cards.lanes.show(data.lanes);
-  showOps(data);
+  cards.skewCard.hidden = data.run.ranks < 2;
+  cards.skew.show({ ...over, title: "Skew", ...MS, height: 180, empty: `No batches of several ranks timed${yet}.`,
+    series: data.run.ranks > 1 ? [one("longest wait of a rank", of("waited_ms"), "--c7"), one("mean wait", of("waited_mean_ms"), "--c8")] : [] });
+  cards.growthCard.querySelector("p").textContent = "Rows in the host stores of all ranks, by table"
+    + (pool ? "; new rows count once they leave the pool." : ".");
+  showChoices(data, over);
+  cards.lanes.show(data.lanes, data.resources, !yet);
+  showOps(data, yet);
   showRanks(data);
-  showMetrics(data);
+  showMetrics(data, over, yet);
+}
+
+// In words, what a recent step is spent on.
+
+const LIMITED_BY = {
+  compute: "Compute: forward, backward and updates are the longest part of a step.",
+  net: "The network: exchange between ranks that nothing hides is the longest part of a step.",
+  host: "Host memory: rows on their way that nothing hides are the longest part of a step.",
+  route: "Routing: keys sorted to their owners, hidden by nothing, are the longest part of a step.",
+  load: "Data: reading and copying that nothing hides is the longest part of a step.",
+  idle: "Waiting: in the longest part of a step no op ran. Others may have the cores.",
+};
+function showLimit(data) {
+  const found = data.limit;
+  cards.limitCard.hidden = !found;
+  if (!found) return;
+  const said = found.resource === "wait" ? `Rank ${found.rank}: the others wait for it, which is the longest part of a step.` : LIMITED_BY[found.resource];
+  const op = found.op && found.op !== "idle" && found.resource !== "wait" ? ` The longest wait is for ${found.op}.` : "";
+  const between = found.between_steps ? ` ${percent(found.between_steps)} of the clock lies between steps: evaluations, checkpoints, the start.` : "";
+  cards.limitText.textContent = said + op + between;
+  const named = (part) => (part.resource === "wait" ? `waiting for rank ${found.rank}` : RESOURCES[part.resource]);
+  const share = (part) => `${named(part)} ${ms(part.ms)} (${percent(part.share)})`;
+  cards.limit.replaceChildren(
+    el("div", { className: "split", role: "img", ariaLabel: found.parts.map(share).join(", ") },
+      ...found.parts.map((part) => el("i", { title: share(part), style: { "flex-grow": part.share, background: `var(${colorOf(part.resource)})` } }))),
+    el("div", { className: "legend" }, ...found.parts.filter((part) => part.share >= 0.005)
+      .map((part) => key({ name: share(part), color: colorOf(part.resource), box: true }))));
+}
+
+function showChoices(data, over) {
+  const made = data.choices;
+  cards.choicesCard.hidden = !made.length;
+  if (!made.length) return;
+  const x = made.map((c) => c.step), y = made.map((c) => c.micro_batches);
+  cards.choices.show({ ...over, title: "Choices", unit: "micro-batches", format: whole, zero: true, all: true, counts: true,
+    height: 160, empty: "", series: [{ name: "micro-batches", x: [...x, over.across[1]], y: [...y, y.at(-1)], color: "--c1", stairs: true }] });
+  const sizes = (c) => (c.first === 1 && c.last === 1 ? "even" : `first ${c.first}, last ${c.last}`);
+  const columns = [["from step", (c) => whole(c.step)], ["micro-batches", (c) => c.micro_batches], ["sizes", sizes],
+    ["pool", (c) => c.device_memory], ["why", (c) => c.reason]];
+  cards.choiceTable.replaceChildren(table(columns, made.slice(-8).reverse(), "reasons"));
+}
+
+function table(columns, rows, name = "") {
+  const head = el("tr", {}, ...columns.map(([title]) => el("th", { scope: "col" }, title)));
+  const body = rows.map((row) => el("tr", {}, ...columns.map(([, of]) => el("td", {}, String(of(row))))));
+  return el("table", { className: name }, el("thead", {}, head), el("tbody", {}, ...body));
 }
 
 function evaluated(data, name, color) {
@@ -517,7 +667,8 @@ function evaluated(data, name, color) {
     y: found.map((e) => e.metrics[name]), color, points: true }];
 }
 
-function showMetrics(data) {
+function showMetrics(data, over, yet) {
+  cards.metricsDrawn = () => showMetrics(shown, over, yet);
   const names = [...new Set(data.evaluations.flatMap((e) => Object.keys(e.metrics)))]
     .filter((n) => !BASELINE.test(n) && n !== "loss" && !/(^|\/)train_/.test(n));
   if (names.join() !== cards.metricNames) {
@@ -529,16 +680,16 @@ function showMetrics(data) {
   const name = cards.metric.value, [task, metric] = [name.slice(0, name.lastIndexOf("/") + 1), name.split("/").at(-1)];
   cards.metricControls.hidden = names.length < 2;
   const trained = evaluated(data, `${task}train_${metric}`, "--c1").map((s) => ({ ...s, name: "training" }));
-  cards.metrics.show({ title: name || "Evaluation", unit: name.replaceAll("_", " "), all: true,
-    format: (v) => trim(v, 4), tick: (v) => trim(v, 4),
-    empty: "No evaluation yet: run.eval_every says how often.",
+  cards.metrics.show({ ...over, title: name || "Evaluation", unit: name.replaceAll("_", " "), all: true,
+    format: (v) => trim(v, 4),
+    empty: yet ? "No evaluation yet: run.eval_every says how often." : "No evaluation was made.",
     series: name ? [...evaluated(data, name, "--c2"), ...trained] : [] });
 }
 
-function showOps(data) {
+function showOps(data, yet) {
   const rows = data.kinds.filter((k) => (k.hidden_ms || 0) + (k.exposed_ms || 0) > 0);
   if (!rows.length) {
-    cards.opList.replaceChildren(el("div", { className: "empty" }, "No batches timed yet."));
+    cards.opList.replaceChildren(el("div", { className: "empty" }, `No batches timed${yet}.`));
     return;
   }
   const longest = Math.max(...rows.map((k) => k.hidden_ms + k.exposed_ms));
@@ -552,18 +703,16 @@ function showOps(data) {
     el("span", { className: "ms" }, k.exposed_ms >= 0.005 ? `${ms(k.exposed_ms)} exposed` : "hidden")))));
 }
 
-const RANK_COLUMNS = [["rank", (r) => r.rank], ["step", (r) => whole(r.step)], ["step time", (r) => ms(r.step_ms)],
+const RANK_COLUMNS = [["rank", (r) => r.rank], ["host", (r) => r.host], ["step", (r) => whole(r.step)], ["step time", (r) => ms(r.step_ms)],
   ["compute", (r) => ms(r.compute_ms)], ["network", (r) => ms(r.network_ms)], ["waited", (r) => ms(r.waited_ms)],
   ["keys asked", (r) => whole(r.keys_asked)], ["rows read", (r) => whole(r.rows_read)],
   ["sent", (r) => bytes(r.bytes_sent)], ["rows held", (r) => compact(r.rows)],
   ["state", (r) => (r.status === "running" && r.silent_s ? `silent for ${duration(r.silent_s)}` : r.status)]];
 
 function showRanks(data) {
-  cards.rankTable.replaceChildren();
-  if (data.ranks.length < 2) return;
-  const head = el("tr", {}, ...RANK_COLUMNS.map(([name]) => el("th", { scope: "col" }, name)));
-  const body = data.ranks.map((r) => el("tr", {}, ...RANK_COLUMNS.map(([, of]) => el("td", {}, String(of(r))))));
-  cards.rankTable.append(el("table", {}, el("thead", {}, head), el("tbody", {}, ...body)));
+  cards.rankTable.hidden = data.ranks.length < 2;
+  const apart = new Set(data.ranks.map((r) => r.host)).size > 1;
+  cards.rankTable.replaceChildren(table(RANK_COLUMNS.filter(([name]) => apart || name !== "host"), data.ranks));
 }
 
 // The top of the page.
@@ -576,8 +725,8 @@ function showTop(data) {
   $("status").textContent = STATUS[run.status] || run.status;
   const count = `, ${run.micro_batches} micro-batch${run.micro_batches === 1 ? "" : "es"}`;
   const split = run.adaptive ? `${count} now (adaptive)` : run.micro_batches > 1 ? count : "";
-  const facts = [["", run.model], ["plan ", `${run.plan}${split}`], ["rows ", run.retrieval],
-    ["", `${run.ranks} ${run.ranks === 1 ? "rank" : "ranks"} on ${run.device}`], ["batch ", whole(run.batch)]];
+  const facts = [["", run.model], ["plan ", `${run.plan}${split}`], ["retrieval ", run.retrieval],
+    ["", `${run.ranks} ${run.ranks === 1 ? "rank" : "ranks"} on ${run.device}`], ...(run.groups > 1 ? [["", `${run.groups} groups`]] : []), ["batch ", whole(run.batch)]];
   $("facts").replaceChildren(...facts.flatMap(([word, value], i) => [i ? " · " : "", word, el("b", {}, String(value))]));
   const share = run.steps ? Math.min(1, run.step / run.steps) : null;
   $("bar").hidden = share === null;
@@ -587,7 +736,7 @@ function showTop(data) {
   const tile = (name, value, unit = "") => el("div", { className: "tile" }, el("dt", {}, name),
     el("dd", {}, value, el("small", {}, unit)));
   const split2 = (text) => { const at = text.lastIndexOf(" "); return at < 0 ? [text, ""] : [text.slice(0, at), text.slice(at + 1)]; };
-  const tiles = [tile("Loss", compact(now.loss, 4)), tile("Throughput", compact(now.samples_per_s), "samples/s"),
+  const tiles = [tile("Loss", now.loss_is_finite === false ? "NaN" : compact(now.loss, 4)), tile("Samples/s", compact(now.samples_per_s)),
     tile("Step", ...split2(ms(now.step_ms))), tile("Exposed", ...split2(percent(now.exposed))),
     tile("Keys shared", ...split2(percent(now.keys_shared))), tile("Rows", compact(now.rows))];
   if (run.ranks > 1) tiles.push(tile("Sent a step", ...split2(bytes(now.bytes_per_step))), tile("Longest wait", ...split2(ms(now.waited_ms))));
@@ -601,18 +750,23 @@ function showNotices(data) {
   const run = data.run, notices = [];
   const notice = (kind, title, text) => notices.push(el("div", { className: `notice ${kind}`, role: "alert" }, el("b", {}, title), text.slice(0, 1).toUpperCase() + text.slice(1)));
   if (run.status === "failed") notice("bad", `The run failed at step ${whole(run.step)}`, run.sentence || "It said nothing more.");
-  if (run.status === "lost") notice("bad", `The run is gone since step ${whole(run.step)}`, run.sentence);
-  if (run.status === "stopped") notice("warn", "The run was stopped by a signal", "train --resume auto goes on from its checkpoint.");
-  if (data.now.faults) notice("warn", `${whole(data.now.faults)} gradients were NaN or inf, or weights beyond float16`, "run.non_finite says what is done with them.");
+  if (run.status === "lost") notice("bad", `The run was lost after step ${whole(run.step)}`, run.sentence);
+  if (run.status === "stopped") notice("warn", "The run was stopped by a signal", "With --resume auto it goes on from its checkpoint.");
+  if (data.now.losses_not_finite) notice("bad", `The loss of ${whole(data.now.losses_not_finite)} of ${whole(run.step)} steps was NaN or inf`, "Curves and means leave these steps out.");
+  if (data.now.faults) notice("warn", `${whole(data.now.faults)} gradients were NaN or inf, or weights beyond float16`, "The key run.non_finite says what is done with them.");
   if (run.ranks_seen < run.ranks && run.step) notice("warn", `${run.ranks_seen} of ${run.ranks} ranks are shown`, "The others write elsewhere, or nothing yet; ranks above 63 are not recorded.");
   if (run.damaged) notice("warn", `${run.damaged} lines of the record are damaged`, "They are left out.");
   if (unreachable) notice("warn", "The dashboard does not answer", `Shown is what was known at ${clock(unreachable)}. After a run, nestpipe show RUN opens it again.`);
+  const said = notices.map((of) => of.textContent).join("\n");
+  if (said === cards.said) return;
+  cards.said = said; // else a screen reader would read them out at each answer
   $("notices").replaceChildren(...notices);
 }
 
 function showFooter(data) {
   const run = data.run;
-  $("footer").textContent = `${run.started ? `Started ${clock(run.started)}. ` : ""}Last step written ${clock(run.updated)}. `
+  const resumed = run.resumed.length ? ` Resumed at step ${run.resumed.map(whole).join(", ")} (dotted lines).` : "";
+  $("footer").textContent = `${run.started ? `Started ${clock(run.started)}. ` : ""}Last step written ${clock(run.updated)}.${resumed} `
     + (live ? "This page asks for news every 2 seconds." : "A report: nothing changes here any more.");
 }
 

@@ -2,7 +2,8 @@
 
 The first line says what runs. A `point` holds totals since the run began, so that any two of them
 give exact means of what lies between: a record that is made coarser loses resolution and no truth.
-Beside points there are `lanes` (when the ops of a few batches ran), evaluations, and the end.
+Beside points there are `lanes` (when the ops of a few batches ran), evaluations, choices of an
+adaptive run, and the end.
 
 `RunRecorder` writes it. A step costs training some additions. All else happens in the recorder's
 thread, which asks only for what is known already and rests `REST` times as long as it worked: it
@@ -28,10 +29,17 @@ from nestpipe.trace import USEFUL, Span, exposure, lane_busy
 VERSION = 1
 FOLDER = "record"
 """The folder of the record inside that of a run."""
-MOST_POINTS, MOST_LANES, MOST_EVALUATIONS = 2048, 48, 1024
+MOST_POINTS, MOST_LANES, MOST_EVALUATIONS, MOST_CHOICES = 2048, 48, 1024, 256
 """Lines of each kind in a file; with one more, as many stay as `KEPT` says."""
-KEPT = {"point": 1024, "lanes": 12, "evaluation": 512}
-MOST = {"point": MOST_POINTS, "lanes": MOST_LANES, "evaluation": MOST_EVALUATIONS}
+KEPT = {"point": 1024, "lanes": 12, "evaluation": 512, "choice": 128}
+MOST = {
+    "point": MOST_POINTS,
+    "lanes": MOST_LANES,
+    "evaluation": MOST_EVALUATIONS,
+    "choice": MOST_CHOICES,
+}
+MOST_RESUMED = 32
+"""Steps remembered from which a run went on."""
 Line = dict[str, Any]
 T = TypeVar("T")
 
@@ -49,6 +57,8 @@ class RankRecord:
     points: list[Line] = field(default_factory=list[Line])
     lanes: list[Line] = field(default_factory=list[Line])
     evaluations: list[Line] = field(default_factory=list[Line])
+    choices: list[Line] = field(default_factory=list[Line])
+    """Settings of an adaptive run, each from its step on."""
     end: Line | None = None
     damaged: int = 0
     """Lines that could not be read."""
@@ -65,7 +75,12 @@ class RankRecord:
 
     def of(self, kind: str) -> list[Line]:
         """The lines of a kind that there are many of."""
-        found = {"point": self.points, "lanes": self.lanes, "evaluation": self.evaluations}
+        found = {
+            "point": self.points,
+            "lanes": self.lanes,
+            "evaluation": self.evaluations,
+            "choice": self.choices,
+        }
         return found[kind]
 
     def lines(self) -> Iterator[Line]:
@@ -77,9 +92,11 @@ class RankRecord:
             yield self.end
 
     def until(self, step: int) -> RankRecord:
-        """What was known by that step, without an end."""
-        kept = {kind: [line for line in self.of(kind) if line["step"] <= step] for kind in MOST}
-        return RankRecord(self.about, kept["point"], kept["lanes"], kept["evaluation"])
+        """The record up to that step, without an end."""
+        kept = RankRecord(self.about)
+        for kind in MOST:
+            kept.of(kind)[:] = [line for line in self.of(kind) if line["step"] <= step]
+        return kept
 
 
 def thinned(lines: Sequence[T], most: int, step_of: Callable[[T], float]) -> list[list[T]]:
@@ -133,6 +150,7 @@ class RecordWriter:
         again = {
             "started": before.get("started", round(time.time(), 3)),
             "generation": before.get("generation", 0),
+            "resumed": _resumed(before, first_step) if self.kept.points else [],
         }
         self.kept.about = {"kind": "run", "version": VERSION, **again, **about}
         self._write_anew()
@@ -182,6 +200,12 @@ class RecordWriter:
     def beat(self) -> None:
         """Show that the process is alive, where there is nothing to write."""
         os.utime(self._file)
+
+
+def _resumed(before: Line, first_step: int) -> list[int]:
+    """The steps from which a run went on, this time included."""
+    earlier = [step for step in before.get("resumed", []) if step < first_step]
+    return [*earlier, first_step][-MOST_RESUMED:]
 
 
 def read_record(file: Path) -> RankRecord:
@@ -250,17 +274,17 @@ def _check_first(file: Path, line: Line | None) -> None:
 log = logging.getLogger("nestpipe.train")
 
 EVERY_S = 0.5
-"""Between two points, at least."""
+"""Shortest interval between two points."""
 LANES_EVERY_S = 4.0
-"""Between two drawings of lanes, at least."""
+"""Shortest interval between two drawings of lanes."""
 REST = 200
-"""The thread rests so many times as long as it has worked: it takes 0.5 % of a core."""
+"""The thread sleeps this many times as long as it has worked: it takes 0.5 % of a core."""
 RECENT = 8
 """Batches whose spans are looked at; one that is in flight does not count."""
 DRAWN = 3
-"""Batches of a drawing of lanes, and at most ..."""
+"""Batches in a drawing of lanes, and at most ..."""
 MOST_SPANS = 240
-"""... so many ops."""
+"""... this many ops."""
 RUNNING, FINISHED, STOPPED, FAILED = "running", "finished", "stopped", "failed"
 
 
@@ -286,7 +310,7 @@ class FinishedStep(Protocol):
 
 
 class Probe(Protocol):
-    """What a rank knows of itself without waiting for anybody; the recorder's thread asks it."""
+    """The state of a rank, read without waiting; the recorder's thread calls it."""
 
     def spans(self, batches: int) -> Sequence[Span]:
         """Ops of the newest batches that have ended."""
@@ -297,7 +321,11 @@ class Probe(Protocol):
         ...
 
     def gauges(self) -> Mapping[str, Any]:
-        """What is so now: rows of each table, slots of the pool."""
+        """Gauges: rows of each table, slots of the pool."""
+        ...
+
+    def choices(self) -> Sequence[Mapping[str, Any]]:
+        """Settings that an adaptive run has chosen so far, each with its `step`."""
         ...
 
 
@@ -329,7 +357,7 @@ class Totals:
             totals[name] += getattr(report, name)
 
     def look(self, spans: Sequence[Span], start: float, end: float, batches: int) -> None:
-        """Add what ran from one moment to another."""
+        """Add the spans of an interval."""
         split = exposure(spans, start, end)
         self.sampled["batches"] += batches
         self.sampled["step_ms"] += split.total_ms
@@ -367,6 +395,8 @@ class RunRecorder:
         self._drawn_at = -math.inf
         self._looked_until = -1
         self._written_steps = 0.0
+        chosen = self._writer.kept.choices
+        self._chosen = chosen[-1]["step"] if chosen else -1
         self._before = self._resumed()
         self._stopping, self._writing = threading.Event(), threading.Lock()
         self._failed = False
@@ -425,17 +455,21 @@ class RunRecorder:
             self._guarded(self._writer.beat)
             return
         self._written_steps = steps
-        self._look(step)
+        self._measure_overlap(step)
         counters = self._since(self._probe.counters())
         seconds = self._before.get("seconds", 0.0) + self._clock() - self._began
         point: Line = {"seconds": seconds, "low": low, "high": high, **of_steps}
         point |= {**self._totals.sampled, **self._totals.by_kind}
         self._write("point", step, {**point, "counters": counters, **self._probe.gauges()})
+        for choice in self._probe.choices():
+            if choice["step"] > self._chosen:
+                self._chosen = choice["step"]
+                self._write("choice", self._chosen, choice)
 
     def _since(self, counters: Mapping[str, float]) -> dict[str, float]:
         return {name: value + self._before.get(name, 0) for name, value in counters.items()}
 
-    def _look(self, step: int) -> None:
+    def _measure_overlap(self, step: int) -> None:
         """See how the newest batches overlapped, unless they were seen before."""
         spans = self._probe.spans(RECENT)
         ends: dict[int, float] = {}

@@ -1,8 +1,8 @@
 """The page of a run and its metrics: `nestpipe show` serves them, `train --dashboard` by a child.
 
-The child reads the record like anybody else, so whoever looks at the page takes nothing from
-training but a share of one core. It ends with training, once open pages know how that ended.
-Run as `python -m nestpipe.dashboard.server RUN` with a listening socket as its third file.
+The child reads the record like any other reader, so a viewer takes nothing from training but a
+share of one core. It ends with training, once open pages know how that ended. Run as `python -m
+nestpipe.dashboard.server RUN` with a listening socket as its third file.
 
 The page is one file of HTML with its style and script inside, live or with its data. Its policy
 lets the browser run this script alone, and load nothing from anywhere else. /metrics is the run in
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
 LIVE, REPORT = "'self'", "'none'"
-"""Where the page may ask for news: its own server, or nowhere."""
+"""Where the page may poll for news: its own server, or nowhere."""
 
 
 @cache
@@ -50,7 +50,7 @@ def _part(name: str) -> str:
 
 
 def policy(connect: str) -> str:
-    """What the browser lets the page do, as a Content-Security-Policy."""
+    """The page's Content-Security-Policy."""
     digest = hashlib.sha256(_part("page.js").encode()).digest()
     script = f"'sha256-{base64.b64encode(digest).decode()}'"
     return (
@@ -67,12 +67,12 @@ def _filled(connect: str, data: Any) -> str:
 
 
 def live_page(*, needs_token: bool) -> str:
-    """The page without any data: it asks its server for them."""
+    """The page without data: it polls its server."""
     return _filled(LIVE, {"live": True, "needs_token": needs_token})
 
 
 def report_page(data: dict[str, Any]) -> str:
-    """The page with its data inside, which asks nobody: a report to keep or send."""
+    """The page with its data inside, which needs no server: a report to keep or send."""
     return _filled(REPORT, {"live": False, **data})
 
 
@@ -222,7 +222,7 @@ DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 8907
 IDLE_TIMEOUT_S = 30
 """How long a connection may say nothing."""
 LINGER_S = 5.0
-"""How long the child of a run that has ended waits for open pages to hear of it."""
+"""How long the child waits for open pages to learn that the run has ended."""
 WATCHED_S = 5.0
 """A page that asked within this time is open."""
 LEAVE_S = LINGER_S + 5.0
@@ -273,7 +273,7 @@ def checked_token(address: Address, token_file: Path | None, instead: str) -> st
 
 
 def listen(address: Address) -> socket.socket:
-    """A socket at that address, or near the one that nobody chose."""
+    """A socket at that address, or at a nearby port where the user chose none."""
     host = address.host.strip("[]")
     for port in (address.port, *([] if address.chosen else [0])):
         try:
@@ -288,7 +288,7 @@ def listen(address: Address) -> socket.socket:
 
 
 def url_of(listening: socket.socket) -> str:
-    """What to open in a browser."""
+    """The URL to open in a browser."""
     host, port = listening.getsockname()[:2]
     wild = {"0.0.0.0": socket.gethostname(), "::": socket.gethostname()}
     host = wild.get(host, f"[{host}]" if ":" in host else host)
@@ -308,8 +308,8 @@ class RunServer(ThreadingHTTPServer):
         self.page = live_page(needs_token=token is not None).encode()
         self.asked_at = 0.0
         """When a page last asked for news, ..."""
-        self.told_end = False
-        """... and whether it has heard how the run ended."""
+        self.end_reported = False
+        """... and whether it was sent how the run ended."""
         self._folder, self._lock = folder, threading.Lock()
 
     def data(self) -> tuple[bytes, str]:
@@ -317,7 +317,7 @@ class RunServer(ThreadingHTTPServer):
         with self._lock:  # readers remember how far they are
             found = page_data(self._folder.read())
         self.asked_at = time.monotonic()
-        self.told_end = found["run"]["status"] != "running"
+        self.end_reported = found["run"]["status"] != "running"
         text = json.dumps(found, separators=(",", ":"), allow_nan=False).encode()
         return gzip.compress(text, 4, mtime=0), f'"{hashlib.sha256(text).hexdigest()[:20]}"'
 
@@ -328,7 +328,7 @@ class RunServer(ThreadingHTTPServer):
             return exposition(self._folder.read())
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that goes away is no news."""
+        """A browser that disconnects is not an error."""
 
 
 class _Answer(BaseHTTPRequestHandler):
@@ -396,7 +396,7 @@ class _Answer(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - its name there
-        """Nobody wants a line for every question."""
+        """Log no line per request."""
 
 
 @contextmanager
@@ -440,24 +440,24 @@ def _serve_beside(run: Path, listening: socket.socket) -> None:
             folder = RunFolder(run)
             break
         except ConfigError:
-            if not _parent_lives(0.2):
+            if not _parent_runs(0.2):
                 return
     server = RunServer(listening, folder, read_token(None, os.environ))
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    while _parent_lives(1.0):
+    while _parent_runs(1.0):
         pass
     over = time.monotonic()
     while time.monotonic() < over + LINGER_S:
         open_page = server.asked_at > over - WATCHED_S
-        if server.told_end or not open_page:
+        if server.end_reported or not open_page:
             break
         time.sleep(0.05)
-    time.sleep(0.05)  # the answer that told it is on its way
+    time.sleep(0.05)  # the answer with the end is on its way
     server.shutdown()
 
 
-def _parent_lives(wait_s: float) -> bool:
-    """Whether the other end of the pipe is open; waits so long for it to be closed."""
+def _parent_runs(wait_s: float) -> bool:
+    """Whether the other end of the pipe is open; waits up to a timeout for it to close."""
     import select
 
     ready, _, _ = select.select([sys.stdin.buffer.raw], [], [], wait_s)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""What the page shows of a run: the records of all its ranks as columns, with few enough points.
+"""The data of the page: the records of all ranks as columns, thinned to a bounded number of points.
 
 Totals of other ranks are read at the steps of rank 0's points, between two of their own. Means of
 any interval are then differences of sums, whatever each rank has kept.
@@ -35,16 +35,30 @@ from nestpipe.trace import IDLE
 MOST_SHOWN = 320
 """Points of a chart."""
 MOST_TABLES = 7
-"""Tables with a line of their own; the others are one."""
+"""Tables with a line of their own; the others share one."""
 MOST_DRAWN = 8
 """Ranks whose lanes are shown."""
 RECENT_S = 30.0
-"""What happened in this time is shown as what happens now."""
+"""Window of the current figures."""
 LOST_S = 20.0
-"""A run that gives no sign for so long has ended without a word."""
+"""A run without a sign of life for this long is taken to have died."""
 LOST = "lost"
 NETWORK = ("net", "dense_net", "keys")
 """Lanes on which ranks wait for each other."""
+COMPUTE, NET, HOST, ROUTE, LOAD, WAIT = "compute", "net", "host", "route", "load", "wait"
+"""What a step is spent on; `wait`: for the slowest rank."""
+RESOURCES = {
+    **dict.fromkeys(("dense", "apply", "update"), COMPUTE),
+    **dict.fromkeys(("sync", "swap", "retrieve", "writeback"), HOST),
+    **dict.fromkeys(("dedup", "union", "replica_union"), ROUTE),
+    **dict.fromkeys(("prefetch", "copy"), LOAD),
+    IDLE: IDLE,
+}
+"""What kinds of ops use; all others use the network between ranks."""
+WORTH_NAMING = 0.1
+"""Part of a step from which the wait for a rank counts apart from the network, and ..."""
+WORTH_BETWEEN = 0.2
+"""... part of the clock from which it is said what lies between steps."""
 COUNTERS = ("bytes_sent", "keys_shared", "keys_compared")
 OF_STEPS = ("samples", "loss", "finite", "rows_read", "rows_refreshed", "rows_written")
 SUMS = ("steps", *OF_STEPS, "keys_asked", "faults", "seconds", "batches", "step_ms", "compute_ms")
@@ -109,7 +123,7 @@ class RunRecords:
         return self.ranks[0]
 
     def status(self, now: float) -> tuple[str, str]:
-        """How the run stands, and why, in words."""
+        """The status of the run, and why, in words."""
         ends = [(r.end["time"], r) for r in self.ranks if r.end and r.end.get("status") == FAILED]
         if ends:
             failed = min(ends, key=lambda end: end[0])[1]
@@ -117,7 +131,7 @@ class RunRecords:
         if self.first.end is not None:
             return str(self.first.end.get("status")), str(self.first.end.get("sentence", ""))
         for record in self.ranks:
-            if record.end is None and _is_gone(record.about):
+            if record.end is None and _has_ended(record.about):
                 said = "the process has ended without a word: it was killed, or its memory was full"
                 return LOST, _of_rank(record, len(self.ranks), said)
         silent = now - max(self.signs.values())
@@ -130,8 +144,8 @@ def _of_rank(record: RankRecord, ranks: int, sentence: str) -> str:
     return sentence if ranks == 1 else f"rank {record.about['rank']}: {sentence}"
 
 
-def _is_gone(about: Line) -> bool:
-    """Whether the process is known to be no more; on another machine nobody knows."""
+def _has_ended(about: Line) -> bool:
+    """Whether the process is known to have ended; unknown on another machine."""
     if about.get("host") != socket.gethostname() or not isinstance(about.get("pid"), int):
         return False
     try:
@@ -152,6 +166,7 @@ def page_data(run: RunRecords, now: float | None = None, most: int = MOST_SHOWN)
     total = _added([rank.sums for rank in ranks])
     series = _series(run, ranks, total, points) if len(steps) else {}
     recent = _recent(run, ranks) if len(steps) else {}
+    kinds, rows = _kinds(ranks), _rank_rows(run, ranks, now)
     return _finite(
         {
             "version": 1,
@@ -159,10 +174,13 @@ def page_data(run: RunRecords, now: float | None = None, most: int = MOST_SHOWN)
             "now": recent,
             "series": series,
             "tables": _tables(ranks, steps),
-            "kinds": _kinds(ranks),
+            "kinds": kinds,
+            "limit": _limit(kinds, rows, recent),
+            "resources": RESOURCES,
             "lanes": _windows(run),
-            "ranks": _rank_rows(run, ranks, now),
+            "ranks": rows,
             "evaluations": _evaluations(run.first),
+            "choices": _choices(run.first),
         }
     )
 
@@ -247,6 +265,7 @@ def _series(
         "loss": _ratio(own["loss"], own["finite"]),
         "loss_low": [point["low"] for point in points],
         "loss_high": [point["high"] for point in points],
+        "loss_not_finite": own["steps"] - own["finite"],
         "samples_per_s": _ratio(own["samples"], own["seconds"]),
         "step_ms": _ratio(every["step_ms"], batches),
         "compute_ms": _ratio(every["compute_ms"], batches),
@@ -254,7 +273,7 @@ def _series(
         "idle_ms": _ratio(idle, batches),
         "hidden_ms": _ratio(hidden, batches),
         "keys_shared": _ratio(every["keys_shared"], every["keys_compared"]),
-        "without_read": 1 - _ratio(every["rows_read"], every["keys_asked"]),
+        "without_read": _without_read(_ratio(every["rows_read"], every["keys_asked"])),
         "bytes_per_step": _ratio(every["bytes_sent"], steps),
         "rows_read": _ratio(every["rows_read"], steps),
         "rows_refreshed": _ratio(every["rows_refreshed"], steps),
@@ -268,6 +287,11 @@ def _series(
             if name.startswith("lane_ms.")
         },
     }
+
+
+def _without_read(read_of_asked: Column | float) -> Any:
+    """The part of keys whose rows needed no read; groups also read rows that others touched."""
+    return np.maximum(0.0, 1 - np.asarray(read_of_asked))
 
 
 def _waits(ranks: Sequence[_RankSums]) -> Column:
@@ -336,16 +360,30 @@ def _recent(run: RunRecords, ranks: Sequence[_RankSums]) -> dict[str, Any]:
     rows = _tables(ranks, np.array([first.points[-1]["step"]], dtype=np.float64))
     return {
         "loss": _over(first.between("loss", since), first.between("finite", since)),
+        "losses_not_finite": _not_finite(first.points[-1]),
+        "loss_is_finite": _newest_loss_is_finite(first.points),
         "samples_per_s": _over(first.between("samples", since), first.between("seconds", since)),
         "step_ms": _over(of("step_ms"), batches),
+        "clock_ms": _over(1e3 * first.between("seconds", since), steps),
         "exposed": _over(sum(of(name) for name in kinds), of("step_ms")),
         "keys_shared": _over(of("keys_shared"), of("keys_compared")),
-        "without_read": 1 - _over(of("rows_read"), of("keys_asked")),
+        "without_read": float(_without_read(_over(of("rows_read"), of("keys_asked")))),
         "bytes_per_step": _over(of("bytes_sent"), steps),
         "rows": sum(table["rows"][-1] for table in rows),
         "waited_ms": max(waiting) if len(ranks) > 1 else None,
         "faults": first.points[-1].get("faults", 0),
     }
+
+
+def _not_finite(point: Line) -> int:
+    """How many steps had a loss that is no number."""
+    return point.get("steps", 0) - point.get("finite", 0)
+
+
+def _newest_loss_is_finite(points: Sequence[Line]) -> bool:
+    """Whether any step since the point before had one."""
+    before = points[-2] if len(points) > 1 else {}
+    return points[-1].get("finite", 0) > before.get("finite", 0)
 
 
 def _over(above: float, below: float) -> float:
@@ -374,8 +412,50 @@ def _kinds(ranks: Sequence[_RankSums]) -> list[dict[str, Any]]:
     return sorted(found, key=lambda of: (of["kind"] == IDLE, -of["exposed_ms"] - of["hidden_ms"]))
 
 
+def _limit(
+    kinds: Sequence[Mapping[str, Any]],
+    rows: Sequence[Mapping[str, Any]],
+    recent: Mapping[str, Any],
+) -> dict[str, Any] | None:
+    """What a recent step is spent on, largest first, and the op that the first of them waits for.
+
+    Compute and what is exposed add up to the step: each part is what would be gained at most if
+    it were hidden.
+    """
+    step_ms = recent.get("step_ms", math.nan)
+    if not step_ms > 0:
+        return None
+    exposed = [(kind["kind"], _resource(kind["kind"]), kind["exposed_ms"]) for kind in kinds]
+    spent: dict[str, float] = {}
+    for _, resource, ms in exposed:
+        spent[resource] = spent.get(resource, 0.0) + ms
+    spent[COMPUTE] = max(0.0, step_ms - sum(spent.values()))
+    waits = {row["rank"]: row["waited_ms"] for row in rows if row["waited_ms"] >= 0}
+    if len(waits) > 1 and max(waits.values()) > WORTH_NAMING * step_ms:
+        spent[WAIT] = min(sum(waits.values()) / len(waits), spent.get(NET, 0.0))
+        spent[NET] = spent.get(NET, 0.0) - spent[WAIT]
+    largest = sorted(spent, key=lambda resource: -spent[resource])
+    waited_for = [(ms, kind) for kind, resource, ms in exposed if resource == largest[0]]
+    between = 1 - step_ms / recent["clock_ms"] if recent["clock_ms"] > 0 else 0.0
+    return {
+        "resource": largest[0],
+        "op": max(waited_for)[1] if waited_for else None,
+        "rank": min(waits, key=lambda rank: waits[rank]) if WAIT in spent else None,
+        "parts": [
+            {"resource": resource, "ms": spent[resource], "share": spent[resource] / step_ms}
+            for resource in largest
+            if spent[resource] > 0
+        ],
+        "between_steps": between if between > WORTH_BETWEEN else 0.0,
+    }
+
+
+def _resource(kind: str) -> str:
+    return RESOURCES.get(kind, NET)
+
+
 def _figures_of_ranks(ranks: Sequence[_RankSums]) -> list[dict[str, float]]:
-    """What a recent step is on each rank."""
+    """A recent step on each rank."""
     rows: list[dict[str, float]] = []
     for rank in ranks:
         since = _recent_from(rank)
@@ -436,7 +516,14 @@ def _evaluations(record: RankRecord) -> list[Line]:
     ]
 
 
-SHOWN_FACTS = ("plan", "micro_batches", "retrieval", "compares", "device", "batch", "model")
+def _choices(record: RankRecord) -> list[Line]:
+    names = ("step", "micro_batches", "first", "last", "device_memory", "reason")
+    return [{name: line.get(name) for name in names} for line in record.choices]
+
+
+SHOWN_FACTS = (
+    *("plan", "micro_batches", "retrieval", "compares", "groups", "device", "batch", "model"),
+)
 
 
 def _about(run: RunRecords, now: float) -> dict[str, Any]:
@@ -452,6 +539,7 @@ def _about(run: RunRecords, now: float) -> dict[str, Any]:
         **{name: about.get(name) for name in SHOWN_FACTS},
         "micro_batches": last.get("micro_batches", about.get("micro_batches")),
         "adaptive": "micro_batches" in last,
+        "resumed": about.get("resumed", []),
         "ranks": about.get("ranks", 1),
         "ranks_seen": len(run.ranks),
         "started": about.get("started"),
@@ -465,7 +553,7 @@ def _about(run: RunRecords, now: float) -> dict[str, Any]:
 
 
 def _finite(value: Any) -> Any:
-    """Plain values of seven digits; what is no number is none."""
+    """Plain values of seven digits; a value that is not finite becomes null."""
     if isinstance(value, np.ndarray):
         return [_finite(item) for item in value.tolist()]
     if isinstance(value, float):

@@ -35,7 +35,7 @@ How = Literal["contiguous", "random", "clustered"]
 TOKEN_SLACK = 0.10
 """How far the tokens of a micro-batch may be from its share."""
 _MOST_WORK = 1 << 20
-"""Tokens that stand for the largest work of a batch: one in a million is told apart."""
+"""Tokens of the sample with the most work in a batch: work is resolved to one in a million."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""What a user says about data: the section `[data]` of a config."""
+"""The section `[data]` of a config."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class SyntheticConfig:
     samples: int = 100_000
     """Samples of the train split."""
     test_samples: int = 20_000
-    """Samples of the validation split, and as many of the test split; none is in two splits."""
+    """Samples of the validation split, and of the test split; no sample is in two splits."""
     seed: int = 0
-    """Which world; the order of samples has its own seed."""
+    """Seed of the world; the order of samples has a seed of its own."""
     exponent: float = 1.05
-    """How uneven keys are: the r-th most frequent appears about r ** -exponent as often."""
+    """Zipf exponent of the keys: the r-th most frequent appears in proportion to r ** -exponent."""
     num_tables: int = 26
     """ctr: categorical features, c0, c1, ..."""
     num_keys: int = 100_000
@@ -47,7 +47,8 @@ class SyntheticConfig:
     max_len: int = 50
     """sequence: most items of a user, the one to predict included."""
     length_exponent: float = 0.0
-    """sequence: how uneven lengths are: the r-th shortest appears about r ** -this as often."""
+    """sequence: Zipf exponent of lengths: the r-th shortest appears in proportion to r **
+    -exponent."""
     coherence: float = 0.8
     """sequence: how often an item comes from the user's present community."""
     drift: float = 0.02
@@ -80,7 +81,7 @@ class SyntheticConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParquetConfig:
-    """`[data.parquet]`: which column is what; with neither sparse nor dense, the types decide."""
+    """`[data.parquet]`: roles of the columns; with neither sparse nor dense, the types decide."""
 
     sparse: tuple[str, ...] = ()
     """Columns of keys: whole numbers, strings (hashed), or lists of either."""
@@ -89,14 +90,14 @@ class ParquetConfig:
     labels: tuple[str, ...] = ()
     """Columns of labels; by default `label` where there is one."""
     any_labels: bool = False
-    """Allow labels outside 0 to 1, for an own model whose loss knows what to do with them."""
+    """Allow labels outside 0 to 1, for a model of your own whose loss takes them."""
     positive_from: float = 0.0
     """Labels from here on are 1 and others 0, such as 4 for ratings of 1 to 5; 0: as they are."""
     ignore: tuple[str, ...] = ()
-    """Columns that the types would choose and that are not wanted."""
+    """Columns to leave out, though their types would select them."""
     sample_weight: str = ""
-    """The column of samples' weights, numbers from 0: a sample's loss, and so its gradient, counts
-    so many times."""
+    """The column of sample weights, numbers from 0: factors of each sample's loss, and so of its
+    gradient."""
     weights: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """For columns of lists of keys, the column of their weights: a list of numbers per row, one for
     each key, such as `words = "word_weights"`; rows are summed times their weights."""
@@ -110,7 +111,7 @@ class ParquetConfig:
     """sequences: the column of the item after the history; by default `target` where there is one.
     Without any, a sequence's last item is the target of held-out splits."""
     max_len: int = 200
-    """sequences: the latest so many items of a row are kept."""
+    """sequences: keep this many of the latest items of a row."""
 
     def __post_init__(self) -> None:
         seen: set[str] = set()
@@ -133,7 +134,7 @@ class MovieLensConfig:
     use: Literal["ratings", "sequences"] = "sequences"
     """`ratings`: is this rating high? `sequences`: which film comes next?"""
     max_len: int = 200
-    """sequences: the latest so many items of a user are kept."""
+    """sequences: keep this many of the latest items of a user."""
     held_out: int = 2
     """sequences: items at the end that training does not see. 2: one to validate, the last for
     test; 1: the last for test, as is published, without a validation split."""
@@ -153,12 +154,12 @@ class MovieLensConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KuaiRandConfig:
-    """`[data.kuairand]`: watch events joined with what is known of user and video."""
+    """`[data.kuairand]`: watch events joined with the features of user and video."""
 
     label: Literal["long_view", "is_click", "is_like", "is_follow", "is_comment", "is_forward"] = (
         "long_view"
     )
-    """What is predicted."""
+    """The label to predict."""
     train_days: tuple[int, ...] = (20220425, 20220430)
     """First and last day, yyyymmdd."""
     validation_days: tuple[int, ...] = ()
@@ -166,7 +167,7 @@ class KuaiRandConfig:
     test_days: tuple[int, ...] = (20220501, 20220508)
     """First and last day."""
     history_len: int = 0
-    """Adds what the user watched before the log began, at most so many videos; 0: nothing."""
+    """Adds up to this many videos that the user watched before the log began; 0: none."""
 
     def __post_init__(self) -> None:
         for name in ("train_days", "validation_days", "test_days"):
@@ -199,7 +200,7 @@ class StreamConfig:
     on_idle: Literal["end", "save"] = "end"
     """`end`: the run ends, with a checkpoint as always; `save`: it saves one and waits on."""
     poll_s: float = 0.5
-    """Seconds between two looks for more, where there was not enough."""
+    """Polling interval in seconds, while there is not enough for a batch."""
     shuffle_window: int = 0
     """Samples that are shuffled together, in the order of the log; a window waits until all of its
     samples are there. `data.shards` parts of it are dealt to ranks. 0: none is shuffled."""
@@ -250,13 +251,13 @@ class DataConfig:
     test_path: str = ""
     """parquet, criteo and stream: the files of the test split."""
     test_every: int = 0
-    """parquet and criteo, instead of those paths: of so many neighbouring rows of a file the last
+    """parquet and criteo, instead of those paths: of every N neighbouring rows of a file the last
     is for test, the one before for validation, the rest for training."""
     shuffle: bool = True
-    """Shuffle the train split; others keep the order of what they read, and so does a stream
+    """Shuffle the train split; other splits keep the order of the files, and so does a stream
     without `data.stream.shuffle_window`."""
     shuffle_window: int = 65_536
-    """Samples held and shuffled at a time where the data is read in passing, over all ranks."""
+    """Size of the shuffle buffer in samples over all ranks, where the data is streamed."""
     shards: int = 0
     """Parts of an epoch that are read side by side and dealt to ranks, part of the order as the
     window is; at least as many as ranks let each rank read only its share. 0: chosen for the data

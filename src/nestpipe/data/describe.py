@@ -1,4 +1,4 @@
-"""What a path holds, the format and facts about each column of each table; and how fast it is read.
+"""Describe a path: its format, facts about each column of each table, and how fast it is read.
 
 The speed stands beside a plain Arrow scan of the same columns in the same run. Both are counted in
 processor time, so that a busy machine slows the two alike: samples per second of one core.
@@ -440,7 +440,7 @@ def measure_data(
 
 
 def _per_second(work: Callable[[], int]) -> float:
-    work()  # the other side has given memory back: whoever comes first pays for fresh pages
+    work()  # the other side has freed memory, and the first to run pays for page faults
     start = time.process_time()
     samples = work()
     return samples / (time.process_time() - start)

@@ -341,7 +341,7 @@ def numbers(column: Any) -> NDArray[np.float32]:
     if pa.types.is_boolean(array.type):
         array = array.cast(pa.int8())
     found = array.to_numpy(zero_copy_only=False)
-    with np.errstate(over="ignore"):  # what is too large is not finite, and told
+    with np.errstate(over="ignore"):  # values that are too large become inf, and are reported
         return found.astype(np.float32, copy=False)
 
 

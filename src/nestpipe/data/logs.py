@@ -255,7 +255,7 @@ def samples_of(
     if not isinstance(layout, SequenceLayout):
         return to_batch(table, layout, rows, path, broken)
     partition, offsets = place
-    # Whoever reads it, a sequence has the same name: what is drawn for it follows from that.
+    # A sequence has the same id on every rank: its random draws follow from the id.
     number = text_key(partition) & (1 << (63 - FILE_BITS)) - 1
     return to_sequences(table, layout, rows, (number << FILE_BITS) + offsets, path, broken)
 
@@ -282,7 +282,7 @@ class KafkaTopic:
         self.partitions()
 
     def consumer(self) -> Any:
-        """A consumer of its own, in no group's place, that reads where it is told to."""
+        """A consumer without a group's offsets, which reads at the positions that it is given."""
         options = {
             "bootstrap.servers": self.brokers,
             "group.id": "nestpipe",
@@ -367,14 +367,14 @@ class KafkaLog:
         """Where partitions begin that no cursor knows."""
         self._readers: dict[int, tuple[Any, int]] = {}
         """For each partition its consumer, and the message that it gives next."""
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
     @property
     def layout(self) -> ColumnLayout | SequenceLayout:
         return self._layout
 
     def poll(self, offsets: Offsets) -> Polled:
-        """What each partition has after its offset; refuses where a part of that is no more."""
+        """The messages of each partition after its offset; refuses if some of them were deleted."""
         rows, ready = self._stream.rows_per_message, list[LogRange]()
         for partition, (low, high) in self._topic.bounds().items():
             name = self._name(partition)
@@ -431,8 +431,8 @@ class KafkaLog:
         whole, at = pa.concat_tables(tables), np.concatenate(numbers)
         self._warn_of_empty(whole)
         # Readers count rows from 1 where they name one: here they name the message's offset.
-        told, place = at // rows - 1, (part.partition, at)
-        return samples_of(whole, self._layout, told, place, broken, Path(part.partition))
+        rows_N, place = at // rows - 1, (part.partition, at)
+        return samples_of(whole, self._layout, rows_N, place, broken, Path(part.partition))
 
     def _messages(self, partition: int, first: int, end: int) -> list[tuple[int, bytes]]:
         """The messages [first, end); of a compacted topic some are missing."""
@@ -449,7 +449,7 @@ class KafkaLog:
                     if at <= end:
                         found.append((message.offset(), message.value() or b""))
                 else:
-                    at = self._heard(message, partition, at)
+                    at = self._offset_after(message, partition, at)
             if time.monotonic() > patience:
                 raise self._topic.unreachable(
                     f"message {at} of {self._name(partition)} does not come"
@@ -457,8 +457,8 @@ class KafkaLog:
         self._readers[partition] = (consumer, at)
         return found
 
-    def _heard(self, message: Any, partition: int, at: int) -> int:
-        """Where reading stands after an event that is no message."""
+    def _offset_after(self, message: Any, partition: int, at: int) -> int:
+        """The offset after an event that is not a message."""
         error, kinds = message.error(), self._topic.client.KafkaError
         if error.code() == kinds._PARTITION_EOF:
             return max(at, message.offset())
@@ -530,10 +530,10 @@ class KafkaLog:
     def _warn_of_empty(self, table: pa.Table) -> None:
         """A field that no message has is likely a misspelt one."""
         for name in table.schema.names:
-            if name not in self._told and table.num_rows > 1:
+            if name not in self._warned and table.num_rows > 1:
                 if table[name].null_count == table.num_rows:
                     log.warning("no message of %s so far has the field %s", self._topic.name, name)
-                self._told.add(name)
+                self._warned.add(name)
 
 
 def _client() -> Any:
@@ -547,13 +547,13 @@ def _client() -> Any:
 
 
 def _passing(kinds: Any) -> tuple[int, ...]:
-    """Faults of the network that the client mends by itself."""
+    """Network faults that the client recovers from by itself."""
     return (kinds._TRANSPORT, kinds._ALL_BROKERS_DOWN, kinds._RESOLVE, kinds._TIMED_OUT)
 
 
 def _reason(error: Exception) -> str:
-    told: Any = error.args[0] if error.args else error
-    return str(told.str() if hasattr(told, "str") else told)
+    fault: Any = error.args[0] if error.args else error
+    return str(fault.str() if hasattr(fault, "str") else fault)
 
 
 def _short(error: Exception) -> str:

@@ -168,7 +168,7 @@ def _refuse_weights(layout: ColumnLayout, where: DataFile) -> None:
 def _refuse_second_label(
     left: Sequence[pa.Field], labels: tuple[str, ...], where: DataFile
 ) -> None:
-    """A column that is called a label would be taken for a feature, and give the answer away."""
+    """Refuse a second column called a label: taken for a feature, it would leak the answer."""
     for field in left:
         if labels and field.name.lower().startswith(LABEL) and inputs.is_number(field.type):
             raise DataError(
@@ -220,10 +220,10 @@ def _lengths(keys: Jagged) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 
 def _single_keys(column: Any, name: str, path: DataFile) -> NDArray[np.int64]:
-    """A key per row; says once where a row has the key that stands for none."""
+    """A key per row; warns once if a row has the key reserved for missing values."""
     keys = inputs.keys(column)
-    if name not in _told and (keys == MISSING).sum() > column.null_count:
-        _told.add(name)
+    if name not in _warned and (keys == MISSING).sum() > column.null_count:
+        _warned.add(name)
         log.warning(
             "column %s of %s has the key %d, which stands for a missing one; both share a row, "
             "so use another key if that is not meant",
@@ -234,14 +234,14 @@ def _single_keys(column: Any, name: str, path: DataFile) -> NDArray[np.int64]:
     return keys
 
 
-_told: set[str] = set()
-"""Columns that a user has been warned of."""
+_warned: set[str] = set()
+"""Columns that were warned of."""
 
 
 def _good(
     piece: Any, layout: ColumnLayout, rows: np.ndarray, path: DataFile, broken: Broken
 ) -> np.ndarray:
-    """Which rows can be used; the others are told with their number in the file, from 1."""
+    """Which rows can be used; the others are reported with their number in the file, from 1."""
     found: list[tuple[np.ndarray, str]] = []
     for name in layout.labels:
         found += _bad_labels(layout.label(piece[name]), name, layout)
@@ -257,7 +257,7 @@ def _good(
     if layout.sample_weight:
         found += _bad_weights(inputs.numbers(piece[layout.sample_weight]), layout.sample_weight)
     for of, column in layout.weights:
-        found += _misfits(piece, of, column)
+        found += _weight_mismatches(piece, of, column)
     return without(found, rows, path, broken)
 
 
@@ -266,7 +266,7 @@ def _bad_weights(weight: np.ndarray, name: str) -> list[tuple[np.ndarray, str]]:
     return [] if good.all() else [(~good, f"{name} is no number from 0")]
 
 
-def _misfits(piece: Any, of: str, column: str) -> list[tuple[np.ndarray, str]]:
+def _weight_mismatches(piece: Any, of: str, column: str) -> list[tuple[np.ndarray, str]]:
     """Rows whose weights are no numbers, or more or fewer than their keys."""
     weights, lengths = inputs.list_numbers(piece[column])
     differ = lengths != inputs.list_lengths(inputs.flat(piece[of]))
@@ -741,7 +741,7 @@ class ColumnDecoder:
         """Have Arrow look at what the footer says of the columns here, and read nothing of them."""
         schema = self._file.schema_arrow
         places = [schema.get_field_index(name) for name in self._ours]
-        # With a buffer, nothing is read before somebody wants rows.
+        # With a buffer, nothing is read before rows are wanted.
         trial: Any = pq.ParquetFile(self._path, metadata=self._footer, buffer_size=1 << 12)
         pieces = trial.reader.iter_batches(
             0, row_groups=[self._group], column_indices=places, use_threads=False
@@ -787,4 +787,4 @@ def to_sequences(
 
 
 FILE_BITS = 40
-"""A sequence's id is its file's number, shifted by so many bits, and its row in the file."""
+"""Bits of the row in a sequence's id; the file's number is above them."""

@@ -396,7 +396,7 @@ class Ranking:
     ) -> Iterator[Batch]:
         """This rank's part of each global batch from `start` on; every rank gets as many.
 
-        With an `offset`, all of them begin so many samples later.
+        `offset` skips that many samples more.
         """
         sequences = self.sequences.batches(
             global_batch=global_batch,

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from nestpipe.batch import Batch, BatchLayout, PackedColumns
+from nestpipe.batch import Batch, BatchLayout, EqualLengths, PackedColumns
 from nestpipe.data.order import Order, ShardWindows, Share
 from nestpipe.data.text import Broken
 from nestpipe.errors import DataError
@@ -464,7 +464,8 @@ def pick(pieces: Sequence[Piece], spans: Sequence[RowSpan], *, pinned: bool = Fa
         tuple((name, (taken.size, *form.shape), form.dtype) for name, form in dense),
         tuple(zip(like.sparse, taken.num_keys_L, strict=True)),
     )
-    return PackedColumns(taken.parts, layout, frozenset(like.sparse)).batch()
+    equal = EqualLengths.of(taken.parts, layout)
+    return PackedColumns(taken.parts, layout, frozenset(like.sparse), equal).batch()
 
 
 def pick_plainly(

@@ -1,4 +1,4 @@
-"""What every data set offers to training: exact batches for any number of ranks.
+"""The contract between data sets and training: exact batches for any number of ranks.
 
 The contract: the order of samples is a function of (data, seed, epoch) alone. Global batch g is
 samples [g G, (g + 1) G) of that order, and rank r has the r-th contiguous part of it. So 1, 2 and 4
@@ -46,7 +46,7 @@ SAMPLE_ID, PASS = "sample_id", "step"
 """Which sample it is, and in which pass over the data: what is drawn for it follows from both."""
 
 WEIGHT = "weight"
-"""How many times a sample's loss counts, float32."""
+"""Weight of a sample's loss, float32."""
 
 MISSING = -1
 """The key of a category that is not known; features of one key per sample always have one."""
@@ -114,7 +114,7 @@ class Source(Protocol):
     ) -> Iterator[Batch]:
         """This rank's part of each global batch from `start` on; every rank gets as many.
 
-        With an `offset`, all of them begin so many samples later.
+        `offset` skips that many samples more.
         """
         ...
 
@@ -125,7 +125,7 @@ class Source(Protocol):
 
 @runtime_checkable
 class PinsBatches(Protocol):
-    """A source that can put batches where a GPU copies from, so that nobody copies them there."""
+    """A source that can put batches into pinned memory itself, which saves a copy."""
 
     pinned: bool
     """Whether it does, for passes that begin from now on."""
@@ -235,7 +235,7 @@ def watch_labels(batches: Iterator[Batch], columns: Sequence[Column]) -> Iterato
 def tensor(array: NDArray[np.generic]) -> Tensor:
     """An array as a tensor, without a copy.
 
-    Arrow's memory may not be written to, and torch has no such tensors: nobody writes to batches.
+    Arrow's memory is read-only, and torch has no read-only tensors: nothing may write to batches.
     """
     array = np.ascontiguousarray(array)
     return torch.from_numpy(array if array.flags.writeable else np.asarray(_ReadOnly(array)))
@@ -250,7 +250,7 @@ class _ReadOnly:
         self.__array_interface__ = {**array.__array_interface__, "data": (pointer, False)}
 
 
-# Samples that can be had by number, from memory or made on demand.
+# Samples with random access, from memory or made on demand.
 
 
 Take = Callable[[NDArray[np.int64]], Batch]
@@ -308,7 +308,7 @@ class Indexed:
     ) -> Iterator[Batch]:
         """This rank's part of each global batch from `start` on; every rank gets as many.
 
-        With an `offset`, all of them begin so many samples later.
+        `offset` skips that many samples more.
         """
         share = Share(global_batch=global_batch, rank=rank, ranks=ranks, start=start, offset=offset)
         batches = self._deal(share, Permutation(self._num_samples, mix(seed, epoch)), epoch)
@@ -343,7 +343,7 @@ def from_memory(samples: Batch) -> Take:
     return lambda numbers: samples.select(torch.from_numpy(numbers))
 
 
-# Samples that can only be read in passing, shuffled in windows.
+# Samples that can only be streamed, shuffled in windows.
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,7 +351,7 @@ class Chunk:
     """Neighbouring samples of one file, readable from their beginning."""
 
     read: Callable[[Broken], Iterator[Batch]]
-    """Pieces of bounded size; rows that cannot be read are told to `Broken`."""
+    """Pieces of bounded size; rows that cannot be read are reported to `Broken`."""
     count: Callable[[], int | None] = lambda: None
     """Samples that `read` will give, where that is known without reading them."""
     read_columns: Callable[[Broken], Iterator[ColumnPiece]] | None = None
@@ -426,7 +426,7 @@ class Stream:
     ) -> Iterator[Batch]:
         """This rank's part of each global batch from `start` on; every rank gets as many.
 
-        With an `offset`, all of them begin so many samples later.
+        `offset` skips that many samples more.
         """
         share = Share(global_batch=global_batch, rank=rank, ranks=ranks, start=start, offset=offset)
         deal = self._deal if self.num_samples is None else self._deal_shards

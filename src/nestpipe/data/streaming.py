@@ -1,15 +1,16 @@
 """A log without an end as a source: partitions with offsets, read on from where training stands.
 
-Rank 0 looks what is there and decides which ranges of which partitions the next global batches
-are. It tells all ranks, and each reads its contiguous part of them. The ranges that were trained
-are the run's cursor: the offset of every partition after the last trained sample. A checkpoint
-keeps it, so a restart goes on there, with any number of ranks: nothing is lost, nothing comes
-twice. Batches are a function of the ranges alone, so every plan has the same.
+Rank 0 polls the log and decides which ranges of which partitions form the next global batches. It
+sends the decision to all ranks, and each reads its contiguous part of them. The ranges that were
+trained are the run's cursor: the offset of every partition after the last trained sample. A
+checkpoint keeps it, so a restart goes on there, with any number of ranks: nothing is lost, nothing
+comes twice. Batches are a function of the ranges alone, so every plan has the same.
 
-A stream may be shuffled in windows. A window is the next so many samples of the log. It is cut into
-shards, neighbours each, which are permuted as their place in the log and the seed say, and take
-turns as in `data/shards.py`: so a batch is spread over the window, and a rank reads few shards. In
-the midst of a window the cursor keeps where it began and ends, and how much of it was trained.
+A stream may be shuffled in windows. A window is a fixed number of consecutive samples of the log.
+It is cut into shards, neighbours each, which are permuted as their place in the log and the seed
+say, and take turns as in `data/shards.py`: so a batch is spread over the window, and a rank reads
+few shards. In the midst of a window the cursor keeps where it began and ends, and how much of it
+was trained.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class Polled:
     ready: tuple[LogRange, ...]
     """For each partition what follows the given offset, in the order of partitions."""
     gone: tuple[str, ...] = ()
-    """Partitions that were read to their end and are no more: their offsets may be forgotten."""
+    """Partitions that were read to their end and no longer exist: their offsets may be dropped."""
     begins: Offsets = field(default_factory=dict[str, int])
     """Offsets that the cursor keeps from now on, also where nothing is read yet."""
 
@@ -136,7 +137,7 @@ def share_in_turn(sizes: Sequence[int], wanted: int) -> list[int]:
 def choose_ranges(
     ready: Sequence[LogRange], global_batch: int, most: int, *, in_turn: bool
 ) -> list[list[LogRange]]:
-    """The ranges of each of the next global batches: at most so many, and only whole ones."""
+    """The ranges of each of the next global batches: up to a limit, and only whole batches."""
     left = list(ready)
     chosen: list[list[LogRange]] = []
     share = share_in_turn if in_turn else share_out
@@ -200,12 +201,12 @@ class LogWindow:
         return list(cut(self.ranges, begin, begin + int(size_V[shard])))
 
     def order(self, shard: int, size: int) -> Permutation:
-        """How so many samples of a shard are permuted: by where the window is in the log."""
+        """The permutation of a shard's samples, seeded by the window's place in the log."""
         place = [number for of in self.ranges for number in (text_key(of.partition), of.begin)]
         return Permutation(size, mix(self.seed, 1 + shard, *place))
 
     def cursor(self, used: int) -> dict[str, int]:
-        """Where the log goes on after so many samples, of all ranks."""
+        """The cursor after a number of samples, over all ranks."""
         if used >= self.size:
             return self.ends
         if not self.shards:
@@ -226,7 +227,7 @@ def split_cursor(cursor: Offsets) -> tuple[dict[str, int], LogWindow | None, int
 
 
 def after(ready: Sequence[LogRange], window: LogWindow | None) -> list[LogRange]:
-    """What is left once a window is read."""
+    """What remains once a window is read."""
     ends = window.ends if window else {}
     left = [replace(part, begin=max(part.begin, ends.get(part.partition, 0))) for part in ready]
     return [part for part in left if part.begin < part.end]
@@ -259,8 +260,8 @@ class StreamingSource:
         """Samples of the first window that were trained before."""
         self._batch = 0
         self._num_decided = 0
-        self._told = 0
-        """Samples that were last told to wait."""
+        self._warned_waiting = 0
+        """Samples that the last warning named as waiting."""
         self._num_begun = 0
         """Windows that an earlier run, or block, has begun: one or none."""
         self._permuted: dict[tuple[LogWindow, int], Batch] = {}
@@ -278,7 +279,7 @@ class StreamingSource:
 
     @property
     def num_samples(self) -> None:
-        """Nobody knows what is still to come."""
+        """Unknown: the log may still grow."""
 
     @property
     def broken(self) -> Broken:
@@ -380,9 +381,9 @@ class StreamingSource:
         self._batch, self._num_decided = global_batch, 0
         while True:
             offer = self._offer(most, began) if rank == 0 else None
-            told = cast("list[list[Any]]", gather([stop_wanted(), offer]))
-            first: dict[str, Any] = told[0][1]
-            if any(wanted for wanted, _ in told):
+            decision = cast("list[list[Any]]", gather([stop_wanted(), offer]))
+            first: dict[str, Any] = decision[0][1]
+            if any(wanted for wanted, _ in decision):
                 return "stopped"
             if first["refused"]:
                 raise DataError(first["refused"])
@@ -391,32 +392,33 @@ class StreamingSource:
                 return "decided"
             if first["idle"]:
                 if rank == 0:
-                    self._tell_of_waiting(first["waiting"])
+                    self._warn_of_waiting(first["waiting"])
                 return "idle"
 
-    def _tell_of_waiting(self, samples: int) -> None:
-        """Samples that could be trained, if they were not to be shuffled with others."""
-        if self._told != samples >= self._batch:
+    def _warn_of_waiting(self, samples: int) -> None:
+        """Warn of samples that wait only to be shuffled with later ones."""
+        if self._warned_waiting != samples >= self._batch:
             log.warning(
                 "%s samples of the stream wait until there are %s, as data.stream.shuffle_window "
                 "says; they are not trained yet",
                 f"{samples:,}",
                 f"{self._stream.shuffle_window:,}",
             )
-        self._told = samples
+        self._warned_waiting = samples
 
-    def _accept(self, told: dict[str, Any]) -> None:
-        """What rank 0 has decided."""
-        for partition in told["gone"]:
+    def _accept(self, decision: dict[str, Any]) -> None:
+        """Take over the decision of rank 0."""
+        for partition in decision["gone"]:
             self._cursor.pop(partition, None)
-        self._cursor |= told["begins"]
+        self._cursor |= decision["begins"]
         shards = self._shards if self._stream.shuffle_window else 0
-        for ranges in told["windows"]:
+        for ranges in decision["windows"]:
             self._windows.append(LogWindow(tuple(LogRange(*part) for part in ranges), shards, 0))
-        self._num_decided = told["batches"]
+        self._num_decided = decision["batches"]
 
     def _offer(self, most: int, began: float) -> dict[str, Any]:
-        """What rank 0 tells the others; it waits a little where there is nothing yet."""
+        """The decision that rank 0 sends to the others; it waits one interval where there is
+        nothing yet."""
         try:
             polled = self._poll()
         except NestpipeError as error:
@@ -432,8 +434,14 @@ class StreamingSource:
         if not batches and not idle:
             time.sleep(self._stream.poll_s)
         windows = [[[p.partition, p.begin, p.end] for p in ranges] for ranges in chosen]
-        told = {"gone": list(polled.gone), "begins": dict(polled.begins), "idle": idle}
-        return {"refused": "", "windows": windows, "batches": batches, "waiting": waiting, **told}
+        decision = {"gone": list(polled.gone), "begins": dict(polled.begins), "idle": idle}
+        return {
+            "refused": "",
+            "windows": windows,
+            "batches": batches,
+            "waiting": waiting,
+            **decision,
+        }
 
     @property
     def _window_size(self) -> int:
@@ -457,7 +465,7 @@ class StreamingSource:
         return self._num_decided
 
     def cursor_after(self, batches: int) -> dict[str, int]:
-        """Where the log goes on once so many of the decided batches were trained."""
+        """The cursor once a number of the decided batches has been trained."""
         cursor = dict(self._cursor)
         used = self._used + min(batches, self._num_decided) * self._batch
         for window in self._windows:

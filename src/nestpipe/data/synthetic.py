@@ -284,7 +284,7 @@ def write(
 
 
 def _old_files(folder: Path, force: bool) -> list[Path]:
-    """Files of an earlier run, which may be replaced; nobody else's are."""
+    """Files of an earlier run, which may be replaced; other files may not."""
     if folder.exists() and not folder.is_dir():
         raise DataError(f"{folder} is a file; name a folder")
     old = sorted(folder.glob("part-*.parquet"))

@@ -74,7 +74,7 @@ def with_header(path: Path, form: TextFormat) -> TextFormat:
 def rows(
     path: Path, form: TextFormat, parse: Parse[T], broken: Broken, progress: Progress | None = None
 ) -> Iterator[T]:
-    """What `parse` makes of the file, block by block; rows it refuses are told to `broken`."""
+    """The file parsed by `parse`, block by block; rows that it refuses are reported to `broken`."""
     for first, block in _blocks(path, form.first_line, progress):
         yield from _salvage(
             block, first, parse, lambda line, why: broken.add(f"{path}:{line}", why)
@@ -213,7 +213,7 @@ KEPT = 5
 
 
 class RowError(ValueError):
-    """Why some row cannot be read; whoever knows its file and line tells `Broken` of it."""
+    """Why a row cannot be read; the caller that knows file and line reports it to `Broken`."""
 
 
 class Broken:

@@ -5,17 +5,21 @@ Per store and rank there are slots, each with the weights and the state of a row
 that neither this batch nor the one before uses. `retrieve` fills the slots of keys that were not
 there, `writeback` saves the rows of victims before that. With room for all rows nothing ever moves.
 
-The host store stays the home of rows that left, and of checkpoints: `flush` brings it up to date.
-Which rows leave, and which slot a key gets, changes no result.
+The host store stays the home of rows that left: `flush` brings it up to date. A checkpoint needs no
+flush: `snapshot` copies the rows that were touched, on the device, and a thread takes them from
+there while training goes on. Which rows leave, and which slot a key gets, changes no result.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,6 +28,7 @@ from nestpipe.embedding.routing.owners import WorkingSet
 from nestpipe.embedding.slot_transfer import SlotList, Told, fill_with_nan, slot_transfer
 from nestpipe.embedding.store.protocol import RowStore, StoreLayout, round_weights
 from nestpipe.errors import ConfigError
+from nestpipe.kernels.host_memory import empty
 from nestpipe.kernels.index import library
 from nestpipe.kernels.index.device_index import (
     COUNTERS,
@@ -36,19 +41,25 @@ from nestpipe.kernels.index.device_index import (
 )
 from nestpipe.kernels.index.library import ask
 from nestpipe.kernels.index.steady import TermBuffers
+from nestpipe.kernels.library import free_memory as free_host_memory
 from nestpipe.kernels.rows.cuda import aligned_rows
 from nestpipe.kernels.rows.segments import Segments, lists_on
 
 # Shapes: N keys asked for, S slots, V slots of a list, n those of them that count, C tables,
 # W weights and state
 
-INDEX_BYTES = 54
-"""Of a slot beside its row: places of the index, key, table, stamp, free list, address."""
+log = logging.getLogger("nestpipe.pool")
+
+INDEX_BYTES = 55
+"""Of a slot beside its row: places of the index, key, table, stamp, free list, address, and whether
+the host store has a row of its key."""
 SPARE = 1024
 """Slots that are made free beyond what the last batches needed."""
 MOST_SLOTS = 2**30 - 1
 FLUSH_ROWS = 1 << 20
 """Rows that `flush` moves at a time."""
+SNAPSHOT_SHARE = 0.25
+"""Of the memory of the device that is left: what the copies of a snapshot may take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +105,48 @@ class Admission:
     """What the device says of it; whoever needs a number waits for it, but not `admit`."""
 
 
+Fetch = Callable[[Tensor], Tensor]
+"""Brings a tensor of the device to the host."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSnapshot:
+    """Copies of rows of a pool, in the order of their slots, on its device."""
+
+    keys_K: Tensor
+    tables_K: Tensor
+    rows_KW: Tensor
+    not_stored: list[int]
+    """Rows of each table that the pool had then, and the host store not."""
+
+    def of_tables(self, fetch: Fetch, most: int) -> list[tuple[Tensor, Iterator[Tensor]]]:
+        """Of each table its keys, ascending, and their rows: at most so many at a time.
+
+        All of it on the host, where `fetch` brings it. Any thread may ask.
+        """
+        order_K = _by_table_and_key(self.tables_K, self.keys_K)
+        keys_K = fetch(self.keys_K.index_select(0, order_K))
+        counts = torch.bincount(self.tables_K, minlength=len(self.not_stored)).tolist()
+        of_tables = zip(keys_K.split(counts), order_K.split(counts), strict=True)
+        return [(keys, self._rows(order, fetch, most)) for keys, order in of_tables]
+
+    def _rows(self, order_n: Tensor, fetch: Fetch, most: int) -> Iterator[Tensor]:
+        for some in order_n.split(most) if len(order_n) else ():
+            shape = len(some), self.rows_KW.shape[1]
+            block = empty(shape, self.rows_KW.dtype, self.rows_KW.device)
+            torch.index_select(self.rows_KW, 0, some, out=block)
+            yield fetch(block)
+
+
+def _by_table_and_key(tables_K: Tensor, keys_K: Tensor) -> Tensor:
+    """Places in ascending order of table, then key; none comes twice."""
+    if keys_K.is_cuda:
+        order = keys_K.argsort()
+        return order[tables_K[order].argsort(stable=True)]
+    # By vector instructions, which torch on a CPU does not use.
+    return torch.from_numpy(np.lexsort((keys_K.numpy(), tables_K.numpy())))
+
+
 class RowPool:
     """Slots on a device before a host store. Batches are admitted in order."""
 
@@ -108,7 +161,15 @@ class RowPool:
         self.rows_SW = aligned_rows(num_slots, layout.width, device)
         self.index = DeviceIndex(num_slots, device) if by_kernels else PlainIndex(num_slots)
         self._first = _first_values(layout, device) if by_kernels else None
-        self._transfer = slot_transfer(store, self.rows_SW, layout.num_tables, pin=pin)
+        self._stored_S = torch.zeros(num_slots, dtype=torch.bool, device=device)
+        """Whether the host store has a row of the slot's key; known while it notes what is written.
+        A row that is made here begins in a slot that has never been used."""
+        self._transfer = slot_transfer(
+            store, self.rows_SW, self._stored_S, layout.num_tables, pin=pin
+        )
+        self._notes = store.abilities.notes if store.abilities.keys is not None else None
+        self._copies_KW = self.rows_SW[:0]
+        """Memory for the copies of a snapshot, which the next one uses again."""
         self._sorts = by_kernels and ask(device, "nestpipe_sort_bytes", 1, 1) >= 0
         """Whether the library has a sort of its own."""
         self._free_terms: list[TermBuffers] = []
@@ -118,7 +179,9 @@ class RowPool:
         """The stamp of the run's batch 0."""
         self._last_stamp = -1
         self._dirty_from = 0
-        """Rows with this stamp or a later one may differ from those in the host store."""
+        """Rows with this stamp or a later one may differ from those in the host store ..."""
+        self._touched_from = 0
+        """... and those from this one on were touched after the last snapshot or flush."""
         self._outside = layout.dtype != "float32" or not by_kernels
         """Whether a key that is not here may be in the host store, or must have its first value
         from there."""
@@ -292,27 +355,86 @@ class RowPool:
 
     def flush(self) -> None:
         """Bring the host store up to date; rows stay here."""
-        outside, stamps_S = self._outside, self.index.stamps_S
-        slots = (stamps_S >= self._dirty_from).nonzero().squeeze(1).int()
+        if self._dirty_from > self._last_stamp:  # no batch since the last time
+            return
+        outside = self._outside
+        # Of rows that a snapshot has, the store need not note that they are written.
+        with nullcontext() if self._notes is None else self._notes.unnoted():
+            self._write_stamped(self._dirty_from, self._touched_from)
+        self._write_stamped(self._touched_from, self._last_stamp + 1)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self._nothing_is_dirty()
+        self._outside = outside  # what was written is still here
+        self._flushed = sum(self._store.num_rows())
+
+    def _write_stamped(self, first: int, end: int) -> None:
+        """Write the rows whose stamp is one of [first, end)."""
+        stamps_S = self.index.stamps_S
+        slots = ((stamps_S >= first) & (stamps_S < end)).nonzero().squeeze(1).int()
         for slots_V in torch.split(slots, FLUSH_ROWS) if len(slots) else ():
             keys_V = self.index.slot_keys_S[slots_V.long()]
             tables_V = self.index.slot_tables_S[slots_V.long()]
             all_V = torch.full((len(COUNTERS),), len(slots_V), dtype=torch.int32)
             self._write(SlotList(slots_V, keys_V, tables_V, COUNTERS[0], Told(all_V), all_V[:1]))
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        self._dirty_from = self._last_stamp + 1
-        self._outside = outside  # what was written is still here
-        self._flushed = sum(self._store.num_rows())
+            self._stored_S.index_fill_(0, slots_V.long(), value=True)
+
+    def _nothing_is_dirty(self) -> None:
+        self._dirty_from = self._touched_from = self._last_stamp + 1
+
+    def snapshot(self, *, copy: bool = True) -> PoolSnapshot | None:
+        """Copy the rows touched since the last snapshot or flush; they stay dirty.
+
+        The copies of the snapshot before are lost. Touched rows that have left are in the host
+        store, which has noted them. None where only a flush will do: the store does not note what
+        is written, or the copies would take too much memory. `copy`: else there are none.
+        """
+        if self._notes is None:
+            return None
+        # The host waits for this number. No batch is in flight, so the device has nothing else.
+        slots_K = (self.index.stamps_S >= self._touched_from).nonzero().squeeze(1)
+        slots_K = slots_K if copy else slots_K[:0]
+        rows_KW = self._room_for_copies(len(slots_K))
+        if rows_KW is None:
+            return None
+        torch.index_select(self.rows_SW, 0, slots_K, out=rows_KW)
+        keys_K = self.index.slot_keys_S.index_select(0, slots_K)
+        tables_K = self.index.slot_tables_S.index_select(0, slots_K)
+        self._touched_from = self._last_stamp + 1
+        return PoolSnapshot(keys_K, tables_K, rows_KW, self._not_stored())
+
+    def _room_for_copies(self, rows: int) -> Tensor | None:
+        """Memory for so many rows; None, and a warning, where that is more than may be taken."""
+        width = self._layout.width
+        if not rows <= len(self._copies_KW) <= 4 * rows:
+            self._copies_KW = self.rows_SW[:0]  # the old ones first
+            more = rows + rows // 8
+            if 4 * more * width > SNAPSHOT_SHARE * memory_left(self.device):
+                log.warning(
+                    "%s touched rows of %d numbers have no room on the device for a moment, so "
+                    "training waits until they are in host memory; lower device_memory, or save "
+                    "more often",
+                    *(f"{rows:,}", width),
+                )
+                return None
+            self._copies_KW = torch.empty(more, width, device=self.device)
+        return self._copies_KW[:rows]
+
+    def _not_stored(self) -> list[int]:
+        """Rows of each table that are here and not in the host store."""
+        away_S = (self.index.stamps_S != FREE_STAMP) & ~self._stored_S
+        tables = self.index.slot_tables_S[away_S]
+        return torch.bincount(tables, minlength=self._layout.num_tables).tolist()
 
     def clear(self) -> None:
         """Forget all rows, without saving them: the host store has been changed."""
         self.index.erase((self.index.stamps_S != FREE_STAMP).nonzero().squeeze(1).int())
         self.index.rebuild()
         self._admitted.clear()
+        self._stored_S.fill_(value=False)
         self._outside = True
         self._know_free(Told(self.index.counters))
-        self._dirty_from = self._last_stamp + 1
+        self._nothing_is_dirty()
 
     def forget_rows(self, table: int, keys: Tensor) -> None:
         """Drop rows that were erased from the host store; the pool must have been flushed."""
@@ -322,6 +444,7 @@ class RowPool:
         here_S = (index.stamps_S != FREE_STAMP) & (index.slot_tables_S == table)
         here_S &= torch.isin(index.slot_keys_S, keys.to(self.device))
         index.erase(here_S.nonzero().squeeze(1).int())
+        self._stored_S &= ~here_S
         index.rebuild()
         self._know_free(Told(index.counters))
         self._flushed = min(self._flushed, sum(self._store.num_rows()))
@@ -449,7 +572,6 @@ def pool_sizes(
     `device_memory`: `auto`, a size such as `40GB`, or a share of what is free, such as `0.4`.
     `sharing`: processes with pools on the same device; a size is what each of them gets.
     """
-    row_bytes = [-(-layout.width // 4) * 16 + INDEX_BYTES for layout in layouts]
     tables = [layout.num_tables for layout in layouts]
     memory = memory_size(
         "device_memory",
@@ -457,13 +579,50 @@ def pool_sizes(
         auto=AUTO_SHARE,
         free=lambda: free_memory(device) / sharing,
     )
-    of_table = int(memory // sum(b * t for b, t in zip(row_bytes, tables, strict=True)))
+    of_table = int(memory // _bytes_of_a_row_each(layouts))
     slots = [max(1, of_table * t) for t in tables]
     if device_memory == "auto":
         slots = [min(s, _most_rows(layout)) for s, layout in zip(slots, layouts, strict=True)]
         if device.type != "cuda":
             slots = [min(s, AUTO_ROWS_ON_HOST) for s in slots]
-    return [min(s, MOST_SLOTS) for s in slots]
+    slots = [min(s, MOST_SLOTS) for s in slots]
+    _refuse_more_than_free(
+        device_memory, sum(b * s for b, s in zip(row_bytes, slots, strict=True)), device
+    )
+    return slots
+
+
+def _refuse_more_than_free(device_memory: str, wanted: float, device: torch.device) -> None:
+    """Say so before training, rather than when memory is full."""
+    if wanted > (free := free_memory(device)):
+        where = "device" if device.type == "cuda" else "host"
+        raise ConfigError(
+            f"device_memory is {device_memory!r}, and {show_memory(free)} of {where} memory are "
+            "free; give less, or 'auto' for half of what is free"
+        )
+
+
+def _bytes_of_a_row_each(layouts: Sequence[StoreLayout]) -> int:
+    """Memory of one row for each table."""
+    return pools_bytes([of.num_tables for of in layouts], layouts)
+
+
+def pools_bytes(slots: Sequence[int], layouts: Sequence[StoreLayout]) -> int:
+    """The memory that pools of so many slots take."""
+    row_bytes = [-(-of.width // 4) * 16 + INDEX_BYTES for of in layouts]
+    return sum(n * b for n, b in zip(slots, row_bytes, strict=True))
+
+
+def memory_for(rows: Sequence[int], new: Sequence[int], layouts: Sequence[StoreLayout]) -> int:
+    """The memory with which the pool of each store keeps so many rows, while `new` of a batch come.
+
+    Rows leave before new ones come, and some more: `RowPool._wanted_free`. Tables have equal parts
+    of the memory, so the fullest store decides.
+    """
+    needed = [kept + -(-5 * came // 4) for kept, came in zip(rows, new, strict=True)]
+    slots = [need + min(SPARE, need // 15 + 1) for need in needed]
+    of_table = max(-(-s // of.num_tables) for s, of in zip(slots, layouts, strict=True))
+    return of_table * _bytes_of_a_row_each(layouts)
 
 
 def pools_on_one_device(device: torch.device, ranks: int) -> int:
@@ -472,17 +631,32 @@ def pools_on_one_device(device: torch.device, ranks: int) -> int:
     return -(-local // max(1, torch.cuda.device_count())) if device.type == "cuda" else local
 
 
-def free_memory(device: torch.device) -> int:
-    """Bytes of the device, or of the host, that nobody uses."""
+def free_memory(device: torch.device) -> float:
+    """Bytes of the device, or of the host, that are left."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    return free_host_memory()
+
+
+def memory_left(device: torch.device) -> float:
+    """The share of this process of what is left on the device, torch's own reserve included."""
+    sharing = pools_on_one_device(device, 1)
+    if device.type != "cuda":
+        return free_host_memory() / sharing
+    reserve = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return free_memory(device) / sharing + reserve
 
 
 def _most_rows(layout: StoreLayout) -> int:
     """Rows that the tables can have at most."""
     limits = layout.max_rows
     return sum(limits) if limits and all(limits) else MOST_SLOTS
+
+
+def memory_for_all(layouts: Sequence[StoreLayout]) -> int:
+    """The memory that holds every row which tables with limits can have; 0: some have no limit."""
+    most = [_most_rows(layout) for layout in layouts]
+    return 0 if MOST_SLOTS in most else memory_for(most, [0] * len(most), layouts)
 
 
 class PoolRows:

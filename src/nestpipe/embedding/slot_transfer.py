@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -147,12 +147,16 @@ class SlotTransfer(Protocol):
         ...
 
 
-def slot_transfer(store: RowStore, rows_SW: Tensor, num_tables: int, *, pin: bool) -> SlotTransfer:
-    """`pin`: let a GPU read and write rows of the host store by itself, where it can."""
-    can, by_store = store.abilities, StagedTransfer(store, rows_SW, num_tables)
+def slot_transfer(
+    store: RowStore, rows_SW: Tensor, stored_S: Tensor, num_tables: int, *, pin: bool
+) -> SlotTransfer:
+    """`stored_S`: what `read` notes of slots while the store notes what is written: whether it has
+    a row of their key. `pin`: let a GPU read and write rows of the host store by itself, where it
+    can."""
+    can, by_store = store.abilities, StagedTransfer(store, rows_SW, stored_S, num_tables)
     can_reach = can.locate is not None and can.pin is not None
     if pin and can_reach and rows_SW.is_cuda and has_triton() and native_wanted():
-        return DirectTransfer(store, rows_SW, num_tables, by_store)
+        return DirectTransfer(store, rows_SW, stored_S, num_tables, by_store)
     return by_store
 
 
@@ -163,8 +167,10 @@ class StagedTransfer:
     past all that it waits for, earlier copies of rows included, before the store is asked.
     """
 
-    def __init__(self, store: RowStore, rows_SW: Tensor, num_tables: int) -> None:
+    def __init__(self, store: RowStore, rows_SW: Tensor, stored_S: Tensor, num_tables: int) -> None:
         self._store, self._rows_SW, self._num_tables = store, rows_SW, num_tables
+        self._stored_S, can = stored_S, store.abilities
+        self._keys, self._notes = can.keys, can.notes
 
     def expect(self, of: SlotList, *, leaving: bool) -> None:
         """The store finds rows when it copies them."""
@@ -179,9 +185,21 @@ class StagedTransfer:
         device = self._rows_SW.device
         shape = len(keys_n), self._rows_SW.shape[1]
         rows_nW = empty(shape, torch.float32, torch.device("cpu"), pinned=device.type == "cuda")
-        self._store.gather(keys_n, counts, rows_nW)
+        new = self._store.gather(keys_n, counts, rows_nW)
         self._rows_SW.index_copy_(0, slots_n, rows_nW.to(device, non_blocking=True))
+        if self._notes is not None and self._notes.tracking:
+            self._note_stored(slots_n, keys_n, counts, new)
         return len(keys_n)
+
+    def _note_stored(
+        self, slots_n: Tensor, keys_n: Tensor, counts: Sequence[int], new: int
+    ) -> None:
+        """Of which slots the store has a row; `new`: how many it has not."""
+        if new in (0, len(keys_n)):
+            self._stored_S.index_fill_(0, slots_n, not new)
+        elif self._keys is not None:
+            stored_n = self._keys.stored(keys_n, counts)
+            self._stored_S.index_copy_(0, slots_n, stored_n.to(self._stored_S.device))
 
     def write(self, of: SlotList) -> int:
         if not of.count:
@@ -196,13 +214,19 @@ class DirectTransfer:
     """The GPU copies rows from and to where they live; the host only finds out where that is."""
 
     def __init__(
-        self, store: RowStore, rows_SW: Tensor, num_tables: int, by_store: StagedTransfer
+        self,
+        store: RowStore,
+        rows_SW: Tensor,
+        stored_S: Tensor,
+        num_tables: int,
+        by_store: StagedTransfer,
     ) -> None:
         can = store.abilities
         assert can.locate is not None
         assert can.pin is not None
         self._locator, self._pinner, self._notes = can.locate, can.pin, can.notes
         self._rows_SW, self._num_tables, self._by_store = rows_SW, num_tables, by_store
+        self._stored_S = stored_S
         self._addresses_S = torch.zeros(len(rows_SW), dtype=torch.int64, device=rows_SW.device)
         """Where the host store has the row of each slot; 0: not known."""
         self._all_located = True
@@ -221,17 +245,18 @@ class DirectTransfer:
         """
         if self._refused or (leaving and self._all_located):
             return
-        of.located = self._ahead.submit(lambda: self._locate(of))
+        of.located = self._ahead.submit(lambda: self._locate(of, leaving=leaving))
 
     def read(self, of: SlotList) -> int:
         n = of.count
         if not n:
             return 0
-        found = self._located(of)
+        found = self._located(of, leaving=False)
         if found is None:
             return self._by_store.read(of)
         self._know(found)
         self._copy(found.slots_n, to_store=False)
+        self._stored_S.index_fill_(0, found.slots_n, value=True)  # who locates a row inserts it
         return n
 
     def write(self, of: SlotList) -> int:
@@ -244,23 +269,28 @@ class DirectTransfer:
             order_n = self._addresses_S.index_select(0, slots_n).argsort()
             self._copy(slots_n.index_select(0, order_n), to_store=True)
             return n
-        found = self._located(of)
+        found = self._located(of, leaving=True)
         if found is None:
             return self._by_store.write(of)
         self._know(found)
         self._copy(found.slots_n, to_store=True)
         return n
 
-    def _located(self, of: SlotList) -> LocatedRows | None:
+    def _located(self, of: SlotList, *, leaving: bool) -> LocatedRows | None:
         if of.located is not None:
             return of.located.result()
-        return None if self._refused else self._locate(of)
+        return None if self._refused else self._locate(of, leaving=leaving)
 
-    def _locate(self, of: SlotList) -> LocatedRows | None:
-        """Ask the store; None where the system refuses to let the GPU reach its rows."""
+    def _locate(self, of: SlotList, *, leaving: bool) -> LocatedRows | None:
+        """Ask the store; None where the system refuses to let the GPU reach its rows.
+
+        Rows that are read will change here: it is the pool that knows of those.
+        """
         if not of.count:
             return None
-        slots_n, addresses_n = self._asked(of)
+        quiet = nullcontext() if leaving or self._notes is None else self._notes.unnoted()
+        with quiet:
+            slots_n, addresses_n = self._asked(of)
         if not self._pinner.pin():
             self._refused = True
             return None

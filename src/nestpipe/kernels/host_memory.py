@@ -12,7 +12,8 @@ import mmap
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -100,6 +101,55 @@ def empty(
     if device.type != "cpu" or pinned:
         return torch.empty(*shape, dtype=dtype, device=device, pin_memory=pinned)
     return _MEMORY.empty(shape, dtype)
+
+
+class CopiesToHost:
+    """Brings tensors of a device to the host, beside whatever else the device does.
+
+    Made by the thread that has put the tensors on its stream; used by one other thread. On a GPU
+    that has a stream of its own here, which waits for the tensors, and nobody else waits.
+    """
+
+    def __init__(self) -> None:
+        self._stream: torch.cuda.Stream | None = None
+        self._made: torch.cuda.Event | None = None
+
+    def begin(self, tensors: Sequence[Tensor]) -> None:
+        """These and others of their device are read behind all that is on the caller's stream."""
+        device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
+        if device is None:
+            return
+        if self._stream is None:  # one for good: torch deals them out in turns, and lanes have some
+            self._stream = torch.cuda.Stream(device)
+        self._made = torch.cuda.Event()
+        self._made.record(torch.cuda.current_stream(device))
+
+    @contextmanager
+    def entered(self) -> Generator[None]:
+        """Inside, the calling thread's work goes to that stream; it is done with it at the end.
+
+        So the tensors are free for others then, whatever has failed inside.
+        """
+        if self._stream is None or self._made is None:
+            yield
+            return
+        self._stream.wait_event(self._made)
+        with torch.cuda.stream(self._stream):
+            try:
+                yield
+            finally:
+                self._stream.synchronize()
+
+    def fetch(self, tensor: Tensor) -> Tensor:
+        """A tensor on the host: a copy in pinned memory, or the tensor itself where it is there."""
+        if not tensor.is_cuda:
+            return tensor
+        there = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        there.copy_(tensor, non_blocking=True)
+        done = torch.cuda.Event(blocking=True)  # a thread that spins would take a core from lanes
+        done.record()
+        done.synchronize()
+        return there
 
 
 Pieces = Callable[[int], list[tuple[int, int]]]

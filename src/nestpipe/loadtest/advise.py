@@ -1,4 +1,4 @@
-"""Request logs, whether relay pays for the requests of one, and with which settings.
+"""Request logs, and advice from one: whether relay pays, and with which settings.
 
 A log says who asked when, with how long a history, as CSV, JSON lines or Parquet. Three questions:
 would rankings miss the target if they ran inline; can their prefixes be ready in time on the same
@@ -69,7 +69,7 @@ def read_log(path: Path) -> list[Logged]:
 
 
 def write_log(path: Path, requests: Sequence[Logged]) -> None:
-    """Write a log in the form that the end of the file's name says."""
+    """Write a log in the format of the file's extension."""
     rows = [asdict(request) for request in requests]
     writers = {".csv": _write_csv, ".jsonl": _write_json, ".parquet": _write_parquet}
     if path.suffix not in writers:
@@ -166,7 +166,7 @@ def _write_parquet(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     parquet.write_table(pa.Table.from_pylist(list(rows)), path)
 
 
-# How often a prefix is asked for again, and what host memory would take to still have it.
+# Reuse of prefixes, and the host memory that would keep them.
 #
 # The store is the host tier: bounded in bytes, LRU, each entry gone `ttl_s`
 # after its last use. One pass answers for every size and every TTL at once: an entry is still there
@@ -180,17 +180,18 @@ NEVER = float("inf")
 
 @dataclass(frozen=True, slots=True)
 class LoggedRequest:
-    """One request, as far as reuse is concerned."""
+    """What reuse depends on in a request."""
 
     time_s: float
     key: tuple[str, int]
-    """The user, and which prefix of theirs."""
+    """The user and the prefix."""
     num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Reuse:
-    """For every request, what a store would have needed to still have its prefix."""
+    """For every request, the size and the TTL with which a store would still have had its
+    prefix."""
 
     bytes_R: NDArray[np.float64]
     """Of memory; infinite at a first visit."""
@@ -237,7 +238,7 @@ def reuse(asked: Sequence[LoggedRequest], progress: Callable[[], None] = lambda:
 def share_by_replay(
     asked: Sequence[LoggedRequest], num_bytes: float, ttl_s: float = NEVER
 ) -> float:
-    """What `Reuse.share` says, by keeping the store itself: the slow twin, for one size."""
+    """`Reuse.share` by simulating the store itself: the slow twin, for one size."""
     store: OrderedDict[tuple[str, int], LoggedRequest] = OrderedDict()
     held = served = 0
     for one in asked:
@@ -276,7 +277,7 @@ class _Sums:
 
 
 TTLS_S = (10.0, 60.0, 600.0, 3600.0, 21_600.0)
-"""Times to live that are looked at."""
+"""TTLs that are examined."""
 SHARES = (0.5, 0.75, 0.9, 0.95, 1.0)
 """Shares of the reuse that a TTL allows; the memory for each is reported."""
 NEARLY_ALL = 0.95
@@ -311,14 +312,14 @@ class Question:
         return self.settings.target_ms * (1 - self.settings.margin)
 
     def prefix_of(self, length: int) -> int:
-        """Events that can be prepared; they grow in steps, so that they can be found again."""
+        """Events of the prefix; it grows in steps, so that a later request can reuse it."""
         long = max(0, length - self.short)
         return long - long % self.grow_by if long >= self.grow_by else long
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What a time to live gives, and the host memory of one instance that it takes."""
+    """The reuse under a TTL, and the host memory of one instance that it takes."""
 
     ttl_s: float
     seen: float
@@ -331,7 +332,7 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogFacts:
-    """What the log and the costs say, before any judgement. Loads are per instance."""
+    """Facts from the log and the costs, before any judgement. Loads are per instance."""
 
     requests: int
     users: int
@@ -513,14 +514,14 @@ def _host_ms(one: _Request, relay: bool, again: bool) -> float:
 def _settings(
     requests: Sequence[_Request], chosen: Memory, question: Question, *, relay: bool, host: bool
 ) -> dict[str, float]:
-    told: dict[str, float] = {"target_ms": question.settings.target_ms, "relay": float(relay)}
-    told["cut_length"] = _cut_length(requests, question)
+    found: dict[str, float] = {"target_ms": question.settings.target_ms, "relay": float(relay)}
+    found["cut_length"] = _cut_length(requests, question)
     if relay:
-        told["device_mb"] = _device_mb(requests, question)
-    told["host_mb"] = max(1.0, math.ceil(chosen.mb_for[f"{NEARLY_ALL:.0%}"])) if host else 0.0
+        found["device_mb"] = _device_mb(requests, question)
+    found["host_mb"] = max(1.0, math.ceil(chosen.mb_for[f"{NEARLY_ALL:.0%}"])) if host else 0.0
     if host:
-        told["host_ttl_s"] = chosen.ttl_s
-    return told
+        found["host_ttl_s"] = chosen.ttl_s
+    return found
 
 
 def _device_mb(requests: Sequence[_Request], question: Question) -> float:
@@ -552,7 +553,7 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-# The advice in plain sentences: what pays, what does not, and why.
+# The advice in sentences: what pays, what does not, and why.
 
 
 BUSY = 0.7
@@ -560,10 +561,10 @@ BUSY = 0.7
 
 
 def sentences(advice: Advice, question: Question) -> list[str]:
-    """What was found, whether relay pays, whether host memory pays, and with which settings."""
-    told = [_log(advice), _reuse(advice), _relay(advice, question), _host(advice)]
+    """Facts of the log, whether relay pays, whether host memory pays, and with which settings."""
+    found = [_log(advice), _reuse(advice), _relay(advice, question), _host(advice)]
     load = _load(advice, question)
-    return [*told, *([load] if load else []), _settings_sentence(advice)]
+    return [*found, *([load] if load else []), _settings_sentence(advice)]
 
 
 def _log(advice: Advice) -> str:

@@ -1,4 +1,4 @@
-"""Sends both legs of every request when they are due, and makes figures of what came of them.
+"""Sends both legs of every request when they are due, and reports the outcomes.
 
 The loop is open: no answer is waited for before the next request goes out. Latency counts from the
 moment at which a ranking was due, so a driver that is late cannot make the service look fast.
@@ -55,11 +55,11 @@ class Pace(Protocol):
         ...
 
     def wait_until(self, moment: float) -> None:
-        """Come back at that moment, or at once where it has passed."""
+        """Return at that moment, or at once if it has passed."""
         ...
 
     def settle(self, pending: Sequence[Future[None]], grace_s: float) -> None:
-        """Come back when all have ended, or after `grace_s`."""
+        """Return when all have ended, or after `grace_s`."""
         ...
 
 
@@ -85,11 +85,11 @@ class RealPace:
 
 @dataclass(slots=True)
 class Record:
-    """What came of one request."""
+    """The outcome of one request."""
 
     visit: Visit
     outcome: AdmissionOutcome | None = None
-    """Of the signal; None: it failed, or never said."""
+    """Of the signal; None: it failed, or was never answered."""
     answer: Answer | None = None
     error: BaseException | None = None
     latency_ms: float | None = None
@@ -112,7 +112,7 @@ class Record:
 
     @property
     def shed(self) -> bool:
-        """Whether the service said that it has no room."""
+        """Whether the service shed it."""
         return isinstance(self.error, ShedError)
 
     def within(self, target_ms: float) -> bool:
@@ -164,9 +164,9 @@ def at_once(service: RankService) -> Send:
     """Signals that the service takes without delay, as one in this process does."""
 
     def send(signal: Signal) -> Future[AdmissionOutcome]:
-        said: Future[AdmissionOutcome] = Future()
-        said.set_result(service.prefetch(signal))
-        return said
+        decision: Future[AdmissionOutcome] = Future()
+        decision.set_result(service.prefetch(signal))
+        return decision
 
     return send
 
@@ -177,9 +177,9 @@ def by_threads(service: RankService, pool: ThreadPoolExecutor) -> Send:
 
 
 def _signal(send: Send, signal: Signal, record: Record) -> None:
-    def done(said: Future[AdmissionOutcome]) -> None:
-        if said.exception() is None:
-            record.outcome = said.result()
+    def done(decision: Future[AdmissionOutcome]) -> None:
+        if decision.exception() is None:
+            record.outcome = decision.result()
 
     try:
         send(signal).add_done_callback(done)
@@ -190,7 +190,8 @@ def _signal(send: Send, signal: Signal, record: Record) -> None:
 def _rank(
     service: RankService, request: RankRequest, record: Record, due: float, pace: Pace
 ) -> Future[None]:
-    """Ask for it; ends once what came of it is noted, which is later than the answer itself."""
+    """Send the ranking; ends once its outcome is recorded, which is later than the answer
+    itself."""
     noted = Future[None]()
 
     def done(ended: Future[Answer]) -> None:
@@ -203,7 +204,7 @@ def _rank(
 
     try:
         answer = service.rank(request)
-    except Exception as error:  # noqa: BLE001 - whatever it is, it is this request's fate
+    except Exception as error:  # noqa: BLE001 - any error is this request's outcome
         answer = Future[Answer]()
         answer.set_exception(error)
     answer.add_done_callback(done)
@@ -237,7 +238,7 @@ class VirtualTime:
 
 @dataclass(kw_only=True)
 class FormulaService:
-    """One server that answers in turn; signals take their turn like rankings.
+    """A single server with a FIFO queue; signals queue like rankings.
 
     A ranking takes `full_ms(length)`, or `rank_ms(length)` where the prefix is ready.
     """
@@ -308,7 +309,7 @@ class FormulaService:
 LATE_SHARE = 0.1
 """Part of the target by which the driver may be late at P99; a run beyond that shows nothing."""
 MOST_SPOILT = 0.01
-"""Share of requests that may be cut, shed or fail where a target is said to be kept."""
+"""Share of requests that may be cut, shed or fail while the target counts as kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,7 +355,7 @@ class Report:
     """Of all answers; None: there was none."""
     paths: dict[str, Latency]
     outcomes: dict[str, int]
-    """What became of signals, by name; `lost` for those that never said."""
+    """Outcomes of signals, by name; `lost` for those without an answer."""
     cuts: int
     """Answers that rest on fewer events than asked for."""
     sheds: int
@@ -435,16 +436,16 @@ def report(name: str, run: Run, *, target_ms: float, seconds: float, warmup_s: f
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that is at least as large as so great a share of all values."""
+    """The smallest value that is at least as large as this share of all values."""
     ordered = sorted(values)
     place = -(-round(share * 1000) * len(ordered) // 1000)
     return ordered[max(0, place - 1)]
 
 
-def as_json(told: Report) -> dict[str, Any]:
+def as_json(figures: Report) -> dict[str, Any]:
     """All figures as plain values."""
     derived = ("offered_per_s", "compliant_per_s", "spoilt", "valid", "keeps_target")
-    return {**asdict(told), **{name: getattr(told, name) for name in derived}}
+    return {**asdict(figures), **{name: getattr(figures, name) for name in derived}}
 
 
 def _host_hits(run: Run) -> float | None:
@@ -480,7 +481,7 @@ def _reused(record: Record) -> bool:
     return hit and record.outcome is AdmissionOutcome.ALREADY_CACHED
 
 
-# Pictures; matplotlib is asked for only here.
+# Plots; matplotlib is imported only here.
 
 
 KINDS = (".png", ".svg", ".pdf")
@@ -488,7 +489,7 @@ SIZE = (9.0, 5.0)
 
 
 def check_plot(path: Path) -> None:
-    """Refuse a picture that could not be drawn, before the work is done."""
+    """Refuse a plot that could not be drawn, before the work is done."""
     if path.suffix not in KINDS:
         raise ConfigError(f"cannot draw {str(path)!r}; end its name in {', '.join(KINDS)}")
     try:
@@ -510,7 +511,7 @@ def p99_curve(steps: Sequence[SearchStep]) -> tuple[list[float], list[float]]:
     """Values that a search tried, and the median P99 of their runs, where there is one."""
     points: list[tuple[float, float]] = []
     for step in steps:
-        found = [told.latency.p99_ms for told in step.reports if told.latency is not None]
+        found = [figures.latency.p99_ms for figures in step.reports if figures.latency is not None]
         if found:
             points.append((step.value, percentile(found, 0.5)))
     points.sort()

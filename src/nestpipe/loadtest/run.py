@@ -53,7 +53,7 @@ from nestpipe.serve.types import (
 
 REMOTE_GB_PER_S = 5.0
 REMOTE_MS = 1.0
-"""What fetching from another machine is taken to cost."""
+"""Assumed cost of a fetch from another machine."""
 DRAIN_S = 10.0
 
 
@@ -150,7 +150,7 @@ MakeModel = Callable[[], HstuRankModel]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RandomModel:
-    """`--random`: what a model without training is to be like."""
+    """`--random`: the sizes of an untrained model."""
 
     layers: int = 4
     dim: int = 128
@@ -197,7 +197,7 @@ def random_model(text: str) -> RandomModel:
 def model_maker(
     checkpoint: Path | None, random: RandomModel, *, device: str, dtype: str
 ) -> MakeModel:
-    """Makes the same model again and again: each instance has its own."""
+    """Makes equal models, one for each instance."""
     if checkpoint is not None:
         return lambda: HstuRankModel.from_checkpoint(checkpoint, device, dtype)
     return lambda: HstuRankModel.random(random.config, random.items, random.seed, device, dtype)
@@ -213,7 +213,7 @@ def measure_costs(
 
 
 SWITCH_S = 0.0005
-"""Longest time for which a computing thread keeps Python's lock from the driver; usually 5 ms."""
+"""Longest time that a computing thread holds the GIL while the driver waits; usually 5 ms."""
 PRIORITY = 1
 """The lowest real-time priority: above everything that computes."""
 
@@ -222,7 +222,7 @@ Progress = Callable[[], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bench:
-    """Everything that the arms of a comparison share."""
+    """What the arms of a comparison share."""
 
     settings: LoadSettings
     models: Sequence[RankModel]
@@ -238,16 +238,16 @@ def run_arm(arm: Arm, bench: Bench, progress: Progress = lambda: None) -> tuple[
     with (
         gc_frozen(),
         open_arm(arm, serve, bench.models, bench.costs, bench.clock) as service,
-        prompt_threads(),
-        prompt_driver(),
+        short_switch_interval(),
+        prioritised_driver(),
     ):
         done = drive(service, sent, RealPace(bench.clock), progress=progress)
     return _report(f"{arm.letter} {arm.name}", done, bench.settings), done
 
 
 @contextmanager
-def prompt_threads() -> Generator[None]:
-    """Let the driver have Python's lock soon after it wakes, though instances compute beside it."""
+def short_switch_interval() -> Generator[None]:
+    """Shorten the GIL's switch interval, so that the driver runs soon after it wakes."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_S)
     try:
@@ -257,7 +257,7 @@ def prompt_threads() -> Generator[None]:
 
 
 @contextmanager
-def prompt_driver(*, with_new_threads: bool = False) -> Generator[bool]:
+def prioritised_driver(*, with_new_threads: bool = False) -> Generator[bool]:
     """Let this thread run as soon as it wakes, where the system allows it; whether it does.
 
     Else, on a machine whose cores all compute, a thread that wakes may wait for the end of
@@ -272,7 +272,7 @@ def prompt_driver(*, with_new_threads: bool = False) -> Generator[bool]:
     try:
         os.sched_setscheduler(0, os.SCHED_FIFO | alone, os.sched_param(PRIORITY))
     except OSError:
-        yield False  # it takes a right that ordinary users do not have
+        yield False  # ordinary users do not have this permission
         return
     try:
         yield True
@@ -293,7 +293,7 @@ def drive_service(
     service: RankService, sent: Sequence[Leg], clock: Clock, progress: Progress = lambda: None
 ) -> Run:
     """Send these legs to a service that runs elsewhere."""
-    with ThreadPoolExecutor(SIGNAL_THREADS) as pool, prompt_driver(with_new_threads=True):
+    with ThreadPoolExecutor(SIGNAL_THREADS) as pool, prioritised_driver(with_new_threads=True):
         send = by_threads(service, pool)
         return drive(service, sent, RealPace(clock), send=send, progress=progress)
 
@@ -313,7 +313,7 @@ def _report(name: str, done: Run, settings: LoadSettings) -> Report:
 
 Try = Callable[[float, int], Report]
 """A run at a value, with a seed."""
-Told = Callable[["SearchStep"], None]
+OnSearchStep = Callable[["SearchStep"], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,7 +346,7 @@ def search(
     step: float = 0.0,
     tolerance: float = TOLERANCE,
     seeds: Sequence[int] = (0, 1, 2),
-    told: Told = lambda step: None,
+    on_step: OnSearchStep = lambda step: None,
 ) -> Found:
     """The largest value from `low` to `high` that keeps the target, within `tolerance` of it.
 
@@ -359,7 +359,7 @@ def search(
 
     def kept(value: float) -> bool:
         steps.append(_try(attempt, value, seeds))
-        told(steps[-1])
+        on_step(steps[-1])
         return steps[-1].kept
 
     good, bad = _bracket(kept, _round(start, step), _round(low, step), high, step)

@@ -1,4 +1,4 @@
-"""The settings of a load test: what is asked, how often, by whom, and how it is served.
+"""The settings of a load test: requests, arrivals, users, and how they are served.
 
 An arm is one way to serve the same requests, as data. Imports no torch.
 """
@@ -28,9 +28,10 @@ class WorkloadSettings:
     warmup_s: float = 0.0
     """Requests that arrive before this are sent, but not measured."""
     users: int = 1_000_000
-    """Users there are."""
+    """Number of users."""
     popularity: float = 0.7
-    """Zipf exponent of who comes; 0: all alike. With 1 one user in ten is the same one."""
+    """Zipf exponent of the users' popularity; 0: uniform. With 1 one request in ten is of the same
+    user."""
     return_share: float = 0.5
     """Chance that a visit is followed by another of the same user: it sets the rate of reuse."""
     return_median_s: float = 5.0

@@ -92,7 +92,7 @@ def _arrivals(settings: WorkloadSettings) -> NDArray[np.float64]:
 
 
 def _users(settings: WorkloadSettings, arrivals_R: NDArray[np.float64]) -> list[int]:
-    """Who comes: the user whose return is due longest, or, where none is, anybody."""
+    """The next user: the one whose return has been due longest, else one at random."""
     count = len(arrivals_R)
     bits_R = _random(settings, USERS).integers(0, 2**64, count, dtype=np.uint64)
     anybody_R = zipf(bits_R, settings.users, settings.popularity)

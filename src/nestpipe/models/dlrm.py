@@ -156,7 +156,7 @@ def weighted_rows(
 
 
 def click_loss(logits_B: Tensor, batch: Batch) -> Loss:
-    """Binary cross-entropy; a sample counts so many times as its weight says, 1 without."""
+    """Binary cross-entropy, each sample times its weight, 1 by default."""
     labels_B = batch.dense["label"].to(logits_B.dtype)
     weight_B = batch.dense["weight"].to(logits_B.dtype) if "weight" in batch.dense else None
     total = functional.binary_cross_entropy_with_logits(

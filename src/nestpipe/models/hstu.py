@@ -9,8 +9,8 @@ and go on from there. They hold by construction:
 3. Positions count from the oldest row; appending to a history moves none.
 4. No row's input depends on when it is asked for: the only use of time is the difference between
    two rows' own times. A candidate's own time may be that of the request; no cached row sees it.
-5. A history grows at its newer end only: nothing here drops old rows. Whoever cuts histories to a
-   window must keep where the window starts in the key of a prefix: a `Prefix` cannot know it.
+5. A history grows at its newer end only: nothing here drops old rows. Callers that cut histories to
+a window must keep where the window starts in the key of a prefix: a `Prefix` cannot know it.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Hstu(nn.Module):
     ) -> Prefix:
         """Keys and values of these rows, and of the prefix they follow, for later calls.
 
-        After `PrefixParts`, of these rows alone: whoever has the parts knows where to add to them.
+        After `PrefixParts`, of these rows alone: the owner of the parts appends to them.
         What the last block makes of the rows is not computed: only its keys and values are kept.
         """
         assert tokens.num_targets_B is None, "a candidate's keys and values must not be kept"
@@ -180,7 +180,7 @@ class HstuBlock(nn.Module):
     ) -> tuple[Tensor | Pending, Tensor | None, Tensor | None]:
         """The block's output, and the keys and values of all rows; parts of a past stay apart.
 
-        Where nobody `keeps` keys and values, there may be none.
+        Without `keeps` there may be no keys and values.
         """
         given = rows if isinstance(rows, Pending) else Pending(rows)
         if not keeps and past is None and self._is_one_node(given.x_TD, view):

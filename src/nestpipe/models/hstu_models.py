@@ -30,21 +30,21 @@ NEGATIVES_SITE = 1 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampledSoftmaxConfig:
-    """How the next item is told from others."""
+    """Negative sampling: how the next item is distinguished from others."""
 
     num_items: int
     """Items are keys from 1 to this; negatives are drawn among them."""
     negatives: int = 128
     """Drawn per sample and shared by all its positions ..."""
     pool: int = 0
-    """... or, where this is above 0: so many are drawn per sample, and each of its positions takes
-    each of them with a chance of negatives / pool."""
+    """... or, above 0: drawn per sample as a pool, of which each position takes each item with
+    probability negatives / pool."""
     sampling: Literal["uniform", "log_uniform"] = "uniform"
     """`log_uniform`: small keys more often, for catalogues sorted by popularity; corrected for."""
     normalise: bool = True
     """Compare directions only: vectors and rows are scaled to length 1."""
     temperature: float = 0.05
-    """What scores are divided by; use 1 where `normalise` is off."""
+    """Divisor of the scores; use 1 where `normalise` is off."""
     seed: int = 0
     """Of the negatives."""
 

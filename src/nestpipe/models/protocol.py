@@ -1,4 +1,4 @@
-"""The two halves of a model: which keys it wants, and what it does with their rows.
+"""The two halves of a model: the keys that it looks up, and the loss from their rows.
 
 A third method, `score`, is for serving. What a model returns is checked at every call.
 
@@ -38,12 +38,12 @@ def _no_tasks() -> dict[str, TaskLoss]:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """What a model says of a (micro-)batch."""
+    """The loss of a (micro-)batch."""
 
     total: Tensor
     """Sum (not mean) of the samples' losses; the trainer divides by the global batch's weight."""
     weight: float
-    """By how much the sum counts: the number of samples, or of predicted positions."""
+    """Weight of the sum: the number of samples, or of predicted positions."""
     predictions: Tensor | None = None
     """(P,) probabilities, for metrics; detached."""
     labels: Tensor | None = None
@@ -77,12 +77,12 @@ class Loss:
 
 @dataclass(frozen=True, slots=True)
 class TaskLoss:
-    """What a model says of one of its tasks."""
+    """The loss of one task."""
 
     total: Tensor
     """Sum of the samples' losses in this task."""
     weight: float
-    """By how much the sum counts when its mean is reported."""
+    """Weight of the sum when its mean is reported."""
     predictions: Tensor | None = None
     """(P,) probabilities, for metrics."""
     labels: Tensor | None = None
@@ -120,7 +120,7 @@ class ScoringModel(Protocol):
 
 
 def keys_of(model: Any, batch: Batch) -> Mapping[str, Jagged]:
-    """What `sparse_keys` says, if it says it in the right types."""
+    """The result of `sparse_keys`, checked for its types."""
     name = type(model).__name__
     with explained(f"`sparse_keys` of {name}", batch):
         keys = model.sparse_keys(batch)
@@ -158,13 +158,13 @@ def keys_of(model: Any, batch: Batch) -> Mapping[str, Jagged]:
 
 
 DenseHalf = Callable[[Mapping[str, Tensor], Batch], Loss]
-"""What `dense` of a model is called as."""
+"""The signature of a model's `dense`."""
 
 
 def loss_of(
     model: Any, rows: Mapping[str, Tensor], batch: Batch, dense: DenseHalf | None = None
 ) -> Loss:
-    """What `dense` returns, or another form of it, if it is a loss that can be trained on."""
+    """The result of `dense`, or of another form of it, checked to be a loss to train on."""
     name = type(model).__name__
     with explained(f"`dense` of {name}", batch):
         loss = (dense or model.dense)(rows, batch)
@@ -322,7 +322,7 @@ def _compare_halves(name: str, both: Loss, one: Loss, other: Loss) -> None:
 
 @contextmanager
 def explained(what: str, batch: Batch) -> Generator[None]:
-    """What a user's code raises, as a sentence with the place; the rest follows it in Python."""
+    """Turn an exception of the user's code into one sentence with its place."""
     try:
         yield
     except Exception as error:
@@ -331,11 +331,13 @@ def explained(what: str, batch: Batch) -> Generator[None]:
         if full or isinstance(error, NestpipeError):
             raise
         columns = f"; the batch has {_columns(batch)}" if isinstance(error, KeyError) else ""
-        raise ModelError(f"{what} failed ({told(error)}){columns or '; mend it'}") from error
+        raise ModelError(
+            f"{what} failed ({described_fault(error)}){columns or '; mend it'}"
+        ) from error
 
 
-def told(error: BaseException) -> str:
-    """An exception of a user's code on one line, with the last place of that code."""
+def described_fault(error: BaseException) -> str:
+    """An exception of the user's code on one line, with the innermost place in that code."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith(_NOT_OWN)] or frames
     place = f", {Path(own[-1].filename).name}:{own[-1].lineno}" if own else ""
@@ -344,7 +346,7 @@ def told(error: BaseException) -> str:
 
 
 _NOT_OWN = (str(Path(__file__).parents[1]) + os.sep, str(Path(torch.__file__).parent) + os.sep)
-"""Where code is that no user has written."""
+"""Prefixes of files that no user has written."""
 
 
 def _columns(batch: Batch) -> str:
@@ -373,7 +375,7 @@ class KnowsWork(Protocol):
 
 @runtime_checkable
 class NamesShardUnits(Protocol):
-    """A model that says what of it is gathered at a time where the dense half is sharded."""
+    """A model that names the units to gather at a time where the dense half is sharded."""
 
     def shard_units(self) -> Sequence[nn.Module]:
         """Modules that `dense` calls once each, whatever the batch; the rest is gathered as one."""
@@ -386,7 +388,7 @@ def in_precision(device: torch.device, precision: str) -> AbstractContextManager
 
 
 def full_precision(x: Tensor) -> Tensor:
-    """What a loss is made of: at least float32."""
+    """Precision of a loss: at least float32."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
@@ -415,7 +417,7 @@ def make_own(
     except NestpipeError:
         raise
     except Exception as error:
-        raise ModelError(f"{kind} failed ({told(error)}); mend it") from error
+        raise ModelError(f"{kind} failed ({described_fault(error)}); mend it") from error
     return _checked(kind, made)
 
 
@@ -441,7 +443,9 @@ def find_factory(kind: str, key: str) -> Factory:
             f"directory {here!r} or installed; check its name"
         ) from None
     except Exception as error:
-        raise ModelError(f"{module_name} cannot be imported ({told(error)}); mend it") from error
+        raise ModelError(
+            f"{module_name} cannot be imported ({described_fault(error)}); mend it"
+        ) from error
     factory = getattr(module, name, None)
     if callable(factory):
         return factory
@@ -479,7 +483,9 @@ def _config(
     try:
         wanted = get_type_hints(where).get(parameters[0].name)
     except Exception as error:
-        raise ModelError(f"the annotations of {kind} cannot be read ({told(error)})") from error
+        raise ModelError(
+            f"the annotations of {kind} cannot be read ({described_fault(error)})"
+        ) from error
     if inspect.isclass(wanted) and is_dataclass(wanted):
         return build(wanted, config, SECTION)
     return dict(config)

@@ -1,4 +1,4 @@
-"""What sequence encoders share: their config, what is known of rows, a prefix, and attention.
+"""What sequence encoders share: config, row metadata, prefixes, and attention.
 
 `models/hstu.py` has the encoder and its rules, `models/fuxi.py` another kind of block.
 """
@@ -33,13 +33,14 @@ class EncoderOptions:
     """Blocks: `hstu`, or `fuxi` (FuXi-alpha), which mixes rows by position and by time apart from
     their products and has a feed-forward part."""
     dropout: float = 0.0
-    """Share of numbers set to 0 in training, of inputs and in each block; which ones follows from
-    the seed, the sample, the pass and the position alone."""
+    """Dropout rate of the inputs and of each block; the mask follows from the seed, the sample, the
+    pass and the position alone."""
     position_buckets: int = 64
-    """Distances that the position bias tells apart; all longer ones share the last bucket. 0, hstu
-    alone: there is no such bias."""
+    """Buckets of the position bias, one per distance; longer distances share the last bucket. 0,
+    hstu alone: no such bias."""
     time_buckets: int = 0
-    """Powers of two of time that the time bias tells apart; 0: times are not read."""
+    """Buckets of the time bias, one per power of two of the time difference; 0: times are not
+    read."""
     time: Literal["own", "next"] = "own"
     """Whose time a row's bias counts from: its own, or, as published, that of the item to predict.
     `next` tells the model when the held-out item was chosen: a leak, for comparisons alone."""
@@ -50,11 +51,11 @@ class EncoderOptions:
     affine_norm: bool = True
     """hstu: the norm before a block learns a factor and a shift of each column."""
     weight_std: float = 0.0
-    """Spread of a block's first projection in the beginning; 0: torch's usual one."""
+    """Standard deviation of a block's first projection at the start; 0: torch's default."""
     feed_forward: int = 1
-    """fuxi: width of the feed-forward part over the model's; 0: there is none."""
+    """fuxi: width of the feed-forward part as a multiple of the model's; 0: none."""
     max_attention: int = 0
-    """A row sees at most so many positions before its own; 0: all of them."""
+    """Attention window: positions before its own that a row sees; 0: all of them."""
     attention: AttentionForm = "auto"
     """Form of attention in training: kernels that keep no score in memory (`fused`, GPUs alone), or
     `plain`; `auto`: the kernels where they are proven. `hopper`: the kernel of Hopper's warp
@@ -65,8 +66,8 @@ class EncoderOptions:
     they are proven. `steps`: as `fused`, but each step of hstu's block is called by itself; the
     host has more to do."""
     checkpoint_activations: bool = False
-    """Keep the input of a block alone, and compute the rest again in the backward pass: less
-    memory, about a third more compute. The result is the same."""
+    """Activation checkpointing: keep the input of each block alone, and recompute the rest in the
+    backward pass: less memory, about a third more compute. The result is the same."""
 
     def __post_init__(self) -> None:
         if self.kind == "fuxi":
@@ -114,13 +115,13 @@ class HstuConfig(EncoderOptions):
 
     @property
     def scale(self) -> float:
-        """What products of queries and keys are multiplied by."""
+        """Factor of the products of queries and keys."""
         return self.attention_dim**-0.5 if self.scaled else 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """What is known of the rows to encode, apart from the rows."""
+    """Metadata of the rows to encode."""
 
     lengths_B: Tensor
     """Rows of each sample, its candidates included; those in a prefix are not counted."""
@@ -138,7 +139,7 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """What was computed for the older part of each history: enough to go on after it."""
+    """Keys and values of the older part of each history: enough to continue after it."""
 
     lengths_B: Tensor
     keys: tuple[Tensor, ...]

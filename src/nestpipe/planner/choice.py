@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
+from math import ceil
 from typing import Any, Protocol
 
+from nestpipe.config.load import memory_size, show_memory
 from nestpipe.errors import PlanError
 from nestpipe.schedule import (
     Exchange,
@@ -23,7 +25,7 @@ from nestpipe.schedule import (
     with_separate_key_group,
 )
 from nestpipe.sim import Cluster, Figures, Scale, costs, figures, replay
-from nestpipe.sim.job_costs import JobCosts, JobProfile, RunForm, Split
+from nestpipe.sim.job_costs import JobCosts, JobProfile, RowReuse, RunForm, Split
 from nestpipe.sim.replay import replay_shared
 
 OVERLAPPING = ("frozen_window", "nested")
@@ -38,7 +40,7 @@ SEARCH_BATCHES, FINAL_BATCHES = 16, 24
 """Batches that are replayed while searching, and for the figures that are told."""
 EQUAL = 0.01
 """Predictions within this part of each other are equal: then the plainer setting wins."""
-ELSEWHERE = ("groups", "threads")
+ELSEWHERE = ("groups", "threads", "device_memory")
 """Settings that are not keys of `[pipeline]`."""
 
 
@@ -58,6 +60,8 @@ class Candidate:
     comm_dtype: str = "float32"
     groups: int = 1
     threads: int = 0
+    device_memory: str = "auto"
+    """Of a pool of rows; the others have none."""
 
     @property
     def form(self) -> RunForm:
@@ -101,7 +105,9 @@ class Candidate:
         found = {"pipeline": {k: v for k, v in asdict(self).items() if k not in ELSEWHERE}}
         if self.groups > 1:
             found["parallel"] = {"groups": self.groups, "merge": "exact", "merge_every": 1}
-        return found | ({"run": {"threads": self.threads}} if self.threads else {})
+        run: dict[str, Any] = {"threads": self.threads} if self.threads else {}
+        run |= {"device_memory": self.device_memory} if self.device_memory != "auto" else {}
+        return found | ({"run": run} if run else {})
 
     def __str__(self) -> str:
         words = [self.plan, f"retrieval {self.retrieval}"]
@@ -114,6 +120,7 @@ class Candidate:
         words += ["speculative rows"] if self.speculative_rows else []
         words += [self.micro_batching] if self.micro_batching != "contiguous" else []
         words += [self.comm_dtype] if self.comm_dtype != "float32" else []
+        words += [f"pool of {self.device_memory}"] if self.device_memory != "auto" else []
         words += [f"{self.groups} groups"] if self.groups > 1 else []
         words += [f"{self.threads} threads"] if self.threads else []
         return ", ".join(words)
@@ -132,6 +139,10 @@ class Predictor(Protocol):
         """What there is to choose from."""
         ...
 
+    def about_pool(self, candidate: Candidate) -> str:
+        """Why the candidate's pool has its size, as sentences; nothing where it has no pool."""
+        ...
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Axes:
@@ -146,6 +157,8 @@ class Axes:
     comm_dtypes: tuple[str, ...] = ("float32",)
     groups: tuple[int, ...] = (1,)
     threads: tuple[int, ...] = (0,)
+    pools: Mapping[int, str] = field(default_factory=dict[int, str])
+    """The `device_memory` of a pool, by the number of groups; without one it stays `auto`."""
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -175,24 +188,81 @@ class ProfilePredictor:
         """Replay the plan on the ranks of the profile."""
         of = self.profile
         made = candidate.make_plan(of.device, of.ranks, gradient_norm=of.gradient_norm)
-        cost_of = self.costs(seed).of(candidate.form, candidate.split, made.shape)
+        missing = self._missing(candidate)
+        cost_of = self.costs(seed).of(candidate.form, candidate.split, made.shape, missing=missing)
         sharing = of.sharing(candidate.threads)
-        trace = replay_shared(made, cost_of, sharing, batches=batches, buckets=of.buckets)
+        cpu_of = self.costs(seed).cpu_of(candidate.form, candidate.split)
+        trace = replay_shared(
+            made, cost_of, sharing, batches=batches, buckets=of.buckets, cpu_of=cpu_of
+        )
         return figures(trace, samples=of.samples)
+
+    def _missing(self, candidate: Candidate) -> float | None:
+        """Rows of a batch that the candidate's pool lacks; None: it has no pool, or nobody knows.
+
+        A rank of several groups owns as many times the rows.
+        """
+        reuse = self.profile.reuse
+        if reuse is None or candidate.retrieval != Retrieval.POOLED:
+            return None
+        memory = pool_memory(candidate.device_memory, reuse)
+        return candidate.groups * reuse.missing_in(memory / candidate.groups)
+
+    def about_pool(self, candidate: Candidate) -> str:
+        """What the pool holds and lacks, by the keys of the profile."""
+        if candidate.retrieval != Retrieval.POOLED:
+            return ""
+        reuse = self.profile.reuse
+        if reuse is None:
+            return "The size of its pool stays as it is: the profile has no keys."
+        memory = pool_memory(candidate.device_memory, reuse)
+        size = reuse.size_in(memory / candidate.groups)
+        free = f"{show_memory(reuse.free_bytes)} are free"
+        if size is None:
+            return f"Its pool of {show_memory(memory)} may not hold two batches; {free}."
+        held = f"the rows of {size.batches} batches" if size.batches else "every row there can be"
+        lacks = 100 * size.missing / max(1.0, reuse.rows)
+        trend = "" if size.counted else f", by the trend of the {reuse.seen} batches of the profile"
+        return (
+            f"Its pool of {show_memory(memory)} a rank holds {held} and lacks {lacks:.1f} % of "
+            f"those of a batch, which come from host memory{trend}; {free}."
+        )
 
     def axes(self) -> Axes:
         """What the profile has a run for."""
-        costs = self.costs()
+        costs, reuse = self.costs(), self.profile.reuse
+        retrievals, groups = costs.known("retrieval"), costs.known("groups")
+        pools: dict[int, str] = {}
+        if reuse is not None and Retrieval.POOLED in retrievals:
+            sizes = {m: reuse.chosen(m) for m in groups}
+            pools = {m: memory_text(m * s.num_bytes) for m, s in sizes.items() if s is not None}
+            if 1 not in pools:  # not even two batches fit
+                retrievals.remove(Retrieval.POOLED)
         return Axes(
             samples=self.profile.samples if self.profile.split is not None else 1,
             ranks=self.profile.ranks,
-            retrievals=tuple(costs.known("retrieval")),
+            retrievals=tuple(retrievals),
             exchanges=tuple(costs.known("exchange")),
             micro_batchings=tuple(costs.known("micro_batching")),
             comm_dtypes=tuple(costs.known("comm_dtype"))[: None if self._rounding else 1],
-            groups=tuple(costs.known("groups")),
+            groups=tuple(groups),
             threads=tuple(costs.known("threads")),
+            pools=pools,
         )
+
+
+def pool_memory(device_memory: str, reuse: RowReuse) -> float:
+    """Bytes of a rank's pool with that setting, on the ranks of the profile."""
+    if device_memory == "auto":
+        return reuse.auto_bytes
+    return memory_size("device_memory", device_memory, auto=1, free=lambda: reuse.free_bytes)
+
+
+def memory_text(num_bytes: float) -> str:
+    """A value of `run.device_memory` that is at least so much."""
+    units = (("GB", 1e9), ("MB", 1e6), ("KB", 1e3))
+    name, unit = next((one for one in units if num_bytes >= one[1]), units[-1])
+    return f"{ceil(100 * num_bytes / unit) / 100:g}{name}"
 
 
 class HardwarePredictor:
@@ -221,6 +291,12 @@ class HardwarePredictor:
         )
         return figures(played.trace, samples=cluster.workload.samples)
 
+    def about_pool(self, candidate: Candidate) -> str:
+        """A hardware file has no keys."""
+        pooled = candidate.retrieval == Retrieval.POOLED
+        told = "The size of its pool stays as it is: a hardware file says nothing of keys."
+        return told if pooled else ""
+
     def axes(self) -> Axes:
         """What a hardware file can tell apart: equal micro-batches, no clustering, no threads."""
         pooled = (str(Retrieval.POOLED),) if self._device == "cuda" else ()
@@ -246,12 +322,13 @@ class Search:
 
     def run(self, start: Candidate, beam: int = 3) -> list[Candidate]:
         """All candidates that were looked at, the best first."""
-        self._look_at([start, *self._grid()])
+        self._look_at([start])
+        self._look_at(map(self._sized, self._grid()))
         while True:
             best = self.ranked[:beam]
             known = len(self.found)
             before = self._step(best[0])
-            self._look_at(c for one in best for c in self._neighbours(one))
+            self._look_at(self._sized(c) for one in best for c in self._neighbours(one))
             if len(self.found) == known or self._step(self.ranked[0]) > (1 - EQUAL / 2) * before:
                 return self.ranked
 
@@ -267,14 +344,29 @@ class Search:
         ordered = sorted(self.found, key=self._step)
         most = (1 + EQUAL) * self._step(ordered[0])
         equal = [c for c in ordered if self._step(c) <= most]
-        return [*sorted(equal, key=lambda c: (c.complexity, self._step(c))), *ordered[len(equal) :]]
+
+        def plainness(one: Candidate) -> tuple[int, bool, float]:
+            return one.complexity, one != self._sized(one), self._step(one)
+
+        return [*sorted(equal, key=plainness), *ordered[len(equal) :]]
+
+    def _sized(self, one: Candidate) -> Candidate:
+        """The same with the pool that was chosen for it, or with none where it needs none."""
+        pooled = one.retrieval == Retrieval.POOLED
+        memory = self._axes.pools.get(one.groups, "auto") if pooled else "auto"
+        return replace(one, device_memory=memory)
+
+    def _has_room(self, one: Candidate) -> bool:
+        """Whether a pool that holds two batches of such groups fits, for all that is known."""
+        pools = self._axes.pools
+        return one.retrieval != Retrieval.POOLED or not pools or one.groups in pools
 
     def _step(self, candidate: Candidate) -> float:
         return self.found[candidate].step_ms
 
     def _look_at(self, candidates: Iterable[Candidate]) -> None:
         for candidate in candidates:
-            if candidate in self.found:
+            if candidate in self.found or not self._has_room(candidate):
                 continue
             try:
                 self.found[candidate] = self._predictor.figures(candidate)
@@ -359,6 +451,8 @@ class Predicted:
     """Four of five draws of the measured costs have a gain between these, and so has the choice."""
     measured_ms: float | None = None
     """The median step of its own short runs, where it had some."""
+    pool: str = ""
+    """Why its pool has its size, as sentences."""
 
     @property
     def drawn(self) -> bool:
@@ -376,6 +470,7 @@ class Predicted:
             "pipeline_efficiency": self.figures.pipeline_efficiency,
             "exposed_ms": dict(self.figures.exposed_ms),
             "measured_ms": self.measured_ms,
+            "pool": self.pool,
         }
 
 
@@ -428,6 +523,7 @@ class PlanChoice:
         elif hidden:
             told = ", ".join(f"{kind} {ms:.1f} ms" for kind, ms in hidden)
             parts.append(f"It hides {told} that serial waits for.")
+        parts += [best.pool] if best.pool else []
         left = sorted(run.exposed_ms.items(), key=lambda item: -item[1])[:2]
         still = [f"{kind} {ms:.1f} ms" for kind, ms in left if ms >= 0.02 * run.step_ms]
         parts += [f"Still exposed: {', '.join(still)}."] if still else []
@@ -492,10 +588,11 @@ def choose(
         steps = [final(candidate, seed).step_ms for seed in range(1, draws + 1)]
         low, high = quantiles([b / s for b, s in zip(base_draws, steps, strict=True)])
         gain = base.step_ms / run.step_ms
-        return Predicted(candidate, run, gain, min(low, gain), max(high, gain))
+        pool = predictor.about_pool(candidate)
+        return Predicted(candidate, run, gain, min(low, gain), max(high, gain), pool=pool)
 
     rows = {candidate: judged(candidate) for candidate in ranked[:shown]}
-    of_serial = Predicted(serial, base, 1.0, 1.0, 1.0)
+    of_serial = Predicted(serial, base, 1.0, 1.0, 1.0, pool=predictor.about_pool(serial))
     today = of_serial if start == serial else rows.get(start) or judged(start)
     return PlanChoice(tuple(rows.values()), of_serial, today, len(search.found))
 

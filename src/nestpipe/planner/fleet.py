@@ -165,11 +165,10 @@ class FleetPredictor:
         # Up to the batch of the profile, sizes are on its curves; larger ones go on in a line.
         size = min(1.0, self.samples(site.workers) / self.profile.samples)
         split = Split(tuple(size * share for share in one.split.shares))
-        base = self._costs.of(replace(one.form, groups=1), split, made.shape)
-        cost_of = self._carried_over(base, site, assumed)
-        trace = replay_shared(
-            made, cost_of, self._sharing(site, replayed), batches=BATCHES, buckets=4
-        )
+        form, sharing = replace(one.form, groups=1), self._sharing(site, replayed)
+        base, cpu = self._costs.of(form, split, made.shape), self._costs.cpu_of(form, split)
+        cost_of, cpu_of = self._carried_over(base, cpu or self._usual_cpu(base), site, assumed)
+        trace = replay_shared(made, cost_of, sharing, batches=BATCHES, buckets=4, cpu_of=cpu_of)
         run = figures(trace, samples=self.samples(site.workers))
         speed = 1000 * self.samples(site.workers) * site.workers / run.step_ms
         return replace(run, workers=site.workers, groups=site.groups, samples_per_s=speed)
@@ -182,7 +181,15 @@ class FleetPredictor:
         on_each = self.profile.ranks / len(set(self.profile.pools))
         return replace(known, pools=tuple(range(replayed)), capacity=known.capacity / on_each)
 
-    def _carried_over(self, base: CostOf, site: Site, assumed: Assumptions) -> CostOf:
+    def _usual_cpu(self, base: CostOf) -> CostOf:
+        """The same part of every message, where the profile does not tell them apart."""
+        busy = self.profile.plain.collective_draw
+        return lambda op, rank: busy * base(op, rank)
+
+    def _carried_over(
+        self, base: CostOf, cpu: CostOf, site: Site, assumed: Assumptions
+    ) -> tuple[CostOf, CostOf]:
+        """What ops take on a site, and for how much of that collectives need a core."""
         profile, workers = self.profile, site.workers
         growth = self._costs.growth
         by_samples = self.samples(workers) / profile.samples
@@ -207,7 +214,7 @@ class FleetPredictor:
                 return self._merge_ms(site, owned) if kind is K.REPLICA_SYNC else 0.0
             ms = base(op, rank % ranks)
             if kind in wire:
-                return wire[kind](ms)
+                return sum(wire[kind](ms, cpu(op, rank % ranks)))
             if kind is K.DENSE:
                 return waits * ms * beyond / speed[kind]
             if kind in SAMPLE_KINDS:
@@ -216,7 +223,11 @@ class FleetPredictor:
                 return ms * owned / speed[kind]
             return max(ms, site.link.message_us * (shards - 1) / 1000) if op.collective else ms
 
-        return cost_of
+        def cpu_of(op: Op, rank: int) -> float:
+            ms = cpu(op, rank % ranks)
+            return wire[op.kind](ms, ms)[0] if op.kind in wire else ms / site.machine.host
+
+        return cost_of, cpu_of
 
     def _far(self, site: Site, assumed: Assumptions) -> float:
         """Milliseconds of a byte that a worker sends, over links between and inside machines."""
@@ -229,28 +240,28 @@ class FleetPredictor:
 
     def _wire(
         self, kind: Kind, site: Site, byte_ms: float, grown: float, assumed: Assumptions
-    ) -> Callable[[float], float]:
-        """From what a message took in the profile to what it takes on the site."""
+    ) -> Callable[[float, float], tuple[float, float]]:
+        """From what a message took in the profile, and how much of that was a core's, to what a
+        core and the link take on the site."""
         ranks = self.profile.ranks
         shards = site.workers if kind is K.REDUCE else site.workers // site.groups
         if shards == 1:
-            return lambda ms: 0.0
+            return lambda ms, cpu: (0.0, 0.0)
         sent = self.profile.plain.sent_by(kind)
         whole = float(np.mean(self._costs.typical(kind)))
         to_others = ((shards - 1) / shards) / ((ranks - 1) / ranks)
         ratio = to_others * grown
         message = site.link.message_us * (shards - 1) / 1000
         # What the processor did not spend on a message, the link took.
-        busy = self.profile.plain.collective_draw
         slower = byte_ms * self._on.gb_per_s * 1e6
 
-        def carried(ms: float) -> float:
-            copies = busy * ms * ratio / site.machine.host
-            wire = (1 - busy) * ms * ratio * slower
+        def carried(ms: float, cpu: float) -> tuple[float, float]:
+            copies = min(cpu, ms) * ratio / site.machine.host
+            wire = max(0.0, ms - cpu) * ratio * slower
             if assumed.full_rate and sent:
                 part = ms / whole if whole > 0 else 1.0
                 wire = min(wire, part * sent * ratio * byte_ms)
-            return message + copies + wire
+            return copies, message + wire
 
         return carried
 

@@ -368,10 +368,13 @@ class _AllGates:
 class _NothingDone:
     """The end of an op that has nothing to do: it is over when all that it waits for is."""
 
-    __slots__ = ("_before", "issued", "own", "started")
+    __slots__ = ("_before", "generations", "issued", "own", "started")
 
     def __init__(self, before: Sequence[_AnyEnd]) -> None:
-        self._before, self.issued = before, _AllGates(before)
+        self.generations = _still_needed(before)
+        """What it hands on: what earlier ops without work wait for, oldest first, then its own."""
+        self._before = [end for ends in self.generations for end in ends]
+        self.issued = _AllGates(self._before)
         self.started, self.own = _PASSED, None
 
     @property
@@ -385,6 +388,29 @@ class _NothingDone:
     def wait(self) -> None:
         for end in self._before:
             end.wait()
+
+
+def _still_needed(before: Sequence[_AnyEnd]) -> list[list[_End]]:
+    """What an op without work hands on, by age, without ends that a later one on a stream implies.
+
+    It may wait for another such op, and that for the one before: what they hand on must not grow
+    from batch to batch.
+    """
+    generations = [of for end in before if isinstance(end, _NothingDone) for of in end.generations]
+    generations.append([end for end in before if isinstance(end, _End)])
+    implied: set[object] = set()
+    kept: list[list[_End]] = []
+    for ends in reversed(generations):
+        kept.append([end for end in ends if _stream_of(end) not in implied])
+        implied |= {stream for end in ends if (stream := _stream_of(end)) is not None}
+    return [ends for ends in reversed(kept) if ends]
+
+
+def _stream_of(end: _End) -> object:
+    """The stream on which an op was issued that has a mark of its own there; None: not known."""
+    if not end.issued.is_open or end.own is None:
+        return None
+    return getattr(end.own, "stream", end.own)
 
 
 _AnyEnd = _End | _NothingDone

@@ -223,7 +223,7 @@ class Context:
 NO_CONTEXT = Context()
 
 LEAST_DEADLINE_S = 0.001
-"""A ranking with no time left is still asked for."""
+"""A ranking with no time left is still sent on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,11 +238,12 @@ class RankRequest:
     time: int | None = None
     """When it is asked, for models that read times."""
     deadline_s: float | None = None
-    """Seconds from now until an answer is worth nothing; None: the target of the service."""
+    """Deadline in seconds from now; None: the target of the service."""
     context: Context = NO_CONTEXT
 
     def after(self, waited_s: float) -> RankRequest:
-        """With what is left of its deadline; late is better than never, so that is above 0."""
+        """The same request with the rest of its deadline; at least a minimum, since late is better
+        than never."""
         if self.deadline_s is None:
             return self
         return replace(self, deadline_s=max(self.deadline_s - waited_s, LEAST_DEADLINE_S))
@@ -286,7 +287,7 @@ class Answer:
     """Events that the scores rest on, long and short."""
     version: str
     stages_ms: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Milliseconds by stage: queue, acquire, compute, ..."""
+    """Milliseconds per stage: queue, acquire, compute, ..."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,7 +355,7 @@ class RankModel(Protocol):
         ...
 
     def kv_bytes(self, length: int) -> int:
-        """Memory of a prefix of so many events."""
+        """Memory of a prefix of this length."""
         ...
 
     def to_host(self, kv: KV) -> KV:
@@ -367,7 +368,7 @@ class RankModel(Protocol):
 
 
 def has_prefix(model: RankModel) -> bool:
-    """Whether it computes a prefix before candidates are known; else all rankings are inline."""
+    """Whether it computes prefixes before candidates are known; else all rankings are inline."""
     return getattr(model, "has_prefix", True)
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, field, replace
-from math import log
+from dataclasses import asdict, astuple, dataclass, field, replace
+from math import inf, log
 from typing import Any
 
 import numpy as np
@@ -27,8 +27,16 @@ from nestpipe.trace import Span, Trace
 Times = npt.NDArray[np.float64]
 EXCHANGED = (Kind.ROWS, Kind.GRADS)
 """Kinds whose cost follows the bytes that they send; that of `dense` follows its samples."""
+POOL_MOVES = (Kind.RETRIEVE, Kind.WRITEBACK)
+"""Kinds whose cost follows the rows that a pool lacks."""
 SURE = 2.0
 """A factor counts where it is so many standard errors away from 1."""
+MOST_OF_FREE = 0.8
+"""Of free device memory: no pool is chosen that takes more."""
+NEARLY_NOTHING = 0.01
+"""Part of a batch's rows that a pool may lack and still count as one that holds all it needs."""
+LEAST_TREND, MOST_DOUBLINGS = 0.95, 16
+"""Larger pools are looked at where a doubling lacks so many times the rows, and so often."""
 LEAST_PART = 0.2
 """Of what an op costs in the unsplit run: no fit goes below it."""
 
@@ -63,10 +71,98 @@ class ProfiledRun:
     """Mean bytes that a rank sent in an op, by kind; those of a micro-batch as `rows.0`."""
     collective_draw: float = 0.0
     """Part of a core that a collective took while it ran."""
+    rows_read: float = 0.0
+    """Rows of a batch that came from host memory, on every rank; those of warm-up do not count."""
+
+    cpu_ms: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Mean processor time of a rank in a collective, named as in `sent`."""
 
     def sent_by(self, kind: Kind) -> float:
         """Bytes of that kind in one batch, all micro-batches together."""
         return sum(b for name, b in self.sent.items() if name.partition(".")[0] == kind)
+
+    def cpu_by(self, kind: Kind) -> float:
+        """Processor time of that kind in one batch, all micro-batches together."""
+        return sum(ms for name, ms in self.cpu_ms.items() if name.partition(".")[0] == kind)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSize:
+    """One size of a pool of rows."""
+
+    num_bytes: float
+    """Memory that it takes on the fullest rank."""
+    batches: int
+    """Neighbouring batches whose rows it holds; 0: every row that the tables may have."""
+    missing: float
+    """Rows of a batch on a rank that no batch before left there; they come from host memory."""
+    counted: bool = True
+    """Whether the keys of the profile tell so, and not the trend of smaller sizes."""
+
+
+def with_trend(sizes: Sequence[PoolSize], rows: float) -> tuple[PoolSize, ...]:
+    """The sizes that were counted, and twice as many batches again and again until a pool lacks
+    nearly nothing of so many rows.
+
+    Lacking rows are taken to become fewer by the same factor with each doubling, as they did in
+    the last one; a pool of a batch more holds as many rows more as a batch lacks.
+    """
+    found = [size for size in sizes if size.batches]
+    everything = [size for size in sizes if not size.batches]
+    if len(found) < 2 or found[-1].missing <= NEARLY_NOTHING * rows:
+        return (*found, *everything)
+    half, last = found[-2], found[-1]
+    fewer = last.missing / half.missing if half.missing else 1.0
+    factor = fewer ** (log(2) / log(last.batches / half.batches))
+    added = (last.batches - half.batches) * (half.missing + last.missing) / 2
+    of_row = (last.num_bytes - half.num_bytes) / added if added else 0.0
+    if factor > LEAST_TREND or of_row <= 0:
+        return (*found, *everything)
+    for _ in range(MOST_DOUBLINGS):
+        missing = factor * last.missing
+        more = of_row * last.batches * (missing + last.missing) / 2
+        last = PoolSize(last.num_bytes + more, 2 * last.batches, missing, counted=False)
+        found.append(last)
+        if missing <= NEARLY_NOTHING * rows:
+            break
+    most = everything[0].num_bytes if everything else inf
+    return (*(size for size in found if size.num_bytes < most), *everything)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowReuse:
+    """What pools of several sizes lack, from the keys of the batches of a profile."""
+
+    rows: float
+    """Distinct rows of a batch on a rank."""
+    seen: int
+    """Batches in a row whose keys are known."""
+    free_bytes: float
+    """Memory of each rank's device that its pool could have."""
+    auto_bytes: float
+    """What of it `run.device_memory = "auto"` takes."""
+    sizes: tuple[PoolSize, ...]
+    """From two batches on, ascending."""
+
+    def size_in(self, num_bytes: float) -> PoolSize | None:
+        """The largest that fits into so much memory; None: not even that of two batches does."""
+        fits = [size for size in self.sizes if size.num_bytes <= num_bytes]
+        return fits[-1] if fits else None
+
+    def missing_in(self, num_bytes: float) -> float:
+        """Rows that a pool of that size lacks; the smallest holds two batches."""
+        return (self.size_in(num_bytes) or self.sizes[0]).missing
+
+    def chosen(self, groups: int = 1) -> PoolSize | None:
+        """The smallest that lacks nearly nothing, else as few rows as any that fits; None: none
+        fits. A rank of several groups owns as many times the rows."""
+        most = MOST_OF_FREE * self.free_bytes / groups
+        fits = [size for size in self.sizes if size.num_bytes <= most]
+        if not fits:
+            return None
+        least = min(size.missing for size in fits)
+        near = NEARLY_NOTHING * self.rows
+        return next(size for size in fits if size.missing <= least + near)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,6 +184,8 @@ class JobProfile:
     """Whether gradients of rows are clipped by their norm, which is an op more."""
     rows: int = 0
     """Rows that all tables had in the end, over all ranks."""
+    reuse: RowReuse | None = None
+    """How batches share rows; None: the keys of the job were not heard."""
     facts: Mapping[str, str] = field(default_factory=dict[str, str])
     """What the job is, for people."""
 
@@ -122,6 +220,7 @@ class JobProfile:
         return {
             **{name: getattr(self, name) for name in names},
             "pools": list(self.pools),
+            "reuse": None if self.reuse is None else asdict(self.reuse),
             "facts": dict(self.facts),
             "runs": [_run_as_json(run) for run in self.runs],
         }
@@ -136,6 +235,8 @@ def _run_as_json(run: ProfiledRun) -> dict[str, Any]:
         ],
         "sent": dict(run.sent),
         "collective_draw": run.collective_draw,
+        "rows_read": run.rows_read,
+        "cpu_ms": dict(run.cpu_ms),
     }
 
 
@@ -151,15 +252,24 @@ def profile_from_json(value: Any, where: str) -> JobProfile:
                 ),
                 run["sent"],
                 run["collective_draw"],
+                run.get("rows_read", 0.0),
+                run.get("cpu_ms", {}),
             )
             for run in value["runs"]
         )
-        given = {name: value[name] for name in value if name not in ("runs", "pools")}
-        return JobProfile(runs=runs, pools=tuple(value["pools"]), **given)
+        given = {name: value[name] for name in value if name not in ("runs", "pools", "reuse")}
+        reuse = _reuse_from_json(value.get("reuse"))
+        return JobProfile(runs=runs, pools=tuple(value["pools"]), reuse=reuse, **given)
     except (KeyError, TypeError, ValueError) as error:
         raise ParseError(
             f"{where!r} is no profile of a job ({error}); give a file of --save-profile"
         ) from None
+
+
+def _reuse_from_json(value: Any) -> RowReuse | None:
+    if value is None:
+        return None
+    return RowReuse(**(value | {"sizes": tuple(PoolSize(**one) for one in value["sizes"])}))
 
 
 _OfBatch = dict[tuple[Kind, int | None, int], float]
@@ -233,6 +343,21 @@ class Split:
         return parts if kind is Kind.ROWS else parts[::-1]
 
 
+def _on_lines(
+    whole: Times, small: Times, least: Times, at: float, parts: Sequence[float]
+) -> list[Times]:
+    """Values of each rank at such parts, on lines through nothing, a micro-batch and a whole batch.
+
+    `small` is the value at the part `at`; nothing costs no less than `least`, and no more than it.
+    """
+    if at == 1:
+        return [whole * part for part in parts]
+    fixed = np.clip(small - at * (whole - small) / (1 - at), np.minimum(least, small), small)
+    known = np.stack([fixed, small, whole])
+    ranks = range(known.shape[1])
+    return [np.array([np.interp(x, (0, at, 1), known[:, r]) for r in ranks]) for x in parts]
+
+
 class JobCosts:
     """Milliseconds of every op of a job, for any setting between those of its profile.
 
@@ -252,7 +377,14 @@ class JobCosts:
         """x of a batch's samples have x^growth of its keys."""
         others = (one for one in measured if one not in (self._plain, self._split))
         self._factors = {self._name(one.form): self._factors_of(one) for one in others}
+        self._cpu_factors = {
+            self._name(one.form): self._cpu_factors_of(one)
+            for one in measured
+            if one not in (self._plain, self._split)
+        }
         self._shared = self._shared_share()
+        pooled = (r.rows_read for r in profile.runs if r.form.retrieval == Retrieval.POOLED)
+        self._pool_read = next(pooled, 0.0)
 
     def _name(self, form: RunForm) -> tuple[str, Any]:
         """The one setting that is this run's own, besides its micro-batches."""
@@ -287,17 +419,48 @@ class JobCosts:
 
         A large message, or one that caches cannot hold, may cost more than its part.
         """
-        whole = self._plain.typical(kind)
-        count = self._split.form.micro_batches
-        if count == 1:
-            return [whole * part for part in parts]
-        small, at = self._split.typical(kind) / count, (1 / count) ** growth
-        fixed = small - at * (whole - small) / (1 - at) if at < 1 else small
+        whole, count = self._plain.typical(kind), self._split.form.micro_batches
+        small = self._split.typical(kind) / count
         least = self._plain.typical(Kind.COUNTS) if kind in EXCHANGED else 0 * small
-        fixed = np.clip(fixed, np.minimum(least, small), small)
-        known = np.stack([fixed, small, whole])
-        ranks = range(known.shape[1])
-        return [np.array([np.interp(x, (0, at, 1), known[:, r]) for r in ranks]) for x in parts]
+        return _on_lines(whole, small, least, (1 / count) ** growth, parts)
+
+    def cpu_of(self, form: RunForm, split: Split) -> CostOf | None:
+        """How long a collective needs a core; None where the profile does not say."""
+        if not self._plain.run.cpu_ms:
+            return None
+        table = {kind: self._cpu_in(kind, form, split) for kind in COLLECTIVES}
+        table[Kind.STALE_MASK] = table[Kind.COUNTS]
+        table[Kind.PATCH] = [self._shared * table[Kind.ROWS][0]]
+        return lambda op, rank: table[op.kind][op.micro or 0]
+
+    def _cpu_in(self, kind: Kind, form: RunForm, split: Split) -> list[float]:
+        cpu = self._cpu_base(kind, split, form.exchange)
+        changed = replace(form, micro_batches=self._plain.form.micro_batches)
+        for item in changed.changed_from(self._plain.form).items():
+            factor = self._cpu_factors.get(item, {}).get(kind, 1.0)
+            cpu = [factor * ms for ms in cpu]
+        return cpu
+
+    def _cpu_base(self, kind: Kind, split: Split, exchange: str) -> list[float]:
+        """The same lines as those of costs, of processor time."""
+        whole, many = self._plain.run.cpu_by(kind), self._split.run.cpu_by(kind)
+        count = self._split.form.micro_batches
+        if kind not in EXCHANGED:
+            slope = (many - whole) / max(1, count - 1)
+            return [max(LEAST_PART * whole, whole + slope * (len(split.shares) - 1))]
+        parts = split.exchanged(kind, exchange, self.growth)
+        least = self._plain.run.cpu_by(Kind.COUNTS)
+        large, small, empty = (np.array([ms]) for ms in (whole, many / count, least))
+        found = _on_lines(large, small, empty, (1 / count) ** self.growth, parts)
+        return [float(ms[0]) for ms in found]
+
+    def _cpu_factors_of(self, one: _Measured) -> dict[Kind, float]:
+        """By what the processor time of each kind changes."""
+        found: dict[Kind, float] = {}
+        for kind in COLLECTIVES & one.kinds:
+            base = sum(self._cpu_base(kind, Split.of(one.form.micro_batches), one.form.exchange))
+            found[kind] = one.run.cpu_by(kind) / base if base > 0 else 1.0
+        return found
 
     def _factors_of(self, one: _Measured) -> dict[Kind, tuple[float, Times | None]]:
         """By what each kind's cost changes; where there is nothing to compare, what it costs."""
@@ -325,9 +488,16 @@ class JobCosts:
         factor = whole.get(Kind.RETRIEVE, (1.0, None))[0] if whole is not None else 1.0
         return min(1.0, max(0.0, 1 - 1 / factor)) if factor > 0 else 0.0
 
-    def of(self, form: RunForm, split: Split, shape: Shape) -> CostOf:
-        """What an op costs a rank in that form, with such a split; batches take turns."""
+    def of(
+        self, form: RunForm, split: Split, shape: Shape, *, missing: float | None = None
+    ) -> CostOf:
+        """What an op costs a rank in that form, with such a split; batches take turns.
+
+        `missing`: rows of a batch that a pool lacks; None: as many as in the profile.
+        """
         table = {kind: self._costs_in(kind, form, split, shape) for kind in Kind}
+        if missing is not None:
+            table |= {kind: self._moved(kind, table[kind], missing) for kind in POOL_MOVES}
         table[Kind.STALE_MASK] = table[Kind.COUNTS]
         table[Kind.PATCH] = [self._shared * table[Kind.ROWS][0]]
         spread = {kind: self._spread(kind) for kind in Kind}
@@ -338,6 +508,14 @@ class JobCosts:
             return float(value * spread_TR[op.batch % len(spread_TR), rank])
 
         return cost_of
+
+    def _moved(self, kind: Kind, costs: list[Times], missing: float) -> list[Times]:
+        """The cost with more rows than the profile's pool moved, or fewer; each costs what it does
+        in the unsplit run."""
+        if self._plain.run.rows_read <= 0:
+            return costs
+        more = (missing - self._pool_read) / self._plain.run.rows_read
+        return [np.maximum(0.0, c + more * self._plain.typical(kind)) for c in costs]
 
     def _costs_in(self, kind: Kind, form: RunForm, split: Split, shape: Shape) -> list[Times]:
         costs = self._base(kind, split, form.exchange)

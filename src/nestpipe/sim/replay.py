@@ -217,8 +217,12 @@ def replay_shared(
     *,
     batches: int,
     buckets: int = USUAL_BUCKETS,
+    cpu_of: CostOf | None = None,
 ) -> Trace:
-    """Play so many batches of the plan on all ranks at once."""
+    """Play so many batches of the plan on all ranks at once.
+
+    `cpu_of`: for how much of its time a collective needs its pool; None: `collective_draw` of it.
+    """
     steps = list(plan.stream(lambda: batches))
     ranks = [_Rank(number, plan, steps) for number in range(len(sharing.pools))]
     arrived: dict[Op, list[_Running]] = defaultdict(list)
@@ -232,8 +236,11 @@ def replay_shared(
                 together = arrived[op] if op.collective else []
                 cost = cost_of(op, rank.number)
                 tail = cost / buckets if step.alongside and op.kind in DRAINING else 0.0
+                draw = sharing.draw(op.kind, lane)
+                if cpu_of is not None and op.collective:
+                    draw = min(1.0, cpu_of(op, rank.number) / cost) if cost > 0 else 0.0
                 together.append(
-                    _Running(op, lane, rank.number, now, cost, cost, step.alongside, tail)
+                    _Running(op, lane, rank.number, now, cost, cost, draw, step.alongside, tail)
                 )
                 if not op.collective or len(together) == len(ranks):
                     running += together
@@ -269,6 +276,8 @@ class _Running:
     start: float
     cost: float
     left: float
+    draw: float
+    """How much of its pool it asks for."""
     alongside: Op | None = None
     """The op whose output it takes as it comes."""
     tail: float = 0.0
@@ -341,11 +350,7 @@ def _moving(running: Sequence[_Running]) -> list[_Running]:
 
 def _speeds(running: Sequence[_Running], sharing: Sharing) -> list[float]:
     """How fast each op runs, given all that run beside it."""
-    own = [sharing.draw(one.op.kind, one.lane) for one in running]
     drawn: dict[int, float] = defaultdict(float)
-    for one, asked in zip(running, own, strict=True):
-        drawn[sharing.pools[one.rank]] += asked
-    return [
-        sharing.speed(asked, drawn[sharing.pools[one.rank]])
-        for one, asked in zip(running, own, strict=True)
-    ]
+    for one in running:
+        drawn[sharing.pools[one.rank]] += one.draw
+    return [sharing.speed(one.draw, drawn[sharing.pools[one.rank]]) for one in running]

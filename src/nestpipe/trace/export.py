@@ -349,16 +349,16 @@ def _head(page: Page, trace: Trace, drawn: Sequence[Span], title: str) -> tuple[
     parts = [text(MARGIN, 38, title, "title")] if title else []
     y = 60.0 if title else 34.0
     ranks = sorted({span.rank for span in drawn})
-    said = ["no ops"]
+    facts = ["no ops"]
     if drawn:
-        said = [f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"]
-        said.append(f"{len({span.batch for span in drawn})} batches")
-        said.append(f"{len(drawn)} ops")
+        facts = [f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"]
+        facts.append(f"{len({span.batch for span in drawn})} batches")
+        facts.append(f"{len(drawn)} ops")
         length = max(s.end for s in drawn) - min(s.start for s in drawn)
-        said.append(f"length {short_number(round(length, 1))}{page.unit}")
+        facts.append(f"length {short_number(round(length, 1))}{page.unit}")
     if len(ranks) < len(trace.ranks):
-        said.append(f"{len(trace.ranks) - len(ranks)} of {len(trace.ranks)} ranks not drawn")
-    return [*parts, text(MARGIN, y, ", ".join(said), "note")], y + 44
+        facts.append(f"{len(trace.ranks) - len(ranks)} of {len(trace.ranks)} ranks not drawn")
+    return [*parts, text(MARGIN, y, ", ".join(facts), "note")], y + 44
 
 
 # The page that an SVG is drawn on: where time falls, the frame, the legend, text that fits.

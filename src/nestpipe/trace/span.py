@@ -142,8 +142,8 @@ class _Causes:
         """Walk the gap backwards, from each moment to the op whose end allowed it.
 
         What x waited for is the op that ended last by x (of two, the one that started later): an op
-        that runs on past x held nobody up. So a running op is charged, the oldest first, only for
-        time that no finished op explains; what is then left is idle.
+        that is still running at x did not delay anything. So a running op is charged, the oldest
+        first, only for time that no finished op explains; what is then left is idle.
         """
         floor, x = gap
         charges: list[tuple[str, float]] = []

@@ -1,9 +1,10 @@
 """Checkpoints that are written while training goes on.
 
 At a batch boundary every rank copies the rows touched since the checkpoint before, and rank 0 the
-dense weights; a thread of each rank then writes them. An increment holds these rows alone. A full
-checkpoint holds them merged with the files of the checkpoint before: each rank reads those of its
-own shard, part by part, so memory does not grow with the tables.
+dense weights; a thread of each rank then writes them. What is on a GPU is copied there, and the
+thread brings it to the host. An increment holds these rows alone. A full checkpoint holds them
+merged with the files of the checkpoint before: each rank reads those of its own shard, part by
+part, so memory does not grow with the tables.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -46,23 +47,25 @@ from nestpipe.checkpoint.merging import (
 )
 from nestpipe.comm.communicator import Communicator, Mesh
 from nestpipe.embedding.lifecycle import Lifecycle
+from nestpipe.embedding.pool import PoolSnapshot, RowPool
 from nestpipe.embedding.routing.lists import owner_of
-from nestpipe.embedding.store.protocol import RowStore
+from nestpipe.embedding.store.protocol import RowStore, too_many_rows
 from nestpipe.embedding.table_groups import TableGroup
-from nestpipe.errors import CheckpointError
+from nestpipe.errors import CapacityError, CheckpointError
+from nestpipe.kernels.host_memory import CopiesToHost
 from nestpipe.kernels.library import free_memory
 from nestpipe.kernels.rows.native import RowPointers
 from nestpipe.train.checkpoint import (
     LostParentError,
     RunState,
     all_write,
-    dense_tensors,
     fault_of,
     gathered_from_first,
+    hold_dense,
+    known_keys,
     known_uses,
     manifest_of,
     raise_first,
-    snapshots,
     write_waiting,
     wrote_alike,
 )
@@ -177,6 +180,8 @@ class TrackedStore:
         can = store.abilities
         self._locator = can.locate
         self.abilities = replace(can, locate=self if can.locate is not None else None, notes=self)
+        self._quiet = threading.local()
+        """`now`: whether the thread has asked for no notes."""
 
     @property
     def threads(self) -> int:
@@ -190,7 +195,7 @@ class TrackedStore:
 
     def locate_each(self, keys_n: Tensor, tables_n: Tensor, addresses_n: Tensor) -> None:
         assert self._locator is not None
-        if self._touched is not None:
+        if self._touched is not None and not self._is_quiet:
             tables, order = torch.sort(tables_n, stable=True)
             counts = torch.bincount(tables, minlength=self._touched.num_tables).tolist()
             self.note(keys_n[order], counts)
@@ -212,8 +217,21 @@ class TrackedStore:
 
     def note(self, keys_K: Tensor, counts: Sequence[int]) -> None:
         """These rows are written, by whatever way."""
-        if self._touched is not None:
+        if self._touched is not None and not self._is_quiet:
             self._touched.add(keys_K, counts)
+
+    @property
+    def _is_quiet(self) -> bool:
+        return getattr(self._quiet, "now", False)
+
+    @contextmanager
+    def unnoted(self) -> Generator[None]:
+        """Inside, what the calling thread writes or locates is not noted: somebody else knows."""
+        self._quiet.now = True
+        try:
+            yield
+        finally:
+            self._quiet.now = False
 
     def track(self, *, on: bool = True) -> None:
         """Note keys from now on, and forget those so far; or note none."""
@@ -250,11 +268,19 @@ class _TouchedTable:
     """The table's in its group."""
     gone: Tensor
     """Keys that were erased; then come the rows."""
+    keys: Tensor
+    width: int
     blocks: Sequence[RowChange] | Iterator[RowChange]
+    """Rows of these keys, from the host store."""
 
     @property
     def name(self) -> str:
         return self.group.tables[self.number].name
+
+    def num_bytes(self, pool_keys: Tensor) -> int:
+        """Of keys and rows, with those that come from a pool; some keys may be among both."""
+        twice = int(torch.isin(self.keys, pool_keys).sum()) if len(self.keys) else 0
+        return (8 + 4 * self.width) * (len(self.keys) + len(pool_keys) - twice)
 
     def parent_streams(self, parent: Checkpoint, comm: Communicator) -> list[Iterator[RowChange]]:
         """What the chain has of this rank's rows."""
@@ -270,6 +296,28 @@ class _TouchedTable:
             yield cut(change, mine)
 
 
+@dataclass(slots=True)
+class StoodStill:
+    """Seconds that training stood still for checkpoints on one rank, and for what."""
+
+    for_copies: float = 0.0
+    for_flush: float = 0.0
+    """Until rows of pools were in the host store, where they are not copied on the device."""
+    for_writes: float = 0.0
+    """Until the checkpoint before was written."""
+
+    @property
+    def seconds(self) -> float:
+        return self.for_copies + self.for_flush + self.for_writes
+
+    def __add__(self, other: StoodStill) -> StoodStill:
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        return StoodStill(*(mine + more for mine, more in pairs))
+
+    def __truediv__(self, count: int) -> StoodStill:
+        return StoodStill(*(seconds / count for seconds in astuple(self)))
+
+
 class BackgroundWriter:
     """Writes checkpoints while training goes on; one at a time, all ranks alike.
 
@@ -277,21 +325,27 @@ class BackgroundWriter:
     rank 0 by a file each that theirs are written; its thread writes the manifest and publishes.
     """
 
-    def __init__(self, folder: Path, mesh: Mesh, increments: float) -> None:
-        """`increments`: so many in a row at most, then a full one; 0: all are full."""
+    def __init__(
+        self, folder: Path, mesh: Mesh, increments: float, *, on_device: bool = True
+    ) -> None:
+        """`increments`: so many in a row at most, then a full one; 0: all are full.
+
+        `on_device`: copy what is on a device there; False: bring it to the host first, the twin.
+        """
         self._folder, self._mesh, self._increments = folder, mesh, increments
+        self._on_device = on_device
         self._thread: threading.Thread | None = None
         self._fault: list[str] | None = None
         self._manifests = KnownManifests()
-        self._room = CopyRoom()
+        self._room, self._to_host = CopyRoom(), CopiesToHost()
         self._published: Checkpoint | None = None
         """The last one, opened by the thread that wrote it."""
-        self.seconds = 0.0
-        """Time that training has waited, for copies and for writes that were not done yet."""
+        self.stood_still = StoodStill()
         self.num_bytes = 0
         """What this rank has written."""
+        self._touched_here = 0
         self.bytes_touched = 0
-        """Keys and rows that the last checkpoint had to copy, on all ranks."""
+        """Keys and rows that had been touched, of all checkpoints that are written, all ranks."""
 
     def begin(
         self,
@@ -302,14 +356,15 @@ class BackgroundWriter:
         groups: Sequence[TableGroup],
         stores: Sequence[TrackedStore],
         lifecycle: Lifecycle | None = None,
+        pools: Sequence[RowPool] = (),
     ) -> Path:
         """Copy what was touched since the parent, and begin to write it; returns where to.
 
-        Without a parent the touched rows must be all rows. Raises `LostParentError` on all ranks
-        where the parent cannot be read.
+        Without a parent the touched rows must be all rows. `pools`: before the stores, if there are
+        any. Raises `LostParentError` on all ranks where the parent cannot be read.
         """
         self.wait()
-        began = time.perf_counter()
+        began, flushed = time.perf_counter(), self.stood_still.for_flush
         comm, target = self._mesh.world, self._folder / name_of(state.step)
         partial = self._folder / f".partial-{target.name}"
         of_parent = self._asked_parent(parent)
@@ -322,28 +377,75 @@ class BackgroundWriter:
             return {}
 
         all_write(comm, target, make)
-        manifest = replace(manifest, tables=self._with_rows(manifest, stores))
-        dense = dense_tensors(model, dense_optimizer, keep=comm.rank == 0)
+        snapshots = self._snapshots(pools, lifecycle)
+        manifest = replace(manifest, tables=self._with_rows(manifest, stores, snapshots))
+        dense = hold_dense(model, dense_optimizer, keep=comm.rank == 0, on_device=self._on_device)
         touched, copied = self._touched(groups, stores, lifecycle)
-        waiting = snapshots(lifecycle) if self._mesh.group == 0 else {}
+        waiting = known_keys(lifecycle) if self._mesh.group == 0 else {}
         for store in stores:
             store.track()
+        self._to_host.begin([*dense.pieces.values(), *(pool.rows_SW for pool in pools)])
 
         def write() -> None:
             merge_with = None if of_parent is not None else parent
             entries = write_waiting(partial, waiting, self._mesh.shards.rank)
-            entries |= self._write_rows(partial, touched, merge_with, full=of_parent is None)
+            with self._to_host.entered(), _device_has_room():
+                dense_tensors = dense.on_host(self._to_host.fetch)
+                from_pools = self._from_pools(groups, snapshots)
+                entries |= self._write_rows(
+                    partial, touched, from_pools, merge_with, full=of_parent is None
+                )
             if comm.rank != 0:
                 _tell(partial, comm.rank, entries)
                 return
-            entries[DENSE] = FileEntry.of(disk.write_tensors(partial / DENSE, dense))
+            entries[DENSE] = FileEntry.of(disk.write_tensors(partial / DENSE, dense_tensors))
             self._publish(partial, target, manifest, entries)
 
         self._start(target, write)
-        self.seconds += time.perf_counter() - began
+        flushed = self.stood_still.for_flush - flushed
+        self.stood_still.for_copies += time.perf_counter() - began - flushed
         if not copied:  # rows are read while they are written, so nobody may change them
             self.wait()
         return target
+
+    @property
+    def seconds(self) -> float:
+        """Time that training has stood still."""
+        return self.stood_still.seconds
+
+    def _snapshots(
+        self, pools: Sequence[RowPool], lifecycle: Lifecycle | None
+    ) -> list[PoolSnapshot | None]:
+        """Of each pool; None where its rows are in the host store now.
+
+        Of tables with a policy the uses of keys belong to their rows, and hosts have those.
+        """
+        policies = lifecycle.of_groups if lifecycle is not None else [None] * len(pools)
+        found: list[PoolSnapshot | None] = []
+        for pool, policy in zip(pools, policies, strict=True):
+            here = self._on_device and policy is None
+            # Ranks of the other groups have the same rows.
+            taken = pool.snapshot(copy=self._mesh.group == 0) if here else None
+            if taken is None:
+                began = time.perf_counter()
+                pool.flush()
+                self.stood_still.for_flush += time.perf_counter() - began
+            found.append(taken)
+        return found
+
+    def _from_pools(
+        self, groups: Sequence[TableGroup], snapshots: Sequence[PoolSnapshot | None]
+    ) -> dict[str, tuple[Tensor, Iterator[RowChange]]]:
+        """Keys of each table whose rows a snapshot has, and these rows, on the host."""
+        found: dict[str, tuple[Tensor, Iterator[RowChange]]] = {}
+        for group, taken in zip(groups, snapshots, strict=False):  # there may be no pools
+            if taken is None:
+                continue
+            most = rows_in_part(taken.rows_KW.shape[1])
+            of_tables = taken.of_tables(self._to_host.fetch, most)
+            for table, (keys, rows) in zip(group.tables, of_tables, strict=True):
+                found[table.name] = keys, _changes(keys, rows)
+        return found
 
     def _asked_parent(self, parent: Path | None) -> Parent | None:
         """What an increment names as its parent; None where a full checkpoint is due."""
@@ -371,11 +473,21 @@ class BackgroundWriter:
         return cast("list[object]", self._mesh.world.all_gather_values(value))
 
     def _with_rows(
-        self, manifest: Manifest, stores: Sequence[TrackedStore]
+        self,
+        manifest: Manifest,
+        stores: Sequence[TrackedStore],
+        snapshots: Sequence[PoolSnapshot | None],
     ) -> tuple[dict[str, object], ...]:
         """What is known of each table, with its rows of all shards at this step."""
-        counts = [count for store in stores for count in store.num_rows()]
-        totals = cast("list[list[int]]", self._mesh.shards.all_gather_values(counts))
+        here = [store.num_rows() for store in stores]
+        for g, taken in enumerate(snapshots):
+            if taken is not None:
+                here[g] = [sum(of) for of in zip(here[g], taken.not_stored, strict=True)]
+        fault = fault_of(lambda: _refuse_excess(stores, here))
+        counts = [count for of_store in here for count in of_store]
+        told = cast("list[Any]", self._mesh.shards.all_gather_values([fault, counts]))
+        raise_first([of_rank[0] for of_rank in told])
+        totals = cast("list[list[int]]", [of_rank[1] for of_rank in told])
         return tuple(
             {**table, "rows": sum(of)} for table, *of in zip(manifest.tables, *totals, strict=True)
         )
@@ -386,7 +498,10 @@ class BackgroundWriter:
         stores: Sequence[TrackedStore],
         lifecycle: Lifecycle | None,
     ) -> tuple[list[_TouchedTable], bool]:
-        """What was touched, and whether it was copied; where that needs much memory, it is not."""
+        """What the host stores have of it, and whether that was copied.
+
+        Where copies need much memory, there are none.
+        """
         if self._mesh.group != 0:  # the others have the same
             stores = ()
         keys = [store.touched() for store in stores]
@@ -394,30 +509,30 @@ class BackgroundWriter:
         numbers = sum(n * store.layout.width for n, store in zip(rows, stores, strict=True))
         need = 8 * sum(rows) + 4 * numbers
         left = COPIED_SHARE * free_memory() / _local_ranks() + self._room.num_bytes
-        needs = cast("list[list[int]]", self._everywhere([need, int(need <= left)]))
-        copied = all(fits for _, fits in needs)
-        self.bytes_touched = sum(bytes_of for bytes_of, _ in needs)
+        needs = self._everywhere(need <= left)
+        copied = all(needs)
         self._room.clear(numbers if copied else 0)
         room = self._room if copied else None
         found: list[_TouchedTable] = []
         for g, (group, store, tables) in enumerate(zip(groups, stores, keys, strict=False)):
             for number, (keys_K, gone_K) in enumerate(zip(tables, store.gone(), strict=True)):
                 blocks = _noted(store.rows_at(number, keys_K, room), lifecycle, g, number)
-                one = _TouchedTable(group, number, gone_K, list(blocks) if copied else blocks)
-                found.append(one)
+                kept = list(blocks) if copied else blocks
+                found.append(_TouchedTable(group, number, gone_K, keys_K, store.layout.width, kept))
         return found, copied
 
     def _write_rows(
         self,
         partial: Path,
         touched: Sequence[_TouchedTable],
+        from_pools: Mapping[str, tuple[Tensor, Iterator[RowChange]]],
         merge_with: Path | None,
         *,
         full: bool,
     ) -> dict[str, FileEntry]:
         """This rank's files: what was touched alone, or merged with those of another checkpoint."""
         entries: dict[str, FileEntry] = {}
-        shards = self._mesh.shards
+        shards, self._touched_here = self._mesh.shards, 0
         merged = (
             _opened(merge_with, self._manifests) if merge_with is not None and touched else None
         )
@@ -429,7 +544,10 @@ class BackgroundWriter:
             else:
                 gone = {"keys": table.gone}
                 entries |= write_keys(partial, table.name, shards.rank, "gone", gone)
-            blocks = merged_blocks([*streams, iter(table.blocks)])
+            pool_keys, newest = from_pools.get(table.name, (table.gone[:0], iter(())))
+            self._touched_here += table.num_bytes(pool_keys)
+            # A row of a pool is newer than that of its key in the store.
+            blocks = merged_blocks([*streams, iter(table.blocks), newest])
             entries |= write_rows(partial, table.name, shards.rank, blocks)
         self.num_bytes += sum(entry.num_bytes for entry in entries.values())
         return entries
@@ -478,10 +596,12 @@ class BackgroundWriter:
             began = time.perf_counter()
             self._thread.join()
             self._thread = None
-            self.seconds += time.perf_counter() - began
-        fault, self._fault = self._fault, None
-        faults = cast("list[list[str] | None]", self._everywhere(fault))
-        raise_first(faults[::-1])  # rank 0 may only have heard of another's
+            self.stood_still.for_writes += time.perf_counter() - began
+        mine = self._fault, self._touched_here
+        self._fault, self._touched_here = None, 0
+        told = cast("list[tuple[list[str] | None, int]]", self._everywhere(mine))
+        self.bytes_touched += sum(touched for _, touched in told)
+        raise_first([fault for fault, _ in told[::-1]])  # rank 0 may have heard of another's
 
 
 def _noted(
@@ -490,6 +610,33 @@ def _noted(
     """Rows with the uses of their keys."""
     for keys, rows in blocks:
         yield RowChange(keys, rows, known_uses(lifecycle, g, number, keys), 0)
+
+
+def _changes(keys_K: Tensor, blocks: Iterator[Tensor]) -> Iterator[RowChange]:
+    """Rows with their keys, block by block."""
+    begin = 0
+    for rows in blocks:
+        yield RowChange(keys_K[begin : begin + len(rows)], rows, None, 0)
+        begin += len(rows)
+
+
+def _refuse_excess(stores: Sequence[TrackedStore], rows: Sequence[Sequence[int]]) -> None:
+    """Rows that only a pool has count for the limits of their store, as if they were in it."""
+    for store, counts in zip(stores, rows, strict=True):
+        for table, (count, limit) in enumerate(zip(counts, store.layout.max_rows, strict=False)):
+            if limit and count > limit:
+                raise CapacityError(too_many_rows(table, count, limit))
+
+
+@contextmanager
+def _device_has_room() -> Generator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise CapacityError(
+            "the device has no memory left to bring touched rows to the host; lower device_memory, "
+            "or set run.snapshot_on_device = false"
+        ) from None
 
 
 def _opened(parent: Path, manifests: KnownManifests) -> Checkpoint:

@@ -35,6 +35,7 @@ from nestpipe.checkpoint.folder import (
 from nestpipe.checkpoint.merging import cut, rows_in_part, uses_of, write_keys, write_rows
 from nestpipe.comm.communicator import Communicator, Mesh
 from nestpipe.embedding.lifecycle import KnownUses, Lifecycle, RowLedger, RowLifecycle
+from nestpipe.embedding.pool import SNAPSHOT_SHARE, memory_left
 from nestpipe.embedding.routing.lists import owner_of
 from nestpipe.embedding.store.protocol import FLOAT16_INF, RowStore
 from nestpipe.embedding.table_groups import TableGroup
@@ -46,9 +47,10 @@ from nestpipe.errors import (
     MisfitError,
     NestpipeError,
     RunError,
+    UnjudgedError,
 )
 from nestpipe.models import Dlrm, HstuRanker, LogisticRegression
-from nestpipe.train.dense import sharded_as, whole
+from nestpipe.train.dense import is_sharded, sharded_as, whole
 
 T = TypeVar("T")
 
@@ -101,7 +103,7 @@ def save_checkpoint(
         entries: dict[str, FileEntry] = {}
         if mesh.group == 0:  # the others have the same
             entries |= _save_rows(partial, groups, stores, mesh.shards.rank, lifecycle)
-            entries |= write_waiting(partial, snapshots(lifecycle), mesh.shards.rank)
+            entries |= write_waiting(partial, known_keys(lifecycle), mesh.shards.rank)
         if comm.rank == 0:
             entries[DENSE] = FileEntry.of(disk.write_tensors(partial / DENSE, dense))
         return entries
@@ -182,6 +184,7 @@ _KINDS: Mapping[str, type[NestpipeError]] = {
         *(CapacityError, CheckpointError, ConfigError, DataError, RunError),
         LostParentError,
         MisfitError,
+        UnjudgedError,
     )
 }
 
@@ -327,7 +330,7 @@ def known_uses(lifecycle: Lifecycle | None, g: int, number: int, keys_K: Tensor)
     return policy.ledger.read(keys_K, policy.ledger.only(number, keys_K))
 
 
-def snapshots(lifecycle: Lifecycle | None) -> dict[str, KnownUses]:
+def known_keys(lifecycle: Lifecycle | None) -> dict[str, KnownUses]:
     """What is known of the keys of each table with a policy."""
     return {
         table.name: known
@@ -356,13 +359,70 @@ def dense_tensors(
     All ranks ask, as what is sharded is gathered, one tensor at a time; who does not `keep` them
     gets none.
     """
+    every = ((name, whole(tensor)) for name, tensor in _named_dense(model, optimizer))
+    return {name: tensor.cpu().contiguous().clone() for name, tensor in every if keep}
+
+
+def _named_dense(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[str, Tensor]]:
+    """By name: after a load, ranks may have states in other orders."""
     found = {f"model.{name}": value for name, value in model.state_dict().items()}
     for index, parameter in enumerate(_in_order(optimizer, model)):
         for name, value in optimizer.state.get(parameter, {}).items():
             found[f"optimizer.{index}.{name}"] = torch.as_tensor(value)
-    # By name: after a load, ranks may have states in other orders.
-    every = ((name, whole(found[name].detach())) for name in sorted(found))
-    return {name: tensor.cpu().contiguous().clone() for name, tensor in every if keep}
+    return [(name, found[name].detach()) for name in sorted(found)]
+
+
+@dataclass(frozen=True, slots=True)
+class HeldDense:
+    """Copies of dense weights and optimizer state: on the host, or on the device in few pieces."""
+
+    host: Mapping[str, Tensor]
+    pieces: Mapping[torch.dtype, Tensor]
+    """The numbers of each type that are on the device, one tensor behind the other."""
+    places: Mapping[str, tuple[torch.dtype, int, torch.Size]]
+    """The piece of a tensor there, where it begins, and its shape."""
+
+    def on_host(self, fetch: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        """All by name, on the host, where `fetch` brings a piece."""
+        here = {dtype: fetch(piece) for dtype, piece in self.pieces.items()}
+        came = {
+            name: here[dtype][begin:][: shape.numel()].view(shape)
+            for name, (dtype, begin, shape) in self.places.items()
+        }
+        return dict(sorted({**self.host, **came}.items()))
+
+
+def hold_dense(
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, keep: bool, on_device: bool
+) -> HeldDense:
+    """What `dense_tensors` gives, once it is on the host; all ranks ask.
+
+    `on_device`: copy there what is on a device, so that nobody waits for it. What is sharded goes
+    to the host, one tensor at a time, and so does all of it where memory is short.
+    """
+    named = _named_dense(model, optimizer)
+    stay = [t for _, t in named if keep and on_device and _is_on_device(t)]
+    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in stay)
+    if not stay or num_bytes > SNAPSHOT_SHARE * memory_left(stay[0].device):
+        return HeldDense(dense_tensors(model, optimizer, keep=keep), {}, {})
+    host: dict[str, Tensor] = {}
+    places: dict[str, tuple[torch.dtype, int, torch.Size]] = {}
+    ends = dict.fromkeys((tensor.dtype for tensor in stay), 0)
+    for name, tensor in named:
+        if _is_on_device(tensor):
+            places[name] = tensor.dtype, ends[tensor.dtype], tensor.shape
+            ends[tensor.dtype] += tensor.numel()
+        else:
+            host[name] = whole(tensor).cpu().contiguous().clone()
+    pieces = {
+        dtype: torch.cat([tensor.reshape(-1) for tensor in stay if tensor.dtype == dtype])
+        for dtype in ends
+    }
+    return HeldDense(host, pieces, places)
+
+
+def _is_on_device(tensor: Tensor) -> bool:
+    return tensor.is_cuda and not is_sharded(tensor)
 
 
 # Loading

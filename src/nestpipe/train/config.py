@@ -308,6 +308,10 @@ class ExecutionSettings:
     device_memory: str = "auto"
     """With retrieval `pooled`: memory for rows on the device of each rank; a size such as `40GB`, a
     share of what is free such as `0.4`, or `auto`, which takes half of it."""
+    snapshot_on_device: bool = True
+    """For a checkpoint in the background: copy the touched rows of a pool, and dense weights, on
+    their device, and let its thread bring them to the host. Else training waits until they are
+    there. The result is the same, bit for bit."""
     cuda_graphs: bool = True
     """On a GPU that routes its own keys: replay forward and backward of models that can be captured
     as one CUDA graph. The result is the same."""
@@ -537,7 +541,7 @@ class RunConfig(ExecutionSettings):
     keep_best: str = ""
     """Keep also the checkpoint with the best value of this metric, e.g. `auc`."""
     grace_s: float = 25.0
-    """After SIGTERM or SIGINT, seconds to finish the batch, save and exit."""
+    """After SIGTERM, SIGINT or SIGHUP, seconds to finish the batch, save and exit."""
     evicted: str = ""
     """Folder for the keys whose rows leave: a file of JSON lines for each boundary at which some
     did; empty: none."""

@@ -393,7 +393,7 @@ _RESULTS: Mapping[str, frozenset[str]] = {
 _SUMS: Mapping[str, frozenset[str]] = {
     "run": frozenset({"device", "adaptive"}),
     "pipeline": frozenset(
-        {"micro_batches", "micro_batching", "balance", "first", "last", "exchange"}
+        {"micro_batches", "micro_batching", "balance", "first", "last", "exchange", "owner_sums"}
     ),
     "parallel": frozenset({"groups", "dense"}),
 }
@@ -486,10 +486,12 @@ def refuse_changes(config: JobConfig, manifest: Manifest, where: Path, *, overri
         )
     if "data.path" not in found:
         _refuse_other_data(config, manifest, where, override=override)
+    resummed = config.pipeline.owners_add_up != saved.pipeline.owners_add_up
     for key, (then, now) in found.items():
-        if effect_of(key) != "none":
+        if effect_of(key) != "none" or (resummed and key == "pipeline.retrieval"):
             changed = "results" if key in results else "only the order of sums"
-            log.warning("%s is %r instead of %r, which changes %s", key, now, then, changed)
+            both = key, _plain(now), _plain(then), changed
+            log.warning("%s is %r instead of %r, which changes %s", *both)
 
 
 def _refuse_other_data(

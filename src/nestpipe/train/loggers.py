@@ -13,6 +13,7 @@ import math
 import os
 import re
 import socket
+import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -348,6 +349,7 @@ class TensorBoardLogger:
     def __init__(self, folder: Path, config: Mapping[str, object]) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
+        leave_traceback_out()
         self._writer = SummaryWriter(str(folder))
 
     def log(self, figures: Mapping[str, float], step: int) -> None:
@@ -356,6 +358,20 @@ class TensorBoardLogger:
 
     def close(self) -> None:
         self._writer.close()
+
+
+def leave_traceback_out() -> None:
+    """A full disk is raised by the next call as well; the thread that writes would show it raw."""
+    shown = threading.excepthook
+    if shown.__module__ == __name__:
+        return
+
+    def show(failed: threading.ExceptHookArgs) -> None:
+        of_tensorboard = type(failed.thread).__module__.startswith("tensorboard.")
+        if not (of_tensorboard and isinstance(failed.exc_value, OSError)):
+            shown(failed)
+
+    threading.excepthook = show
 
 
 class JsonLinesLogger:
@@ -463,7 +479,8 @@ def _first_line(error: Exception) -> str:
 class MetricLoggers:
     """Several loggers as one; none at all on ranks that do not log.
 
-    Where a service, or one of a user's own, fails during a run, its log ends with a warning.
+    Where a service, one of a user's own or the disk fails during a run, that log ends with a
+    warning.
     """
 
     def __init__(self, names: Sequence[str], folder: str, config: Mapping[str, object]) -> None:
@@ -489,7 +506,7 @@ class MetricLoggers:
         try:
             call()
         except Exception as error:
-            if name in BUILT_IN:
+            if name in BUILT_IN and not isinstance(error, OSError):
                 raise
             del self._loggers[name]
             log.warning("the log of %s ends here: %s", name, _first_line(error))
@@ -546,6 +563,9 @@ class TrainerProbe:
         settings = self._trainer.settings.pipeline
         now = {"micro_batches": settings.micro_batches} if self._trainer.choices else {}
         return {"tables": self._trainer.row_counts(), **pool, **now}
+
+    def choices(self) -> Sequence[Mapping[str, Any]]:
+        return [dict(choice) for choice in tuple(self._trainer.choices)]
 
 
 @contextmanager

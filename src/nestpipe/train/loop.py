@@ -19,7 +19,6 @@ from torch import Tensor
 from nestpipe.checkpoint import disk
 from nestpipe.checkpoint.folder import (
     Retention,
-    first_good,
     flat,
     name_of,
     paths_in,
@@ -34,7 +33,7 @@ from nestpipe.comm.peer_failure import StopRequest
 from nestpipe.dashboard.record import RunRecorder
 from nestpipe.data import Ranking, StreamingSource
 from nestpipe.embedding.store.protocol import default_threads
-from nestpipe.errors import CheckpointError, ConfigError
+from nestpipe.errors import CheckpointError, ConfigError, UnjudgedError
 from nestpipe.models import HstuRetriever
 from nestpipe.trace import ShortTraceError, Span, Trace
 from nestpipe.train.background import BackgroundWriter
@@ -304,14 +303,17 @@ def _refuse_newer(job: Job) -> None:
     folder, step = Path(job.config.run.checkpoint), job.trainer.progress.step
     if not job.config.run.checkpoint or job.trainer.comm.rank != 0:
         return
-    newer = [path for path in paths_in(folder)[::-1] if step_of(path) > step]
-    try:
-        good = first_good(newer, verified, tell=False)
-    except CheckpointError:  # all of them are damaged, and this run writes them again
-        return
-    if good is not None:
+    for path in paths_in(folder)[::-1]:
+        if step_of(path) <= step:
+            return
+        try:
+            verified(path)
+        except UnjudgedError as error:
+            raise CheckpointError(f"this run begins at step {step}, and {error}") from None
+        except CheckpointError:  # it is damaged, and this run writes it again
+            continue
         raise CheckpointError(
-            f"{str(folder)!r} already holds {good.name}, and this run begins at step {step}; go on "
+            f"{str(folder)!r} already holds {path.name}, and this run begins at step {step}; go on "
             "from there with --resume, or choose another folder"
         )
 
@@ -501,9 +503,10 @@ class RunCheckpoints:
         """The newest checkpoint of this run, written or about to be."""
         increments = (run.full_every or math.inf) if run.incremental else 0
         background = run.checkpoint and (run.incremental or run.checkpoint_every)
-        self._writer = (
-            BackgroundWriter(self._folder, trainer.mesh, increments) if background else None
-        )
+        self._writer = None
+        if background:
+            here = run.snapshot_on_device
+            self._writer = BackgroundWriter(self._folder, trainer.mesh, increments, on_device=here)
         self._count, self._num_bytes, self._seconds = 0, 0, 0.0
         self._tracked = self._writer is not None and (self.last is not None or self._has_no_rows())
         """Whether it is known which rows differ from those of `last`, or from none."""

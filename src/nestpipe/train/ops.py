@@ -22,6 +22,7 @@ from nestpipe.comm.peer_failure import STOP
 from nestpipe.data import HISTORY
 from nestpipe.data.clustering import MicroBatchSplitter
 from nestpipe.embedding.device_tables import DeviceTables
+from nestpipe.embedding.routing.owners import WorkingSet
 from nestpipe.embedding.routing.requests import averaged
 from nestpipe.embedding.sharded import ShardedTables
 from nestpipe.embedding.table_groups import mean_features
@@ -91,6 +92,7 @@ class StepReport:
 
 
 OnKeys = Callable[[int, Sequence[Mapping[str, Jagged]]], None]
+OnRows = Callable[[int, Sequence[WorkingSet]], None]
 NO_TOTALS = torch.zeros(2)
 """Before the loss of a batch is known; never written to."""
 BACKWARD_HERE = True
@@ -197,6 +199,8 @@ class StepHooks:
     """Gets what `click_sums` made of each batch, in order, by task."""
     on_keys: OnKeys
     """Gets the keys that the micro-batches of a batch ask for."""
+    on_rows: OnRows
+    """Gets the step and the rows of it that this rank owns, where keys are routed by hosts."""
     keep_batch: Callable[[int, Sequence[Batch]], Path | None]
     """Writes a batch for inspection; returns where, if anywhere."""
     stop_wanted: Callable[[], bool]
@@ -371,6 +375,9 @@ class TrainingWork:
     def retrieve(self, op: Op) -> None:
         """Read rows from the stores."""
         self.in_flight[op.batch].read = self.tables.retrieve(op.batch)
+        if isinstance(self.tables, ShardedTables):
+            working = self.tables.in_flight[op.batch].working
+            self.hooks.on_rows(self.first_step + op.batch, working)
 
     def sync(self, op: Op) -> None:
         """Refresh rows that the batch before has, too."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -64,7 +63,14 @@ from nestpipe.train.dense import (
 )
 from nestpipe.train.gradients import GradBuckets, drop_dense_faults
 from nestpipe.train.loggers import RunningMetrics, Traffic
-from nestpipe.train.ops import GradientRules, OnKeys, StepHooks, StepReport, TrainingWork
+from nestpipe.train.ops import (
+    GradientRules,
+    OnKeys,
+    OnRows,
+    StepHooks,
+    StepReport,
+    TrainingWork,
+)
 from nestpipe.train.table_storage import TableStorage
 
 log = logging.getLogger("nestpipe.train")
@@ -201,6 +207,8 @@ class Trainer:
         """Asked before each batch: whether to end after those that have begun."""
         self.on_keys: OnKeys = lambda batch, keys: None
         """Gets the keys that this rank's micro-batches ask for, before they are sent."""
+        self.on_rows: OnRows = lambda step, rows: None
+        """Gets the rows of each step that this rank owns, where keys are routed by hosts."""
 
     def close(self) -> None:
         """Give the rows' memory back."""
@@ -327,6 +335,7 @@ class Trainer:
                 on_step=self._counted(on_step, step),
                 on_seen=self._running.count,
                 on_keys=self.on_keys,
+                on_rows=self.on_rows,
                 keep_batch=self._keep_batch,
                 stop_wanted=self.stop_wanted,
             ),
@@ -688,18 +697,15 @@ class Trainer:
 
         Without a parent it must have been called before any row was there.
         """
-        began = time.perf_counter()
-        self._storage.flush()
-        writer.seconds += time.perf_counter() - began
-        state = self._state(config, metrics)
         return writer.begin(
             parent,
-            state,
+            self._state(config, metrics),
             self.model,
             self.dense_optimizer,
             self.groups,
             self._storage.tracked,
             self.lifecycle,
+            self._storage.pools,
         )
 
     def load(self, checkpoint: Path | str) -> None:

@@ -28,7 +28,7 @@ from nestpipe.embedding.routing.lists import owner_of
 from nestpipe.embedding.store.protocol import RowStore
 from nestpipe.errors import ConfigError, DataError, LossError, RunError
 from nestpipe.runtime import Work, inject_delays
-from nestpipe.train.checkpoint import snapshots
+from nestpipe.train.checkpoint import known_keys
 from nestpipe.train.config import AUTO, JobConfig, ParallelSettings, PipelineSettings
 from nestpipe.train.dense import local
 from nestpipe.train.job import make_job
@@ -126,7 +126,7 @@ def dense_tensors(trainer: Trainer) -> dict[str, Tensor]:
 def lifecycle_tensors(trainer: Trainer) -> dict[str, Tensor]:
     """What is known of the keys of each table with a policy, and when rows leave next."""
     found: dict[str, Tensor] = {}
-    for name, known in snapshots(trainer.lifecycle).items():
+    for name, known in known_keys(trainer.lifecycle).items():
         found |= {
             f"keys with a row in {name}": known.keys,
             f"last use and count of rows of {name}": known.uses,

@@ -120,8 +120,8 @@ def reading(arm: str, ms: float, *, front="builtin", lost=0, wrong=0, kill=None)
     answer = Answer(np.zeros(8, np.float32), RankPath.HBM_HIT, 2000, "v")
     records = [Record(visit, answer=answer, latency_ms=ms) for _ in range(10)]
     records += [Record(visit) for _ in range(lost)]
-    told = report(arm, Run(records), target_ms=100.0, seconds=1.0, warmup_s=0.0)
-    return RelayReading(front, told, Compared(10, wrong), kill)
+    figures = report(arm, Run(records), target_ms=100.0, seconds=1.0, warmup_s=0.0)
+    return RelayReading(front, figures, Compared(10, wrong), kill)
 
 
 def four(**ms: float) -> list[RelayReading]:
@@ -229,14 +229,14 @@ def run(
 def test_tables_the_sentence_and_json_tell_the_same(monkeypatch, capsys, tmp_path):
     readings = [*four(full=180, capped=60, relay=70, host=65), KILLED]
     assert run(monkeypatch, readings, "--json", str(tmp_path / "told.json")) == 0
-    said, told = capsys.readouterr().out, json.loads((tmp_path / "told.json").read_text())
-    assert told["conclusion"] == conclusion(readings, 128)
-    assert told["conclusion"] in said
-    assert [one["p99_ms"] for one in told["results"]] == [180, 60, 70, 65, 90]
-    assert [one["keeps_target"] for one in told["results"]] == [False, True, True, True, True]
-    assert told["results"][-1]["killed"]["in_hand"] == 1
+    said, report = capsys.readouterr().out, json.loads((tmp_path / "told.json").read_text())
+    assert report["conclusion"] == conclusion(readings, 128)
+    assert report["conclusion"] in said
+    assert [one["p99_ms"] for one in report["results"]] == [180, 60, 70, 65, 90]
+    assert [one["keeps_target"] for one in report["results"]] == [False, True, True, True, True]
+    assert report["results"][-1]["killed"]["in_hand"] == 1
     for one in readings:
-        assert said.count(f"builtin: {one.told.name}  ") == 2  # a row in each table
+        assert said.count(f"builtin: {one.report.name}  ") == 2  # a row in each table
 
 
 def test_a_wrong_score_is_exit_status_1_and_a_missing_nginx_is_said(monkeypatch, capsys):
@@ -244,6 +244,6 @@ def test_a_wrong_score_is_exit_status_1_and_a_missing_nginx_is_said(monkeypatch,
     bad = reading("instance killed", 90, wrong=1, kill=Kill("instance-0", 1, None, True))
     readings = [*four(full=180, capped=60, relay=130, host=120), bad]
     assert run(monkeypatch, readings, "--nginx", "--json", "-") == 1
-    told = json.loads(capsys.readouterr().out)
-    assert "nginx is skipped: there is none on this machine" in told["notes"][0]
-    assert "relay misses it" in told["conclusion"]
+    report = json.loads(capsys.readouterr().out)
+    assert "nginx is skipped: there is none on this machine" in report["notes"][0]
+    assert "relay misses it" in report["conclusion"]

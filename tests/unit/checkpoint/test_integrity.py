@@ -521,6 +521,39 @@ def test_a_run_does_not_begin_before_a_step_of_more_digits(tmp_path: Path):
     _refuse_newer(cast("Job", job))
 
 
+@pytest.mark.parametrize("form", [3, "two"])
+def test_a_run_does_not_take_the_place_of_a_later_format(tmp_path: Path, form: object):
+    """The newest one is skipped, as if it were damaged; going on would write over it."""
+    write(tmp_path, 1)
+    write(tmp_path, 2)
+    path = tmp_path / "step-00000002" / MANIFEST
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format": form, "hash": "other"}))
+    assert read_weights(tmp_path).step == 1
+    job = SimpleNamespace(
+        config=SimpleNamespace(run=SimpleNamespace(checkpoint=str(tmp_path))),
+        trainer=SimpleNamespace(progress=SimpleNamespace(step=1), comm=LocalCommunicator()),
+    )
+    if form == 3:
+        with pytest.raises(CheckpointError, match=r"at step 1, and .* is of format 3, and this"):
+            _refuse_newer(cast("Job", job))
+    else:
+        _refuse_newer(cast("Job", job))  # that is damage
+
+
+def test_a_flipped_bit_in_the_number_of_the_format_is_damage(folder: Path):
+    path = folder / "step-00000002" / MANIFEST
+    text = path.read_text()
+    path.write_text(text.replace('"format": 2', '"format": 3'))
+    with pytest.raises(CheckpointError, match="is damaged: its contents"):
+        read_manifest(path.parent)
+
+
+def test_a_checkpoint_without_its_manifest_is_damaged(folder: Path):
+    (folder / "step-00000002" / MANIFEST).unlink()
+    with pytest.raises(CheckpointError, match=r"is damaged: it has no manifest\.json; use another"):
+        open_checkpoint(folder / "step-00000002")
+
+
 def test_a_second_writer_is_refused_in_one_sentence(folder: Path):
     """A process of its own holds the lock."""
     parent, child = os.pipe()

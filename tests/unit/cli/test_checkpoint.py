@@ -21,8 +21,10 @@ from safetensors.numpy import load_file as load_arrays
 from safetensors.numpy import save_file
 from safetensors.torch import load_file
 
+from nestpipe.checkpoint import disk
 from nestpipe.checkpoint.folder import (
     DENSE,
+    MANIFEST,
     Parent,
     open_checkpoint,
     paths_in,
@@ -104,6 +106,49 @@ def test_prune_keeps_what_the_rules_say(run: Any, copy: Path):
     assert run("prune", copy, "--damaged")[0] == 0
     assert [path.name for path in paths_in(copy)] == ["step-00000012"]
     assert not list(copy.glob(".trash*"))
+
+
+def test_what_would_keep_nothing_is_refused(run: Any, copy: Path):
+    status, _, said = run("prune", copy, "--keep-last", 1, "--keep-best", "auk")
+    assert (status, said.count("\n")) == (2, 1)
+    assert "has the metric 'auk'; they have auc, " in said
+    status, out, _ = run("prune", copy, "--keep-best", "auc")
+    assert (status, out) == (
+        0,
+        "0 removed, 3 in the folder: without --keep-last or --keep-hours all stay\n",
+    )
+
+
+def test_a_checkpoint_in_the_place_of_its_folder_is_taken_or_told(run: Any, copy: Path):
+    status, out, _ = run("ls", copy / "step-00000008")
+    assert status == 0
+    assert re.findall(r"step-\d+", out.partition("─")[2]) == ["step-00000008"]
+    status, _, said = run("prune", copy / "step-00000008", "--keep-last", 1)
+    assert (status, said.count("\n")) == (2, 1)
+    assert said.endswith("step-00000008' is a checkpoint; name the folder that it is in\n")
+
+
+def of_later_format(checkpoint: Path) -> None:
+    """As a later program might write it: `hash` covers `format`, too."""
+    body = json.loads((checkpoint / MANIFEST).read_text())
+    body |= {"format": 3, "hash": "blake3:0123"}
+    (checkpoint / MANIFEST).write_text(json.dumps(body))
+
+
+def test_what_cannot_be_judged_here_is_not_taken_for_damage(
+    run: Any, copy: Path, monkeypatch: pytest.MonkeyPatch
+):
+    of_later_format(copy / "step-00000008")
+    status, out, _ = run("ls", copy, "--json", "-")
+    assert [facts["kind"] for facts in json.loads(out)] == ["full", "unknown", "full"]
+    status, out, _ = run("prune", copy, "--damaged")
+    assert (status, len(paths_in(copy))) == (0, 3)
+    assert "kept step-00000008: " in out
+    assert "is of format 3, and this program reads up to 2" in out
+    monkeypatch.setattr(disk, "xxhash", None)
+    status, out, _ = run("prune", copy, "--damaged")
+    assert (status, len(paths_in(copy))) == (0, 3)
+    assert out.count("pip install xxhash") == 2
 
 
 def test_an_increment_keeps_its_parent(run: Any, copy: Path):

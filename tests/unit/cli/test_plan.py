@@ -96,6 +96,8 @@ def test_a_hardware_file_is_planned_for(run, tmp_path):
         (("--hardware", "no.toml"), "no.toml"),
         (("--profile", "no.json"), "there is no file 'no.json'"),
         (("--steps", 2), "profile at least 6 steps"),
+        (("--out", "/proc/planned.toml"), "cannot write '/proc/planned.toml'"),
+        (("--save-profile", "/proc/no/profile.json"), "cannot write '/proc/no/profile.json'"),
         (("--ranks", 0), "cannot start 0 ranks"),
     ],
 )

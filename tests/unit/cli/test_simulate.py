@@ -80,8 +80,9 @@ def test_a_window_exchanges_less(run):
     assert exchanged("window") < exchanged("micro")
 
 
-def test_the_paper_ends_with_2d_and_with_4096_workers(run):
-    out = words(run("simulate", "paper")[1])
+def test_the_paper_ends_with_2d_and_with_4096_workers(run, tmp_path):
+    out = words(run("simulate", "paper", "--json", tmp_path / "paper.json")[1])
+    assert len(json.loads((tmp_path / "paper.json").read_text())["rows"]) == 49
     assert "NestPipe + 2D-SP at 1,536 workers: " in out
     assert "All2All 452.3 ms (452.34 ms)" in out
     assert "At 4,096 workers, extrapolated: NestPipe" in out

@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -136,11 +137,22 @@ def test_sequences_train_a_retriever_that_beats_popularity(run):
         (["--ranks", "0"], "cannot start 0 ranks"),
         (["--set", "run.timeout_s=0"], "run.timeout_s is 0"),
         (["--trace", "nowhere/trace.json"], "name a file in an existing folder"),
+        (["--json", f"{__file__}/deeper/figures.json"], "test_train.py' is no folder"),
+        (["--json", "/"], "it is a folder"),
         (["nowhere.toml"], "nowhere.toml"),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_status_2(run, arguments, expected):
     refused(expected, *run("train", *SMALL, *arguments))
+
+
+@pytest.mark.parametrize("option", ["--trace", "--report", "--json"])
+def test_what_could_not_be_written_in_the_end_is_refused_before(run, tmp_path, monkeypatch, option):
+    record = ["--set", f"run.record={tmp_path}"]
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)  # root may all
+    expected = f"'{tmp_path}' cannot be written; choose another file"
+    refused(expected, *run("train", *SMALL, *record, option, str(tmp_path / "out")))
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

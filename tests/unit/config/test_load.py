@@ -202,7 +202,7 @@ def test_an_unknown_key_is_refused(mapping: dict[str, Any], message: str):
 @pytest.mark.parametrize(
     ("cls", "mapping", "message"),
     [
-        (Run, {"name": 3}, 'name is 3; give a string such as "text"'),
+        (Run, {"name": 3}, 'name is 3; write it in quotes: "3"'),
         (Run, {"exact": 1}, "exact is 1; give true or false"),
         (Run, {"exact": "yes"}, "exact is 'yes'; give true or false"),
         (Run, {"pipeline": 4}, "pipeline is 4; make it a section, [pipeline]"),
@@ -391,6 +391,12 @@ def test_a_file_beyond_the_limits_of_python_is_refused(tmp_path: Path, text: str
 )
 def test_an_override_is_toml_or_a_bare_word(text: str, value: object):
     assert override({}, [f"link.gbps={text}"]) == {"link": {"gbps": value}}
+
+
+@pytest.mark.parametrize("text", ["0.3", "40", "1e3", "'0.3'"])
+def test_an_override_of_text_may_look_like_a_number(text: str):
+    """A share of memory such as 0.4 is text."""
+    assert build(Run, {}, overrides=[f"name={text}"]).name == text.strip("'")
 
 
 def test_a_later_override_wins():

@@ -16,6 +16,7 @@ from nestpipe.dashboard.record import (
     FAILED,
     FINISHED,
     KEPT,
+    MOST_CHOICES,
     MOST_EVALUATIONS,
     MOST_LANES,
     MOST_POINTS,
@@ -56,7 +57,8 @@ def test_a_record_stays_bounded_and_keeps_totals_and_extremes(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("kind", "most"), [("lanes", MOST_LANES), ("evaluation", MOST_EVALUATIONS)]
+    ("kind", "most"),
+    [("lanes", MOST_LANES), ("evaluation", MOST_EVALUATIONS), ("choice", MOST_CHOICES)],
 )
 def test_other_lines_are_bounded_too_and_the_newest_stays(tmp_path: Path, kind: str, most: int):
     writer = RecordWriter(file_of(tmp_path, 0), {})
@@ -167,7 +169,7 @@ class KnownProbe:
 
     batches: int = 0
     sent: int = 0
-    seen: list[int] = field(default_factory=list[int])
+    chosen: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
 
     def spans(self, batches: int) -> Sequence[Span]:
         first = max(0, self.batches - batches)
@@ -186,6 +188,9 @@ class KnownProbe:
 
     def gauges(self) -> Mapping[str, Any]:
         return {"tables": {"items": 2 * self.batches}}
+
+    def choices(self) -> Sequence[Mapping[str, Any]]:
+        return self.chosen
 
 
 def recorder(folder: Path, probe: KnownProbe, clock: list[float], **given: Any) -> RunRecorder:
@@ -257,6 +262,38 @@ def test_a_run_that_goes_on_adds_to_its_totals(tmp_path: Path):
     assert (last["batches"], last["exposed_ms"]) == (4, {"retrieve": 16.0})
     assert record.end is not None
     assert record.end["status"] == "finished"
+
+
+def test_choices_are_written_once_each_also_where_a_run_goes_on(tmp_path: Path):
+    def chosen(*steps: int) -> list[dict[str, Any]]:
+        return [{"step": step, "micro_batches": 2, "reason": "faster"} for step in steps]
+
+    probe = KnownProbe(chosen=chosen(0))
+    first = recorder(tmp_path, probe, [0.0])
+    for step in (1, 2, 3):
+        first.on_step(Step(step))
+        probe.chosen += chosen(step) if step == 2 else []
+        first.tick()
+    probe.chosen += chosen(9)  # after the checkpoint that the run goes on from
+    first.on_step(Step(10))
+    first.close(FAILED, "a peer was lost")
+    again = recorder(tmp_path, KnownProbe(chosen=chosen(0, 2)), [0.0], first_step=3)
+    again.on_step(Step(4))
+    again.close(FINISHED)
+    record = read_record(file_of(tmp_path, 0))
+    assert [(line["step"], line["reason"]) for line in record.choices] == [
+        (0, "faster"),
+        (2, "faster"),
+    ]
+
+
+def test_a_record_knows_where_its_run_went_on(tmp_path: Path):
+    file = file_of(tmp_path, 0)
+    filled(file, 10)
+    assert read_record(file).about["resumed"] == []
+    for first_step in (4, 8, 6):  # the last from an older checkpoint than the one before
+        RecordWriter(file, {"ranks": 1}, first_step=first_step).add("point", first_step + 3, {})
+    assert read_record(file).about["resumed"] == [4, 6]
 
 
 def test_the_thread_writes_by_itself_and_stops(tmp_path: Path):

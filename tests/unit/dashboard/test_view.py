@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 
-from nestpipe.dashboard.record import file_of, read_record
-from nestpipe.dashboard.view import LOST_S, MOST_SHOWN, RunFolder, page_data
+from nestpipe.dashboard.record import RecordWriter, file_of, read_record
+from nestpipe.dashboard.view import LOST_S, MOST_SHOWN, RESOURCES, RunFolder, page_data
 from nestpipe.errors import ConfigError, ParseError
-from support.recorded_runs import COMPUTE_MS, IDLE_MS, KINDS, STEP_MS, written_run
+from nestpipe.schedule import Kind, Lane, PlanOptions
+from nestpipe.schedule.plans import nested
+from support.recorded_runs import COMPUTE_MS, IDLE_MS, KINDS, STEP_MS, about, written_run
 
 
 def data_of(folder: Path, **given: Any) -> dict[str, Any]:
@@ -177,3 +179,102 @@ def test_a_point_that_lacks_figures_does_not_end_the_page(tmp_path: Path):
         more.write('{"kind":"point","step":4,"time":1}\n{"kind":"lanes","step":4,"time":1}\n')
     assert len(read_record(file).points) == 4
     assert data_of(tmp_path)["run"]["step"] == 4
+
+
+def changed(folder: Path, rank: int, **of_a_step: float) -> Path:
+    """The run with other totals on one rank: `lane_ms__net=9` is so much in each step."""
+    file = file_of(folder / "record", rank)
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    for line in (line for line in lines if line["kind"] == "point"):
+        for name, value in of_a_step.items():
+            group, _, kind = name.partition("__")
+            of = line[group] if kind else line
+            of[kind or group] = value * line["steps"]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def test_what_a_step_is_spent_on_adds_up_and_the_largest_part_is_named(tmp_path: Path):
+    limit = data_of(written_run(tmp_path, 100))["limit"]
+    parts = {part["resource"]: part["ms"] for part in limit["parts"]}
+    assert parts == pytest.approx({"compute": COMPUTE_MS, "net": 2.0, "host": 1.0, "idle": IDLE_MS})
+    assert sum(part["share"] for part in limit["parts"]) == pytest.approx(1)
+    assert [part["resource"] for part in limit["parts"]] == ["compute", "net", "host", "idle"]
+    assert (limit["resource"], limit["op"], limit["rank"]) == ("compute", None, None)
+
+
+def test_the_op_that_the_longest_exposed_part_waits_for_is_named(tmp_path: Path):
+    more = {"exposed_ms__retrieve": 20.0, "exposed_ms__writeback": 4.0, "step_ms": STEP_MS + 23}
+    limit = data_of(changed(written_run(tmp_path, 100), 0, **more))["limit"]
+    assert (limit["resource"], limit["op"]) == ("host", "retrieve")
+    assert limit["parts"][0]["ms"] == pytest.approx(24)
+
+
+def test_a_slow_rank_is_named_and_not_blamed_on_the_network(tmp_path: Path):
+    folder = written_run(tmp_path, 100, ranks=3)
+    for rank, network in enumerate((60.0, 61.0, 5.0)):
+        waits = {"lane_ms__net": network, "exposed_ms__rows": network, "step_ms": STEP_MS + network}
+        changed(folder, rank, **waits)
+    changed(folder, 2, step_ms=STEP_MS + 61, compute_ms=COMPUTE_MS + 56)
+    limit = data_of(folder)["limit"]
+    assert (limit["resource"], limit["rank"]) == ("wait", 2)
+    assert sum(part["share"] for part in limit["parts"]) == pytest.approx(1)
+
+
+def test_time_between_steps_is_said_where_there_is_much_of_it(tmp_path: Path):
+    spent = {"seconds": STEP_MS / 1e3 / 0.9}
+    assert data_of(changed(written_run(tmp_path, 100), 0, **spent))["limit"]["between_steps"] == 0
+    spent = {"seconds": STEP_MS / 1e3 / 0.6}
+    limit = data_of(changed(tmp_path, 0, **spent))["limit"]
+    assert limit["between_steps"] == pytest.approx(0.4)
+
+
+def test_nothing_limits_a_run_that_was_not_timed(tmp_path: Path):
+    assert data_of(written_run(tmp_path / "empty", 0, end=None))["limit"] is None
+    run = written_run(tmp_path / "run", 1)
+    changed(run, 0, batches=0, step_ms=0, compute_ms=0)
+    assert data_of(run)["limit"] is None
+
+
+def test_steps_without_a_loss_are_counted_and_the_newest_is_not_a_number(tmp_path: Path):
+    good = data_of(written_run(tmp_path / "good", 100))
+    assert (good["now"]["losses_not_finite"], good["now"]["loss_is_finite"]) == (0, True)
+    assert not any(good["series"]["loss_not_finite"])
+    file = file_of(written_run(tmp_path / "bad", 100) / "record", 0)
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    for line in lines:
+        if line["kind"] == "point" and line["step"] > 90:
+            line["finite"] = 90
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    bad = data_of(tmp_path / "bad")
+    assert (bad["now"]["losses_not_finite"], bad["now"]["loss_is_finite"]) == (10, False)
+    assert bad["series"]["loss_not_finite"][-10:] == [1] * 10
+    assert bad["series"]["loss_not_finite"][-11] == 0
+
+
+def test_kinds_of_ops_have_the_resource_of_their_lane():
+    """A new kind of op must not be taken for the network without anybody having thought of it."""
+    shape = nested(PlanOptions()).shape
+    lanes = {Lane.NET: "net", Lane.KEYS: "net", Lane.DENSE_NET: "net", Lane.ROUTE: "route"}
+    lanes |= {Lane.HOST: "host", Lane.WRITE: "host", Lane.LOADER: "load", Lane.COPY: "load"}
+    for kind in Kind:
+        expected = lanes.get(shape.lane(kind), "compute")
+        if kind in (Kind.SYNC, Kind.SWAP):
+            expected = "host"  # part of how rows come to the device
+        assert RESOURCES.get(kind.value, "net") == expected, kind
+
+
+def test_choices_of_an_adaptive_run_are_shown_with_their_reasons(tmp_path: Path):
+    folder = written_run(tmp_path, 20, end=None)
+    writer = RecordWriter(file_of(folder / "record", 0), about(0, 1, 40), first_step=20)
+    settings = {"first": 1.0, "last": 0.5, "device_memory": "auto", "reason": "the fastest"}
+    writer.add("choice", 8, {"micro_batches": 2, **settings})
+    data = data_of(folder)
+    assert data["choices"] == [{"step": 8, "micro_batches": 2, **settings}]
+    assert data["run"]["resumed"] == [20]
+
+
+def test_groups_that_read_more_rows_than_they_asked_for_show_no_negative_part(tmp_path: Path):
+    data = data_of(changed(written_run(tmp_path, 10), 0, rows_read=1200))  # 800 were asked for
+    assert data["series"]["without_read"] == [0] * 10
+    assert data["now"]["without_read"] == 0

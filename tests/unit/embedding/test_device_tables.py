@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import accumulate
+from typing import cast
 
 import pytest
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nestpipe.batch import Batch
+from nestpipe.batch import Batch, PackedColumns
 from nestpipe.comm import Communicator
 from nestpipe.embedding import device_tables
 from nestpipe.embedding.pool import RowPool
 from nestpipe.embedding.slot_transfer import SlotList
 from nestpipe.jagged import Jagged
+from nestpipe.kernels import host_memory
+from nestpipe.kernels.index.library import ask
 from nestpipe.models.dlrm import Dlrm, DlrmConfig
-from nestpipe.runtime import ThreadLanes
-from nestpipe.schedule import Lane, Retrieval, with_separate_key_group
+from nestpipe.runtime import Act, ThreadLanes, Work
+from nestpipe.schedule import Kind, Lane, Op, Retrieval, with_separate_key_group
 from nestpipe.train import trainer as trainer_module
 from nestpipe.train.config import PipelineSettings, RowSettings, TrainSettings
+from nestpipe.train.ops import TrainingWork
 from nestpipe.train.trainer import Trainer
+from support import step_memory
 from support.emulated_kernels import pools_on_emulated_gpu
 from support.thread_ranks import run_ranks
 
@@ -339,3 +346,82 @@ def test_a_steady_step_has_few_operations():
         trainer.fit(Packed())  # type: ignore[arg-type]
         trainer.close()
     assert {kind: len(noted[kind]) for kind in FEW} == FEW
+
+
+@pytest.mark.usefixtures("on_device")
+def test_a_step_takes_the_memory_of_the_formula(monkeypatch):
+    """Of docs/store.md; what a device would have is host memory here. Ten percent either way."""
+    samples = 400
+
+    def copied(self: Batch, *_: object, **__: object) -> Batch:
+        if self.packed is None:  # the one behind the end
+            return self
+        parts = {dtype: part.clone() for dtype, part in self.packed.parts.items()}
+        return PackedColumns(parts, self.packed.layout).unpack(self)
+
+    monkeypatch.setattr(Batch, "to", copied)
+    monkeypatch.setattr(host_memory._MEMORY, "empty", lambda s, dtype: torch.empty(*s, dtype=dtype))
+    source = step_memory.Samples(samples)
+    with pools_on_emulated_gpu():
+        trained = step_memory.make_trainer("serial", "cpu", samples)
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            trained.fit(source)  # type: ignore[arg-type]
+        assert trained.plan.shape.pooled
+        assert all(pool.moves_nothing(step_memory.STEPS - 1) for pool in trained._storage.pools)
+        wanted = step_memory.formula(trained.plan, samples, sort_bytes_on_cpu(samples))
+        trained.close()
+    assert profiler.profiler is not None
+    assert profiler.profiler.kineto_results is not None
+    every = profiler.profiler.kineto_results.events()
+    taken = sorted(
+        (of.start_ns(), of.nbytes())  # type: ignore[attr-defined]
+        for of in every
+        if of.name() == "[memory]"
+    )
+    peak = max(accumulate(num_bytes for _, num_bytes in taken)) - step_memory.pool_bytes(samples)
+    assert 0.9 * wanted <= peak <= 1.1 * wanted, f"{peak:,} bytes where the formula has {wanted:,}"
+
+
+def sort_bytes_on_cpu(samples: int) -> Callable[[int], int]:
+    bits = step_memory.slots_for(samples).bit_length()
+    return lambda terms: ask(torch.device("cpu"), "nestpipe_sort_bytes", terms, bits)
+
+
+@pytest.mark.parametrize("plan", ["serial", "nested"])
+@pytest.mark.usefixtures("on_device")
+def test_as_many_batches_are_in_device_memory_as_the_formula_has(plan, monkeypatch):
+    """Never more, however far the host runs ahead; and so many."""
+    waiting = frozenset({Lane.LOADER, Lane.HOST, Lane.WRITE})
+    if plan == "nested":
+        monkeypatch.setattr(Trainer, "placed", lambda self, made: with_separate_key_group(made))
+        lanes = ThreadLanes(inline=frozenset(Lane) - waiting)
+        monkeypatch.setattr(trainer_module, "lanes_for", lambda *_, **__: lanes)
+    most = {Kind.COPY: 0, Kind.UNION: 0, Kind.ROWS: 0}
+
+    def around(work: Work) -> Work:
+        training = cast("TrainingWork", getattr(work[Kind.COPY], "__self__"))  # noqa: B009
+
+        def alive(kind: Kind) -> int:
+            batches = list(training.tables.in_flight.values())
+            if kind is Kind.COPY:
+                return sum(bool(of.micros) for of in list(training.in_flight.values()))
+            held = "terms" if kind is Kind.UNION else "seen_OD"
+            return sum(getattr(of[0], held) is not None for of in batches)  # type: ignore[index]
+
+        def counted(kind: Kind, act: Act) -> Act:
+            def call(op: Op) -> None:
+                act(op)
+                most[kind] = max(most[kind], alive(kind))
+
+            return call if kind in most else act
+
+        return {kind: counted(kind, act) for kind, act in work.items()}
+
+    with pools_on_emulated_gpu():
+        trained = step_memory.make_trainer(plan, "cpu", 20, around)
+        trained.fit(step_memory.Samples(20))  # type: ignore[arg-type]
+        bound = step_memory.in_flight(trained.plan)
+        trained.close()
+    assert all(found <= many for found, many in zip(most.values(), bound, strict=True))
+    if plan == "serial":
+        assert tuple(most.values()) == bound

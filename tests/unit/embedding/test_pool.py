@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,13 +11,21 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nestpipe.embedding import slot_transfer
-from nestpipe.embedding.pool import RowPool, SlotRows, pool_sizes, pools_on_one_device
+from nestpipe.embedding.pool import (
+    PoolSnapshot,
+    RowPool,
+    SlotRows,
+    pool_sizes,
+    pools_on_one_device,
+)
 from nestpipe.embedding.slot_transfer import DirectTransfer, StagedTransfer
 from nestpipe.embedding.store import StoreLayout, open_store
 from nestpipe.embedding.store.host import NativeStore
-from nestpipe.embedding.store.protocol import RowStore
+from nestpipe.embedding.store.protocol import ReadOnlyRows, RowStore
 from nestpipe.errors import ConfigError
 from nestpipe.kernels.index.device_index import KeyCells
+from nestpipe.train.background import TrackedStore
+from support.emulated_kernels import pools_on_emulated_gpu
 
 CPU = torch.device("cpu")
 LAYOUT = StoreLayout(table_seeds=(5, 9), init_stds=(0.1, 0.2), dim=3, state_dim=2)
@@ -29,10 +39,12 @@ def pool_of(slots: int, store: RowStore | None = None) -> RowPool:
 def reach_rows_by_address(pool: RowPool) -> None:
     """As with a pinned store on a GPU."""
     store = pool._store
-    assert isinstance(store, NativeStore)
-    store.pin = lambda: True  # type: ignore[method-assign]
-    by_store = StagedTransfer(store, pool.rows_SW, LAYOUT.num_tables)
-    pool._transfer = DirectTransfer(store, pool.rows_SW, LAYOUT.num_tables, by_store)
+    if isinstance(store, NativeStore):
+        store.pin = lambda: True  # type: ignore[method-assign]
+    by_store = StagedTransfer(store, pool.rows_SW, pool._stored_S, LAYOUT.num_tables)
+    pool._transfer = DirectTransfer(
+        store, pool.rows_SW, pool._stored_S, LAYOUT.num_tables, by_store
+    )
 
 
 def laid_out(batch: list[tuple[int, int]]) -> tuple[Tensor, KeyCells]:
@@ -98,6 +110,122 @@ def check_against_a_dictionary(
         rows_1W = torch.empty(1, LAYOUT.width)
         store.gather(torch.tensor([key]), [1 - table, table], rows_1W)
         assert rows_1W[0, -1].item() == value
+
+
+CHECKPOINT, EVALUATION = "checkpoint", "evaluation"
+
+
+@pytest.mark.parametrize("transfer", ["staged", "direct"])
+@pytest.mark.parametrize("holds", [2, 3])
+@given(
+    runs=RUNS,
+    acts=st.lists(st.sampled_from([CHECKPOINT, EVALUATION, ""]), min_size=3, max_size=3),
+    more_slots=st.integers(0, 14),
+)
+def test_a_snapshot_is_what_a_flush_would_have_written(holds, transfer, runs, acts, more_slots):
+    """Two pools live the same life; at checkpoints one is copied and the other one flushed."""
+    copied, flushed = (
+        tracked_pool(8 * holds + more_slots, direct=transfer == "direct") for _ in range(2)
+    )
+    models: list[dict[tuple[int, int], float]] = [{}, {}]
+    for batches, act in zip(runs, acts, strict=False):
+        for pool, model in zip((copied, flushed), models, strict=True):
+            train(pool, batches, model, holds)
+            if act == EVALUATION:
+                pool.flush()
+        if act == CHECKPOINT:
+            snapshot = copied.snapshot()
+            assert snapshot is not None
+            flushed.flush()
+            of_flush, of_copies = rows_touched(flushed), rows_touched(copied, snapshot)
+            assert of_copies == of_flush
+            counts = zip(copied._store.num_rows(), snapshot.not_stored, strict=True)
+            assert [sum(of) for of in counts] == flushed._store.num_rows()
+            for pool in (copied, flushed):
+                pool._store.track()  # type: ignore[attr-defined]
+    for pool in (copied, flushed):
+        pool.flush()
+    assert copied._store.num_rows() == flushed._store.num_rows()
+
+
+def tracked_pool(slots: int, *, direct: bool) -> RowPool:
+    store = open_store(LAYOUT, native=direct)
+    if direct:
+        store.pin = lambda: True  # type: ignore[method-assign]
+    tracked = TrackedStore(store)
+    tracked.track()
+    pool = pool_of(slots, tracked)
+    if direct:
+        reach_rows_by_address(pool)
+    return pool
+
+
+def rows_touched(pool: RowPool, snapshot: PoolSnapshot | None = None) -> dict[object, list[float]]:
+    """By table and key what the store notes as touched, then what the snapshot has."""
+    store, found = pool._store, dict[object, list[float]]()
+    assert isinstance(store, TrackedStore)
+    for table, keys_K in enumerate(store.touched()):
+        for keys, rows in store.rows_at(table, keys_K):
+            found |= {
+                (table, key): row for key, row in zip(keys.tolist(), rows.tolist(), strict=True)
+            }
+    of_tables = [] if snapshot is None else snapshot.of_tables(lambda tensor: tensor, 3)
+    for table, (keys_K, blocks) in enumerate(of_tables):
+        assert keys_K.tolist() == sorted(set(keys_K.tolist()))
+        rows = [row for block in blocks for row in block.tolist()]
+        found |= {(table, key): row for key, row in zip(keys_K.tolist(), rows, strict=True)}
+    return found
+
+
+def test_copies_of_a_snapshot_stay_while_rows_are_trained_and_leave():
+    pool, model = tracked_pool(16, direct=False), dict[tuple[int, int], float]()
+    train(pool, [[(0, key)] for key in range(8)], model)
+    snapshot = pool.snapshot()
+    assert snapshot is not None
+    before = rows_touched(pool, snapshot)
+    train(pool, [[(0, key), (1, key + 100)] for key in range(40)], model)
+    pool._store.track()  # type: ignore[attr-defined]
+    assert rows_touched(pool, snapshot) == before
+    assert [value[-1] for value in before.values()] == [float(t + 1) for t in range(8)]
+
+
+@pytest.mark.parametrize("transfer", ["staged", "direct"])
+def test_rows_that_came_back_are_counted_once(transfer):
+    """All that batch 6 asks for is in the store, some of batch 8, nothing of the others."""
+    pool, model = tracked_pool(4, direct=transfer == "direct"), dict[tuple[int, int], float]()
+    batches = [[(0, 2 * t), (0, 2 * t + 1)] for t in range(6)]
+    for last in ([(0, 0), (0, 1)], [(0, 10), (0, 11)], [(0, 2), (0, 99)]):
+        batches.append(last)
+        train(pool, batches, model)
+        snapshot = pool.snapshot()
+        assert snapshot is not None
+        assert pool._store.num_rows()[0] + snapshot.not_stored[0] == len(model)
+        batches = [[(0, 4), (0, 5)], [(0, 6), (0, 7)]]
+
+
+def test_a_row_made_in_the_slot_of_an_erased_one_is_not_stored():
+    """Each time two rows are here that the store has not; then one leaves it, and its slot."""
+    with pools_on_emulated_gpu():
+        store = TrackedStore(open_store(LAYOUT, native=True))
+        store.track()
+        pool = pool_of(4, store)
+        for keys, not_stored in (([1, 2], 2), ([7, 2], 1), ([8, 9], 2)):
+            pool.begin_run()
+            pool.admit(0, *laid_out([(0, key) for key in keys]))
+            pool.retrieve(0)
+            snapshot = pool.snapshot()
+            assert snapshot is not None
+            assert snapshot.not_stored == [not_stored, 0]
+            pool.flush()
+            erased = torch.tensor(keys[:1])
+            store.erase(erased, [1, 0])
+            pool.forget_rows(0, erased)
+
+
+def test_a_store_that_keeps_some_rows_only_must_see_them_all():
+    pool = pool_of(8, ReadOnlyRows(open_store(LAYOUT, native=False)))
+    train(pool, [[(0, 1)]], {})
+    assert pool.snapshot() is None
 
 
 @pytest.mark.parametrize("transfer", ["staged", "direct"])
@@ -168,7 +296,7 @@ def test_a_pool_too_small_for_the_first_batch_says_so_too():
     pool = pool_of(1)
     pool.begin_run()
     pool.admit(0, *laid_out([(0, 1), (0, 2)]))
-    with pytest.raises(ConfigError, match=r"1 rows \(0.086 KB\) .* batch 0 needs up to 1 more"):
+    with pytest.raises(ConfigError, match=r"1 rows \(0.087 KB\) .* batch 0 needs up to 1 more"):
         pool.retrieve(0)
 
 
@@ -178,6 +306,18 @@ def test_rows_that_were_loaded_beside_the_pool_are_found():
     pool.clear()
     pool._store.scatter(torch.tensor([1]), [1, 0], torch.full((1, LAYOUT.width), 7.0))
     train(pool, [[(0, 1)]], {(0, 1): 7.0})
+
+
+def test_rows_are_looked_for_only_where_batches_came_since_the_last_flush(monkeypatch):
+    """Who reads a thousand tables one by one would look through the whole pool for each."""
+    pool, model = pool_of(16), dict[tuple[int, int], float]()
+    train(pool, [[(0, 1), (1, 2)]], model)
+    pool.flush()
+    looked: list[int] = []
+    monkeypatch.setattr(pool, "_write", looked.append)
+    monkeypatch.setattr(pool.index, "stamps_S", None)
+    pool.flush()
+    assert not looked
 
 
 @pytest.mark.parametrize("words", ["", "GB", "-1GB", "0", "1.5", "lots", "40 XB"])
@@ -190,8 +330,13 @@ def test_sizes_share_memory_so_that_every_table_gets_as_many_rows():
     wide = StoreLayout(table_seeds=(1,), init_stds=(0.1,), dim=64, state_dim=64)
     narrow, single = pool_sizes("1MB", [LAYOUT, wide], CPU)
     assert narrow == 2 * single
-    assert 900_000 < narrow * (32 + 54) + single * (512 + 54) <= 1_000_000
+    assert 900_000 < narrow * (32 + 55) + single * (512 + 55) <= 1_000_000
     assert pool_sizes("0.1", [LAYOUT], CPU)[0] > 1000
+
+
+def test_more_memory_than_is_free_is_refused_before_training():
+    with pytest.raises(ConfigError, match=r"'900TB', and .* of host memory are free"):
+        pool_sizes("900TB", [replace(LAYOUT, dim=10_000_000)], CPU)
 
 
 def test_a_pool_is_not_larger_than_its_tables_can_be():

@@ -46,9 +46,9 @@ def run(service, made, *, settings=SETTINGS, target_ms=50.0, cap=None, warmup_s=
     return report("", driven, target_ms=target_ms, seconds=4.0, warmup_s=warmup_s)
 
 
-def latency(told: Report) -> Latency:
-    assert told.latency is not None, "nothing was answered"
-    return told.latency
+def latency(figures: Report) -> Latency:
+    assert figures.latency is not None, "nothing was answered"
+    return figures.latency
 
 
 def inline(ms: float, **more) -> FormulaService:
@@ -56,82 +56,82 @@ def inline(ms: float, **more) -> FormulaService:
 
 
 def test_an_idle_server_answers_in_its_service_time():
-    told = run(inline(10), regular(100, 0.02))
-    assert latency(told).p50_ms == pytest.approx(10)
-    assert latency(told).p99_ms == pytest.approx(10)
-    assert told.compliant == told.requests == 100
-    assert told.compliant_per_s == 25
-    assert told.valid
-    assert told.keeps_target
+    figures = run(inline(10), regular(100, 0.02))
+    assert latency(figures).p50_ms == pytest.approx(10)
+    assert latency(figures).p99_ms == pytest.approx(10)
+    assert figures.compliant == figures.requests == 100
+    assert figures.compliant_per_s == 25
+    assert figures.valid
+    assert figures.keeps_target
 
 
 def test_a_queue_grows_by_what_does_not_fit():
     # Every 20 ms 30 ms of work: request i waits 10 i ms.
-    told = run(inline(30), regular(100, 0.02), target_ms=55)
-    assert latency(told).p50_ms == pytest.approx(30 + 10 * 49)
-    assert latency(told).p99_ms == pytest.approx(30 + 10 * 98)
-    assert latency(told).max_ms == pytest.approx(30 + 10 * 99)
-    assert told.compliant == 3  # 30, 40 and 50 ms
-    assert not told.keeps_target
+    figures = run(inline(30), regular(100, 0.02), target_ms=55)
+    assert latency(figures).p50_ms == pytest.approx(30 + 10 * 49)
+    assert latency(figures).p99_ms == pytest.approx(30 + 10 * 98)
+    assert latency(figures).max_ms == pytest.approx(30 + 10 * 99)
+    assert figures.compliant == 3  # 30, 40 and 50 ms
+    assert not figures.keeps_target
 
 
 def test_nobody_waits_for_an_answer_before_asking_again():
     # All come at once: a closed loop would see 10 ms for each.
-    told = run(inline(10), regular(20, 0.0))
-    assert latency(told).max_ms == pytest.approx(200)
+    figures = run(inline(10), regular(20, 0.0))
+    assert latency(figures).max_ms == pytest.approx(200)
 
 
 def test_a_ready_prefix_makes_the_ranking_short():
     service = inline(200, rank_ms=lambda length: 5, prefix_ms=lambda length: 8)
-    told = run(service, regular(50, 0.02))
-    assert set(told.paths) == {"hbm_hit"}
-    assert told.outcomes == {"admitted": 50}
+    figures = run(service, regular(50, 0.02))
+    assert set(figures.paths) == {"hbm_hit"}
+    assert figures.outcomes == {"admitted": 50}
     # The signal of another request may be under way when a ranking comes, each 8 ms.
-    assert latency(told).p99_ms <= 5 + 8 + 1e-6
-    assert told.keeps_target
+    assert latency(figures).p99_ms <= 5 + 8 + 1e-6
+    assert figures.keeps_target
 
 
 def test_a_prefix_that_is_not_ready_is_a_late_hit():
-    told = run(
+    figures = run(
         inline(200, rank_ms=lambda length: 5, prefix_ms=lambda length: 130), regular(1, 0.02)
     )
-    assert told.paths["late_hit"].p50_ms == pytest.approx(30 + 5)
+    assert figures.paths["late_hit"].p50_ms == pytest.approx(30 + 5)
 
 
 def test_returning_users_are_found():
     service = inline(200, rank_ms=lambda length: 5)
     twice = [*regular(10, 0.02), *(replace(v, number=v.number + 10) for v in regular(10, 0.02))]
     twice = [replace(v, signal_s=v.signal_s + v.number, rank_s=v.rank_s + v.number) for v in twice]
-    told = run(service, twice)
-    assert told.outcomes == {"admitted": 10, "already_cached": 10}
-    assert told.reused == 0.5
-    assert told.wasted == 0
+    figures = run(service, twice)
+    assert figures.outcomes == {"admitted": 10, "already_cached": 10}
+    assert figures.reused == 0.5
+    assert figures.wasted == 0
 
 
 def test_cut_answers_do_not_count_as_compliant():
-    told = run(inline(5, cut_length=64), regular(100, 0.02))
-    assert latency(told).p99_ms == pytest.approx(5)
-    assert told.cuts == 100
-    assert told.used.mean == told.used.p50 == 64
-    assert told.asked.mean == told.asked.p50 == 128
-    assert told.compliant_per_s == 0
-    assert not told.keeps_target
+    figures = run(inline(5, cut_length=64), regular(100, 0.02))
+    assert latency(figures).p99_ms == pytest.approx(5)
+    assert figures.cuts == 100
+    assert figures.used.mean == figures.used.p50 == 64
+    assert figures.asked.mean == figures.asked.p50 == 128
+    assert figures.compliant_per_s == 0
+    assert not figures.keeps_target
 
 
 def test_a_capped_client_does_not_count_either():
-    told = run(inline(5), regular(100, 0.02), cap=64)
-    assert set(told.paths) == {"miss_full"}  # all that the service was given
-    assert told.cuts == 100
-    assert told.compliant == 0
+    figures = run(inline(5), regular(100, 0.02), cap=64)
+    assert set(figures.paths) == {"miss_full"}  # all that the service was given
+    assert figures.cuts == 100
+    assert figures.compliant == 0
 
 
 def test_requests_without_room_are_shed_and_counted():
-    told = run(inline(100, queue=2), regular(100, 0.02))
-    assert told.sheds > 50
-    assert latency(told).count + told.sheds == 100
-    assert told.errors == 0
-    assert told.spoilt == told.sheds / 100
-    assert not told.keeps_target
+    figures = run(inline(100, queue=2), regular(100, 0.02))
+    assert figures.sheds > 50
+    assert latency(figures).count + figures.sheds == 100
+    assert figures.errors == 0
+    assert figures.spoilt == figures.sheds / 100
+    assert not figures.keeps_target
 
 
 def test_errors_and_lost_signals_are_counted():
@@ -144,12 +144,12 @@ def test_errors_and_lost_signals_are_counted():
             failed.set_exception(ValueError("bad"))
             return failed
 
-    told = run(Broken(time=VirtualTime(), full_ms=lambda length: 1), regular(10, 0.02))
-    assert told.errors == 10
-    assert told.sheds == 0
-    assert told.latency is None
-    assert told.outcomes == {"lost": 10}
-    assert not told.keeps_target
+    figures = run(Broken(time=VirtualTime(), full_ms=lambda length: 1), regular(10, 0.02))
+    assert figures.errors == 10
+    assert figures.sheds == 0
+    assert figures.latency is None
+    assert figures.outcomes == {"lost": 10}
+    assert not figures.keeps_target
 
 
 def test_what_is_never_answered_is_counted():
@@ -157,9 +157,9 @@ def test_what_is_never_answered_is_counted():
         def rank(self, request):
             return Future()
 
-    told = run(Silent(time=VirtualTime(), full_ms=lambda length: 1), regular(10, 0.02))
-    assert told.unanswered == 10
-    assert told.spoilt == 1
+    figures = run(Silent(time=VirtualTime(), full_ms=lambda length: 1), regular(10, 0.02))
+    assert figures.unanswered == 10
+    assert figures.spoilt == 1
 
 
 def test_a_prefix_that_its_ranking_did_not_use_is_wasted():
@@ -167,8 +167,8 @@ def test_a_prefix_that_its_ranking_did_not_use_is_wasted():
         def prefetch(self, signal):
             return AdmissionOutcome.ADMITTED
 
-    told = run(Forgetful(time=VirtualTime(), full_ms=lambda length: 1), regular(10, 0.02))
-    assert told.wasted == 10
+    figures = run(Forgetful(time=VirtualTime(), full_ms=lambda length: 1), regular(10, 0.02))
+    assert figures.wasted == 10
 
 
 class LatePace(VirtualTime):
@@ -180,18 +180,18 @@ class LatePace(VirtualTime):
 
 def test_a_late_driver_is_reported_and_its_run_is_not_valid():
     time = LatePace()
-    told = run(FormulaService(time=time, full_ms=lambda length: 1), regular(10, 0.1), pace=time)
-    assert told.late_p99_ms == pytest.approx(20)
-    assert not told.valid
-    assert not told.keeps_target
+    figures = run(FormulaService(time=time, full_ms=lambda length: 1), regular(10, 0.1), pace=time)
+    assert figures.late_p99_ms == pytest.approx(20)
+    assert not figures.valid
+    assert not figures.keeps_target
     # Latency counts from when the request was due, so lateness cannot hide in it.
-    assert latency(told).p50_ms >= 21 - 1e-6
+    assert latency(figures).p50_ms >= 21 - 1e-6
 
 
 def test_the_warm_up_is_not_measured():
-    told = run(inline(10), regular(100, 0.02), warmup_s=1.0)
-    assert told.requests == 50
-    assert told.seconds == 3.0
+    figures = run(inline(10), regular(100, 0.02), warmup_s=1.0)
+    assert figures.requests == 50
+    assert figures.seconds == 3.0
 
 
 def test_what_the_service_counts_is_what_it_went_up_by():
@@ -264,7 +264,7 @@ def plot_run(ms: float, **more):
     return drive(service, list(legs(PLOT_SETTINGS, visits(PLOT_SETTINGS))), service.time)
 
 
-def told(ms: float):
+def figures(ms: float):
     return report("", plot_run(ms), target_ms=50, seconds=2, warmup_s=0)
 
 
@@ -278,7 +278,7 @@ def test_a_curve_ends_at_the_share_of_full_answers():
 
 
 def test_p99_over_what_was_tried_is_in_order():
-    steps = [SearchStep(40, (told(10),), True), SearchStep(20, (told(5),), True)]
+    steps = [SearchStep(40, (figures(10),), True), SearchStep(20, (figures(5),), True)]
     values, p99_ms = p99_curve(steps)
     assert values == [20, 40]
     assert p99_ms[0] < p99_ms[1]
@@ -292,7 +292,7 @@ def test_pictures_are_written(tmp_path, kind):
     plot_latencies(path, {"A": plot_run(1), "B": plot_run(1, cut_length=64)}, 50.0)
     assert path.stat().st_size > 1000
     path.unlink()
-    plot_search(path, {"A": [SearchStep(20, (told(5),), True)]}, 50.0, "requests per second")
+    plot_search(path, {"A": [SearchStep(20, (figures(5),), True)]}, 50.0, "requests per second")
     assert path.stat().st_size > 1000
 
 

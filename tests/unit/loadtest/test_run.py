@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from nestpipe.loadtest.run import prompt_driver
+from nestpipe.loadtest.run import prioritised_driver
 
 pytestmark = pytest.mark.skipif(
     not hasattr(os, "sched_setscheduler"), reason="this system has no real-time priorities"
@@ -30,7 +30,7 @@ def policy_of_new_thread() -> int:
 @pytest.mark.parametrize("inherited", [False, True])
 def test_the_driver_runs_first_and_its_threads_only_where_asked(inherited: bool):
     before = policy()
-    with prompt_driver(with_new_threads=inherited) as prompt:
+    with prioritised_driver(with_new_threads=inherited) as prompt:
         assert policy() == (os.SCHED_FIFO if prompt else before)
         first = os.SCHED_FIFO if prompt and inherited else before
         assert policy_of_new_thread() == first
@@ -43,13 +43,13 @@ def test_without_the_right_to_it_the_driver_runs_as_before(monkeypatch: pytest.M
 
     monkeypatch.setattr(os, "sched_setscheduler", refuse)
     before = policy()
-    with prompt_driver() as prompt:
+    with prioritised_driver() as prompt:
         assert not prompt
         assert policy() == before
 
 
 def test_a_failure_gives_the_priority_back_too():
     before = policy()
-    with pytest.raises(ZeroDivisionError), prompt_driver():
+    with pytest.raises(ZeroDivisionError), prioritised_driver():
         _ = 1 / 0
     assert policy() == before

@@ -90,7 +90,7 @@ def test_most_seeds_decide_and_no_more_are_run_than_needed():
         return regular_run(10, 128, lambda length: 60 if slow else 10)
 
     steps = []
-    found = search(attempt, 100, low=1, high=400, seeds=(0, 1, 2), told=steps.append)
+    found = search(attempt, 100, low=1, high=400, seeds=(0, 1, 2), on_step=steps.append)
     assert tried[:5] == [(100, 0), (100, 1), (100, 2), (200, 0), (200, 1)]
     assert found.value == 100
     assert tuple(steps) == found.steps

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
@@ -87,23 +88,38 @@ def test_from_a_bad_start_it_settles_near_the_best_fixed_setting(start, world):
     assert len(tried) <= 12
 
 
+def settled_where(step_ms: Callable[[Choice, int], float]) -> Choice:
+    """What it settles on from 32, where a setting takes so long in each of its looks."""
+    search, current, settled = SettingSearch(256, plan_of), Choice(micro_batches=32), False
+    looks: dict[Choice, int] = {}
+    for _ in range(20):
+        now = current.setting
+        looks[now] = looks.get(now, 0) + 1
+        trace = world_trace(now, fixed=1.0, net=20.0, dense=20.0)
+        longer = step_ms(now, looks[now]) / median(step_times(trace))
+        spans = tuple(replace(s, start=longer * s.start, end=longer * s.end) for s in trace.spans)
+        current, settled = search.next_after(now, replace(trace, spans=spans))
+        if settled:
+            return current.setting
+    raise AssertionError("it never settles")
+
+
 def test_what_lies_behind_a_worse_setting_is_found():
     """Four micro-batches are slower than eight here, and two are faster than both."""
     steps = {1: 43.0, 2: 36.0, 4: 46.0, 8: 44.5, 16: 55.0, 32: 98.0}
-    search, current, settled, tried = (
-        SettingSearch(256, plan_of),
-        Choice(micro_batches=32),
-        False,
-        0,
-    )
-    while not settled and tried < 12:
-        trace = world_trace(current, fixed=1.0, net=20.0, dense=20.0)
-        longer = steps.get(current.micro_batches, 60.0) / median(step_times(trace))
-        spans = tuple(replace(s, start=longer * s.start, end=longer * s.end) for s in trace.spans)
-        current, settled = search.next_after(current.setting, replace(trace, spans=spans))
-        tried += 1
-    assert settled
-    assert current.micro_batches == 2
+    last = settled_where(lambda one, look: steps.get(one.micro_batches, 60.0))
+    assert last.micro_batches == 2
+
+
+def test_what_was_read_in_a_bad_moment_is_read_again():
+    steps = {1: 60.0, 2: 50.0, 4: 44.0, 8: 40.0, 16: 44.0, 32: 98.0}
+
+    def step_ms(one: Choice, look: int) -> float:
+        bad = 1.15 if one.micro_batches == 8 and look == 1 else 1.0
+        uneven = (one.first, one.last) != (1.0, 1.0)
+        return 60.0 if uneven else bad * steps.get(one.micro_batches, 60.0)
+
+    assert settled_where(step_ms) == Choice(micro_batches=8)
 
 
 def test_when_the_network_changes_it_looks_again():

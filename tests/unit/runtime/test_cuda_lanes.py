@@ -65,6 +65,7 @@ class FakeStream:
 
     device: Device
     queue: list[Callable[[], bool]] = field(default_factory=list)
+    waits: int = 0
 
     def put(self, kernel: Callable[[], bool]) -> None:
         """A kernel says whether it could run."""
@@ -79,6 +80,7 @@ class FakeStream:
         return moved
 
     def wait_event(self, event: FakeEvent) -> None:
+        self.waits += 1
         self.put(lambda: event.happened)
 
     def record_event(self, event: FakeEvent) -> FakeEvent:
@@ -159,29 +161,49 @@ def test_the_device_does_every_op_after_what_it_waits_for(
 
 
 @pytest.mark.parametrize("inline", [frozenset(), ON_STREAMS], ids=["threads", "inline"])
-def test_ops_with_nothing_to_do_hand_on_what_they_wait_for(inline: frozenset[Lane]):
+@pytest.mark.parametrize("shaped", [POOLED, CACHE], ids=["pool", "cache"])
+def test_ops_with_nothing_to_do_hand_on_what_they_wait_for(shaped: Plan, inline: frozenset[Lane]):
     """Some of them, in the ticks that are alike; marks of early batches serve later ones."""
-    batches = 12 * (POOLED.shape.lookahead + 1)
+    batches = 12 * (shaped.shape.lookahead + 1)
     fake = FakeLanes(inline)
     told: list[Op] = []
 
     def idle(op: Op) -> bool:
-        if op.batch % 3 == 0:
+        if op.batch % 5 < 3:
             told.append(op)
-        return op.batch % 3 == 0
+        return op.batch % 5 < 3
 
-    run(POOLED, fake.work(), fake.lanes, batches=StopSignal(batches), idle=idle)
+    run(shaped, fake.work(), fake.lanes, batches=StopSignal(batches), idle=idle)
     fake.device.work()
-    schedule = POOLED.schedule(batches)
+    schedule = shaped.schedule(batches)
     place = {op: n for n, op in enumerate(fake.device.done)}
-    assert len(told) > batches // 6
+    assert len(told) > batches // 4
     assert {op.kind for op in told} == {Kind.RETRIEVE}
     assert place.keys() == set(schedule.ops) - set(told)
     waits = {step.op: step.after for step in schedule}
+
+    def with_work(before: Op) -> list[Op]:
+        return [before] if before in place else [op for of in waits[before] for op in with_work(of)]
+
     for op in place:
         for before in waits[op]:
-            reached = (before,) if before in place else waits[before]
+            reached = with_work(before)
             assert all(place[earlier] < place[op] for earlier in reached), f"{before} -> {op}"
+
+
+def test_many_ops_in_a_row_with_nothing_to_do_hand_on_no_more_than_a_few():
+    """In a large pool all of them are: each waits for the one before, hundreds of batches back."""
+    fake = FakeLanes(ON_STREAMS, HOST_LANES - ROW_LANES)
+    waits: list[int] = []
+
+    def rows(op: Op) -> None:
+        waits.append(fake.current.stream.waits)
+        fake.current.stream.waits = 0
+
+    nothing = fake.work(**{kind.value: lambda op: None for kind in Kind})
+    work = {**nothing, Kind.ROWS: rows}
+    run(CACHE, work, fake.lanes, batches=StopSignal(400), idle=lambda op: op.batch > 50)
+    assert max(waits[300:]) <= 2 * max(waits[20:50]) + CACHE.shape.lookahead
 
 
 HOST_ACTS = frozenset({Kind.COUNTS, Kind.KEYS, Kind.GRADS, Kind.REDUCE})

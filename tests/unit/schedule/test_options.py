@@ -6,9 +6,8 @@ from dataclasses import fields, replace
 from typing import Any
 
 import pytest
-from typer.main import get_command
 
-from nestpipe.cli.app import app
+from nestpipe.cli.app import command_tree
 from nestpipe.errors import PlanError
 from nestpipe.schedule import (
     Exchange,
@@ -45,7 +44,7 @@ def test_config_sections_hold_every_option_and_define_none_anew():
 
 @pytest.mark.parametrize("command", ["draw", "check", "simulate"])
 def test_commands_have_a_flag_for_every_option_with_its_help(command: str):
-    flags = {flag.name: flag for flag in get_command(app).commands[command].params}  # type: ignore[attr-defined]
+    flags = {flag.name: flag for flag in command_tree().commands[command].params}
     assert flags.keys() >= DEFINED.keys()
     for name, known in DEFINED.items():
         assert flags[name].opts == [f"--{name.replace('_', '-')}"]

@@ -29,6 +29,18 @@ def test_a_step_that_was_not_measured_is_predicted(one: Candidate):
     assert predicted.step_ms == pytest.approx(figures(true, samples=1).step_ms, rel=0.01)
 
 
+@pytest.mark.parametrize("one", CANDIDATES, ids=str)
+def test_messages_take_the_core_that_computes(one: Candidate):
+    """Sixteen small messages need a core for longer than two large ones."""
+    world = {"net": 20, "dense": 15, "cpu": 0.3}
+    true = figures(true_trace(one, 2, batches=20, **world), samples=1)
+    predicted = ProfilePredictor(world_profile(**world)).figures(one, batches=20)
+    assert predicted.step_ms == pytest.approx(true.step_ms, rel=0.01)
+    free = figures(true_trace(one, 2, net=20, dense=15, batches=20), samples=1)
+    if one.micro_batches > 1:
+        assert true.step_ms > 1.05 * free.step_ms
+
+
 def test_a_large_message_may_cost_more_than_its_part():
     """Between two measured sizes costs lie on a line, also where the larger one is dearer."""
     jammed, smooth = world_profile(net=60), world_profile(net=20)

@@ -6,6 +6,10 @@ import errno
 import os
 import random
 import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -13,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from nestpipe import Table, Trainer, TrainSettings
 from nestpipe.checkpoint import disk
 from nestpipe.checkpoint import folder as folder_module
 from nestpipe.checkpoint.folder import (
@@ -26,15 +31,22 @@ from nestpipe.checkpoint.folder import (
 )
 from nestpipe.checkpoint.merging import compact, difference, merged_rows
 from nestpipe.comm import LocalCommunicator
-from nestpipe.embedding.pool import RowPool
+from nestpipe.config import build
+from nestpipe.data import DataConfig, SyntheticConfig, open_source
+from nestpipe.embedding import pool as pool_module
+from nestpipe.embedding.pool import PoolSnapshot, RowPool
 from nestpipe.embedding.slot_transfer import DirectTransfer, StagedTransfer
 from nestpipe.embedding.store import open_store
 from nestpipe.embedding.store.protocol import StoreLayout
-from nestpipe.errors import CheckpointError, RunError
+from nestpipe.errors import CapacityError, CheckpointError, RunError
 from nestpipe.kernels.index.device_index import KeyCells
+from nestpipe.models import LogisticRegression
 from nestpipe.train import background, train_job
+from nestpipe.train import checkpoint as checkpoint_module
 from nestpipe.train import trainer as trainer_module
-from nestpipe.train.background import CopyRoom, TouchedKeys, TrackedStore
+from nestpipe.train.background import BackgroundWriter, CopyRoom, TouchedKeys, TrackedStore
+from nestpipe.train.checkpoint import dense_tensors, hold_dense
+from nestpipe.train.config import PipelineSettings
 from nestpipe.train.job import prepare
 from support.checkpoints import flip_bit
 from support.emulated_kernels import pools_on_emulated_gpu
@@ -313,13 +325,186 @@ def test_a_pool_s_rows_are_in_increments(
     assert_each_is_that_of(tmp_path / "run", tmp_path / "memory", parents=True)
 
 
+@dataclass
+class PoolsAtCheckpoints:
+    """What was asked of pools while checkpoints began."""
+
+    copied: int = 0
+    flushed: int = 0
+
+
+@contextmanager
+def watched_pools() -> Iterator[PoolsAtCheckpoints]:
+    seen, begins = PoolsAtCheckpoints(), threading.local()
+    begin, snapshot, flush = BackgroundWriter.begin, RowPool.snapshot, RowPool.flush
+
+    def begun(*given: Any) -> Path:
+        begins.now = True
+        try:
+            return begin(*given)
+        finally:
+            begins.now = False
+
+    def taken(pool: RowPool, *, copy: bool = True) -> PoolSnapshot | None:
+        found = snapshot(pool, copy=copy)
+        seen.copied += found is not None
+        return found
+
+    def flushed(pool: RowPool) -> None:
+        seen.flushed += getattr(begins, "now", False)
+        flush(pool)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BackgroundWriter, "begin", begun)
+        patch.setattr(RowPool, "snapshot", taken)
+        patch.setattr(RowPool, "flush", flushed)
+        yield seen
+
+
+def assert_same_files(one: Path, other: Path) -> None:
+    """All checkpoints have the same rows in the same files, and say the same of tables."""
+    names = [path.name for path in paths_in(one)]
+    assert names == [path.name for path in paths_in(other)]
+    for name in names:
+        ours, theirs = (read_manifest(folder / name) for folder in (one, other))
+        assert ours.files == theirs.files, name
+        assert ours.tables == theirs.tables, name
+        verified(one / name)
+
+
+POOLED: dict[str, Any] = {"plan": "nested", "retrieval": "pooled", "owner_sums": "off"}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "routed", "memory", "incremental"),
+    every(
+        2,
+        [
+            *product(
+                [1, 2],
+                ["by the host", "by the device", "by kernels"],
+                ["auto", "11KB"],
+                [True, False],
+            )
+        ],
+    ),
+)
+def test_rows_copied_in_the_pool_are_those_of_a_flush(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    ranks: int,
+    routed: str,
+    memory: str,
+    incremental: bool,
+):
+    """File by file. Step 13 ends an epoch, where evaluation flushes either way."""
+    monkeypatch.setattr(trainer_module, "can_route_on_device", lambda *_: routed != "by the host")
+    run = {**EVERY, "incremental": incremental, "device_memory": memory}
+
+    def one(comm: Any, on_device: bool) -> None:
+        config = job_of(
+            tmp_path / str(on_device),
+            run={**run, "snapshot_on_device": on_device},
+            pipeline=POOLED,
+        )
+        train_job(prepare(config, comm, "auto"), lambda report: None)
+
+    begin_alike(tmp_path / "True", tmp_path / "False")
+    for on_device in (True, False):
+        with watched_pools() as seen, ExitStack() as kernels:
+            if routed == "by kernels":
+                kernels.enter_context(pools_on_emulated_gpu())
+            run_ranks(ranks, lambda comm: one(comm, on_device))  # noqa: B023 - it ends here
+        assert (seen.copied > 0) == on_device
+        assert (seen.flushed == 0) == on_device
+    if incremental and memory != "auto" and routed == "by kernels":
+        # Which rows leave depends on timing there, and increments have those too.
+        assert_each_is_that_of(tmp_path / "True", tmp_path / "False", parents=True)
+    else:
+        assert_same_files(tmp_path / "True", tmp_path / "False")
+
+
+def written_from_a_pool(folder: Path, *, on_device: bool, **about: Any) -> None:
+    """Some increments of two tables with such settings."""
+    torch.manual_seed(0)
+    source = open_source(DataConfig(synthetic=SyntheticConfig(samples=400, num_tables=2)))
+    tables = [Table(name=f"c{n}", dim=1, pooling="sum", init_std=0.3, **about) for n in (0, 1)]
+    pipeline = build(PipelineSettings, POOLED)
+    settings = TrainSettings(batch=40, device="cpu", device_memory="14KB", pipeline=pipeline)
+    trainer = Trainer(LogisticRegression(("c0", "c1"), 13), tables, settings)
+    trainer.track_rows()
+    writer = BackgroundWriter(folder, trainer.mesh, 1e9, on_device=on_device)
+    last = None
+    for _ in range(4):
+        trainer.fit(source, steps=2)
+        last = trainer.save_in_background(writer, last)
+    writer.wait()
+    trainer.close()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_rows_of_few_bits_are_copied_as_the_store_would_keep_them(tmp_path: Path, dtype: str):
+    for on_device in (True, False):
+        written_from_a_pool(tmp_path / str(on_device), on_device=on_device, dtype=dtype)
+    assert_same_files(tmp_path / "True", tmp_path / "False")
+
+
+def test_a_table_beyond_its_limit_is_refused_though_its_rows_are_in_a_pool_alone(tmp_path: Path):
+    """In the sentence of the store that a flush would have asked."""
+    sentence = r"table \d would have [\d,]+ rows here and may have"
+    for on_device in (True, False):
+        with pytest.raises(CapacityError, match=sentence):
+            written_from_a_pool(tmp_path / str(on_device), on_device=on_device, max_rows=60)
+
+
+def test_where_the_device_has_no_room_for_copies_rows_are_flushed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    trained(job_of(tmp_path / "copied", run=EVERY, pipeline=POOLED))
+    monkeypatch.setattr(pool_module, "SNAPSHOT_SHARE", 0.0)
+    with watched_pools() as seen:
+        trained(job_of(tmp_path / "flushed", run=EVERY, pipeline=POOLED))
+    assert (seen.copied, seen.flushed) == (1, 6), "the last one follows the evaluation's flush"
+    assert "have no room on the device" in caplog.text
+    assert_same_files(tmp_path / "copied", tmp_path / "flushed")
+
+
+def test_dense_weights_held_in_pieces_are_those_copied_one_by_one(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Of several types, shapes and layouts; changing them later changes no copy."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    model.register_buffer("tilted", torch.arange(6.0, dtype=torch.float64).reshape(2, 3).t())
+    model.register_buffer("none", torch.empty(0, 5))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.randn(8, 3)).sum().backward()
+    optimizer.step()
+    plain = dense_tensors(model, optimizer)
+    monkeypatch.setattr(checkpoint_module, "_is_on_device", lambda tensor: tensor.ndim > 0)
+    held = hold_dense(model, optimizer, keep=True, on_device=True)
+    assert set(held.pieces) == {torch.float32, torch.float64}
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            tensor.zero_()
+    found = held.on_host(lambda tensor: tensor)
+    assert list(found) == list(plain)
+    for name, tensor in plain.items():
+        assert found[name].shape == tensor.shape
+        assert torch.equal(found[name], tensor), name
+    monkeypatch.setattr(checkpoint_module, "SNAPSHOT_SHARE", 0.0)
+    assert not hold_dense(model, optimizer, keep=True, on_device=True).pieces
+    assert not hold_dense(model, optimizer, keep=False, on_device=True).on_host(torch.clone)
+
+
 def test_rows_that_a_gpu_writes_by_itself_are_noted():
     """Where it knows the addresses of all rows, the store sees no call."""
     layout = StoreLayout(table_seeds=(1, 2), init_stds=(0.1, 0.1), dim=3, state_dim=1)
     store = TrackedStore(open_store(layout, native=True))
     pool = RowPool(store, 8, torch.device("cpu"))
-    by_store = StagedTransfer(store, pool.rows_SW, layout.num_tables)
-    pool._transfer = direct = DirectTransfer(store, pool.rows_SW, layout.num_tables, by_store)
+    by_store = StagedTransfer(store, pool.rows_SW, pool._stored_S, layout.num_tables)
+    pool._transfer = direct = DirectTransfer(
+        store, pool.rows_SW, pool._stored_S, layout.num_tables, by_store
+    )
     copied: list[bool] = []
     direct._pinner.pin = lambda: True  # type: ignore[method-assign]
     direct._copy = lambda slots_n, *, to_store: copied.append(to_store)  # type: ignore[method-assign]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -121,6 +122,26 @@ def test_a_service_that_fails_meanwhile_ends_its_own_log_alone(
         "the log of wandb ends here: the service is gone"
     ]
     assert len((tmp_path / LINES).read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "jsonl"])
+def test_a_disk_that_is_full_ends_the_log_alone_in_a_sentence(tmp_path, name):
+    """In a process of its own, whose files may not grow from some moment on."""
+    program = f"""
+import logging, resource
+from nestpipe.train.loggers import MetricLoggers
+logging.basicConfig(format="%(message)s")
+with MetricLoggers([{name!r}], {str(tmp_path)!r}, {{}}) as loggers:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))
+    for step in range(100_000):
+        loggers.log({{"train/loss": 0.5}}, step)
+        if not loggers:
+            break
+print("trained on")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "trained on\n", done.stderr
+    assert done.stderr == f"the log of {name} ends here: [Errno 27] File too large\n"
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])

@@ -130,6 +130,10 @@ def test_a_changed_setting_that_changes_results_is_named(
     ("section", "key", "value", "says"),
     [
         ("pipeline", "micro_batches", 2, "changes only the order of sums"),
+        ("pipeline", "exchange", "window", "exchange is 'window' instead of 'micro', which"),
+        ("pipeline", "owner_sums", "off", "changes only the order of sums"),
+        ("pipeline", "retrieval", "pooled", "changes only the order of sums"),
+        ("pipeline", "retrieval", "new", ""),
         ("pipeline", "plan", "nested", ""),
         ("run", "in_place", False, ""),
         ("run", "checkpoint_every", 4, ""),

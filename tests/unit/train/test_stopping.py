@@ -55,7 +55,7 @@ def test_one_rank_that_wants_to_stop_stops_all_at_the_same_batch(
     assert_same(tmp_path / "run", tmp_path / "straight")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_saves_and_goes_on_bit_for_bit(tmp_path: Path, number: signal.Signals):
     before = signal.getsignal(number)  # a shell's background job ignores SIGINT
     trained(job_of(tmp_path / "straight"))
@@ -73,6 +73,25 @@ def test_a_signal_saves_and_goes_on_bit_for_bit(tmp_path: Path, number: signal.S
     assert signal.getsignal(number) == before
     trained(job_of(tmp_path / "run"), "auto")
     assert_same(tmp_path / "run", tmp_path / "straight")
+
+
+def test_what_nohup_started_lives_on_when_the_terminal_closes():
+    program = """
+import os, signal
+from nestpipe.comm.peer_failure import StopRequest
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+stop = StopRequest(100.0)
+with stop.on_signals():
+    os.kill(os.getpid(), signal.SIGHUP)
+    if (child := os.fork()) == 0:
+        os.kill(os.getpid(), signal.SIGHUP)
+        os._exit(0)
+    print(os.waitpid(child, 0)[1])
+print(stop.wanted)
+"""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["0", "False"], done.stderr
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -157,9 +176,11 @@ os.kill(child, signal.SIGKILL)
     assert done.stdout == "left\n", done.stderr
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_command_saves_and_exits_0(tmp_path: Path, ranks: int):
-    """SIGTERM to the command; with several ranks, to their launcher."""
+@pytest.mark.parametrize(
+    ("ranks", "number"), [(1, signal.SIGTERM), (2, signal.SIGTERM), (2, signal.SIGHUP)]
+)
+def test_the_command_saves_and_exits_0(tmp_path: Path, ranks: int, number: signal.Signals):
+    """A signal to the command; with several ranks, to their launcher."""
     folder = tmp_path / "run"
     settings = ["run.batch=8", "run.epochs=1000", "run.checkpoint_every=20", "model.dim=4"]
     settings += ["data.synthetic.samples=2000", "data.synthetic.num_tables=2", "run.device=cpu"]
@@ -180,7 +201,7 @@ def test_the_command_saves_and_exits_0(tmp_path: Path, ranks: int):
             assert process.poll() is None, process.communicate()
             assert time.monotonic() < give_up
             time.sleep(0.05)
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(number)
         out, said = process.communicate(timeout=120)
     finally:
         process.kill()

@@ -241,7 +241,7 @@ def make_trainer(case: TasksCase, comm: Communicator) -> Trainer:
 
 
 def store_rows(trainer: Trainer, rows: int) -> None:
-    """Put the first so many rows of every table into host memory, those that this rank owns."""
+    """Store this rank's share of the first rows of every table in host memory."""
     (store,), (group,) = trainer.stores, trainer.groups
     values_KW = torch.full((CHUNK, store.layout.width), 0.01)
     for number, owner in enumerate(group.table_owners):

@@ -73,6 +73,24 @@ class NativeRows(ABC):
         self._raise(status, report, keys_K)
         return erased.value
 
+    @property
+    def _index(self) -> int:
+        """The native store of the keys: its rows may be places of rows elsewhere."""
+        return self._open
+
+    def stored(self, keys_K: Tensor, counts: Sequence[int]) -> Tensor:
+        check_keys(self.layout, keys_K, counts)
+        return self._found(keys_K, counts)[0] != 0
+
+    def _found(self, keys_K: Tensor, counts: Sequence[int]) -> tuple[Tensor, int]:
+        """Where the index has each key, 0 where it has none, and how many those are."""
+        addresses_K, num_new = torch.empty_like(keys_K), ctypes.c_int64()
+        status = library().nestpipe_store_locate(
+            self._index, keys_K.data_ptr(), int64s(counts), addresses_K.data_ptr(), num_new
+        )
+        self._raise(status, StoreReport(), keys_K)
+        return addresses_K, num_new.value
+
 
 class NativeStore(NativeRows):
     """Calls may come from several Python threads at once; a row is read whole or not at all.
@@ -106,8 +124,8 @@ class NativeStore(NativeRows):
     def abilities(self) -> StoreAbilities:
         """Rows can be located and pinned where weights are kept as float32."""
         if self.layout.dtype != "float32":
-            return StoreAbilities()
-        return StoreAbilities(locate=self, pin=self)
+            return StoreAbilities(keys=self)
+        return StoreAbilities(locate=self, pin=self, keys=self)
 
     def gather(self, keys_K: Tensor, counts: Sequence[int], out_KW: Tensor) -> int:
         check_rows(self.layout, keys_K, counts, out_KW)
@@ -125,26 +143,15 @@ class NativeStore(NativeRows):
         """
         assert self.layout.dtype == "float32", "rows in place are float32"
         check_keys(self.layout, keys_K, counts)
-        pointers, num_new = self._locate(keys_K, counts)
+        addresses_K, num_new = self._found(keys_K, counts)
         if not num_new:
-            return pointers
-        new_K = pointers.addresses_K == 0
+            return RowPointers(addresses_K, self.layout.width)
+        new_K = addresses_K == 0
         new_counts = [int(part.sum()) for part in torch.split(new_K, list(counts))]
         rows_KW = torch.empty(sum(new_counts), self.layout.width)
         self.gather(keys_K[new_K], new_counts, rows_KW)
         self.scatter(keys_K[new_K], new_counts, rows_KW)
-        pointers, _ = self._locate(keys_K, counts)
-        return pointers
-
-    def _locate(self, keys_K: Tensor, counts: Sequence[int]) -> tuple[RowPointers, int]:
-        """Also how many keys have no row."""
-        addresses_K = torch.empty_like(keys_K)
-        num_new = ctypes.c_int64()
-        status = self._library.nestpipe_store_locate(
-            self._open, keys_K.data_ptr(), int64s(counts), addresses_K.data_ptr(), num_new
-        )
-        self._raise(status, StoreReport(), keys_K)
-        return RowPointers(addresses_K, self.layout.width), num_new.value
+        return RowPointers(self._found(keys_K, counts)[0], self.layout.width)
 
     def locate_each(self, keys_n: Tensor, tables_n: Tensor, addresses_n: Tensor) -> None:
         """The same for keys in any order, each with its table (int32), into a tensor that is given.
@@ -300,8 +307,14 @@ class PlainStore:
 
     @property
     def abilities(self) -> StoreAbilities:
-        """None: rows are read and written by key alone."""
-        return StoreAbilities()
+        """Rows are read and written by key alone."""
+        return StoreAbilities(keys=self)
+
+    def stored(self, keys_K: Tensor, counts: Sequence[int]) -> Tensor:
+        check_keys(self.layout, keys_K, counts)
+        of_tables = self._by_table(keys_K, counts)
+        stored = [key in self._tables[t] for t, _, keys in of_tables for key in keys.tolist()]
+        return torch.tensor(stored, dtype=torch.bool)
 
     def gather(self, keys_K: Tensor, counts: Sequence[int], out_KW: Tensor) -> int:
         check_rows(self.layout, keys_K, counts, out_KW)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -180,6 +181,18 @@ class WriteNotes(Protocol):
         """Rows are written where they live, unseen by `scatter` and `locate`."""
         ...
 
+    def unnoted(self) -> AbstractContextManager[None]:
+        """Inside, what the calling thread writes or locates is not noted."""
+        ...
+
+
+class StoredKeys(Protocol):
+    """Ability: the store says which keys have a row, and reads none."""
+
+    def stored(self, keys_K: Tensor, counts: Sequence[int]) -> Tensor:
+        """(K,) whether each key has a row."""
+        ...
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoreAbilities:
@@ -189,6 +202,7 @@ class StoreAbilities:
     pin: RowPinner | None = None
     """Only together with `locate`."""
     device: DeviceRows | None = None
+    keys: StoredKeys | None = None
     notes: WriteNotes | None = None
     file: FileRows | None = None
 

@@ -107,7 +107,7 @@ class SsdStore(NativeRows):
     @property
     def abilities(self) -> StoreAbilities:
         """Rows move between memory and file, so they are read and written by key alone."""
-        return StoreAbilities(file=self)
+        return StoreAbilities(keys=self, file=self)
 
     def gather(self, keys_K: Tensor, counts: Sequence[int], out_KW: Tensor) -> int:
         return self._gather(keys_K, counts, out_KW, admit=True)

@@ -64,6 +64,12 @@ __device__ inline Place* home_of(const Index& index, int64_t key, uint32_t tag) 
   return index.places + kTogether * __umul64hi(hash_of(key, tag), pairs);
 }
 
+// Adds what the threads of a block have counted; one counter for every thread of a GPU is slow.
+__device__ inline void add_of_block(int32_t* counter, int32_t mine) {
+  const int32_t all = begin_in_block<kThreads>(mine).total;
+  if (threadIdx.x == 0 && all > 0) atomicAdd(counter, all);
+}
+
 // A slot for a new key, or none where all are taken.
 __device__ int32_t take_slot(const Index& index, int32_t free, int64_t key, uint32_t tag,
                              int32_t* new_slots) {
@@ -81,6 +87,7 @@ struct Look {
   bool ends;   // the search is over
   bool again;  // another thread is about to give the place its slot
   int32_t slot;
+  bool claims = false;  // an empty place was taken
 };
 
 __device__ Look look(const Index& index, Place* at, Place seen, int64_t key, uint32_t tag,
@@ -91,10 +98,9 @@ __device__ Look look(const Index& index, Place* at, Place seen, int64_t key, uin
     if (!insert || full()) return {true, false, kNone};
     seen = swap_whole(at, Place{0, 0, 0}, Place{key, tag, kPending});
     if (seen.tag == 0) {
-      count_one(&index.counters->claimed);
       const int32_t slot = take_slot(index, free, key, tag, new_slots);
       store_now(&at->slot, slot);
-      return {true, false, slot};
+      return {true, false, slot, true};
     }
   }
   if (seen.key != key || seen.tag != tag) return {false, false, kNone};
@@ -109,15 +115,17 @@ __device__ Look look(const Index& index, Place* at, Place seen, int64_t key, uin
   return {true, false, slot};
 }
 
-// The slot of a key. Where `new_slots` is not null, a key that has none gets one, if there is one.
+// The slot of a key. Where `new_slots` is not null, a key that has none gets one, if there is one;
+// `claimed` counts the empty places that were taken for such keys.
 __device__ int32_t search(const Index& index, int64_t key, uint32_t tag, int32_t free,
-                          int32_t* new_slots) {
+                          int32_t* new_slots, int32_t& claimed) {
   Place* at = home_of(index, key, tag);
   for (int probed = 0; probed < kMostProbes && probed < index.num_places;) {
     const Place seen[kTogether] = {load_whole(at), load_whole(at + 1)};
     bool again = false;
     for (int i = 0; i < kTogether && !again; ++i) {
       const Look found = look(index, at + i, seen[i], key, tag, free, new_slots);
+      claimed += found.claims;
       if (found.ends) return found.slot;
       again = found.again;
     }
@@ -143,14 +151,16 @@ __global__ void __launch_bounds__(kThreads)
                    int32_t* new_slots) {
   Counters& counters = *index.counters;
   const int32_t free = counters.free;
+  int32_t claimed = 0;
   const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < keys.count;
        i += step) {
     const auto tag = static_cast<uint32_t>(keys.cells.table_of(keys.cells.cell_of(i))) + 1;
-    const int32_t slot = search(index, keys.keys[i], tag, free, new_slots);
+    const int32_t slot = search(index, keys.keys[i], tag, free, new_slots, claimed);
     slots[i] = slot;
     use_slot(index, slot, batch);
   }
+  add_of_block(&counters.claimed, claimed);
   if (is_last_block(&counters.blocks_done) && threadIdx.x == 0) {
     counters.num_new = min(counters.taken, free);
     counters.num_missing = counters.missing;
@@ -167,15 +177,17 @@ __global__ void __launch_bounds__(kThreads)
   Counters& counters = *index.counters;
   if (counters.num_missing == 0) return;
   const int32_t free = counters.free, before = counters.num_new;
+  int32_t claimed = 0;
   const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < keys.count;
        i += step) {
     if (slots[i] != kNone) continue;
     const auto tag = static_cast<uint32_t>(keys.cells.table_of(keys.cells.cell_of(i))) + 1;
-    const int32_t slot = search(index, keys.keys[i], tag, free, new_slots + before);
+    const int32_t slot = search(index, keys.keys[i], tag, free, new_slots + before, claimed);
     slots[i] = slot;
     use_slot(index, slot, batch);
   }
+  add_of_block(&counters.claimed, claimed);
   if (is_last_block(&counters.blocks_done) && threadIdx.x == 0) {
     const int32_t more = min(counters.taken, free);
     counters.num_new = before + more;
@@ -204,7 +216,8 @@ __global__ void __launch_bounds__(kThreads)
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < keys.count;
        i += step) {
     const auto tag = static_cast<uint32_t>(keys.cells.table_of(keys.cells.cell_of(i))) + 1;
-    slots[i] = search(index, keys.keys[i], tag, 0, nullptr);
+    int32_t claimed = 0;
+    slots[i] = search(index, keys.keys[i], tag, 0, nullptr, claimed);
   }
 }
 
@@ -259,6 +272,7 @@ __global__ void __launch_bounds__(kThreads) clear_places(const Index index, int6
 __global__ void __launch_bounds__(kThreads) fill_places(const Index index, int64_t most_used) {
   if (!is_crowded(index, most_used)) return;
   Counters& counters = *index.counters;
+  int32_t claimed = 0;
   const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
   for (int64_t s = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; s < index.num_slots;
        s += step) {
@@ -269,8 +283,9 @@ __global__ void __launch_bounds__(kThreads) fill_places(const Index index, int64
     while (swap_whole(at, Place{0, 0, 0}, wanted).tag != 0) {
       if (++at == index.places + index.num_places) at = index.places;
     }
-    count_one(&counters.claimed);
+    ++claimed;
   }
+  add_of_block(&counters.claimed, claimed);
   if (is_last_block(&counters.blocks_done) && threadIdx.x == 0) {
     counters.used = counters.claimed;
     counters.claimed = 0;

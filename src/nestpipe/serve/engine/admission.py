@@ -112,8 +112,8 @@ class Costs:
     """Predicted milliseconds: the fit, times the live P99 of measured over fitted.
 
     The ratio is kept by bucket, so inside one the prediction still follows the length. Where live
-    measurements are few the fit stands alone. Of its readings the highest are left out: a length
-    that is called cheap by mistake runs inline, is measured and corrected, one called dear never
+    measurements are few the fit stands alone. The highest readings are left out: a length that is
+    predicted too cheap runs inline, is measured and corrected; one predicted too expensive never
     would be.
     """
 
@@ -141,7 +141,7 @@ class Costs:
         return ratio * self.fits[work].at(size, candidates)
 
     def observe(self, work: Work, ms: float, now: float, size: int, candidates: int = 0) -> None:
-        """Remember what one piece of work took; `refresh` makes use of it."""
+        """Record the time of one piece of work; `refresh` uses it."""
         ratio = ms / max(self.fits[work].at(size, candidates), NO_TIME_MS)
         with self._lock:
             recent = self._recent.setdefault(
@@ -203,7 +203,7 @@ REFRESH_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """What an instance is busy with when a signal comes."""
+    """The load of an instance when a signal comes."""
 
     live_bytes: int = 0
     """Device memory that prefixes hold or have been promised."""
@@ -227,10 +227,9 @@ class AdmissionPolicy(Protocol):
 def at_risk(
     length: int, candidates: int, queue_ms: float, costs: Costs, settings: ServeSettings
 ) -> bool:
-    """Whether an inline ranking at full length might miss the target.
-
-    Asked with more to spare than the ranking itself will be: what takes a little longer by then
-    than was predicted here would else be neither prepared nor in time, and cut.
+    """Whether an inline ranking at full length might miss the target. The margin is larger than
+    that of the ranking itself: otherwise a ranking that takes a little longer than predicted here
+    would be neither prepared nor in time, and would be cut.
     """
     allowed_ms = settings.target_ms * (1 - settings.risk)
     return costs.inline_ms(length, candidates) + queue_ms > allowed_ms
@@ -336,7 +335,7 @@ class AdmissionControl:
         return AdmissionOutcome.ADMITTED
 
     def observe(self, work: Work, ms: float, size: int, candidates: int = 0) -> None:
-        """Tell what a piece of work took, so that predictions follow."""
+        """Record the time of a piece of work, so that predictions follow."""
         self.costs.observe(work, ms, self._clock.now(), size, candidates)
 
     def renew(self, costs: Costs) -> None:
@@ -357,7 +356,7 @@ class AdmissionControl:
 
 
 def check_history(history: History, settings: ServeSettings) -> None:
-    """Refuse what cannot be a history."""
+    """Refuse a malformed history."""
     if len(history) > settings.max_events:
         raise DataError(
             f"a history has {len(history)} events and at most {settings.max_events} are accepted; "
@@ -371,7 +370,7 @@ def check_history(history: History, settings: ServeSettings) -> None:
 
 
 def check_request(request: RankRequest, settings: ServeSettings) -> None:
-    """Refuse what cannot be ranked."""
+    """Refuse a malformed ranking."""
     check_history(request.long, settings)
     check_history(request.short, settings)
     total, candidates = len(request.long) + len(request.short), len(request.candidates_C)

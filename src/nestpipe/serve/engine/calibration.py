@@ -290,7 +290,7 @@ class Calibration:
         self._settings = settings
         self._clock = RealClock()
         candidates = min(256, settings.max_candidates)
-        # Two numbers, so that what a candidate costs can be told from what a ranking costs.
+        # Two numbers, so that the cost of a candidate can be separated from that of a ranking.
         self._counts = sorted({max(1, candidates // 4), candidates})
         longest = _longest_timed(model, candidates, settings)
         self._lengths = lengths_up_to(longest)

@@ -317,7 +317,7 @@ class CopyStream:
 
 
 class Transfer:
-    """What those threads do next: a reload that somebody waits for, else an offload."""
+    """The next task of those threads: a reload that a ranking waits for, else an offload."""
 
     def __init__(self, state: EngineState, threads: int) -> None:
         self._state = state

@@ -394,7 +394,7 @@ class Cache:
         self._settle(entry)
 
     def _settle(self, entry: Entry) -> None:
-        """Move an entry to its next state after somebody left it."""
+        """Move an entry to its next state after a user released it."""
         if entry.users or entry.waiters:
             return
         if entry.promises:

@@ -463,7 +463,7 @@ class Reload:
 
         The memory belongs to the present stream, and the allocator gives it out again on that
         stream only: also where this fails half way, copies that are still under way end before
-        others begin. Whoever reads it on another stream must have ended before it is freed.
+        others begin. Reads on other streams must have ended before it is freed.
         """
         self._host = host
         self._device = device

@@ -392,7 +392,7 @@ class HstuRankModel:
         return self.rank(items)
 
     def kv_bytes(self, length: int) -> int:
-        """Memory of a prefix of so many events: exactly that of the `KV` that `prefix` gives."""
+        """Memory of a prefix of this length: exactly that of the `KV` that `prefix` returns."""
         config = self.config
         width = config.heads * (config.attention_dim + config.value_dim)
         times = torch.int64.itemsize if config.time_buckets else 0

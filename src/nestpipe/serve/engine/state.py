@@ -64,7 +64,7 @@ Result = tuple[PlannedRanking, Scores | Exception]
 
 MIB = 2**20
 RECENT = 256
-"""Rankings whose candidates stand for those of a ranking that has only been signalled."""
+"""Recent rankings, whose candidates predict those of a ranking that has only been signalled."""
 COUNTED = (
     *(f"path_{path}" for path in RankPath),
     *(f"outcome_{outcome}" for outcome in AdmissionOutcome),
@@ -112,7 +112,7 @@ class EngineState:
             self.counts[name] += 1
 
     def warn(self, what: str, error: Exception) -> None:
-        """A fault that costs time, but no answer."""
+        """Log a fault that costs time, but no answer."""
         _log.warning("%s, its ranking runs inline: %r", what, error)
         self.count("faults")
 
@@ -124,7 +124,7 @@ class EngineState:
             return self.cache.has(need, self.now())
 
     def admission_question(self, need: Need) -> tuple[int, int, EngineLoad]:
-        """What admission control is asked of a signal: length, candidates, load."""
+        """The input of admission control for a signal: length, candidates, load."""
         with self.change:
             candidates = max(self.recent_candidates, default=self.settings.max_candidates)
             length = need.key.length + max(self.recent_short, default=0)
@@ -162,7 +162,7 @@ class EngineState:
             self.change.notify_all()
 
     def _find_prefix(self, ranking: PendingRanking, need: Need | None, now: float) -> None:
-        """Use what is there, wait for what is worth it, else queue without."""
+        """Use a prefix that is there, wait for one that is worth it, else queue without."""
         costs, candidates = self.predictions, ranking.num_candidates
         ranking.predicted_ms = costs.cached_ms(len(ranking.request.long), candidates)
         step = self._acquire(ranking, need, now)
@@ -232,7 +232,7 @@ class EngineState:
     # The model's thread
 
     def next_expiry(self) -> None:
-        """End promises and waits whose time is up."""
+        """End promises and waits that have expired."""
         now = self.now()
         if self.cache.expire(now):
             self.change.notify_all()  # there may be something to offload
@@ -343,7 +343,8 @@ class EngineState:
             self.change.notify_all()
 
     def _drop_prefix(self, entry: Entry) -> None:
-        """It came only in part: rankings in the queue keep their place without it."""
+        """Drop a prefix that arrived only in part: rankings in the queue keep their place without
+        it."""
         for ranking in self.rank_queue:
             if ranking.entry is entry:
                 self.cache.released(entry)
@@ -402,7 +403,7 @@ class EngineState:
             return self.change.wait_for(lambda: not self.rank_queue.open, timeout_s)
 
     def close(self) -> None:
-        """Let the threads end after what they are doing."""
+        """Let the threads end after their current task."""
         with self.change:
             self.draining = self.closed = True
             self.change.notify_all()
@@ -425,14 +426,14 @@ class EngineState:
             left, self.rank_queue = list(self.rank_queue.open), RankQueue()
             self.probes.cancel()
             self.change.notify_all()
-        num_told = 0
+        num_failed = 0
         for ranking in left:
             try:
                 ranking.future.set_exception(error)
-                num_told += 1
+                num_failed += 1
             except InvalidStateError:
                 continue  # it was cancelled, or answered just before
-        return num_told
+        return num_failed
 
     def wake(self) -> None:
         """Look at the clock again."""
@@ -494,7 +495,7 @@ def need_of(request: RankRequest, model: RankModel) -> Need | None:
 
 
 def has_failed(error: BaseException) -> RunError:
-    """What callers hear after a thread has died."""
+    """The error for callers after a thread has died."""
     return RunError(f"the instance has failed ({error!r}); start it again")
 
 
@@ -516,10 +517,9 @@ def _path(step: Wait | Load | Fill) -> RankPath:
 def start_thread(
     name: str, state: EngineState, next_task: Callable[[], Task | None], watches_clock: bool
 ) -> threading.Thread:
-    """A thread that does what `next_task` gives it, until the state is closed.
-
-    `next_task` is called with the lock held, after every change, and for one thread also when
-    somebody's time is up; what it returns is run without the lock.
+    """A thread that runs the tasks of `next_task` until the state is closed. `next_task` is called
+    with the lock held, after every change, and for one thread also when a deadline passes; the task
+    runs without the lock.
     """
     timeout = partial(_seconds_to_next, state) if watches_clock else lambda: None
 
@@ -549,7 +549,7 @@ def _wait(
 
 
 def _seconds_to_next(state: EngineState) -> float | None:
-    """Until a promise or somebody's patience ends."""
+    """Until the next promise or wait expires."""
     ends = [state.cache.device_pool.next_end(), state.rank_queue.next_give_up()]
     known = [end for end in ends if end is not None]
     return max(0.0, min(known) - state.now()) if known else None

@@ -57,7 +57,7 @@ from nestpipe.serve.types import (
     ServeSettings,
 )
 
-SAYS = {
+STATUS_TEXTS = {
     400: "The body cannot be parsed",
     401: "The token is missing or wrong",
     404: "The user is unknown and the request has no history",
@@ -72,7 +72,7 @@ SAYS = {
 }
 
 
-Asked = Callable[[], Awaitable[dict[str, float]]]
+AwaitedNumbers = Callable[[], Awaitable[dict[str, float]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,11 @@ async def _none() -> dict[str, float]:
 
 
 def guarded(
-    app: FastAPI, limits: RequestLimits, token: str | None, metrics: Metrics, asked: Asked = _none
+    app: FastAPI,
+    limits: RequestLimits,
+    token: str | None,
+    metrics: Metrics,
+    asked: AwaitedNumbers = _none,
 ) -> ASGIApp:
     """The app behind its limits, with /metrics; `asked` gives numbers that must be awaited."""
 
@@ -145,7 +149,7 @@ def answer_health(request: Request, ready: bool, draining: bool, version: str) -
 
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """Statuses of a page for OpenAPI."""
-    return {one: {"model": ErrorAnswer, "description": SAYS[one]} for one in statuses}
+    return {one: {"model": ErrorAnswer, "description": STATUS_TEXTS[one]} for one in statuses}
 
 
 def takes(body: str, binary: bool = True) -> dict[str, Any]:
@@ -203,7 +207,7 @@ def instance_app(
     http: HttpSettings,
     *,
     version: Callable[[], str],
-    well: Callable[[], bool] = lambda: True,
+    healthy: Callable[[], bool] = lambda: True,
     reload: Reload,
     token: str | None = None,
     histories: HistoryStore | None = None,
@@ -224,7 +228,7 @@ def instance_app(
     )
     async def health(request: Request) -> Response:
         """Whether to send requests here."""
-        return answer_health(request, well(), limits.draining, version())
+        return answer_health(request, healthy(), limits.draining, version())
 
     async def drain(timeout_s: float) -> bool:
         limits.draining = True
@@ -268,14 +272,14 @@ async def _answered(service: RankService, ranking: RankRequest) -> Answer:
     another ranking waits for.
     """
     future = asyncio.wrap_future(service.rank(ranking))
-    future.add_done_callback(_look)
+    future.add_done_callback(_consume_fault)
     done, _ = await asyncio.wait([future], timeout=ranking.deadline_s or MOST_DEADLINE_S)
     if not done:
         raise of_fault(TimeoutError())
     return future.result()
 
 
-def _look(future: asyncio.Future[Answer]) -> None:
+def _consume_fault(future: asyncio.Future[Answer]) -> None:
     """Read a fault that comes after the deadline: the caller has its answer already."""
     if not future.cancelled():
         future.exception()
@@ -371,7 +375,9 @@ def router_app(
     @app.get(
         "/v1/health",
         response_model=HealthAnswer,
-        responses={503: {"model": HealthAnswer, "description": "Draining, or no instance is well"}},
+        responses={
+            503: {"model": HealthAnswer, "description": "Draining, or no instance is healthy"}
+        },
     )
     async def health(request: Request) -> Response:
         """Whether to send requests here."""
@@ -407,7 +413,7 @@ def _add_router_legs(app: FastAPI, instances: BackendPool) -> None:
     )
     async def rank(request: Request) -> Response:
         """The late leg, by the first instance that answers in the user's order."""
-        return answer_reply(await _heard(instances.rank(read_call(request))))
+        return answer_reply(await _reply_or_refusal(instances.rank(read_call(request))))
 
 
 def read_call(request: Request) -> Call:
@@ -424,7 +430,7 @@ def read_call(request: Request) -> Call:
     return Call.of(user, request.url.path, bytes(body), headers)
 
 
-async def _heard(answer: Awaitable[T]) -> T | Reply:
+async def _reply_or_refusal(answer: Awaitable[T]) -> T | Reply:
     """The answer, or the refusal of an instance in its own words."""
     try:
         return await answer

@@ -108,7 +108,7 @@ class RankBody(RankColumns):
     time: Whole | None = None
     """When it is asked; needed where the model reads times."""
     deadline_ms: Deadline | None = None
-    """After so long an answer is worth nothing: 504."""
+    """Deadline in milliseconds; a later answer is replaced by 504."""
 
 
 class HistoryCounts(_StrictModel):
@@ -253,7 +253,7 @@ def split(body: bytes | bytearray) -> tuple[bytes, memoryview]:
 def cut(
     data: memoryview, counts: Sequence[int], dtype: type[np.generic] = np.int64
 ) -> list[NDArray[Any]]:
-    """Arrays of so many values each; together they must be all of the data."""
+    """Cut the data into arrays of these lengths; together they must use all of it."""
     stored = np.dtype(dtype).newbyteorder("<")
     needed = sum(counts) * stored.itemsize
     if needed != len(data):
@@ -375,7 +375,7 @@ class RequestLimits:
             self._left.set()
 
     def hold(self, more_bytes: int, of_this: int) -> None:
-        """So many more bytes of a body that has `of_this` already."""
+        """Count more bytes of a body that has `of_this` already."""
         if of_this + more_bytes > self.settings.body_bytes:
             self.counts["http_too_large"] += 1
             raise HttpError(

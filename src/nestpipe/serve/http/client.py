@@ -203,7 +203,7 @@ def read_stats(text: str) -> dict[str, float]:
 
 
 def fault_of(reply: Reply) -> NestpipeError | TimeoutError:
-    """The error that a reply other than 200 stands for."""
+    """The error of a reply other than 200."""
     sentence = _sentence(reply)
     if reply.status == 503 and "x-nestpipe-draining" not in reply.headers:
         return ShedError(sentence, float(reply.headers.get("retry-after", 1)))
@@ -283,13 +283,13 @@ class HttpBackend:
 
     def prefetch(self, signal: Call) -> AdmissionOutcome:
         """Waits for the answer: not to be called on the loop's thread."""
-        sent = asyncio.run_coroutine_threadsafe(self._judged(signal), self._loop)
+        sent = asyncio.run_coroutine_threadsafe(self._checked(signal), self._loop)
         return AdmissionOutcome(json.loads(sent.result().body)["outcome"])
 
     def rank(self, request: Call) -> Future[Reply]:
-        return asyncio.run_coroutine_threadsafe(self._judged(request), self._loop)
+        return asyncio.run_coroutine_threadsafe(self._checked(request), self._loop)
 
-    async def _judged(self, call: Call) -> Reply:
+    async def _checked(self, call: Call) -> Reply:
         """The instance's result, or the fault by which the router decides what to do next."""
         reply = await self.send("POST", call)
         if reply.status == 200:
@@ -359,8 +359,8 @@ class BackendPool:
             probed = [HttpBackend(name, url, prober, loop) for name, url in self._urls.items()]
             self._router = Router(self.backends, RouterSettings(life_s=self._life_s), RealClock())
             self._signals = ThreadPoolExecutor(SIGNALS_AT_ONCE, "nestpipe-signal")
-            await self._look(probed)
-            looking = loop.create_task(self._look_for_ever(probed))
+            await self._probe_all(probed)
+            looking = loop.create_task(self._probe_forever(probed))
             try:
                 yield
             finally:
@@ -399,12 +399,12 @@ class BackendPool:
         found = await asyncio.gather(*(one.numbers(call) for one in self.backends.values()))
         return totals(found)
 
-    async def _look_for_ever(self, probed: list[HttpBackend]) -> None:
+    async def _probe_forever(self, probed: list[HttpBackend]) -> None:
         while True:
             await asyncio.sleep(self._http.probe_s)
-            await self._look(probed)
+            await self._probe_all(probed)
 
-    async def _look(self, probed: list[HttpBackend]) -> None:
+    async def _probe_all(self, probed: list[HttpBackend]) -> None:
         """Check all instances at once, and report to the router."""
         found = await asyncio.gather(*(self._version_of(one) for one in probed))
         self._versions = {one.name: version for one, version in zip(probed, found, strict=True)}

@@ -214,7 +214,7 @@ LONGEST_PAUSE_S = 30.0
 """Backoff before a restart: doubled each time, up to this."""
 STEADY_S = 60.0
 """After running for so long a process starts again with the first pause."""
-LOOK_S = 0.1
+POLL_S = 0.1
 STOP_MORE_S = 10.0
 """Time to stop beyond the time to drain."""
 
@@ -248,7 +248,7 @@ class Launcher:
         self, environment: Mapping[str, str], say: Callable[[str], None], drain_s: float
     ) -> None:
         self._environment = environment
-        self._say = say
+        self._log = say
         self._drain_s = drain_s
         self._running: dict[Part, _PartProcess] = {}
         self._pauses: dict[Part, float] = {}
@@ -269,10 +269,10 @@ class Launcher:
             what, subject = self._news.get()
             if what == "ready":
                 waiting.discard(subject)
-                self._say(f"{subject.name} is ready at {subject.url}, process {self._pid(subject)}")
+                self._log(f"{subject.name} is ready at {subject.url}, process {self._pid(subject)}")
             elif what == "died":
                 part, status = subject
-                self._say(f"{part.name} {_ended(status)} before it was ready")
+                self._log(f"{part.name} {_ended(status)} before it was ready")
                 return status if status in (2, 3) else 3
             elif what == "stop":
                 return 0
@@ -285,11 +285,11 @@ class Launcher:
             if what == "stop":
                 return
             if what == "reload":
-                self._say("reading the checkpoint again")
+                self._log("reading the checkpoint again")
                 for part in reloaded:
                     self._signal(part, signal.SIGHUP)
             elif what == "ready":
-                self._say(f"{subject.name} is back at {subject.url}, process {self._pid(subject)}")
+                self._log(f"{subject.name} is back at {subject.url}, process {self._pid(subject)}")
             elif what == "died":
                 self._plan_restart(*subject)
             self._start_due()
@@ -308,12 +308,12 @@ class Launcher:
         try:
             status = running.process.wait(max(0.0, end - time.monotonic()))
         except subprocess.TimeoutExpired:
-            self._say(f"{part.name} does not stop; it is killed")
+            self._log(f"{part.name} does not stop; it is killed")
             running.process.kill()
             running.process.wait()
             return False
         if status and running.ready:
-            self._say(f"{part.name} {_ended(status)}")
+            self._log(f"{part.name} {_ended(status)}")
         return not status or not running.ready
 
     def _start(self, part: Part) -> None:
@@ -333,7 +333,7 @@ class Launcher:
         self._news.put(("died", (part, status)))
 
     def _await_ready(self, part: Part, running: _PartProcess) -> None:
-        while not self._stopping.wait(LOOK_S) and running.process.poll() is None:
+        while not self._stopping.wait(POLL_S) and running.process.poll() is None:
             if is_ready(part):
                 running.ready = True
                 self._news.put(("ready", part))
@@ -356,7 +356,7 @@ class Launcher:
             pause_s = FIRST_PAUSE_S
         self._pauses[part] = min(2 * pause_s, LONGEST_PAUSE_S)
         self._due[part] = now + pause_s
-        self._say(f"{part.name} {_ended(status)}; it is started again in {pause_s:g} s")
+        self._log(f"{part.name} {_ended(status)}; it is started again in {pause_s:g} s")
 
     def _start_due(self) -> None:
         now = time.monotonic()

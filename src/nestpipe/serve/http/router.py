@@ -280,7 +280,7 @@ class Router(Generic[SignalT, RankT, AnswerT]):
         if self._draining:
             return AdmissionOutcome.FAILED
         now = self._clock.now()
-        places = self._meeting_places(self._orders(signal.user, now), self._usable_at(now))
+        places = self._owners_now(self._orders(signal.user, now), self._usable_at(now))
         outcomes = [self._prefetch_at(place, signal) for place in dict.fromkeys(places)]
         return next(
             (one for one in outcomes if one is not AdmissionOutcome.FAILED), AdmissionOutcome.FAILED
@@ -290,7 +290,7 @@ class Router(Generic[SignalT, RankT, AnswerT]):
         try:
             outcome = self._backend(member).prefetch(signal)
         except Exception as fault:  # noqa: BLE001  the ranking will do without
-            self._judge(member, fault)
+            self._count_fault(member, fault)
             self._count("lost_signals")
             return AdmissionOutcome.FAILED
         self._health.answered(member)
@@ -298,7 +298,7 @@ class Router(Generic[SignalT, RankT, AnswerT]):
 
     def rank(self, request: RankT) -> Future[AnswerT]:
         """Rank at the first instance that answers, in the user's order."""
-        line = self._line(request.user)
+        line = self._candidates(request.user)
         answer: Future[AnswerT] = Future()
         answer.set_running_or_notify_cancel()
         with self._changed:
@@ -338,10 +338,10 @@ class Router(Generic[SignalT, RankT, AnswerT]):
         self._forget()
         for member in tuple(self._backends):
             try:
-                well = healthy(member)
+                is_up = healthy(member)
             except Exception:  # noqa: BLE001  whatever it is, it is not well
-                well = False
-            if well:
+                is_up = False
+            if is_up:
                 self._health.answered(member)
             else:
                 self._health.mark_dead(member, self._clock.now())
@@ -383,14 +383,14 @@ class Router(Generic[SignalT, RankT, AnswerT]):
             return [tuple(members)]
         return [ring.order(user) for ring in reversed(self._membership.rings(now))]
 
-    def _meeting_places(
+    def _owners_now(
         self, orders: list[tuple[str, ...]], usable: Callable[[str], bool]
     ) -> Iterator[str]:
         """The first healthy member on each ring: there signal and ranking meet."""
         for order in orders:
             yield from filter(None, [next(filter(usable, order), None)])
 
-    def _line(self, user: str) -> Iterator[str]:
+    def _candidates(self, user: str) -> Iterator[str]:
         """Members to try, each once: healthy ones in the user's order, then the others.
 
         Read one by one, each time by what is known then: members may come while a ranking waits.
@@ -403,7 +403,7 @@ class Router(Generic[SignalT, RankT, AnswerT]):
                 for order in self._orders(user, now)
             ]
             last_resort = chain.from_iterable(reversed(orders))
-            living = self._meeting_places(orders, self._usable_at(now))
+            living = self._owners_now(orders, self._usable_at(now))
             member = next(chain(living, last_resort), None)
             if member is None:
                 return
@@ -431,9 +431,9 @@ class Router(Generic[SignalT, RankT, AnswerT]):
                 self._first_choices.pop(member, None)
                 self._health.remove(member)
 
-    def _judge(self, member: str, fault: BaseException) -> None:
+    def _count_fault(self, member: str, fault: BaseException) -> None:
         """Overload and bad input do not count against the health of a member."""
-        if _is_verdict(fault):
+        if _is_refusal(fault):
             self._health.answered(member)
         else:
             self._health.failed(member, self._clock.now())
@@ -448,7 +448,7 @@ class Router(Generic[SignalT, RankT, AnswerT]):
             self._changed.notify_all()
 
 
-def _is_verdict(fault: BaseException) -> bool:
+def _is_refusal(fault: BaseException) -> bool:
     """Whether a healthy instance refused: bad input, or overload."""
     refused = isinstance(fault, NestpipeError) and fault.exit_status == 2
     return refused or isinstance(fault, ShedError)
@@ -467,14 +467,14 @@ class _RoutedRanking(Generic[RankT, AnswerT]):
         self._router = router
         self._request = request
         self._answer = answer
-        self._line = line
+        self._candidates = line
         self._start = router._clock.now()
         self._asked = 0
         self._shed: ShedError | None = None
         self._fault: BaseException | None = None
 
     def try_next(self) -> None:
-        member = next(self._line, None)
+        member = next(self._candidates, None)
         if member is None:
             return self._fail(self._shed or self._no_answer())
         self._asked += 1
@@ -502,12 +502,12 @@ class _RoutedRanking(Generic[RankT, AnswerT]):
 
     def _failed(self, member: str, fault: BaseException) -> None:
         """Bad input and a second overload are final; other faults go to the next member."""
-        self._router._judge(member, fault)
+        self._router._count_fault(member, fault)
         if isinstance(fault, ShedError):
             if self._shed is not None:
                 return self._fail(fault)
             self._shed = fault
-        elif _is_verdict(fault):
+        elif _is_refusal(fault):
             return self._fail(fault)
         else:
             self._fault = fault

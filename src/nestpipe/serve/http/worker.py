@@ -279,7 +279,7 @@ def _serve_instance(role: Role, token: str | None) -> None:
         role.settings,
         role.http,
         version=lambda: engine.instance.version,
-        well=engine.is_well,
+        healthy=engine.is_healthy,
         reload=engine.reload,
         token=token,
         histories=histories,
@@ -335,7 +335,7 @@ class _Engine:
         self._model = model
         return model.version
 
-    def is_well(self) -> bool:
+    def is_healthy(self) -> bool:
         """An instance that broke ends its process: it must be started again."""
         if self._is_broken():
             os.kill(os.getpid(), signal.SIGTERM)

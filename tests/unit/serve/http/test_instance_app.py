@@ -495,7 +495,7 @@ def test_two_reloads_at_once_are_one_too_many_and_rankings_go_on():
 
 
 def test_a_broken_instance_is_not_ready():
-    served, _, _ = build(well=lambda: False)
+    served, _, _ = build(healthy=lambda: False)
     reply = ask(served, "GET", "/v1/health")
     assert (reply.status_code, reply.json()["ready"]) == (503, False)
 
