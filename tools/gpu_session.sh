@@ -8,7 +8,8 @@
 #   tools/gpu_session.sh list [SLICE ...] the steps: name, seconds it may take, command
 #
 # Slices: first second third, which take what is most wanted of all others; hstu, the same for
-# sequences; and tests rows host embedding cache copies dlrm ranks paper lab lab_old memory sweeps.
+# sequences; and tests rows host embedding cache copies dlrm ranks paper lab lab_old memory quality
+# sweeps.
 # A slice leaves $OUT/SLICE.json with the figures of every step, $OUT/SLICE.log with what they said,
 # and what a viewer opens. All are written after each step, so a slice that is stopped has the rest.
 # Needs torch with CUDA, triton and nvcc, and no network. TorchRec and FBGEMM come by
@@ -26,7 +27,7 @@ MEMORY_GB=${MEMORY_GB:-128}  # of the machine when it has grown; its own count m
 PYTHON=${PYTHON:-python3}
 FIRST_SLICES="first second third hstu"
 ALL_SLICES="$FIRST_SLICES tests rows host embedding cache copies dlrm ranks paper lab lab_old \
-memory sweeps"
+memory quality sweeps"
 export PYTHONPATH=$PWD/src${PYTHONPATH:+:$PYTHONPATH}
 export PYTHONUNBUFFERED=1
 mode=run
@@ -181,6 +182,7 @@ tool = load_tool(sys.argv[1])
       ;;
     *tools/bench_attention.py*) tiny=("$PYTHON" -c "$reads" bench_attention "${@:3}") ;;
     *tools/bench_row_copies.py*) tiny=("$PYTHON" -c "$reads" bench_row_copies "${@:3}") ;;
+    *tools/quality_runs.py*) tiny=("$PYTHON" -c "$reads" quality_runs "${@:3}") ;;
     *tools/lab.py*) tiny=("$PYTHON" -c "$reads" lab "${@:3}") ;;
     *tools/bench_device_index.py*) tiny=("$PYTHON" -c "$reads" bench_device_index "${@:3}") ;;
   esac
@@ -273,10 +275,12 @@ run_slice() {
       ;;
     hstu)  # blocks, whole steps of sequences, balanced ranks
       kernels
-      bench encoder_long 45 hstu --parts encoder --batch 4 --length 4096 --head-dim 256 --rounds 5
+      bench encoder_long 45 hstu --parts encoder --batch 4 --length 4096 --head-dim 256 --rounds 5 \
+        --profile
       bench encoder_long_hopper 45 hstu --parts encoder --batch 4 --length 4096 --head-dim 256 \
         --rounds 5 --attention hopper
-      bench encoder_short 45 hstu --parts encoder --batch 32 --length 512 --head-dim 256 --rounds 5
+      bench encoder_short 45 hstu --parts encoder --batch 32 --length 512 --head-dim 256 --rounds 5 \
+        --profile
       bench tasks 230 hstu --parts step --tasks 8 --batch 32 --head-dim 256 --items 50000000 \
         --positions 0 --rounds 2 --plans nested,serial --stored 4000000 --device-memory 4GB \
         --limit 110
@@ -360,6 +364,11 @@ run_slice() {
       bench pool_100gb 540 embedding --where hbm --optimizer sgd --rows 11500000 --dim 192 \
         --no-peer --steps 20 --rounds 2 --set distinct=0 --set exponent=0.01 --set warm=320 \
         --limit 530
+      ;;
+    quality)  # MovieLens, all recipes and seeds at once; again: they go on
+      kernels
+      py quality 530 tools/quality_runs.py --data "${MOVIELENS:-.lab/ml-1m}" --limit 440 \
+        --json "$work/quality.json"
       ;;
     sweeps)  # no step in the growth that the text does not explain
       for sweep in tables=1,10,100,1000 dim=16,64,128,256,512 samples=1000,10000,100000,400000 \
