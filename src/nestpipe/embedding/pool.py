@@ -405,19 +405,18 @@ class RowPool:
 
     def _room_for_copies(self, rows: int) -> Tensor | None:
         """Memory for so many rows; None, and a warning, where that is more than may be taken."""
-        width = self._layout.width
         if not rows <= len(self._copies_KW) <= 4 * rows:
             self._copies_KW = self.rows_SW[:0]  # the old ones first
-            more = rows + rows // 8
-            if 4 * more * width > SNAPSHOT_SHARE * memory_left(self.device):
+            shape = rows + rows // 8, self._layout.width
+            if 4 * shape[0] * shape[1] > SNAPSHOT_SHARE * memory_left(self.device):
                 log.warning(
-                    "%s touched rows of %d numbers have no room on the device for a moment, so "
-                    "training waits until they are in host memory; lower device_memory, or save "
-                    "more often",
-                    *(f"{rows:,}", width),
+                    "copies of %s touched rows take %s, too much of what is left on the device; "
+                    "training waits until these rows are in host memory; lower device_memory, or "
+                    "save more often",
+                    *(f"{rows:,}", show_memory(4 * shape[0] * shape[1])),
                 )
                 return None
-            self._copies_KW = torch.empty(more, width, device=self.device)
+            self._copies_KW = torch.empty(shape, device=self.device)
         return self._copies_KW[:rows]
 
     def _not_stored(self) -> list[int]:
