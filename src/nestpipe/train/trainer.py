@@ -124,8 +124,6 @@ class Trainer:
     plan_reason: str
     """Why it has this plan, as a sentence."""
     progress: Progress = Progress()
-    _longest: EndedRun = NO_RUN
-    """Of the runs since the trace was put back."""
     poison_buffers: bool = False
     """Whether runs that start from now on fill row buffers with NaN before they use them again."""
     loaded_from: Path | None = None
@@ -177,6 +175,8 @@ class Trainer:
         """What runs count and checkpoints keep."""
         self.traced_from = 0
         """Batches trained before the first one of `spans`."""
+        self._longest = NO_RUN
+        """Of the runs since the trace was put back."""
         self.traffic = Traffic()
         """What this rank has moved for training, ever."""
         self._sent_before: int | None = None
