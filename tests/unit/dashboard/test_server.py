@@ -97,14 +97,14 @@ def test_many_open_pages_cost_no_more_than_one(tmp_path: Path, monkeypatch: pyte
     with RunServer(listening, RunFolder(folder), None) as server:
         answers = {server.data() for _ in range(20)}
         assert (len(answers), len(made)) == (1, 1)
-        assert not server.told_end
+        assert not server.end_reported
         writer = RecordWriter(file_of(folder / "record", 0), about(0, 1, 20), first_step=20)
         writer.add("end", 20, {"status": "finished", "sentence": ""})
         server.data()
-        assert not server.told_end
+        assert not server.end_reported
         server.hurried = True  # training is over
         assert server.data() not in answers
-        assert server.told_end
+        assert server.end_reported
 
 
 def test_data_and_metrics_need_the_token_and_the_empty_page_does_not(tmp_path: Path):
