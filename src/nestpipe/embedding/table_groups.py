@@ -70,6 +70,7 @@ class TableGroup:
             state_dim=optimizer.state_dim(self.dim),
             state_init=optimizer.state_init,
             dtype=self.dtype,
+            names=tuple(table.name for table in self.tables),
             max_rows=tuple(
                 limit if owner >= 0 or table.keeps_to_limit else -(-limit // ranks)
                 for table, owner, limit in zip(

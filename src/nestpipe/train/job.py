@@ -410,6 +410,8 @@ _FORMS: Mapping[str, Effect] = {
     "model.compile": "sums",
 }
 """Keys of a model that change how it is computed, not what."""
+_MERGING_STOPS = frozenset({"run.checkpoint_every", "run.eval_every"})
+"""When replicas are merged between two merges, where that makes a difference."""
 
 
 def effect_of(key: str) -> Effect:
@@ -475,7 +477,8 @@ def refuse_changes(config: JobConfig, manifest: Manifest, where: Path, *, overri
         found.pop("data.path", None)  # the same files in another place
     if config.data.kind == "stream":
         found.pop("data.max_broken", None)  # no order depends on it, and none was met until now
-    results = {key: both for key, both in found.items() if effect_of(key) == "results"}
+    matter = _MERGING_STOPS if _merges_seldom(saved) else frozenset[str]()
+    results = {k: both for k, both in found.items() if effect_of(k) == "results" or k in matter}
     if results and not override:
         told = ", ".join(
             f"{key} is {_plain(now)!r} and was {_plain(then)!r}"
@@ -492,6 +495,12 @@ def refuse_changes(config: JobConfig, manifest: Manifest, where: Path, *, overri
             changed = "results" if key in results else "only the order of sums"
             both = key, _plain(now), _plain(then), changed
             log.warning("%s is %r instead of %r, which changes %s", *both)
+
+
+def _merges_seldom(config: JobConfig) -> bool:
+    """Whether replicas differ between merges, so that one more changes what comes out."""
+    parallel = config.parallel
+    return parallel.groups > 1 and parallel.merge == "averaged" and parallel.merge_every != 1
 
 
 def _refuse_other_data(

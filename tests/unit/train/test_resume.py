@@ -15,13 +15,21 @@ import pytest
 import torch
 
 from nestpipe.batch import Batch
-from nestpipe.checkpoint.folder import DENSE, newest, paths_in
+from nestpipe.checkpoint.folder import DENSE, Manifest, newest, paths_in
 from nestpipe.comm import LocalCommunicator
 from nestpipe.config import build
 from nestpipe.data import DataConfig, SyntheticConfig, open_source
 from nestpipe.errors import CheckpointError, ConfigError
 from nestpipe.train import JobConfig, train_job
-from nestpipe.train.job import changes, config_in, effect_of, prepare, saved_config, with_old_order
+from nestpipe.train.job import (
+    changes,
+    config_in,
+    effect_of,
+    prepare,
+    refuse_changes,
+    saved_config,
+    with_old_order,
+)
 from support.checkpoints import change_manifest, flip_bit
 from support.thread_ranks import run_ranks
 
@@ -152,6 +160,23 @@ def test_speed_may_change_and_sums_are_noted(
     assert outcome.steps == 26
     assert says in caplog.text
     assert bool(caplog.text) == bool(says)
+
+
+@pytest.mark.parametrize("key", ["checkpoint_every", "eval_every"])
+@pytest.mark.parametrize(("merge", "every"), [("exact", 1), ("averaged", 1), ("averaged", 4)])
+def test_what_merges_replicas_once_more_may_not_change(
+    tmp_path: Path, key: str, merge: str, every: int
+):
+    """A checkpoint and an evaluation merge what is left; every batch, there is nothing left."""
+    parallel = {"groups": 2, "merge": merge, "merge_every": every}
+    saved, now = (job_of(tmp_path, parallel=parallel, run={key: n}) for n in (2, 3))
+    manifest = Manifest(step=2, config=asdict(saved))
+    if every == 1:
+        refuse_changes(now, manifest, tmp_path, override=False)
+        return
+    with pytest.raises(ConfigError, match=rf"run\.{key} is 3 and was 2 in .*--override"):
+        refuse_changes(now, manifest, tmp_path, override=False)
+    refuse_changes(now, manifest, tmp_path, override=True)
 
 
 def test_every_key_of_a_section_that_may_change_exists():

@@ -235,7 +235,9 @@ class NativeStore(NativeRows):
             case Status.OK:
                 return
             case Status.TOO_MANY_ROWS:
-                raise CapacityError(too_many_rows(report.table, report.asked, report.limit))
+                raise CapacityError(
+                    too_many_rows(self.layout, report.table, report.asked, report.limit)
+                )
             case Status.NO_MEMORY:
                 raise CapacityError(
                     f"host memory is full: {keys_K.numel():,} rows of {self.layout.width} numbers "
@@ -398,4 +400,4 @@ class PlainStore:
         stored = self._tables[table]
         new = sum(key not in stored for key in keys_K.tolist())
         if limit and new and len(stored) + new > limit:
-            raise CapacityError(too_many_rows(table, len(stored) + new, limit))
+            raise CapacityError(too_many_rows(self.layout, table, len(stored) + new, limit))

@@ -61,6 +61,8 @@ class StoreLayout:
     """One of `ROW_TYPES`: how weights are kept in host memory."""
     max_rows: tuple[int, ...] = ()
     """One per table: rows that this store holds at most; 0 or left out: no limit."""
+    names: tuple[str, ...] = ()
+    """One per table, for errors; left out: their numbers."""
 
     @property
     def width(self) -> int:
@@ -436,11 +438,12 @@ def repeated(table: int, key: int) -> ValueError:
     )
 
 
-def too_many_rows(table: int, asked: int, limit: int) -> str:
+def too_many_rows(layout: StoreLayout, table: int, asked: int, limit: int) -> str:
     """The sentence for a table that would outgrow its limit."""
+    name = repr(layout.names[table]) if layout.names else table
     return (
-        f"table {table} would have {asked:,} rows here and may have {limit:,}; "
-        "raise its max_rows, or spread it over more workers"
+        f"table {name} would have {asked:,} rows here and may have {limit:,}; "
+        "raise its max_rows or max_bytes, set evict, or make batches smaller"
     )
 
 

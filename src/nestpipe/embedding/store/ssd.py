@@ -197,7 +197,9 @@ class SsdStore(NativeRows):
             case Status.OK:
                 return
             case Status.TOO_MANY_ROWS:
-                raise CapacityError(too_many_rows(report.table, report.asked, report.limit))
+                raise CapacityError(
+                    too_many_rows(self.layout, report.table, report.asked, report.limit)
+                )
             case Status.REPEATED_KEY:
                 raise repeated(report.table, report.key)
             case Status.NO_MEMORY:

@@ -339,7 +339,7 @@ def test_the_first_values_of_float16_rows_are_finite_for_every_spread_that_is_al
 
 @ALL
 def test_a_full_table_refuses_and_nothing_changes(kind):
-    store = opened(kind, layout(tables=2, max_rows=(0, 10)))
+    store = opened(kind, layout(tables=2, max_rows=(0, 10), names=("users", "items")))
     first = torch.arange(18)
     store.scatter(first, [10, 8], torch.ones(18, 5))
     before, size = contents(store), store.num_bytes()
@@ -347,8 +347,8 @@ def test_a_full_table_refuses_and_nothing_changes(kind):
     with pytest.raises(CapacityError) as refused:
         store.scatter(keys, [2, 4], torch.zeros(6, 5))
     assert str(refused.value) == (
-        "table 1 would have 11 rows here and may have 10; "
-        "raise its max_rows, or spread it over more workers"
+        "table 'items' would have 11 rows here and may have 10; "
+        "raise its max_rows or max_bytes, set evict, or make batches smaller"
     )
     assert store.num_rows() == [10, 8]
     for (_, keys_before, rows_before), (_, keys_now, rows_now) in zip(
