@@ -4,15 +4,14 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
-import torch
 
 from support import programs
 from support.examples import is_long, load_profile
-from support.warm_python import in_place_of_python
+from support.warm_python import in_place_of_python, warm_process
 
 # A child that a signal ends shows where its threads were.
 os.environ.setdefault("PYTHONFAULTHANDLER", "1")
@@ -23,9 +22,13 @@ GOLDEN = Path(__file__).parent / "golden"
 WRITE = "NESTPIPE_GOLDEN=write pytest tests -k golden"
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Children of tests import `sitecustomize`, which refuses programs without a marker."""
     programs.install_guard()
+    if not is_long() and not hasattr(config, "workerinput"):  # workers share that of their run
+        warm = ExitStack()
+        warm.enter_context(warm_process())
+        config.add_cleanup(warm.close)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -67,6 +70,8 @@ def _first_alone(file: Path) -> Iterator[None]:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item):
     """Skip a test that needs a missing program; let the others start what they name."""
+    import torch  # not in the process that only hands tests to workers
+
     # Tests run side by side; threads of one op that wait for a core cost far more than they save.
     # Before every test, since the one before may have run a command that sets another number.
     torch.set_num_threads(1)
@@ -80,9 +85,6 @@ def pytest_runtest_protocol(item: pytest.Item):
 @pytest.fixture(scope="session", autouse=True)
 def warm_python() -> Iterator[None]:
     """Processes of tests begin with torch imported; in the long profile, with nothing."""
-    if is_long():
-        yield
-        return
     with in_place_of_python():
         yield
 

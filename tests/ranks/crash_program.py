@@ -221,6 +221,12 @@ def points(calls: dict[str, list[str]], *, each: bool) -> Iterator[Point]:
                     yield Point(way, "kill", 0, kind, batch, plan)
 
 
+def half(found: list[Point]) -> list[Point]:
+    """Every other point on average, chosen once for all."""
+    chosen = random.Random(len(found)).sample(range(len(found)), len(found) // 2)
+    return [found[number] for number in sorted(chosen)]
+
+
 def calls_of(folder: Path) -> dict[str, list[str]]:
     """The file-system calls of every way, of runs that end."""
     found: dict[str, list[str]] = {}
@@ -331,7 +337,8 @@ def main(what: str, folder: Path, first: int, count: int, part: int, parts: int)
     reference = folder / "reference"
     assert in_fork(lambda: save_each_step(reference)) == 0
     if what == "matrix":
-        chosen = list(points(calls_of(folder), each=count < 0))[part::parts]
+        found_points = list(points(calls_of(folder), each=count < 0))
+        chosen = (found_points if count < 0 else half(found_points))[part::parts]
         work = folder / "checkpoints"
         found = [at_point(work / f"p{n}", reference, one) for n, one in enumerate(chosen)]
     else:

@@ -3,7 +3,7 @@
 A new interpreter takes two or three seconds to import torch, and the tests start hundreds of them.
 `in_place_of_python` lets `sys.executable` name a small program (`warm_client.py`) that asks a warm
 process for a fork, hands it its arguments, environment, folder and open files, passes signals on,
-and ends as the fork ends.
+and ends as the fork ends. One warm process, of `warm_process`, serves all workers of a run.
 
 Forks share the seed of hashes, and cannot show what a start itself does: tests of that use `REAL`.
 The long profile, and a machine with a GPU, use it everywhere.
@@ -37,6 +37,8 @@ from typing import Any
 REAL = sys.executable
 """The interpreter of the tests."""
 CLIENT = Path(__file__).with_name("warm_client.py")
+CLIENT_PATH = "NESTPIPE_WARM_PYTHON"
+"""The variable that tells workers where the client is."""
 LONGEST_PATH = 90
 """In the first line of a script, and of a socket; longer ones use `REAL`."""
 LIBRARIES = (
@@ -57,20 +59,33 @@ HIGH = 512
 
 
 @contextmanager
-def in_place_of_python() -> Iterator[None]:
-    """`sys.executable` starts forks of a warm process; that one begins with the first of them."""
+def warm_process() -> Iterator[None]:
+    """A warm process for this process and all below it; it starts with the first fork."""
     folder = Path(tempfile.mkdtemp(prefix="nestpipe-python-"))
     # A GPU must not be touched before a fork, and some kernels cannot tell when one ends.
     usable = hasattr(os, "pidfd_open") and not Path("/dev/nvidiactl").exists()
+    before = os.environ.pop(CLIENT_PATH, None)
     try:
         if usable and max(len(REAL), len(str(folder))) < LONGEST_PATH:
-            sys.executable = str(_client_in(folder))
+            os.environ[CLIENT_PATH] = str(_client_in(folder))
         yield
     finally:
-        sys.executable = REAL
+        os.environ.pop(CLIENT_PATH, None)
+        if before is not None:
+            os.environ[CLIENT_PATH] = before
         with suppress(FileNotFoundError, ProcessLookupError):
             os.kill(int((folder / "pid").read_text()), signal.SIGKILL)
         shutil.rmtree(folder)
+
+
+@contextmanager
+def in_place_of_python() -> Iterator[None]:
+    """`sys.executable` starts forks of the warm process, where there is one."""
+    sys.executable = os.environ.get(CLIENT_PATH, REAL)
+    try:
+        yield
+    finally:
+        sys.executable = REAL
 
 
 def _client_in(folder: Path) -> Path:

@@ -63,6 +63,7 @@ SEQUENCES = [
 
 GENERATED = [
     *("--set", "data.synthetic.samples=40"),
+    *("--set", "data.synthetic.test_samples=40"),
     *("--set", "data.synthetic.num_tables=2"),
     *("--set", "run.device=cpu"),
     *("--set", "run.steps=1"),

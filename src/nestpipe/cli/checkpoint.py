@@ -242,8 +242,8 @@ def _refuse_metric(metric: str, folder: Path) -> None:
 
     known = {name for one in readable(folder) for name in one.manifest.metrics}
     if metric and metric not in known:
-        told = f"they have {', '.join(sorted(known))}" if known else "none was evaluated"
-        raise ConfigError(f"no checkpoint of '{folder}' has the metric {metric!r}; {told}")
+        known_ones = f"they have {', '.join(sorted(known))}" if known else "none was evaluated"
+        raise ConfigError(f"no checkpoint of '{folder}' has the metric {metric!r}; {known_ones}")
 
 
 def _is_damaged(path: Path, verified: Any) -> bool:

@@ -47,6 +47,20 @@ def refuse_unwritable(file: Path, what: str) -> None:
     raise ConfigError(f"cannot write {what} to '{file}': {fault}; choose another file")
 
 
+def try_writing(*targets: str | None) -> None:
+    """Refuse before long work files that could not be written after it, by opening each."""
+    for target in targets:
+        if target is None or target == STDOUT:
+            continue
+        is_new = not Path(target).exists()
+        with _named(target):
+            Path(target).parent.mkdir(parents=True, exist_ok=True)
+            with Path(target).open("a"):
+                pass
+            if is_new:  # several ranks may look at once
+                Path(target).unlink(missing_ok=True)
+
+
 def _checked(file: str | None) -> str | None:
     if file not in (None, STDOUT):
         refuse_unwritable(Path(file), "the figures")
@@ -241,20 +255,6 @@ def _named(target: str) -> Generator[None]:
     except OSError as error:
         reason = error.strerror or "unknown reason"
         raise ConfigError(f"cannot write {target!r}: {reason}; choose another file") from None
-
-
-def refuse_unwritable(*targets: str | None) -> None:
-    """Before long work: refuse files that could not be written after it."""
-    for target in targets:
-        if target is None or target == STDOUT:
-            continue
-        is_new = not Path(target).exists()
-        with _named(target):
-            Path(target).parent.mkdir(parents=True, exist_ok=True)
-            with Path(target).open("a"):
-                pass
-            if is_new:  # several ranks may look at once
-                Path(target).unlink(missing_ok=True)
 
 
 def write_json(target: str, value: object) -> None:

@@ -28,9 +28,9 @@ from nestpipe.cli.options import (
     progress_bar,
     read_job,
     read_text,
-    refuse_unwritable,
     short_ms,
     starts_ranks,
+    try_writing,
     write_json,
     write_text,
 )
@@ -106,7 +106,7 @@ def plan_job(
     """
     job_config = read_job(config, settings)
     given = read_text(config) if config is not None else ""
-    refuse_unwritable(out, json, save_profile)
+    try_writing(out, json, save_profile)
     if hardware is not None or profile is not None:
         also_given = {"--check": check, "--steps": steps, "--save-profile": save_profile}
         if profile is not None:
@@ -353,7 +353,7 @@ def bench_plan(
         bits_per_s(rate)
     from nestpipe.bench.planning import run_adaptive, run_grid
 
-    refuse_unwritable(json)
+    try_writing(json)
     found: list[GridReading] = []
     adapted: list[AdaptiveReading] = []
     with progress_bar("networks", len(networks)) as advance:
@@ -452,7 +452,7 @@ def answer_job(
         )
     offer = build(Offer, described)
     job_config = read_job(config, None)
-    refuse_unwritable(json)
+    try_writing(json)
     batch = job_config.run.batch
     workers = workers or [n for n in USUAL_WORKERS if per_worker or LEAST_EACH * n <= batch]
     if not per_worker:
@@ -601,7 +601,7 @@ def bench_simulate(
     start, places = place(fitted), [place(one) for one in others.split(",")]
     from nestpipe.bench.planning import validate
 
-    refuse_unwritable(save_profile, json)
+    try_writing(save_profile, json)
     with progress_bar("sites", 1 + len(places)) as advance:
         found = validate(
             job_config,

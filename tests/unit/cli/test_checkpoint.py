@@ -226,6 +226,22 @@ def test_compaction_keeps_every_bit(run: Any, copy: Path):
     assert verified(copy / "step-00000012").manifest.hash == after.manifest.hash
 
 
+EXPORTS = """
+import json, os, sys
+import pyarrow.parquet, torch, nestpipe.checkpoint.export
+from nestpipe.cli.app import main
+
+(command, *arguments), *disks = json.loads(sys.argv[1]), *sys.argv[2:]
+found = []
+for disk in disks:
+    if os.fork() == 0:
+        main([command, arguments[0], f"{disk}/out", *arguments[1:]])
+    found.append([os.waitstatus_to_exitcode(os.wait()[1]), os.listdir(disk)])
+print(json.dumps(found))
+"""
+"""An export to each of several disks, by forks; prints how each ended, and what it left there."""
+
+
 @pytest.mark.needs("unshare")
 @pytest.mark.parametrize("form", ["npy", "parquet", "safetensors"])
 def test_an_export_to_a_full_disk_is_one_sentence_and_leaves_nothing(
@@ -235,21 +251,22 @@ def test_an_export_to_a_full_disk_is_one_sentence_and_leaves_nothing(
 
     REAL: a fork of a warm interpreter would not see what is mounted.
     """
-    small = tmp_path / "small"
-    small.mkdir()
-    program = "from nestpipe.cli.app import main; import sys; main(sys.argv[1:])"
-    command = [REAL, "-c", program, "export", str(folders[0]), f"{small}/out", "--state"]
-    for size in (4, 8, 16):
-        mount = f"mount -t tmpfs -o size={size}k none {small} || exit 77; "
-        then = shlex.join([*command, "--format", form]) + f"; status=$?; ls {small}; exit $status"
-        done = subprocess.run(
-            ["unshare", "-rm", "sh", "-c", mount + then], capture_output=True, text=True
-        )
-        if done.returncode in (1, 77):
-            pytest.skip("a process here may not mount a file system of its own")
-        assert done.returncode == 2, done.stderr
-        assert re.fullmatch(r"error: cannot write to .*[nN]o space left on device.*\n", done.stderr)
-        assert not done.stdout
+    disks = {tmp_path / f"{size}k": size for size in (4, 8, 16)}
+    mount = ""
+    for place, size in disks.items():
+        place.mkdir()
+        mount += f"mount -t tmpfs -o size={size}k none {place} || exit 77; "
+    export = ["export", str(folders[0]), "--state", "--format", form]
+    command = [REAL, "-c", EXPORTS, json.dumps(export), *map(str, disks)]
+    done = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", mount + shlex.join(command)], capture_output=True, text=True
+    )
+    if done.returncode in (1, 77):
+        pytest.skip("a process here may not mount a file system of its own")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [[2, []]] * len(disks), done.stderr
+    sentence = r"error: cannot write to .*[nN]o space left on device.*\n"
+    assert re.fullmatch(f"({sentence}){{{len(disks)}}}", done.stderr)
 
 
 def increments(copy: Path) -> list[Path]:

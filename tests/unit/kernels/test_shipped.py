@@ -172,8 +172,8 @@ def trained(optimizer: str) -> str:
 def test_a_shipped_library_trains_to_the_bits_of_one_built_here(library_of, level: str):
     if not _can_run(level):
         pytest.skip(f"this processor is not {level}")
-    if level == "avx2" and not is_long():
-        pytest.skip("between the two others; NESTPIPE_EXAMPLES=long compares it too")
+    if level != "baseline" and not is_long():
+        pytest.skip("nearer to one built here; NESTPIPE_EXAMPLES=long compares it too")
     library_of(None)
     here = {optimizer: trained(optimizer) for optimizer in OPTIMIZERS}
     assert len(set(here.values())) > 3, "the optimizers differ"

@@ -23,6 +23,7 @@ from nestpipe.train.evaluate import evaluate
 from nestpipe.train.job import Job, effect_of, prepare
 from nestpipe.train.trainer import Trainer
 from nestpipe.train.verify import Trained, compare
+from support.examples import is_long
 
 # torch's own, when its compiler is imported and looks at inputs that are no leaves.
 pytestmark = pytest.mark.filterwarnings(
@@ -131,6 +132,7 @@ def test_plans_have_the_same_bits_and_jagged_batches_one_form(precision: str):
 @pytest.mark.filterwarnings(
     "ignore:.*should not be instantiated:DeprecationWarning", "ignore:Graph break:UserWarning"
 )
+@pytest.mark.skipif(not is_long(), reason="40 pieces to compile; NESTPIPE_EXAMPLES=long does")
 def test_a_retriever_is_compiled_with_the_draws_that_it_has_without():
     """Dropout of half of all numbers, and negatives by position: other bits are another loss."""
     losses: dict[bool, list[float]] = {True: [], False: []}
@@ -147,10 +149,11 @@ def test_a_retriever_is_compiled_with_the_draws_that_it_has_without():
                 "run": {"batch": 8, "steps": 2, "device": "cpu"},
             },
         )  # fmt: skip
-        job = prepare(config, LocalCommunicator())
+        job, before = prepare(config, LocalCommunicator()), forms()
         job.trainer.fit(
             job.train, steps=2, on_step=lambda report, told=told: told.append(report.loss)
         )
+        assert (forms() > before) == compiles
     assert losses[True] == pytest.approx(losses[False], rel=1e-5)
 
 
