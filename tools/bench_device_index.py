@@ -18,10 +18,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import count, pairwise
 from pathlib import Path
 from statistics import median
@@ -57,6 +58,11 @@ MARKS_MS = {
     "step, adam": 1.1,
 }
 """What each is to stay below."""
+OPTIMIZERS = ("sgd", "adam", "rowwise_adagrad", "adagrad")
+PARTS = (
+    *("limits", "index", "evictions", "segments"),
+    *(*OPTIMIZERS, "variants", "pooled", "many tables"),
+)
 VARIANTS = [
     {"kMostAtOnce": at_once, "kLeastBlocks": blocks}
     for at_once, blocks in ((4, 4), (4, 5), (2, 4), (2, 5), (2, 6), (1, 6), (1, 8))
@@ -461,30 +467,33 @@ def run_tests() -> str:
     return (result.stdout.strip().splitlines() or ["no output"])[-1]
 
 
-def collect(made: dict[str, Path]) -> dict[str, object]:
+def collect(made: dict[str, Path], wanted: Sequence[str]) -> dict[str, object]:
     """All figures; a part that fails leaves its error and the others go on."""
     parts: dict[str, object] = {}
 
-    def note(name: str, work: Callable[..., object], *given: object) -> None:
+    def note(name: str, work: Callable[[], object]) -> None:
         began = time.monotonic()
         try:
-            parts[name] = work(*given)
+            parts[name] = work()
         except Exception as error:  # noqa: BLE001 - the other parts are worth the GPU's time
             parts[name] = {"failed": f"{type(error).__name__}: {error}"[:600]}
         sys.stdout.write(f"{name}: {time.monotonic() - began:.1f} s\n")
         sys.stdout.flush()
         torch.cuda.empty_cache()
 
-    note("limits", time_limits)
     world = make_world()
-    note("index", time_index, world)
-    note("segments", time_segments, world)
-    for name in ("sgd", "adam", "rowwise_adagrad", "adagrad"):
-        note(name, time_rows, world, name)
-    note("variants", time_variants, world, made)
-    note("evictions", time_evictions, world)
-    note("pooled", time_pooled)
-    note("many tables", time_many_tables)
+    every: dict[str, Callable[[], object]] = {
+        "limits": time_limits,
+        "index": lambda: time_index(world),
+        "evictions": lambda: time_evictions(world),
+        "segments": lambda: time_segments(world),
+        **{of: partial(time_rows, world, of) for of in OPTIMIZERS},
+        "variants": lambda: time_variants(world, made),
+        "pooled": time_pooled,
+        "many tables": time_many_tables,
+    }
+    for name in wanted:
+        note(name, every[name])
     return parts
 
 
@@ -507,17 +516,30 @@ def show(parts: dict[str, object]) -> None:
                 sys.stdout.write(f"  {name}: {value}\n")
 
 
-def main() -> None:
-    """Build, check, time, tell."""
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """What is asked for."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--out", type=Path, required=True, help="File for all figures, as JSON.")
     parser.add_argument("--no-tests", action="store_true", help="Skip tests/gpu.")
-    options = parser.parse_args()
+    parser.add_argument("--parts", default=",".join(PARTS), help="Some of them, by commas.")
+    given = parser.parse_args(arguments)
+    given.parts = given.parts.split(",")
+    if strange := set(given.parts) - set(PARTS):
+        parser.error(f"there is no part {min(strange)!r}; the parts are {', '.join(PARTS)}")
+    return given
+
+
+def main() -> None:
+    """Build, check, time, tell."""
+    options = parse()
+    if not torch.cuda.is_available():
+        sys.exit("torch finds no GPU; run this on a machine that has one")
     began = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(VARIANTS)) as pool:
-        jobs = [pool.submit(build_variant, Path(folder), variant) for variant in VARIANTS]
+    variants = VARIANTS if "variants" in options.parts else []
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor() as pool:
+        jobs = [pool.submit(build_variant, Path(folder), variant) for variant in variants]
         library.loaded(CUDA)
-        names = [", ".join(f"{key} {value}" for key, value in v.items()) for v in VARIANTS]
+        names = [", ".join(f"{key} {value}" for key, value in v.items()) for v in variants]
         made = {name: job.result() for name, job in zip(names, jobs, strict=True)}
         sys.stdout.write(f"built: {time.monotonic() - began:.1f} s\n")
         tests = "not run" if options.no_tests else run_tests()
@@ -527,7 +549,7 @@ def main() -> None:
             "torch": torch.__version__,
             "tests": tests,
         }
-        parts.update(collect(made))
+        parts.update(collect(made, options.parts))
     parts["seconds"] = time.monotonic() - began
     options.out.write_text(json.dumps(parts, indent=1), encoding="utf-8")
     show(parts)

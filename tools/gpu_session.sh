@@ -8,7 +8,8 @@
 #   tools/gpu_session.sh list [SLICE ...] the steps: name, seconds it may take, command
 #
 # Slices: first second third, which take what is most wanted of all others; hstu, the same for
-# sequences; and tests rows host embedding cache copies dlrm ranks paper lab lab_old memory sweeps.
+# sequences; and tests rows host embedding cache copies dlrm ranks paper lab lab_old memory quality
+# sweeps.
 # A slice leaves $OUT/SLICE.json with the figures of every step, $OUT/SLICE.log with what they said,
 # and what a viewer opens. All are written after each step, so a slice that is stopped has the rest.
 # Needs torch with CUDA, triton and nvcc, and no network. TorchRec and FBGEMM come by
@@ -26,7 +27,7 @@ MEMORY_GB=${MEMORY_GB:-128}  # of the machine when it has grown; its own count m
 PYTHON=${PYTHON:-python3}
 FIRST_SLICES="first second third hstu"
 ALL_SLICES="$FIRST_SLICES tests rows host embedding cache copies dlrm ranks paper lab lab_old \
-memory sweeps"
+memory quality sweeps"
 export PYTHONPATH=$PWD/src${PYTHONPATH:+:$PYTHONPATH}
 export PYTHONUNBUFFERED=1
 mode=run
@@ -181,8 +182,9 @@ tool = load_tool(sys.argv[1])
       ;;
     *tools/bench_attention.py*) tiny=("$PYTHON" -c "$reads" bench_attention "${@:3}") ;;
     *tools/bench_row_copies.py*) tiny=("$PYTHON" -c "$reads" bench_row_copies "${@:3}") ;;
+    *tools/quality_runs.py*) tiny=("$PYTHON" -c "$reads" quality_runs "${@:3}") ;;
     *tools/lab.py*) tiny=("$PYTHON" -c "$reads" lab "${@:3}") ;;
-    *tools/bench_device_index.py*) tiny=("$PYTHON" -m py_compile "${@:2:1}") ;;
+    *tools/bench_device_index.py*) tiny=("$PYTHON" -c "$reads" bench_device_index "${@:3}") ;;
   esac
 }
 
@@ -232,16 +234,18 @@ run_slice() {
       bench dlrm 140 dlrm --keys 1,10 --rounds 2 --limit 34
       py row_copies 60 tools/bench_row_copies.py --home 2000000 --json "$work/row_copies.json"
       # Six batches in turns, as FBGEMM's 2.56 and 13.1 ms were read: all of their rows stay.
-      bench cache_six_sgd 110 embedding --where cache --optimizer sgd --set distinct=6 --limit 52
+      bench cache_six_sgd 115 embedding --where cache --optimizer sgd --set distinct=6 --limit 55
       py switches_cache 120 tools/bench_switches.py --where cache --optimizer sgd --rows 4000000 \
         --distinct 100 --rounds 1 --trace "$work/cache_steps.json.gz" \
         --json "$work/switches_cache.json"
-      bench cache_six_adam 120 embedding --where cache --optimizer adam --rows 4000000 \
-        --set distinct=6 --limit 56
+      bench cache_six_adam 125 embedding --where cache --optimizer adam --rows 4000000 \
+        --set distinct=6 --limit 60
       for placement in rows table; do
         bench "dlrm_2_$placement" 80 dlrm --ranks 2 --keys 1 --rounds 1 --steps 20 \
           --placement $placement --limit 38
       done
+      py kernels_alone 40 tools/bench_device_index.py --no-tests --parts index,evictions,segments \
+        --out "$work/kernels_alone.json"
       py switches_hbm 60 tools/bench_switches.py --where hbm --optimizer sgd \
         --json "$work/switches_hbm.json"
       ;;
@@ -254,6 +258,9 @@ run_slice() {
         --set data.synthetic.min_len=200 --set data.synthetic.max_len=400 \
         --set model.kind=ranker --set model.dim=512 --set model.blocks=4 --set model.heads=4 \
         --set model.attention_dim=128 --set model.max_len=400
+      bench pool_100gb 110 embedding --where hbm --optimizer sgd --rows 11500000 --dim 192 \
+        --no-peer --steps 20 --rounds 1 --set distinct=0 --set exponent=0.01 --set warm=230 \
+        --limit 105
       # Every plan, both serial loops and TorchRec: rows of one table, written after each case.
       py lab_table 190 tools/lab.py table --only A,C --rounds 1 --forms new,pooled --shares 0.3 \
         --peer-limit 45 --json "$work/lab_table.json"
@@ -263,18 +270,17 @@ run_slice() {
         --rows 4000000 --shares 0.3 --peer-limit 45 --json "$work/paper_table.json"
       before bench paper_old 60 pipeline --case paper --plans nested,serial --retrieval new \
         --set rows=4000000 --set rounds=1
-      bench pool_100gb 110 embedding --where hbm --optimizer sgd --rows 11500000 --dim 192 \
-        --no-peer --steps 20 --rounds 1 --set distinct=0 --set exponent=0.01 --set warm=230 \
-        --limit 105
       bench sweep_tables 60 embedding --where hbm --optimizer sgd --rounds 1 --no-peer \
         --sweep tables=1,10,100,1000 --limit 55
       ;;
-    hstu)  # issue 22: blocks, whole steps of sequences, balanced ranks
+    hstu)  # blocks, whole steps of sequences, balanced ranks
       kernels
-      bench encoder_long 45 hstu --parts encoder --batch 4 --length 4096 --head-dim 256 --rounds 5
+      bench encoder_long 45 hstu --parts encoder --batch 4 --length 4096 --head-dim 256 --rounds 5 \
+        --profile
       bench encoder_long_hopper 45 hstu --parts encoder --batch 4 --length 4096 --head-dim 256 \
         --rounds 5 --attention hopper
-      bench encoder_short 45 hstu --parts encoder --batch 32 --length 512 --head-dim 256 --rounds 5
+      bench encoder_short 45 hstu --parts encoder --batch 32 --length 512 --head-dim 256 --rounds 5 \
+        --profile
       bench tasks 230 hstu --parts step --tasks 8 --batch 32 --head-dim 256 --items 50000000 \
         --positions 0 --rounds 2 --plans nested,serial --stored 4000000 --device-memory 4GB \
         --limit 110
@@ -288,23 +294,23 @@ run_slice() {
         --lengths uniform --rounds 3
       bench zipf 60 hstu --parts attention --length 4096 --batch 32 --lengths zipf --rounds 5
       ;;
-    tests)  # 18, line 5: verify and twins on NCCL; everything that only a GPU runs
+    tests)  # verify and twins on NCCL; everything that only a GPU runs
       kernels
       gpu_tests gpu_tests 500 -n 7 tests/gpu -k "not (warp_groups or rings)"
       ;;
-    host)  # line 8: at most 1.5 ms; and which part of a step is left to the host
+    host)  # at most 1.5 ms; and which part of a step is left to the host
       bench dispatch 120 dispatch
       bench dispatch_10_keys 120 dispatch --keys 10
       bench dispatch_serial 120 dispatch --plan serial
       bench dispatch_4_micros 120 dispatch --micro-batches 4
-      py kernels_alone 120 tools/bench_device_index.py
+      py kernels_alone 150 tools/bench_device_index.py --no-tests --out "$work/kernels_alone.json"
       ;;
-    embedding)  # line 1: at most 1.0x FBGEMM, mark 0.7x
+    embedding)  # at most 1.0x FBGEMM, mark 0.7x
       bench embedding_hbm 250 embedding --where hbm --optimizer sgd,adam --limit 110
       bench embedding_hbm_wide 250 embedding --where hbm --optimizer rowwise_adagrad --dim 256 \
         --limit 110
       ;;
-    rows)  # line 2: are the bits the same, what is each switch worth, and the recipe of the facts
+    rows)  # are the bits the same, what is each switch worth, and the recipe of the facts
       kernels
       gpu_tests rows_tests 200 -n 7 tests/gpu/test_cuda_lanes.py tests/gpu/test_pool_cuda.py \
         tests/gpu/test_row_copy.py
@@ -318,7 +324,7 @@ run_slice() {
       bench cache_six_adam 230 embedding --where cache --optimizer adam --set distinct=6 \
         --limit 110
       ;;
-    cache)  # line 2: at most 0.5x (Adam) and 1.0x (SGD) of FBGEMM's managed cache, fresh keys
+    cache)  # at most 0.5x (Adam) and 1.0x (SGD) of FBGEMM's managed cache, fresh keys
       bench cache_sgd 310 embedding --where cache --optimizer sgd --limit 150
       # FBGEMM has all rows of Adam in host memory, 1,536 bytes each: six tenths of it at most.
       adam_rows=$((MEMORY_GB * 600000000 / 15360 / 100000 * 100000))
@@ -329,10 +335,10 @@ run_slice() {
     copies)  # how many multiprocessors the link needs, each way and both at once
       py row_copies 200 tools/bench_row_copies.py --json "$work/row_copies.json"
       ;;
-    dlrm)  # line 3, one rank: at least 1.0x TorchRec, mark 1.2x
+    dlrm)  # at least 1.0x TorchRec, mark 1.2x
       bench dlrm 500 dlrm --keys 1,10 --limit 160
       ;;
-    ranks)  # line 3, two and four ranks on the GPU
+    ranks)  # two and four ranks on the GPU
       for ranks in 2 4; do
         for placement in rows table; do
           bench "dlrm_${ranks}_$placement" 270 dlrm --ranks $ranks --keys 1 --rounds 2 --steps 20 \
@@ -340,26 +346,31 @@ run_slice() {
         done
       done
       ;;
-    paper)  # line 6: the table of plans, with pooled beside new
+    paper)  # the table of plans, with pooled beside new
       bench paper 540 pipeline --case paper --retrieval new,pooled
       ;;
-    lab)  # line 4: A to D beside TorchRec
+    lab)  # A to D beside TorchRec
       py lab_table 540 tools/lab.py table --only A,C --rounds 2 --forms new,pooled \
         --json "$work/lab_table.json"
       ;;
-    lab_old)  # line 4: no slower than before, in the same session
+    lab_old)  # no slower than before, in the same session
       py lab_new 250 tools/lab.py compare A --rounds 2 --no-peer --forms new,pooled \
         --json "$work/lab_new.json"
       before py lab_old 250 "$OLD/tools/lab.py" compare A --rounds 2 --no-peer \
         --json "$work/lab_old.json"
       before bench paper_old 250 pipeline --case paper --plans nested,serial
       ;;
-    memory)  # line 7: a pool of 100 GB with more than 100 million rows, near all of them touched
+    memory)  # a pool of 100 GB with more than 100 million rows, near all of them touched
       bench pool_100gb 540 embedding --where hbm --optimizer sgd --rows 11500000 --dim 192 \
         --no-peer --steps 20 --rounds 2 --set distinct=0 --set exponent=0.01 --set warm=320 \
         --limit 530
       ;;
-    sweeps)  # line 9: no step in the growth that the text does not explain
+    quality)  # MovieLens, all recipes and seeds at once; again: they go on
+      kernels
+      py quality 530 tools/quality_runs.py --data "${MOVIELENS:-.lab/ml-1m}" --limit 440 \
+        --json "$work/quality.json"
+      ;;
+    sweeps)  # no step in the growth that the text does not explain
       for sweep in tables=1,10,100,1000 dim=16,64,128,256,512 samples=1000,10000,100000,400000 \
         rows=10000,100000,1000000,4000000; do
         bench "sweep_${sweep%%=*}" 270 embedding --where hbm --optimizer sgd --rounds 1 \

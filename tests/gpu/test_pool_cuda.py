@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nestpipe.batch import Batch
+from nestpipe.batch import WORTH_LEAVING_OUT, Batch
 from nestpipe.checkpoint.folder import paths_in, verified
 from nestpipe.checkpoint.merging import difference
 from nestpipe.comm import LocalCommunicator
@@ -511,3 +511,15 @@ def test_a_step_takes_the_memory_of_the_formula(plan: str):
     said = f"{peak:,} bytes where the formula has {wanted:,}"
     assert peak <= 1.1 * wanted, said
     assert peak >= (0.9 if plan == "serial" else 0.4) * wanted, said
+
+
+def test_equal_lengths_that_the_device_writes_are_those_of_the_host():
+    samples = WORTH_LEAVING_OUT // 2
+    keys = [Jagged(torch.arange(2 * samples) + n, torch.full((samples,), 2)) for n in range(2)]
+    lists = {"a": keys[0], "b": keys[1]}
+    packed = Batch(samples, {"x": torch.arange(samples)}, lists).pack(pin_memory=True).packed
+    assert packed is not None
+    assert packed.equal_lengths is not None
+    there = packed.to(DEVICE, non_blocking=True)
+    for dtype, part in packed.parts.items():
+        assert torch.equal(there.parts[dtype].cpu(), part)

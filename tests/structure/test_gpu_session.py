@@ -18,7 +18,7 @@ from support import triton_without_gpu
 from support.tools import ROOT, load_tool
 
 SESSION = ROOT / "tools/gpu_session.sh"
-TOOLS = ("bench_switches", "bench_row_copies", "lab")
+TOOLS = ("bench_device_index", "bench_switches", "bench_row_copies", "lab", "quality_runs")
 """Scripts whose arguments are read here; `bench_attention` needs Triton."""
 GPU_TESTS = {path.name for path in (ROOT / "tests/gpu").glob("test_*.py")}
 

@@ -1,9 +1,11 @@
 """Attention's kernels as Triton compiles them for Hopper, run on the host, against the plain form.
 
     python tests/support/attention_from_ptx.py [CASE ...]
+    python tests/support/attention_from_ptx.py broken
 
 A line of JSON for each case and pass: the worst error, of the largest value. Needs Triton; the
-PTX runs in `ptx_on_host`. Without arguments: all cases.
+PTX runs in `ptx_on_host`. Without arguments: all cases. `broken`: with mistakes put into the PTX,
+each of which has to be told as an error.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -24,7 +27,8 @@ from torch import Tensor
 from nestpipe.kernels.attention.reference import Mask, RelativeBias, hstu_attention
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from support.ptx_on_host import Memory, TensorMap, run
+from support.gluon_on_host import attend
+from support.ptx_on_host import Memory, TensorMap, Wrong, run
 
 HEADS, NORM, SCALE = 2, 64.0, 0.3
 _SWIZZLE = {0: 0, 1: 32, 2: 64, 3: 128}
@@ -47,10 +51,16 @@ class Case:
     programs: int = 0
     """Of a persistent start; 0: one for each piece of work."""
     dtype: torch.dtype = torch.bfloat16
+    sums: bool = False
+    """Queries: also sums by bucket of time, beside those of the kernel's source over `Gluon`."""
+    fused: bool = False
+    """Triton's kernels, which were right on a GPU: they say whether this machine reads PTX well."""
 
 
 ALL = ("forward", "queries", "keys")
 CASES = {
+    "small": Case((150, 1, 40), ALL, 64, (64, 2, 2), (20, 1, 0), 90, programs=2),
+    "fused": Case((150, 1, 40), ALL, fused=True),
     "plain": Case((200, 0, 1, 65), ALL),
     "wide": Case((150,), ALL, 128),
     "small tiles": Case((150, 70), ALL, 128, (64, 2, 2), programs=2),
@@ -59,11 +69,25 @@ CASES = {
     "held": Case((150,), ("forward",), 128, (128, 2, 2), held=True),
     "half": Case((130,), ALL, dtype=torch.float16),
     "both biases": Case((330,), ALL, 64, (64, 2, 2), (33,), None, 70, 20),
+    "sums": Case((300,), ("queries",), 64, (64, 2, 2), positions=20, buckets=8, sums=True),
     "wide and biased": Case((260,), ALL, 128, None, None, None, 9, 12),
     "widest and biased": Case(
         (140,), ("forward", "queries", "only-keys", "values"), 256, None, None, None, 9, 12
     ),
 }
+
+
+BROKEN = {
+    "no fence": ("queries", "fence.proxy.async.shared::cta;", ""),
+    "no wait for products": ("queries", "wgmma.wait_group.sync.aligned 0;", ""),
+    "one product less is waited for": (
+        "forward", "wgmma.wait_group.sync.aligned 0;", "wgmma.wait_group.sync.aligned 1;"
+    ),
+    "no fence of products": ("queries", "wgmma.fence.sync.aligned;", ""),
+    "fewer bytes": ("forward", ", 8192;", ", 4096;"),
+    "registers": ("forward", "setmaxnreg.dec.sync.aligned.u32 \t24;", ""),
+}  # fmt: skip
+"""Part, and what is put in place of what, everywhere in its PTX."""
 
 
 def settle() -> None:
@@ -86,6 +110,8 @@ class Machine:
     def __init__(self) -> None:
         self.memory = Memory()
         self.known: dict[int, tuple[int, Tensor]] = {}
+        self.change: Callable[[str], str] = lambda text: text
+        """Of the PTX."""
 
     def address(self, x: Tensor) -> int:
         """Of a tensor's first number; all of its storage is copied once."""
@@ -100,7 +126,7 @@ class Machine:
         for address, flat in self.known.values():
             flat.copy_(torch.from_numpy(self.memory.get(address, flat.numpy())))
 
-    def start(self, kernel: Any, grid: Any, constants: Any, *given: Any, seed: int = 0) -> None:
+    def start(self, kernel: Any, grid: Any, constants: Any, *given: Any) -> None:
         """In place of a `Starter`: compile, and run every program."""
         arguments = [argument for some in given for argument in some]
         compiled = kernel.warmup(*arguments, grid=grid, **constants.named)
@@ -114,7 +140,8 @@ class Machine:
                 passed.append(self.address(value))
             elif kind != "constexpr":
                 passed.append(float(value) if kind.startswith("fp") else value)
-        for _ in run(compiled.asm["ptx"], self.memory, [*passed, 0, 0], grid[0], seed):
+        text = self.change(compiled.asm["ptx"])
+        for _ in run(text, self.memory, [*passed, 0, 0], grid[0]):
             pass
         self.bring_back()
 
@@ -148,6 +175,8 @@ def bias_of(case: Case) -> RelativeBias:
         gaps = 2 ** torch.randint(0, case.buckets + 1, (sum(case.lengths),), generator=generator)
         gaps = torch.where(torch.rand(len(gaps), generator=generator) < 0.8, 0, gaps)
         times = torch.cumsum(gaps, 0)
+        if case.sums:  # long pauses between few sessions: most tiles have one bucket or two
+            times = torch.arange(len(gaps)) // 150 * (1 << case.buckets - 3)
     return RelativeBias(tables[0], tables[1], times)
 
 
@@ -165,8 +194,18 @@ def wanted(case: Case, rows: tuple[Tensor, ...], offsets_B: Tensor, mask: Mask) 
             "only-keys": [of_k], "values": [of_v]}  # fmt: skip
 
 
-def found(case: Case, part: Any, seed: int = 0) -> list[Tensor]:
-    """What the compiled pass writes."""
+def prepared_bias(case: Case, machine: Machine) -> Any:
+    """Tables and times as the kernels want them, by the kernel that makes them."""
+    from nestpipe.kernels.attention import fused_launch as launch
+
+    kernel = launch._PREPARE_BIASES.kernel
+    offsets_B = torch.tensor([0, *accumulate(case.lengths)])
+    with mock.patch.object(launch, "_PREPARE_BIASES", lambda *given: machine.start(kernel, *given)):
+        return launch.prepare_bias(bias_of(case), offsets_B, max(case.lengths))
+
+
+def found(case: Case, part: Any, change: Callable[[str], str] | None = None) -> list[Tensor]:
+    """What the compiled pass writes; `change` is put into its PTX."""
     from nestpipe.kernels.attention import fused_launch, hopper_launch
     from nestpipe.kernels.attention.hopper_kernel import attend_by_groups
     from nestpipe.kernels.attention.hopper_launch import GroupTile, GroupTiles
@@ -174,20 +213,15 @@ def found(case: Case, part: Any, seed: int = 0) -> list[Tensor]:
     rows = rows_of(case)
     offsets_B = torch.tensor([0, *accumulate(case.lengths)])
     targets_B = None if case.targets is None else torch.tensor(case.targets)
-    bias = bias_of(case)
     machine = Machine()
+    machine.change = change or machine.change
 
-    def starter(kernel: Any) -> Any:
-        return lambda *given: machine.start(kernel, *given)
-
-    with mock.patch.object(
-        fused_launch, "_PREPARE_BIASES", starter(fused_launch._PREPARE_BIASES.kernel)
-    ):
-        prepared = fused_launch.prepare_bias(bias, offsets_B, max(case.lengths))
+    prepared = prepared_bias(case, machine)
     rule = (NORM, SCALE, case.window, max(case.lengths))
-    problem = fused_launch.make_problem(
-        rows[:3], (offsets_B, targets_B), prepared, rule, hopper=True
-    )
+    samples = (offsets_B, targets_B)
+    problem = fused_launch.make_problem(rows[:3], samples, prepared, rule, hopper=not case.fused)
+    if case.fused:
+        return found_fused(problem, part, rows[3], machine)
     tiles = GroupTiles.of(case.width, timed=prepared.half_time_HQ is not None)
     tile = tiles.keys if part == "only-keys" else getattr(tiles, part)
     if case.tile is not None:
@@ -195,13 +229,53 @@ def found(case: Case, part: Any, seed: int = 0) -> list[Tensor]:
 
     def start(grid: Any, *given: Any) -> None:
         programs = min(grid[0], case.programs or grid[0])
-        machine.start(attend_by_groups, (programs,), *given, seed=seed)
+        machine.start(attend_by_groups, (programs,), *given)
 
-    with mock.patch.object(hopper_launch, "_starter", return_value=start), mock.patch.object(
-        torch.cuda, "get_device_properties", return_value=SimpleNamespace(
-            multi_processor_count=case.programs)
-    ):  # fmt: skip
-        return hopper_launch.run_part(problem, part, tile, rows[3])
+    sums_HXQ = hopper_launch.bucket_sums(problem) if case.sums else None
+    device = SimpleNamespace(multi_processor_count=case.programs)
+    with (
+        mock.patch.object(hopper_launch, "_starter", return_value=start),
+        mock.patch.object(torch.cuda, "get_device_properties", return_value=device),
+    ):
+        made = hopper_launch.run_part(problem, part, tile, rows[3], sums_HXQ)
+    return made if sums_HXQ is None else [*made, sums_HXQ.sum(1)]
+
+
+def sums_by_source(case: Case, prepared: Any) -> Tensor:
+    """(H, Q) what the kernel's source sums by bucket of time, over a model of Gluon."""
+    q, k, v, grad = rows_of(case)
+    assert case.tile is not None
+    rows, b_stages, c_stages = case.tile
+    wanted_of = {
+        "KEYS": False, "GRAD": True, "VALUES": False, "N": rows, "B_STAGES": b_stages,
+        "C_STAGES": c_stages, "P": prepared.num_positions, "Q": prepared.num_buckets,
+        "BUCKETS": 1 << (prepared.num_buckets - 1).bit_length(),
+    }  # fmt: skip
+    samples = torch.tensor([0, *accumulate(case.lengths)]), None, max(case.lengths)
+    tables = (
+        prepared.half_position_HP, prepared.half_time_HQ, prepared.times_T, prepared.short_T,
+        prepared.kinds_BXY, prepared.side,
+    )  # fmt: skip
+    numbers = (SCALE / 2, 1 / NORM, case.window)
+    *_, sums_HXQ = attend(
+        wanted_of, (q, grad, k, v), samples, numbers, programs=99, seed=0, tables=tables
+    )
+    assert sums_HXQ is not None
+    return sums_HXQ.nan_to_num().sum(1)
+
+
+def found_fused(problem: Any, part: Any, grad: Tensor, machine: Machine) -> list[Tensor]:
+    """What Triton's kernel of a pass writes."""
+    from nestpipe.kernels.attention import fused_launch as launch
+
+    kernels = {"forward": "_FORWARD", "queries": "_BACKWARD_QUERIES", "keys": "_BACKWARD_KEYS"}
+    kernel = getattr(launch, kernels[part]).kernel
+    with mock.patch.object(launch, kernels[part], lambda *given: machine.start(kernel, *given)):
+        if part == "forward":
+            return [launch.run_forward(problem)]
+        if part == "queries":
+            return [launch.run_backward_queries(problem, grad)[0]]
+        return list(launch.run_backward_keys(problem, grad))
 
 
 def error_of(made: list[Tensor], right: list[Tensor]) -> float:
@@ -212,8 +286,27 @@ def error_of(made: list[Tensor], right: list[Tensor]) -> float:
     return float(torch.stack(errors).nan_to_num(nan=1e9).max())
 
 
+def tell_broken() -> None:
+    """A line for each mistake: what was told of it."""
+    case = CASES["small"]
+    for name, (part, right, wrong) in BROKEN.items():
+
+        def change(text: str, right: str = right, wrong: str = wrong) -> str:
+            assert right in text, f"{right!r} is not there"
+            return text.replace(right, wrong)
+
+        try:
+            found(case, part, change)
+            said = ""
+        except Wrong as error:
+            said = str(error)[:100]
+        print(json.dumps({"broken": name, "said": said}), flush=True)
+
+
 def main() -> None:
     settle()
+    if sys.argv[1:] == ["broken"]:
+        return tell_broken()
     for name in sys.argv[1:] or CASES:
         case = CASES[name]
         offsets_B = torch.tensor([0, *accumulate(case.lengths)])
@@ -221,7 +314,10 @@ def main() -> None:
         right = wanted(case, rows_of(case), offsets_B, mask)
         for part in case.parts:
             began = time.perf_counter()
-            error = error_of(found(case, part), right[part])
+            wanted_of = right[part]
+            if case.sums:
+                wanted_of = [*wanted_of, sums_by_source(case, prepared_bias(case, Machine()))]
+            error = error_of(found(case, part), wanted_of)
             seconds = round(time.perf_counter() - began, 1)
             print(
                 json.dumps({"case": name, "part": part, "error": error, "s": seconds}), flush=True

@@ -10,6 +10,7 @@ Likewise for the dashboard: some steps without a record, as many with one and an
 from __future__ import annotations
 
 import http.client
+import os
 import shutil
 import threading
 import time
@@ -239,6 +240,8 @@ class DashboardReading:
     recorder_share: float
     """Processor time of rank 0's recorder over the time of the turns with it: what it takes of one
     core, which a busy machine does not blur."""
+    server_share: float
+    """The same of the server, from its first answer on."""
     answers: int
     """Times that the page was given news."""
 
@@ -281,14 +284,15 @@ def measure_dashboard(
     def reading() -> DashboardReading:
         with_it_s = sum(samples / speed for speed in speeds[True])
         both = tuple(speeds[False]), tuple(speeds[True])
-        return DashboardReading(*both, sum(spent) / with_it_s, page.answers)
+        return DashboardReading(
+            *both, sum(spent) / with_it_s, page.spent_s / with_it_s, page.answers
+        )
 
     _steps(job, None, case.steps)  # what is done once is done now
     for number in range(case.rounds):
         for shown in (False, True) if number % 2 == 0 else (True, False):
             own = folder / f"{number}" if shown else None
-            with ExitStack() if own is None else page.open(job, own):
-                speed, recorder_s = _steps(job, own, case.steps)
+            speed, recorder_s = _steps(job, own, case.steps, page)
             speeds[shown].append(speed)
             spent.append(recorder_s)
             progress()
@@ -296,11 +300,23 @@ def measure_dashboard(
     return reading()
 
 
-def _steps(job: Job, folder: Path | None, steps: int) -> tuple[float, float]:
-    """Samples per second of some steps, and the recorder's processor time, where there is one."""
+def _steps(
+    job: Job, folder: Path | None, steps: int, page: _OpenPage | None = None
+) -> tuple[float, float]:
+    """Samples per second of some steps, and the recorder's processor time, where there is one.
+
+    A run starts its server once, so that start is not part of the time.
+    """
     trainer = job.trainer
-    with recorded(trainer, folder, {"steps": None}) as recorder:
+    with ExitStack() as held:
+        watched = page if trainer.comm.rank == 0 else None
+        look = None
+        if folder is not None and watched is not None:
+            look = held.enter_context(watched.open(folder))
+        recorder = held.enter_context(recorded(trainer, folder, {"steps": None}))
         on_step = recorder.on_step if recorder is not None else lambda report: None
+        if look is not None:
+            look()
         trainer.comm.barrier()
         began = time.perf_counter()
         trainer.fit(job.train, steps=steps, epochs=MANY_EPOCHS, on_step=on_step)
@@ -309,39 +325,53 @@ def _steps(job: Job, folder: Path | None, steps: int) -> tuple[float, float]:
         return speed, recorder.spent_s if recorder is not None else 0.0
 
 
+def _processor_s(pid: int) -> float:
+    """Processor time of a process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 class _OpenPage:
     """A page of rank 0 that asks for news, as a browser does."""
 
     def __init__(self) -> None:
         self.answers = 0
+        self.spent_s = 0.0
+        """Processor time of servers, from their first answer on."""
 
     @contextmanager
-    def open(self, job: Job, folder: Path) -> Generator[None]:
-        """Inside, the run is served and a page is open."""
-        if job.trainer.comm.rank != 0:
-            yield
-            return
+    def open(self, folder: Path) -> Generator[Callable[[], None]]:
+        """Inside, the run is served; a page is open from the call of the result on."""
         listening = listen(Address(port=0))
         host, port = listening.getsockname()[:2]
         closed = threading.Event()
         asking = threading.Thread(target=self._ask, args=(host, port, closed), daemon=True)
-        with beside_training(folder, listening, None):
-            asking.start()
+        with beside_training(folder, listening, None) as server:
+            before_s = 0.0
+
+            def look() -> None:
+                nonlocal before_s
+                self._ask_once(host, port)
+                before_s = _processor_s(server.pid)
+                asking.start()
+
             try:
-                yield
+                yield look
+                self.spent_s += _processor_s(server.pid) - before_s
             finally:
                 closed.set()
-                asking.join()
+                if asking.is_alive():
+                    asking.join()
+            self._ask_once(host, port)  # it reads how the run ended, and the server may go
 
     def _ask(self, host: str, port: int, closed: threading.Event) -> None:
-        over = False
-        while not over:
-            over = closed.wait(ASK_S)  # then it reads how the run ended
-            connection = http.client.HTTPConnection(host, port, timeout=60)
-            try:
-                connection.request("GET", "/v1/run")
-                self.answers += connection.getresponse().status == http.HTTPStatus.OK
-            except OSError:  # it is not there yet
-                continue
-            finally:
-                connection.close()
+        while not closed.wait(ASK_S):
+            self._ask_once(host, port)
+
+    def _ask_once(self, host: str, port: int) -> None:
+        connection = http.client.HTTPConnection(host, port, timeout=60)
+        try:
+            connection.request("GET", "/v1/run")
+            self.answers += connection.getresponse().status == http.HTTPStatus.OK
+        finally:
+            connection.close()

@@ -34,10 +34,10 @@ from nestpipe.errors import ConfigError
 from nestpipe.jagged import Jagged
 from nestpipe.models.dlrm import Dlrm, DlrmConfig
 from nestpipe.runtime import StopSignal, run, spans_for
-from nestpipe.runtime.executor import KEEP_BATCHES, Spans
+from nestpipe.runtime.executor import KEEP_BATCHES, EndedRun, Spans
 from nestpipe.runtime.lanes import Act
 from nestpipe.schedule import Kind, Lane, Op
-from nestpipe.trace import Span, Trace
+from nestpipe.trace import Span
 from nestpipe.trace.span import Fact
 from nestpipe.train.config import DenseSettings, PipelineSettings, RowSettings, TrainSettings
 from nestpipe.train.trainer import Trainer
@@ -465,8 +465,8 @@ class HostTimes:
 
         return counted
 
-    def trace(self, facts: Mapping[str, Fact]) -> Trace:
-        return self._spans.trace(facts)
+    def ended(self, facts: Mapping[str, Fact]) -> EndedRun:
+        return self._spans.ended(facts)
 
     def recent(self, batches: int) -> list[Span]:
         return self._spans.recent(batches)

@@ -47,6 +47,7 @@ from nestpipe.models import HstuConfig
 from nestpipe.models.hstu_models import HstuRanker
 from nestpipe.models.protocol import Loss
 from nestpipe.runtime import InlineLanes, Lanes, Spans, lanes_for
+from nestpipe.runtime.executor import EndedRun
 from nestpipe.runtime.lanes import Act
 from nestpipe.schedule import Lane, Op, Shape
 from nestpipe.sim import figures
@@ -215,8 +216,8 @@ class SharedClock:
 
         return counted
 
-    def trace(self, facts: Mapping[str, Fact]) -> Trace:
-        return self._spans.trace(facts)
+    def ended(self, facts: Mapping[str, Fact]) -> EndedRun:
+        return self._spans.ended(facts)
 
     def recent(self, batches: int) -> list[Span]:
         return self._spans.recent(batches)

@@ -737,7 +737,8 @@ def dashboard_lines(reading: DashboardReading, case: DashboardCase) -> str:
     return (
         f"samples/s without and with the dashboard, {case.steps} steps a turn:\n{turns}\n"
         f"throughput lost: {reading.cost:.2%} (median; middle half {low:.2%} to {high:.2%})\n"
-        f"the recorder took {reading.recorder_share:.2%} of a core\n"
+        f"the recorder took {reading.recorder_share:.2%} of a core, "
+        f"the server with an open page {reading.server_share:.2%}\n"
         f"news given to the page: {reading.answers}"
     )
 

@@ -92,9 +92,9 @@ class RankRecord:
             yield self.end
 
     def until(self, step: int) -> RankRecord:
-        """The record up to that step, without an end."""
+        """The record up to that step, without an end; a run keeps its choices itself."""
         kept = RankRecord(self.about)
-        for kind in MOST:
+        for kind in set(MOST) - {"choice"}:
             kept.of(kind)[:] = [line for line in self.of(kind) if line["step"] <= step]
         return kept
 
@@ -395,8 +395,7 @@ class RunRecorder:
         self._drawn_at = -math.inf
         self._looked_until = -1
         self._written_steps = 0.0
-        chosen = self._writer.kept.choices
-        self._chosen = chosen[-1]["step"] if chosen else -1
+        self._chosen = -1
         self._before = self._resumed()
         self._stopping, self._writing = threading.Event(), threading.Lock()
         self._failed = False

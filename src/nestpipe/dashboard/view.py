@@ -10,6 +10,7 @@ import math
 import os
 import socket
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -165,15 +166,15 @@ def page_data(run: RunRecords, now: float | None = None, most: int = MOST_SHOWN)
     ranks = [_RankSums(record, steps, most) for record in run.ranks]
     total = _added([rank.sums for rank in ranks])
     series = _series(run, ranks, total, points) if len(steps) else {}
-    recent = _recent(run, ranks) if len(steps) else {}
-    kinds, rows = _kinds(ranks), _rank_rows(run, ranks, now)
+    tables, kinds, rows = _tables(ranks, steps), _kinds(ranks), _rank_rows(run, ranks, now)
+    recent = _recent(ranks, tables, rows) if len(steps) else {}
     return _finite(
         {
             "version": 1,
             "run": _about(run, now),
             "now": recent,
             "series": series,
-            "tables": _tables(ranks, steps),
+            "tables": tables,
             "kinds": kinds,
             "limit": _limit(kinds, rows, recent),
             "resources": RESOURCES,
@@ -205,7 +206,9 @@ class _RankSums:
         """How much a sum grew from a step on to the last."""
         of = _reader(name)
         steps = np.array([since], dtype=np.float64)
-        return float(of(self.points[-1]) - _at(steps, self.points, of)[0])
+        place = bisect_left(self.points, since, key=_step)
+        near = self.points[max(0, place - 2) : place + 1]  # no others decide what it was there
+        return float(of(self.points[-1]) - _at(steps, near, of)[0])
 
 
 def _reader(name: str) -> Callable[[Line], float]:
@@ -346,7 +349,11 @@ def _recent_from(rank: _RankSums) -> float:
     return 0 if begins or len(points) == 1 else points[0]["step"]
 
 
-def _recent(run: RunRecords, ranks: Sequence[_RankSums]) -> dict[str, Any]:
+def _recent(
+    ranks: Sequence[_RankSums],
+    tables: Sequence[Mapping[str, Any]],
+    rows: Sequence[Mapping[str, Any]],
+) -> dict[str, Any]:
     """Means of the last seconds, for the figures on top."""
     since = _recent_from(ranks[0])
 
@@ -356,8 +363,6 @@ def _recent(run: RunRecords, ranks: Sequence[_RankSums]) -> dict[str, Any]:
     first = ranks[0]
     steps, batches = first.between("steps", since), of("batches")
     kinds = [n for n in first.sums if n.startswith("exposed_ms.")]
-    waiting = [row["waited_ms"] for row in _figures_of_ranks(ranks)]
-    rows = _tables(ranks, np.array([first.points[-1]["step"]], dtype=np.float64))
     return {
         "loss": _over(first.between("loss", since), first.between("finite", since)),
         "losses_not_finite": _not_finite(first.points[-1]),
@@ -369,8 +374,8 @@ def _recent(run: RunRecords, ranks: Sequence[_RankSums]) -> dict[str, Any]:
         "keys_shared": _over(of("keys_shared"), of("keys_compared")),
         "without_read": float(_without_read(_over(of("rows_read"), of("keys_asked")))),
         "bytes_per_step": _over(of("bytes_sent"), steps),
-        "rows": sum(table["rows"][-1] for table in rows),
-        "waited_ms": max(waiting) if len(ranks) > 1 else None,
+        "rows": sum(table["rows"][-1] for table in tables),
+        "waited_ms": max(row["waited_ms"] for row in rows) if len(ranks) > 1 else None,
         "faults": first.points[-1].get("faults", 0),
     }
 

@@ -50,14 +50,16 @@ from nestpipe.kernels.rows.segments import Segments, lists_on
 
 log = logging.getLogger("nestpipe.pool")
 
-INDEX_BYTES = 55
-"""Of a slot beside its row: places of the index, key, table, stamp, free list, address, and whether
-the host store has a row of its key."""
+INDEX_BYTES = 59
+"""Of a slot beside its row: places of the index, key, table, stamp, heat, free list, address, and
+whether the host store has a row of its key."""
 SPARE = 1024
 """Slots that are made free beyond what the last batches needed."""
 MOST_SLOTS = 2**30 - 1
 FLUSH_ROWS = 1 << 20
 """Rows that `flush` moves at a time."""
+COUNTED_SLOTS = 1 << 24
+"""Slots that are looked at together, so that counting needs little memory."""
 SNAPSHOT_SHARE = 0.25
 """Of the memory of the device that is left: what the copies of a snapshot may take."""
 
@@ -405,26 +407,32 @@ class RowPool:
 
     def _room_for_copies(self, rows: int) -> Tensor | None:
         """Memory for so many rows; None, and a warning, where that is more than may be taken."""
-        width = self._layout.width
         if not rows <= len(self._copies_KW) <= 4 * rows:
             self._copies_KW = self.rows_SW[:0]  # the old ones first
-            more = rows + rows // 8
-            if 4 * more * width > SNAPSHOT_SHARE * memory_left(self.device):
+            shape = rows + rows // 8, self._layout.width
+            if 4 * shape[0] * shape[1] > SNAPSHOT_SHARE * memory_left(self.device):
                 log.warning(
-                    "%s touched rows of %d numbers have no room on the device for a moment, so "
-                    "training waits until they are in host memory; lower device_memory, or save "
-                    "more often",
-                    *(f"{rows:,}", width),
+                    "copies of %s touched rows take %s, too much of what is left on the device; "
+                    "training waits until these rows are in host memory; lower device_memory, or "
+                    "save more often",
+                    *(f"{rows:,}", show_memory(4 * shape[0] * shape[1])),
                 )
                 return None
-            self._copies_KW = torch.empty(more, width, device=self.device)
+            self._copies_KW = torch.empty(shape, device=self.device)
         return self._copies_KW[:rows]
 
     def _not_stored(self) -> list[int]:
         """Rows of each table that are here and not in the host store."""
-        away_S = (self.index.stamps_S != FREE_STAMP) & ~self._stored_S
-        tables = self.index.slot_tables_S[away_S]
-        return torch.bincount(tables, minlength=self._layout.num_tables).tolist()
+        num_tables, index = self._layout.num_tables, self.index
+        counts = torch.zeros(num_tables, dtype=torch.int64, device=self.device)
+        of_slots = (index.stamps_S, self._stored_S, index.slot_tables_S)
+        for stamps, stored, tables in zip(
+            *(of.split(COUNTED_SLOTS) for of in of_slots), strict=True
+        ):
+            others = (stamps == FREE_STAMP) | stored
+            found = torch.bincount(tables.masked_fill(others, num_tables), minlength=num_tables + 1)
+            counts += found[:num_tables]
+        return counts.tolist()
 
     def clear(self) -> None:
         """Forget all rows, without saving them: the host store has been changed."""

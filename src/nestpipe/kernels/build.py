@@ -124,6 +124,10 @@ def is_whole(target: Path) -> bool:
         owner, mode = target.stat().st_uid, target.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
         return False
+    if not stat.S_ISREG(mode):
+        raise ConfigError(
+            f"{str(target)!r} is no file; remove it, or name another folder in NESTPIPE_CACHE"
+        )
     if owner not in (os.geteuid(), 0) or mode & stat.S_IWOTH:
         raise ConfigError(
             f"{str(target)!r} belongs to user {owner} or can be written by anybody; remove it, "

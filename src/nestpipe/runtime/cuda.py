@@ -16,7 +16,15 @@ from typing import Any, Protocol, Self
 
 import torch
 
-from nestpipe.runtime.executor import KEEP_BATCHES, HostSpans, LastBatches, Spans, span_of, trace_of
+from nestpipe.runtime.executor import (
+    KEEP_BATCHES,
+    EndedRun,
+    HostSpans,
+    LastBatches,
+    Spans,
+    span_of,
+    trace_of,
+)
 from nestpipe.runtime.lanes import (
     Act,
     InlineLanes,
@@ -244,23 +252,24 @@ class CudaSpans:
 
         return by_the_host if on_host or lane in HOST_CLOCK else by_the_device
 
-    def trace(self, facts: Mapping[str, Fact]) -> Trace:
-        """Waits for the GPU to reach the last event.
-
-        Two clocks may run apart, so they are compared again.
-        """
-        timed = self._timed.all()
-        for *_, end in timed:
-            end.synchronize()
-        since = self._start.elapsed_time
+    def ended(self, facts: Mapping[str, Fact]) -> EndedRun:
+        """Two clocks may run apart, so they are compared again."""
+        timed, host_spans = self._timed.all(), self._host.all()
+        since, began = self._start.elapsed_time, self._host_start
         between, event, host = _meet()
         self.clocks_differ_ms = max(self.clocks_differ_ms, between * 1e3)
-        rate = since(event) / ((host - self._host_start) * 1e3)
-        device = [
-            span_of(op, lane, self._rank, since(start), since(end))
-            for op, lane, start, end in timed
-        ]
-        return trace_of([*device, *at_rate(rate, self._host.all())], facts)
+
+        def read() -> Trace:
+            for *_, end in timed:
+                end.synchronize()
+            rate = since(event) / ((host - began) * 1e3)
+            device = [
+                span_of(op, lane, self._rank, since(start), since(end))
+                for op, lane, start, end in timed
+            ]
+            return trace_of([*device, *at_rate(rate, host_spans)], facts)
+
+        return EndedRun(max(self._timed.num_batches, self._host.num_batches), read)
 
     def recent(self, batches: int) -> list[Span]:
         """Only what the GPU has done; the host's clock is taken as it is."""

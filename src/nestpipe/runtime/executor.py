@@ -68,7 +68,7 @@ def run(
     with quiet_interpreter(), lanes:
         issue = _issue_ticks if steady else _issue_steps
         issue(plan, acts, lanes, batches)
-    return spans.trace({**_facts(shape), **(facts or {})})
+    return spans.ended({**_facts(shape), **(facts or {})}).read()
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,6 +345,21 @@ def inject_delays(work: Work, *, seed: int, max_ms: float, share: float = 1.0) -
 # When each op ran, by the clock of the host.
 
 
+@dataclass(frozen=True, slots=True)
+class EndedRun:
+    """What was recorded of a run; its trace is put together for whoever asks, at any time later.
+
+    That takes milliseconds, and of runs that checkpoints cut short only one is ever looked at.
+    """
+
+    num_batches: int
+    """Of which something was recorded."""
+    read: Callable[[], Trace]
+
+
+NO_RUN = EndedRun(0, lambda: Trace(()))
+
+
 class Spans(Protocol):
     """Times the ops of one run on one rank."""
 
@@ -356,8 +371,8 @@ class Spans(Protocol):
         """The same act, which runs on that lane, recorded; `on_host`: no device has a part."""
         ...
 
-    def trace(self, facts: Mapping[str, Fact]) -> Trace:
-        """What was recorded so far."""
+    def ended(self, facts: Mapping[str, Fact]) -> EndedRun:
+        """What was recorded so far; later runs do not change it."""
         ...
 
     def recent(self, batches: int) -> list[Span]:
@@ -385,14 +400,29 @@ class HostSpans:
 
         return recorded
 
-    def trace(self, facts: Mapping[str, Fact]) -> Trace:
-        return trace_of(self._kept.all(), facts)
+    def ended(self, facts: Mapping[str, Fact]) -> EndedRun:
+        spans = self._kept.all()
+        return EndedRun(self._kept.num_batches, lambda: trace_of(spans, facts))
 
     def recent(self, batches: int) -> list[Span]:
         return self._kept.newest(batches)
 
     def _now(self) -> float:
         return (time.perf_counter() - self._start) * 1e3
+
+
+class LateSpans:
+    """The spans of a run whose trace nobody needs yet: `run` gives an empty one."""
+
+    def __init__(self, spans: Spans) -> None:
+        self._spans = spans
+        self.begin, self.timed, self.recent = spans.begin, spans.timed, spans.recent
+        self.run = NO_RUN
+        """The run, once it has ended."""
+
+    def ended(self, facts: Mapping[str, Fact]) -> EndedRun:
+        self.run = self._spans.ended(facts)
+        return NO_RUN
 
 
 def span_of(op: Op, lane: Lane, rank: int, start: float, end: float) -> Span:
@@ -425,6 +455,10 @@ class LastBatches(Generic[T]):
                 self._drop()
             if batch > self._newest - self._batches:
                 self._of_batch.setdefault(batch, []).append(item)
+
+    @property
+    def num_batches(self) -> int:
+        return len(self._of_batch)
 
     def all(self) -> list[T]:
         with self._lock:

@@ -470,6 +470,16 @@ class ModelConfig:
         positive("temperature", self.temperature)
         not_negative("num_items", self.num_items)
         not_negative("negative_pool", self.negative_pool)
+        if 0 < self.negative_pool < self.negatives:
+            raise ConfigError(
+                f"negative_pool is {self.negative_pool}, fewer than the {self.negatives} of "
+                "negatives; give more, or 0"
+            )
+        if self.kind == "ranker" and self.encoder.time == "next":
+            raise ConfigError(
+                "kind is 'ranker' and encoder.time 'next', which is for retrieval: candidates have "
+                "the request's time; set encoder.time = 'own'"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -31,7 +31,7 @@ from nestpipe.kernels.rows.segments import COMM_DTYPES
 from nestpipe.models.protocol import KnowsWork, RecModel, kind_of
 from nestpipe.runtime import Lanes, StopSignal, Work, lanes_for, name_collectives, run, spans_for
 from nestpipe.runtime.cuda import RECORD_EVERY
-from nestpipe.runtime.executor import KEEP_BATCHES
+from nestpipe.runtime.executor import KEEP_BATCHES, NO_RUN, EndedRun, LateSpans
 from nestpipe.schedule import (
     Kind,
     Op,
@@ -131,8 +131,6 @@ class Trainer:
     plan_reason: str
     """Why it has this plan, as a sentence."""
     progress: Progress = Progress()
-    trace: Trace = Trace(())
-    """When each op of the last batches ran, by this rank's clock."""
     poison_buffers: bool = False
     """Whether runs that start from now on fill row buffers with NaN before they use them again."""
     loaded_from: Path | None = None
@@ -184,6 +182,8 @@ class Trainer:
         """What runs count and checkpoints keep."""
         self.traced_from = 0
         """Batches trained before the first one of `spans`."""
+        self._longest = NO_RUN
+        """Of the runs since the trace was put back."""
         self.traffic = Traffic()
         """What this rank has moved for training, ever."""
         self._sent_before: int | None = None
@@ -356,12 +356,13 @@ class Trainer:
         self._sent_before = sent = self.comm.bytes_sent
         self.comm.barrier()  # the traces of all ranks begin here
         self.traced_from = self.progress.step
-        trace = run(
+        spans = LateSpans(self.spans)
+        run(
             self.plan,
             functions,
             self.lanes,
             batches=work.end,
-            spans=self.spans,
+            spans=spans,
             host_acts=work.host_acts,
             idle=partial(_idle_and_untraced, work) if self.device.type == "cuda" else None,
             facts={
@@ -376,7 +377,19 @@ class Trainer:
         self._sent_before = None
         self.traffic.bytes_sent += self.comm.bytes_sent - sent
         # Keep the longest: a run cut short by a checkpoint shows less.
-        self.trace = max(trace, self.trace, key=_num_batches)
+        self._longest = max(spans.run, self._longest, key=lambda ended: ended.num_batches)
+
+    @property
+    def trace(self) -> Trace:
+        """When each op of the last batches ran, by this rank's clock."""
+        trace = self._longest.read()
+        self.trace = trace
+        return trace
+
+    @trace.setter
+    def trace(self, trace: Trace) -> None:
+        num_batches = len({span.batch for span in trace.spans})
+        self._longest = EndedRun(num_batches, lambda: trace)
 
     def _counted(
         self, on_step: Callable[[StepReport], None], first_step: int
@@ -770,10 +783,6 @@ def choose_device(name: str) -> torch.device:
 def _idle_and_untraced(work: TrainingWork, op: Op) -> bool:
     """Whether an op has nothing to do; those of batches that are traced run all the same."""
     return op.batch % RECORD_EVERY >= KEEP_BATCHES and work.is_idle(op)
-
-
-def _num_batches(trace: Trace) -> int:
-    return len({span.batch for span in trace.spans})
 
 
 def _checked_settings(settings: TrainSettings, tables: Sequence[Table]) -> TrainSettings:

@@ -158,9 +158,11 @@ def test_turns_with_and_without_the_dashboard_are_compared(run: Run, tmp_path: P
     assert len(found["without"]) == len(found["with_it"]) == 2
     assert all(speed > 0 for speed in (*found["without"], *found["with_it"]))
     assert "throughput lost" in out
+    assert found["answers"] >= 2, "every turn with the dashboard begins once the page has an answer"
+    assert found["server_share"] >= 0
 
 
 def test_the_cost_is_the_median_over_pairs_of_turns():
-    reading = DashboardReading((100.0, 50.0, 10.0), (99.0, 50.0, 11.0), 0.005, 3)
+    reading = DashboardReading((100.0, 50.0, 10.0), (99.0, 50.0, 11.0), 0.005, 0.01, 3)
     assert reading.cost == pytest.approx(0.0)
     assert reading.middle_half == pytest.approx((-0.05, 0.005))

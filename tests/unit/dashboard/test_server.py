@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from nestpipe.dashboard.record import RecordWriter, file_of
 from nestpipe.dashboard.server import (
     DEFAULT_PORT,
     METRICS,
@@ -33,9 +34,9 @@ from nestpipe.dashboard.server import (
     url_of,
     with_address,
 )
-from nestpipe.dashboard.view import RunFolder, page_data
+from nestpipe.dashboard.view import RunFolder, RunRecords, page_data
 from nestpipe.errors import ConfigError
-from support.recorded_runs import COMPUTE_MS, STEP_MS, written_run
+from support.recorded_runs import COMPUTE_MS, STEP_MS, about, written_run
 
 TOKEN = "0123456789abcdef"
 
@@ -79,6 +80,31 @@ def test_the_page_asks_for_its_data_and_hears_when_there_are_no_news(tmp_path: P
         status, _, body = ask(at, "/metrics")
         assert status == 200
         assert b'nestpipe_train_steps_total{rank="0"} 30.0' in body
+
+
+def test_many_open_pages_cost_no_more_than_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """What was made is given to all who ask, until so many times as long as it took have passed."""
+    made: list[float] = []
+
+    def counted(run: RunRecords) -> dict[str, Any]:
+        made.append(1)
+        return page_data(run)
+
+    monkeypatch.setattr("nestpipe.dashboard.server.page_data", counted)
+    monkeypatch.setattr("nestpipe.dashboard.server.REST", 1_000_000)
+    folder = written_run(tmp_path, 20, end=None)
+    listening = listen(Address(port=0))
+    with RunServer(listening, RunFolder(folder), None) as server:
+        answers = {server.data() for _ in range(20)}
+        assert (len(answers), len(made)) == (1, 1)
+        assert not server.told_end
+        writer = RecordWriter(file_of(folder / "record", 0), about(0, 1, 20), first_step=20)
+        writer.add("end", 20, {"status": "finished", "sentence": ""})
+        server.data()
+        assert not server.told_end
+        server.hurried = True  # training is over
+        assert server.data() not in answers
+        assert server.told_end
 
 
 def test_data_and_metrics_need_the_token_and_the_empty_page_does_not(tmp_path: Path):

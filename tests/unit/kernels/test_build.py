@@ -198,6 +198,12 @@ def test_a_damaged_library_is_made_again(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(made) == 4
 
 
+def test_a_folder_in_the_place_of_a_library_is_told(tmp_path: Path):
+    (tmp_path / "lib.so").mkdir()
+    with pytest.raises(ConfigError, match=r"lib\.so' is no file; remove it"):
+        building.is_whole(tmp_path / "lib.so")
+
+
 def test_a_library_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("NESTPIPE_CACHE", str(tmp_path))
     path = building.built_once("some.so", lambda target: Path(target).touch())

@@ -133,14 +133,18 @@ def test_the_memory_of_the_process_gives_tensors_of_any_kind():
 UNLIMITED_V1 = "9223372036854771712"
 
 
-def group(folder: Path, limit: str, used: int, inactive: int = 0, version: int = 2) -> None:
+def group(
+    folder: Path, limit: str, used: int, inactive: int = 0, active: int = 0, version: int = 2
+) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    names = ("memory.max", "memory.current", "inactive_file")
+    names, total = ("memory.max", "memory.current"), ""
     if version == 1:
-        names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        names, total = ("memory.limit_in_bytes", "memory.usage_in_bytes"), "total_"
     (folder / names[0]).write_text(f"{limit}\n")
     (folder / names[1]).write_text(f"{used}\n")
-    (folder / "memory.stat").write_text(f"anon 1\n{names[2]} {inactive}\n")
+    (folder / "memory.stat").write_text(
+        f"anon 1\n{total}inactive_file {inactive}\n{total}active_file {active}\n"
+    )
 
 
 def memory_left(root: Path, groups: str) -> int:
@@ -151,6 +155,8 @@ def memory_left(root: Path, groups: str) -> int:
 def test_a_group_leaves_its_limit_less_what_is_used_and_cannot_be_dropped(tmp_path):
     group(tmp_path / "job", "1000", 700, inactive=50)
     assert memory_left(tmp_path, "0::/job\n") == 350
+    group(tmp_path / "job", "1000", 900, inactive=50, active=600)  # files read in every epoch
+    assert memory_left(tmp_path, "0::/job\n") == 750
     group(tmp_path / "job", "1000", 1700)
     assert memory_left(tmp_path, "0::/job\n") == 0
 
@@ -175,7 +181,7 @@ def test_a_container_that_sees_its_group_as_the_root_finds_the_limit_there(tmp_p
 
 def test_groups_of_version_one_and_mixed_ones_count_too(tmp_path):
     group(tmp_path / "memory", UNLIMITED_V1, 10, version=1)
-    group(tmp_path / "memory/pod", "4000", 1000, inactive=500, version=1)
+    group(tmp_path / "memory/pod", "4000", 1000, inactive=300, active=200, version=1)
     lines = "5:cpu,cpuacct:/elsewhere\n4:memory:/pod/rank\n0::/unit\n"
     assert memory_left(tmp_path, lines) == 3500
     group(tmp_path / "unified/unit", "77", 7)

@@ -20,6 +20,7 @@ from nestpipe.models import (
     SampledSoftmaxConfig,
 )
 from nestpipe.models.draws import chance_of, draw_state, dropout, keep, of_each_row
+from nestpipe.train.config import ModelConfig
 
 WORD = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
@@ -226,3 +227,18 @@ def test_a_ranker_has_no_next_item_and_a_pool_no_fewer_than_is_taken():
         HstuRanker(replace(CONFIG, time="next"))
     with pytest.raises(ConfigError, match="pool is 5, fewer than the 8 negatives"):
         SampledSoftmaxConfig(num_items=9, negatives=8, pool=5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"negative_pool": 5, "negatives": 8}, "negative_pool is 5, fewer than the 8 of negatives"),
+        (
+            {"kind": "ranker", "encoder": EncoderOptions(time="next", time_buckets=4)},
+            "encoder.time 'next', which is for retrieval",
+        ),
+    ],
+)
+def test_a_config_says_so_before_any_data_is_opened(settings, sentence: str):
+    with pytest.raises(ConfigError, match=sentence):
+        ModelConfig(**settings)

@@ -19,7 +19,8 @@ from nestpipe.embedding.optimizers import OPTIMIZERS
 from nestpipe.errors import CheckpointError, ConfigError
 from nestpipe.jagged import Jagged
 from nestpipe.models import Loss
-from nestpipe.runtime import InlineLanes, ThreadLanes, inject_delays
+from nestpipe.runtime import InlineLanes, ThreadLanes, executor, inject_delays
+from nestpipe.trace import Trace
 from nestpipe.train.config import DenseSettings, PipelineSettings, RowSettings, TrainSettings
 from nestpipe.train.loggers import Traffic
 from nestpipe.train.trainer import Trainer
@@ -294,6 +295,28 @@ def test_every_plan_but_serial_runs_on_threads_and_leaves_a_trace():
         assert {"prefetch 0", "dense 6.1", "writeback 6"} <= names, "the longest run is kept"
         assert of_an_epoch.facts["plan"] == plan
         assert of_an_epoch.facts["samples_per_worker"] == BATCH
+
+
+def test_a_trace_is_put_together_when_somebody_asks_and_is_that_of_its_run(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    made: list[Trace] = []
+    trace_of = executor.trace_of
+
+    def noted(*given: Any) -> Trace:
+        made.append(trace_of(*given))
+        return made[-1]
+
+    monkeypatch.setattr(executor, "trace_of", noted)
+    trainer = Trainer(Model(), TABLES, settings(plan="nested"))
+    for steps in (2, 3, 1):
+        trainer.fit(Samples(make_samples()), epochs=9, steps=steps)  # type: ignore[arg-type]
+    assert not made
+    assert {span.batch for span in trainer.trace.spans} == {0, 1, 2}
+    assert trainer.trace is made[0]
+    assert len(made) == 1
+    trainer.fit(Samples(make_samples()), epochs=9, steps=2)  # type: ignore[arg-type]
+    assert trainer.trace is made[0], "a shorter run is not kept"
 
 
 @pytest.mark.parametrize("plan", ["serial", "nested"])

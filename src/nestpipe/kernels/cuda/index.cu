@@ -5,6 +5,7 @@
 // the next rebuild: searches that passed over it must go on. A search looks at so many places and
 // no more; keys are only ever put where that search finds them, so a full index answers "no slot"
 // and never hangs.
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 
@@ -18,7 +19,11 @@ using namespace nestpipe;
 constexpr int kThreads = 256;
 constexpr int64_t kMostBlocks = 132 * 16;
 constexpr int kMostProbes = 4096;
-constexpr int kAges = 1024;  // older slots count as this old
+constexpr int kAges = 2048;  // older slots count as this old
+// How a use fades: each counts 2 % less with every batch. Nothing gets warmer than what is used in
+// every batch, 194 batches ahead of its last one.
+constexpr float kFading = 0.02020271F;  // -ln 0.98
+constexpr int32_t kWarmest = 256, kForgotten = 4096;
 
 enum Slot : int32_t { kNone = -1, kPending = -2 };
 constexpr int32_t kFreeStamp = INT32_MIN;
@@ -48,6 +53,7 @@ struct Index {
   int64_t* slot_keys;
   int32_t* slot_tables;
   int32_t* stamps;  // the last batch that uses a slot
+  int32_t* heats;   // the batch whose single use would count as much now as all uses of a slot
   int32_t* free_slots;
   int64_t num_slots;
   Counters* counters;
@@ -137,12 +143,22 @@ __device__ int32_t search(const Index& index, int64_t key, uint32_t tag, int32_t
   return kNone;
 }
 
-// Only a few keys of a kernel have no slot, so the counter is not crowded.
+// The heat of a slot that is used once more: with h batches since its heat the uses before count
+// 0.98^h of one.
+__device__ inline int32_t warmer(int32_t heat, int32_t batch) {
+  const auto since = static_cast<float>(max(-kForgotten, min(kForgotten, batch - heat)));
+  return batch + static_cast<int32_t>(rintf(log1pf(expf(-kFading * since)) / kFading));
+}
+
+// Only a few keys of a kernel have no slot, so the counter is not crowded. Of several threads that
+// use a slot in the same batch one alone finds an older stamp.
 __device__ void use_slot(const Index& index, int32_t slot, int32_t batch) {
   if (slot == kNone) {
     count_one(&index.counters->missing);
   } else if (index.stamps[slot] != batch) {
-    index.stamps[slot] = batch;
+    const int32_t before = atomicExch(&index.stamps[slot], batch);
+    if (before == batch) return;
+    index.heats[slot] = before == kFreeStamp ? batch : warmer(index.heats[slot], batch);
   }
 }
 
@@ -307,8 +323,8 @@ __device__ inline int32_t least_free_of(const Index& index, const Candidates& am
 __device__ inline int age_of(const Index& index, const Candidates& among, int64_t slot) {
   const int32_t stamp = index.stamps[slot];
   if (stamp == kFreeStamp || stamp >= among.oldest_in_flight) return 0;
-  const int64_t age = static_cast<int64_t>(among.oldest_in_flight) - stamp;
-  return static_cast<int>(age < kAges ? age : kAges - 1);
+  const int64_t age = static_cast<int64_t>(among.oldest_in_flight) + kWarmest - index.heats[slot];
+  return static_cast<int>(age < 1 ? 1 : age < kAges ? age : kAges - 1);
 }
 
 __device__ inline int64_t slot_of(const Index& index, int64_t number) {
@@ -357,7 +373,7 @@ __device__ void set_limit(const int32_t* ages, int32_t wanted, Limit* limit) {
   __syncthreads();
 }
 
-// The oldest go; of those of one age, whoever comes first.
+// The coldest go; of those of one heat, whoever comes first.
 __global__ void __launch_bounds__(kThreads)
     choose_victims(const Index index, const Candidates among, const int32_t* ages,
                    int32_t* victims) {
@@ -492,7 +508,7 @@ NESTPIPE_API int nestpipe_index_rebuild(const Index* index, int64_t most_used,
 }
 
 // Chooses slots to erase, so that `least_free` are free then; never one of a batch in flight.
-// `ages` is room for 1,024 counts, `victims` for `least_free` slots. With `urgent` as many are to
+// `ages` is room for 2,048 counts, `victims` for `least_free` slots. With `urgent` as many are to
 // be free as keys of the last call are without a slot, and `num_urgent` says how many are chosen.
 NESTPIPE_API int nestpipe_index_choose(const Index* index, int32_t oldest_in_flight,
                                        int32_t least_free, int64_t window, int32_t urgent,

@@ -7,6 +7,7 @@ in the order of samples.
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -31,7 +32,9 @@ PLACES_PER_ROW = 1.6
 MOST_USED = 0.9
 """The share of places that keys, erased ones included, may take before a rebuild."""
 FREE_STAMP = -(2**31)
-AGES = 1024
+AGES = 2048
+FADING = -math.log(0.98)
+"""A use counts 2 % less with every batch."""
 COUNTERS = ("free", "used", "num_new", "num_missing", "num_victims", "hand", "num_urgent")
 """What the first numbers of `DeviceIndex.counters` mean; those after them are zero."""
 _ALL_COUNTERS = 11
@@ -111,6 +114,8 @@ class DeviceIndex:
         self.slot_tables_S = torch.zeros(num_slots, dtype=torch.int32, device=device)
         self.stamps_S = torch.full((num_slots,), FREE_STAMP, dtype=torch.int32, device=device)
         """The last batch that uses each slot; `FREE_STAMP` where the slot is free."""
+        self.heats_S = torch.zeros(num_slots, dtype=torch.int32, device=device)
+        """How much each slot is used: see `warmer`."""
         self._free_S = torch.arange(num_slots, dtype=torch.int32, device=device).flip(0)
         self.counters = torch.zeros(_ALL_COUNTERS, dtype=torch.int32, device=device)
         self.counters[0] = num_slots
@@ -118,7 +123,7 @@ class DeviceIndex:
         self.struct = IndexStruct(
             *(self._places.data_ptr(), self.num_places),
             *(self.slot_keys_S.data_ptr(), self.slot_tables_S.data_ptr()),
-            *(self.stamps_S.data_ptr(), self._free_S.data_ptr()),
+            *(self.stamps_S.data_ptr(), self.heats_S.data_ptr(), self._free_S.data_ptr()),
             *(num_slots, self.counters.data_ptr()),
         )
 
@@ -139,7 +144,8 @@ class DeviceIndex:
 
     def num_bytes(self) -> int:
         """Memory of the index, rows not counted."""
-        parts = (self._places, self.slot_keys_S, self.slot_tables_S, self.stamps_S, self._free_S)
+        of_slots = (self.slot_keys_S, self.slot_tables_S, self.stamps_S, self.heats_S, self._free_S)
+        parts = (self._places, *of_slots)
         return sum(part.numel() * part.element_size() for part in parts)
 
     def find_or_insert(self, keys_N: Tensor, cells: KeyCells, batch: int) -> FoundSlots:
@@ -160,8 +166,8 @@ class DeviceIndex:
     ) -> Tensor:
         """(least_free,) slots to erase, so that `least_free` are free then; `num_victims` count.
 
-        Least recently used first, among `window` slots from where the last choice ended (None: all
-        slots). A slot that a batch from `oldest_in_flight` on uses is never chosen.
+        Least used first, see `warmer`, among `window` slots from where the last choice ended (None:
+        all slots). A slot that a batch from `oldest_in_flight` on uses is never chosen.
         """
         victims_V = torch.zeros(max(least_free, 0), dtype=torch.int32, device=self.device)
         window = self.num_slots if window is None else window
@@ -244,6 +250,7 @@ class PlainIndex:
         self.slot_keys_S = torch.zeros(num_slots, dtype=torch.int64)
         self.slot_tables_S = torch.zeros(num_slots, dtype=torch.int32)
         self.stamps_S = torch.full((num_slots,), FREE_STAMP, dtype=torch.int32)
+        self.heats_S = torch.zeros(num_slots, dtype=torch.int32)
         self._free = list(reversed(range(num_slots)))
         self.counters = torch.zeros(_ALL_COUNTERS, dtype=torch.int32)
         self._count(free=num_slots)
@@ -268,9 +275,16 @@ class PlainIndex:
                 new.append(slot)
             slots.append(slot)
         found = FoundSlots(_int32(slots), _int32(new))
-        self.stamps_S[found.slots_N[found.slots_N >= 0].long()] = batch
+        self._use(found.slots_N[found.slots_N >= 0].unique().long(), batch)
         self._count(free=len(self._free), num_new=len(new), num_missing=slots.count(-1))
         return found
+
+    def _use(self, slots_K: Tensor, batch: int) -> None:
+        before_K = self.stamps_S[slots_K]
+        warm_K = warmer(self.heats_S[slots_K], batch)
+        first_K = torch.where(before_K == FREE_STAMP, batch, warm_K)
+        self.heats_S[slots_K] = torch.where(before_K == batch, self.heats_S[slots_K], first_K)
+        self.stamps_S[slots_K] = batch
 
     def find(self, keys_N: Tensor, cells: KeyCells) -> Tensor:
         """(N,) the slot of every key, -1 where it has none."""
@@ -278,11 +292,11 @@ class PlainIndex:
         return _int32([self._slots.get(pair, -1) for pair in pairs])
 
     def choose_victims(self, oldest_in_flight: int, least_free: int) -> Tensor:
-        """Slots to erase, the least recently used first."""
+        """Slots to erase, the least used first."""
         in_use = (self.stamps_S != FREE_STAMP) & (self.stamps_S < oldest_in_flight)
         slots = in_use.nonzero().squeeze(1)
-        oldest_first = slots[self.stamps_S[slots].argsort(stable=True)]
-        victims_V = oldest_first[: max(0, least_free - len(self._free))].int()
+        coldest_first = slots[self.heats_S[slots].argsort(stable=True)]
+        victims_V = coldest_first[: max(0, least_free - len(self._free))].int()
         self._count(num_victims=len(victims_V))
         return victims_V
 
@@ -345,6 +359,17 @@ class PlainIndex:
     def _count(self, **numbers: int) -> None:
         for name, number in numbers.items():
             self.counters[COUNTERS.index(name)] = number
+
+
+def warmer(heats_K: Tensor, batch: int) -> Tensor:
+    """The heats of slots that are used once more, in a batch.
+
+    A heat is the number of the batch whose single use would count as much as all uses of the slot
+    do, where each counts 2 % less with every batch. So the coldest slot has been used least.
+    """
+    since_K = (batch - heats_K).clamp(-4096, 4096).float()
+    ahead_K = ((-FADING * since_K).exp().log1p() / FADING).round()
+    return (batch + ahead_K).to(torch.int32)
 
 
 def _int32(numbers: Sequence[int]) -> Tensor:

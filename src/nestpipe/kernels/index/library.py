@@ -35,7 +35,8 @@ class IndexStruct(ctypes.Structure):
 
     _fields_ = (
         *(("places", c_void_p), ("num_places", c_int64)),
-        *((name, c_void_p) for name in ("slot_keys", "slot_tables", "stamps", "free_slots")),
+        *((name, c_void_p) for name in ("slot_keys", "slot_tables", "stamps", "heats")),
+        ("free_slots", c_void_p),
         *(("num_slots", c_int64), ("counters", c_void_p)),
     )
 

@@ -70,6 +70,11 @@ def gather(store, keys: Tensor, counts: list[int]) -> tuple[Tensor, int]:
     return out_KW, num_new
 
 
+def stored(store: RowStore, keys: Tensor, counts: list[int]) -> Tensor:
+    assert store.abilities.keys is not None
+    return store.abilities.keys.stored(keys, counts)
+
+
 def same_bits(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and torch.equal(a.view(torch.int32), b.view(torch.int32))
 
@@ -131,6 +136,9 @@ def test_any_sequence_of_calls_leaves_the_twins_equal(steps, dim, state_dim, dty
             (rows, fresh), (other, other_fresh) = (gather(s, keys, counts) for s in (store, plain))
             assert fresh == other_fresh
             assert same_bits(rows, other)
+            known, other_known = (stored(s, keys, counts) for s in (store, plain))
+            assert torch.equal(known, other_known)
+            assert int((~known).sum()) == fresh
         elif call == "scatter":
             keys, counts = batch_of([list(dict.fromkeys(part)) for part in lists])
             rows = bits_as_rows(len(keys), store.layout.width, seed)

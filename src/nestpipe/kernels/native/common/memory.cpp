@@ -63,18 +63,23 @@ bool read_path(const char* file_name, const std::string& controller, std::string
 struct GroupFiles {
   const char* limit;
   const char* used;
-  const char* reclaimable;  // a field of memory.stat
+  // Fields of memory.stat: what is cached of files, dropped before anything is killed. Files that
+  // are read again in every epoch are active, and would fill a group up to its limit.
+  const char* cached[2];
 };
-constexpr GroupFiles kVersion2{"/memory.max", "/memory.current", "inactive_file "};
-constexpr GroupFiles kVersion1{"/memory.limit_in_bytes", "/memory.usage_in_bytes",
-                               "total_inactive_file "};
+constexpr GroupFiles kVersion2{"/memory.max", "/memory.current", {"inactive_file ", "active_file "}};
+constexpr GroupFiles kVersion1{"/memory.limit_in_bytes",
+                               "/memory.usage_in_bytes",
+                               {"total_inactive_file ", "total_active_file "}};
 
 size_t left_in_group(const std::string& folder, const GroupFiles& files) {
   const size_t limit = read_number((folder + files.limit).c_str(), "");
   size_t used = read_number((folder + files.used).c_str(), "");
   if (limit == kUnknown || used == kUnknown) return kUnknown;
-  const size_t cached = read_number((folder + "/memory.stat").c_str(), files.reclaimable);
-  if (cached != kUnknown) used -= std::min(used, cached);  // dropped before anything is killed
+  for (const char* field : files.cached) {
+    const size_t cached = read_number((folder + "/memory.stat").c_str(), field);
+    if (cached != kUnknown) used -= std::min(used, cached);
+  }
   return limit > used ? limit - used : 0;
 }
 
