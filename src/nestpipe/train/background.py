@@ -420,6 +420,8 @@ class BackgroundWriter:
 
         Of tables with a policy the uses of keys belong to their rows, and hosts have those.
         """
+        if not pools:  # rows are in buffers, which are written back after every batch
+            return []
         policies = lifecycle.of_groups if lifecycle is not None else [None] * len(pools)
         found: list[PoolSnapshot | None] = []
         for pool, policy in zip(pools, policies, strict=True):

@@ -18,6 +18,7 @@ from support.job_world import true_trace, world_profile
 
 SMALL = (
     *("--set", "data.synthetic.samples=2000"),
+    *("--set", "data.synthetic.test_samples=200"),
     *("--set", "data.synthetic.num_tables=4"),
     *("--set", "data.synthetic.num_keys=500"),
     *("--set", "run.batch=128"),

@@ -288,7 +288,7 @@ def test_the_transport_follows_from_abilities_device_and_shape(monkeypatch):
 def test_rows_in_half_precision_have_no_address(dtype):
     layout = StoreLayout(table_seeds=(7,), init_stds=(0.1,), dim=4, state_dim=1, dtype=dtype)
     store = open_store(layout, native=True)
-    assert store.abilities == StoreAbilities()
+    assert store.abilities == StoreAbilities(keys=store)  # type: ignore[arg-type]
     assert isinstance(chosen(store, buffers=1), KeyTransport)
 
 

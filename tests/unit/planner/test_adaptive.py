@@ -29,7 +29,9 @@ from nestpipe.train import JobConfig, train_job
 from nestpipe.train.job import AUTO, prepare
 
 WORLD: dict[str, Any] = {
-    "data": {"synthetic": {"samples": 4_000, "num_tables": 2, "num_keys": 300}},
+    "data": {
+        "synthetic": {"samples": 4_000, "test_samples": 200, "num_tables": 2, "num_keys": 300}
+    },
     "model": {"dim": 8, "bottom": [8], "top": [8]},
     "pipeline": {"plan": "nested", "retrieval": "new", "micro_batches": 16},
     "run": {"batch": 128, "epochs": 10, "steps": 48, "adaptive": True, "adaptive_every": 8},

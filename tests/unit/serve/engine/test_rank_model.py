@@ -311,7 +311,7 @@ def test_what_is_no_checkpoint_of_a_ranker_is_refused_in_one_sentence(checkpoint
     (checkpoint / MANIFEST).write_text("{")
     refused("it is no JSON")
     (checkpoint / MANIFEST).write_text('{"format": 99}')
-    refused("not a checkpoint of format 2")
+    refused("is of format 99, and this program reads up to 2")
     (checkpoint / MANIFEST).write_text(about)
     (checkpoint / ROWS).write_bytes(b"nothing")
     refused("is damaged: it has 7 bytes")
