@@ -132,12 +132,12 @@ def on_device(monkeypatch):
     assert calls, "the tables of the device did nothing"
 
 
-@pytest.mark.parametrize("device_memory", ["auto", "25KB"])
+@pytest.mark.parametrize("device_memory", ["auto", "25.8KB"])
 @pytest.mark.parametrize(
     "plan", ["serial", "sparse_dist", "dual_buffer", "frozen_window", "nested"]
 )
 def test_rows_in_a_pool_have_the_bits_of_rows_in_buffers(plan, device_memory):
-    """25 KB: rows leave and come back."""
+    """25.8 KB: rows leave and come back."""
     for micro_batches in (1, 2):
         pipeline = PipelineSettings(
             plan=plan, retrieval=Retrieval.POOLED, micro_batches=micro_batches
@@ -158,7 +158,7 @@ def test_one_rank_that_routes_its_keys_has_the_bits_of_the_host(optimizer, dtype
     twin = train(None, PipelineSettings(), optimizer=optimizer, dtype=dtype)
     for plan in ("serial", "nested"):
         pipeline = PipelineSettings(plan=plan, retrieval=Retrieval.POOLED)
-        for memory in ("auto", "25KB"):
+        for memory in ("auto", "25.8KB"):
             made = train(None, pipeline, device_memory=memory, optimizer=optimizer, dtype=dtype)
             check_same(twin, made)
 
@@ -171,13 +171,13 @@ def test_ranks_that_route_their_keys_have_the_bits_of_hosts(ranks, placements, c
     plain = PipelineSettings(owner_sums="off", comm_dtype=comm_dtype)
     pooled = PipelineSettings(plan="nested", retrieval=Retrieval.POOLED, comm_dtype=comm_dtype)
     twins = run_ranks(ranks, lambda comm: train(comm, plain, placements))
-    made = run_ranks(ranks, lambda comm: train(comm, pooled, placements, "15KB"))
+    made = run_ranks(ranks, lambda comm: train(comm, pooled, placements, "15.6KB"))
     for twin, other in zip(twins, made, strict=True):
         check_same(twin, other)
 
 
 @pytest.mark.parametrize("emulated", [False, True], ids=["twins", "kernels"])
-@pytest.mark.parametrize(("buffers", "memory"), [(2, "25KB"), (3, "26KB")])
+@pytest.mark.parametrize(("buffers", "memory"), [(2, "25.8KB"), (3, "26.4KB")])
 @pytest.mark.usefixtures("on_device")
 def test_one_rank_with_the_plan_and_lanes_of_a_gpu_has_the_bits_of_the_host(
     buffers, memory, emulated, monkeypatch
@@ -213,7 +213,8 @@ KERNELS = {
 @pytest.mark.parametrize("plan", ["serial", "nested"])
 @pytest.mark.parametrize("optimizer", ["adam", "rowwise_adagrad"])
 @pytest.mark.parametrize(
-    ("ranks", "placements", "memory"), [(1, ROWS, "25KB"), (2, ROWS, "15KB"), (2, TABLES, "15KB")]
+    ("ranks", "placements", "memory"),
+    [(1, ROWS, "25.8KB"), (2, ROWS, "15.6KB"), (2, TABLES, "15.6KB")],
 )
 @pytest.mark.usefixtures("on_device")
 def test_kernels_of_the_gpu_have_the_bits_of_the_host(ranks, placements, memory, optimizer, plan):
@@ -241,7 +242,7 @@ def test_kernels_of_the_gpu_have_the_bits_of_the_host_for_rows_in_half_precision
         made = run_ranks(
             ranks,
             lambda comm: train(
-                comm, pooled, device_memory="25KB" if ranks == 1 else "15KB", dtype=dtype
+                comm, pooled, device_memory="25.8KB" if ranks == 1 else "15.6KB", dtype=dtype
             ),
         )
     for twin, other in zip(twins, made, strict=True):
@@ -268,7 +269,7 @@ def test_schedules_rates_and_frozen_tables_have_the_bits_of_the_host(ranks, kern
     pooled = PipelineSettings(plan="nested", retrieval=Retrieval.POOLED)
     twins = run_ranks(ranks, lambda comm: train(comm, plain, rows=TUNED))
     with pools_on_emulated_gpu() if kernels else nullcontext():
-        made = run_ranks(ranks, lambda comm: train(comm, pooled, ROWS, "45KB", rows=TUNED))
+        made = run_ranks(ranks, lambda comm: train(comm, pooled, ROWS, "46.4KB", rows=TUNED))
     for twin, other in zip(twins, made, strict=True):
         check_same(twin, other)
 

@@ -296,7 +296,7 @@ def test_a_pool_too_small_for_the_first_batch_says_so_too():
     pool = pool_of(1)
     pool.begin_run()
     pool.admit(0, *laid_out([(0, 1), (0, 2)]))
-    with pytest.raises(ConfigError, match=r"1 rows \(0.087 KB\) .* batch 0 needs up to 1 more"):
+    with pytest.raises(ConfigError, match=r"1 rows \(0.091 KB\) .* batch 0 needs up to 1 more"):
         pool.retrieve(0)
 
 

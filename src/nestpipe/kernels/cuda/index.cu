@@ -101,9 +101,13 @@ __device__ Look look(const Index& index, Place* at, Place seen, int64_t key, uin
   const bool insert = new_slots != nullptr;
   const auto full = [&] { return load_now(&index.counters->taken) >= free; };
   if (seen.tag == 0) {
-    if (!insert || full()) return {true, false, kNone};
-    seen = swap_whole(at, Place{0, 0, 0}, Place{key, tag, kPending});
+    if (!insert) return {true, false, kNone};
+    // Another thread may have put this very key here, with the last slot, since this one looked.
+    const bool none_left = full();
+    seen = none_left ? load_whole(at)
+                     : swap_whole(at, Place{0, 0, 0}, Place{key, tag, kPending});
     if (seen.tag == 0) {
+      if (none_left) return {true, false, kNone};
       const int32_t slot = take_slot(index, free, key, tag, new_slots);
       store_now(&at->slot, slot);
       return {true, false, slot, true};
@@ -112,7 +116,11 @@ __device__ Look look(const Index& index, Place* at, Place seen, int64_t key, uin
   if (seen.key != key || seen.tag != tag) return {false, false, kNone};
   if (seen.slot >= 0) return {true, false, seen.slot};
   if (seen.slot == kPending) return {false, true, kNone};
-  if (!insert || full()) return {true, false, kNone};
+  if (!insert) return {true, false, kNone};
+  if (full()) {
+    const int32_t now = load_now(&at->slot);
+    return {now != kPending, now == kPending, now};
+  }
   if (atomicCAS(&at->slot, static_cast<int32_t>(kNone), static_cast<int32_t>(kPending)) != kNone) {
     return {false, true, kNone};
   }
