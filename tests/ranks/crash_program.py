@@ -94,7 +94,7 @@ def fork(do: Callable[[], object]) -> int:
 
 
 def made(
-    folder: Path, resume: str | None, plan: str = "serial", retrieval: str = "auto", **run: Any
+    folder: Path, resume: str | None, plan: str = "serial", retrieval: str = "whole", **run: Any
 ) -> Job:
     config = build(
         JobConfig,
