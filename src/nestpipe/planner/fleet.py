@@ -172,7 +172,8 @@ class FleetPredictor:
         form, sharing = replace(one.form, groups=1), self._sharing(site, replayed)
         base, cpu = self._costs.of(form, split, made.shape), self._costs.cpu_of(form, split)
         cost_of, cpu_of = self._carried_over(base, cpu or self._usual_cpu(base), site, assumed)
-        trace = replay_shared(made, cost_of, sharing, batches=BATCHES, buckets=4, cpu_of=cpu_of)
+        needs = cpu_of if self.profile.shares_cores else None
+        trace = replay_shared(made, cost_of, sharing, batches=BATCHES, buckets=4, cpu_of=needs)
         run = figures(trace, samples=self.samples(site.workers))
         speed = 1000 * self.samples(site.workers) * site.workers / run.step_ms
         return replace(run, workers=site.workers, groups=site.groups, samples_per_s=speed)
