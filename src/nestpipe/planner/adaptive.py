@@ -508,4 +508,5 @@ def _train_again(job: Job, choices: Sequence[Choice], steps: int, epoch: int, te
             left = end - trainer.progress.step
             trainer.fit(job.train, steps=left, epochs=job.config.run.epochs, on_step=tell)
     # The run came to the end of the data and saw it; so many steps alone end just before.
-    trainer.fit(job.train, epochs=epoch, on_step=tell)
+    if epoch > trainer.progress.epoch:
+        trainer.fit(job.train, epochs=epoch, on_step=tell)

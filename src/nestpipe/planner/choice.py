@@ -191,7 +191,8 @@ class ProfilePredictor:
         missing = self._missing(candidate)
         cost_of = self.costs(seed).of(candidate.form, candidate.split, made.shape, missing=missing)
         sharing = of.sharing(candidate.threads)
-        cpu_of = self.costs(seed).cpu_of(candidate.form, candidate.split)
+        form, split = candidate.form, candidate.split
+        cpu_of = self.costs(seed).cpu_of(form, split) if of.shares_cores else None
         trace = replay_shared(
             made, cost_of, sharing, batches=batches, buckets=of.buckets, cpu_of=cpu_of
         )

@@ -153,6 +153,10 @@ class FleetPredictor:
         self.profile, self._on = profile, measured_on
         self._batch, self._per_worker = global_batch, per_worker
         self._costs = JobCosts(profile)
+        empty = float(np.mean(self._costs.typical(K.COUNTS)))
+        busy = profile.plain.collective_draw
+        self._empty = empty, profile.plain.cpu_by(K.COUNTS) or busy * empty
+        """What a message of nearly no bytes takes, and how much of that a core."""
 
     def samples(self, workers: int) -> float:
         """Of one worker's batch."""
@@ -168,7 +172,8 @@ class FleetPredictor:
         form, sharing = replace(one.form, groups=1), self._sharing(site, replayed)
         base, cpu = self._costs.of(form, split, made.shape), self._costs.cpu_of(form, split)
         cost_of, cpu_of = self._carried_over(base, cpu or self._usual_cpu(base), site, assumed)
-        trace = replay_shared(made, cost_of, sharing, batches=BATCHES, buckets=4, cpu_of=cpu_of)
+        needs = cpu_of if self.profile.shares_cores else None
+        trace = replay_shared(made, cost_of, sharing, batches=BATCHES, buckets=4, cpu_of=needs)
         run = figures(trace, samples=self.samples(site.workers))
         speed = 1000 * self.samples(site.workers) * site.workers / run.step_ms
         return replace(run, workers=site.workers, groups=site.groups, samples_per_s=speed)
@@ -252,16 +257,18 @@ class FleetPredictor:
         to_others = ((shards - 1) / shards) / ((ranks - 1) / ranks)
         ratio = to_others * grown
         message = site.link.message_us * (shards - 1) / 1000
-        # What the processor did not spend on a message, the link took.
+        empty, empty_cpu = self._empty
         slower = byte_ms * self._on.gb_per_s * 1e6
 
         def carried(ms: float, cpu: float) -> tuple[float, float]:
-            copies = min(cpu, ms) * ratio / site.machine.host
-            wire = max(0.0, ms - cpu) * ratio * slower
+            # An empty message takes as long on any link, and so does what a core does for bytes.
+            copies, waits = max(0.0, min(cpu, ms) - empty_cpu), min(ms, empty)
+            wire = max(0.0, ms - waits - copies) * ratio * slower
             if assumed.full_rate and sent:
                 part = ms / whole if whole > 0 else 1.0
                 wire = min(wire, part * sent * ratio * byte_ms)
-            return copies, message + wire
+            core = (min(cpu, empty_cpu) + copies * ratio) / site.machine.host
+            return core, max(message, waits - empty_cpu) + wire
 
         return carried
 

@@ -205,9 +205,14 @@ class JobProfile:
         of = self.plain.form
         return next((r for r in self.runs if set(r.form.changed_from(of)) == wanted), None)
 
+    @property
+    def shares_cores(self) -> bool:
+        """Whether what its ranks compute with are cores, which messages need too."""
+        return self.device != "cuda"
+
     def sharing(self, threads: int = 0) -> Sharing:
         """What its ranks compute with, and have to share."""
-        if self.device == "cuda":
+        if not self.shares_cores:
             return Sharing(self.pools, frozenset({Lane.COMPUTE}))
         capacity = self.cores / max(1, min(self.cores, threads or self.threads))
         draw = self.plain.collective_draw

@@ -174,7 +174,7 @@ def choices_of(folder: Path) -> list[Choice]:
     return [Choice(**json.loads(line)) for line in (folder / FILE).read_text().splitlines()]
 
 
-def test_on_a_slow_link_messages_become_fewer_and_the_replay_is_identical(tmp_path):
+def test_on_a_slow_link_messages_become_fewer_and_the_replay_is_identical(tmp_path, caplog):
     told = adapted(tmp_path, LocalCommunicator())
     choices = choices_of(tmp_path)
     assert choices[0] == Choice(micro_batches=16, reason="as the config has it")
@@ -184,6 +184,7 @@ def test_on_a_slow_link_messages_become_fewer_and_the_replay_is_identical(tmp_pa
     verdict = replay_choices(tmp_path, LocalCommunicator())
     assert verdict.identical, verdict.first_difference
     assert (verdict.steps, verdict.rows_compared > 100) == (48, True)
+    assert "nothing is trained" not in caplog.text
 
 
 def test_a_replay_of_other_choices_differs(tmp_path, monkeypatch):

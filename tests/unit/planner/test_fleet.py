@@ -23,7 +23,8 @@ from nestpipe.planner.fleet import (
     answer,
     sites,
 )
-from support.job_world import world_profile
+from nestpipe.sim import figures
+from support.job_world import true_trace, world_profile
 
 OFFER = Path(__file__).parents[3] / "configs/offer.toml"
 GB_PER_S = 1e6 / 20e6
@@ -57,6 +58,15 @@ def test_a_link_twice_as_fast_halves_what_is_on_the_wire():
     serial = Candidate(retrieval="new")
     slow, fast = (predictor().figures(site(gb_per_s=g), serial, PLAIN) for g in (GB_PER_S, 1.0))
     assert slow.step_ms - fast.step_ms == pytest.approx(2 * 20 * (1 - GB_PER_S), rel=0.1)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4, 8])
+def test_an_empty_message_takes_as_long_on_any_link(micro_batches: int):
+    one = Candidate(plan="nested", retrieval="new", micro_batches=micro_batches)
+    true = figures(true_trace(one, 2, net=20, dense=10, batches=16, faster=10), samples=1)
+    there = site(gb_per_s=10 * GB_PER_S)
+    found = predictor(dense=10.0).figures(there, one, PLAIN)
+    assert found.step_ms == pytest.approx(true.step_ms, rel=0.02)
 
 
 def test_messages_may_use_more_of_a_link_than_they_did_in_the_profile():

@@ -41,6 +41,13 @@ def test_messages_take_the_core_that_computes(one: Candidate):
         assert true.step_ms > 1.05 * free.step_ms
 
 
+def test_messages_take_nothing_of_a_gpu():
+    one = CANDIDATES[2]
+    told = [replace(world_profile(net=20, dense=15, cpu=cpu), device="cuda") for cpu in (0.3, None)]
+    first, second = (ProfilePredictor(of).figures(one).step_ms for of in told)
+    assert first == pytest.approx(second, rel=1e-6)
+
+
 def test_a_large_message_may_cost_more_than_its_part():
     """Between two measured sizes costs lie on a line, also where the larger one is dearer."""
     jammed, smooth = world_profile(net=60), world_profile(net=20)
