@@ -424,7 +424,7 @@ class BackgroundWriter:
             return []
         policies = lifecycle.of_groups if lifecycle is not None else [None] * len(pools)
         found: list[PoolSnapshot | None] = []
-        for pool, policy in zip(pools, policies, strict=False):  # there may be no pools
+        for pool, policy in zip(pools, policies, strict=True):
             here = self._on_device and policy is None
             # Ranks of the other groups have the same rows.
             taken = pool.snapshot(copy=self._mesh.group == 0) if here else None
