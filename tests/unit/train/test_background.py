@@ -289,9 +289,7 @@ def test_groups_of_ranks_write_what_any_of_them_touched(
 
 @pytest.mark.parametrize(
     ("ranks", "routed", "memory"),
-    every(
-        2, [*product([1, 2], ["by the host", "by the device", "by kernels"], ["auto", "11.6KB"])]
-    ),
+    every(2, [*product([1, 2], ["by the host", "by the device", "by kernels"], ["auto", "11KB"])]),
 )
 def test_a_pool_s_rows_are_in_increments(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, routed: str, memory: str
