@@ -247,7 +247,12 @@ def test_a_weight_that_float16_cannot_hold_is_kept_at_the_largest_under_every_pl
     assert sum(with_large_rows(dtype="bfloat16", plan="serial")[0][0]) == 0
     for plan in ("nested", "frozen_window"):
         for retrieval in ("new", "pooled"):
-            more = {"plan": plan, "retrieval": retrieval, "policy": "clip", "device_memory": "10KB"}
+            more = {
+                "plan": plan,
+                "retrieval": retrieval,
+                "policy": "clip",
+                "device_memory": "11KB",
+            }
             for one, other in zip(serial, with_large_rows(ranks, **more), strict=True):
                 assert one[0] == other[0]
                 assert all(map(torch.equal, one[1], other[1]))
@@ -259,7 +264,7 @@ def test_rows_that_are_routed_on_the_device_see_it_as_well(
 ):
     serial = with_large_rows(ranks, plan="serial", owner_sums="off")
     monkeypatch.setattr(trainer_module, "can_route_on_device", lambda *_: True)
-    made = with_large_rows(ranks, plan="nested", retrieval="pooled", device_memory="10KB")
+    made = with_large_rows(ranks, plan="nested", retrieval="pooled", device_memory="11KB")
     for one, other in zip(serial, made, strict=True):
         assert one[0] == other[0]
         assert all(map(torch.equal, one[1], other[1]))
