@@ -43,6 +43,8 @@ from nestpipe.train.job import Job, prepare
 from nestpipe.train.ops import TrainingWork
 
 STEPS = 6
+NUM_POINTS = 300
+"""At which runs end in `make test`; in the long profile at all."""
 KINDS = (Kind.PREFETCH, Kind.DEDUP, Kind.COUNTS, Kind.KEYS, Kind.UNION, Kind.RETRIEVE, Kind.ROWS)
 KINDS += (Kind.DENSE, Kind.GRADS, Kind.REDUCE, Kind.UPDATE, Kind.WRITEBACK)
 WAYS: dict[str, dict[str, Any]] = {
@@ -221,9 +223,10 @@ def points(calls: dict[str, list[str]], *, each: bool) -> Iterator[Point]:
                     yield Point(way, "kill", 0, kind, batch, plan)
 
 
-def half(found: list[Point]) -> list[Point]:
-    """Every other point on average, chosen once for all."""
-    chosen = random.Random(len(found)).sample(range(len(found)), len(found) // 2)
+def some(found: list[Point]) -> list[Point]:
+    """As many as `make test` takes, chosen once for all."""
+    count = min(NUM_POINTS, len(found))
+    chosen = random.Random(len(found)).sample(range(len(found)), count)
     return [found[number] for number in sorted(chosen)]
 
 
@@ -338,7 +341,7 @@ def main(what: str, folder: Path, first: int, count: int, part: int, parts: int)
     assert in_fork(lambda: save_each_step(reference)) == 0
     if what == "matrix":
         found_points = list(points(calls_of(folder), each=count < 0))
-        chosen = (found_points if count < 0 else half(found_points))[part::parts]
+        chosen = (found_points if count < 0 else some(found_points))[part::parts]
         work = folder / "checkpoints"
         found = [at_point(work / f"p{n}", reference, one) for n, one in enumerate(chosen)]
     else:

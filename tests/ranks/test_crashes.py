@@ -15,7 +15,7 @@ from support.examples import is_long, num_examples
 
 PROGRAM = Path(__file__).with_name("crash_program.py")
 PARTS = 2
-LEAST_POINTS = 150
+LEAST_POINTS = 300
 
 
 def outcomes(what: str, folder: Path, count: int, part: int = 0, parts: int = 1) -> list[Any]:
@@ -39,7 +39,7 @@ def outcomes(what: str, folder: Path, count: int, part: int = 0, parts: int = 1)
 def test_each_way_of_saving_survives_each_kind_of_op_and_call(tmp_path: Path, part: int):
     """Every call that opens, writes, syncs, renames or removes, and every kind of op.
 
-    They are killed, or refused by the file system, in turn: half of them, chosen once for all; in
+    They are killed, or refused by the file system, in turn: 300 of them, chosen once for all; in
     the long profile all in all ways.
     """
     found = outcomes("matrix", tmp_path, -1 if is_long() else 0, part, PARTS)

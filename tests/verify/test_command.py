@@ -91,7 +91,7 @@ def test_rows_that_leave_a_small_pool_change_no_bit(verify, plan, monkeypatch):
         return written[-1]
 
     monkeypatch.setattr(RowPool, "writeback", counted)
-    more = ("--set", "run.device_memory=18.95KB", "--plan", plan, "--delays", "2")
+    more = ("--set", "run.device_memory=19.15KB", "--plan", plan, "--delays", "2")
     status, out, err = verify(*POOLED, *more, "--json", "-")
     assert status == 0, err
     assert json.loads(out)["identical"] is True
@@ -107,14 +107,14 @@ def test_two_processes_are_identical_where_rows_leave_a_small_pool():
 def test_a_pool_too_small_for_two_batches_is_one_sentence(verify):
     status, out, err = verify(*POOLED, "--set", "run.device_memory=12KB")
     assert (status, out) == (2, "")
-    assert err.startswith("error: the pool of 132 rows (11.9 KB) is too small: batches 0 and 1 ")
+    assert err.startswith("error: the pool of 129 rows (11.7 KB) is too small: batches 0 and 1 ")
     assert err.endswith(" more; raise device_memory, or make batches smaller\n")
 
 
 def test_two_processes_with_too_small_a_pool_say_so_once():
     done = on_two_ranks(*POOLED, "--set", "run.device_memory=3KB")
     assert done.returncode == 2, done.stderr
-    assert done.stderr.count("error: the pool of 33 rows") == 1, done.stderr
+    assert done.stderr.count("error: the pool of 30 rows") == 1, done.stderr
 
 
 def test_two_processes_catch_a_stale_plan_with_exit_status_1():

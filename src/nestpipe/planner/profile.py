@@ -151,8 +151,9 @@ class SentBytes:
 class RowHistory:
     """The rows that a rank owned in each batch, and from them what a pool of any size would lack.
 
-    A pool of n batches has the rows that any of the last n batches used, since the least recently
-    used leave first. So a batch lacks those that none of them used.
+    A pool of n batches is counted as one that keeps the rows which any of the last n batches used,
+    so a batch lacks those that none of them used. Real pools keep rows that are used often longer:
+    they lack as many or fewer.
     """
 
     def __init__(self) -> None:

@@ -627,7 +627,7 @@ def _refuse_excess(stores: Sequence[TrackedStore], rows: Sequence[Sequence[int]]
     for store, counts in zip(stores, rows, strict=True):
         for table, (count, limit) in enumerate(zip(counts, store.layout.max_rows, strict=False)):
             if limit and count > limit:
-                raise CapacityError(too_many_rows(table, count, limit))
+                raise CapacityError(too_many_rows(store.layout, table, count, limit))
 
 
 @contextmanager

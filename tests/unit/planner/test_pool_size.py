@@ -60,7 +60,8 @@ def counted():
 def test_a_real_pool_lacks_what_the_keys_foretell_or_somewhat_less(counted, batches):
     profile, read = counted
     size = next(one for one in profile.reuse.sizes if one.batches == batches)
-    assert 0.85 * size.missing < read[batches] < 1.05 * size.missing
+    # Counted by the last use alone; the pool keeps rows that are used often.
+    assert 0.7 * size.missing < read[batches] < 1.05 * size.missing
 
 
 def test_the_rows_that_neighbours_share_are_those_that_new_does_not_read(counted):

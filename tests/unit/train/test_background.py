@@ -451,7 +451,7 @@ def test_rows_of_few_bits_are_copied_as_the_store_would_keep_them(tmp_path: Path
 
 def test_a_table_beyond_its_limit_is_refused_though_its_rows_are_in_a_pool_alone(tmp_path: Path):
     """In the sentence of the store that a flush would have asked."""
-    sentence = r"table \d would have [\d,]+ rows here and may have"
+    sentence = r"table 'c\d' would have [\d,]+ rows here and may have"
     for on_device in (True, False):
         with pytest.raises(CapacityError, match=sentence):
             written_from_a_pool(tmp_path / str(on_device), on_device=on_device, max_rows=60)
