@@ -378,7 +378,7 @@ POOLED: dict[str, Any] = {"plan": "nested", "retrieval": "pooled", "owner_sums":
 @pytest.mark.parametrize(
     ("ranks", "routed", "memory", "incremental"),
     every(
-        2,
+        3,
         [
             *product(
                 [1, 2],
