@@ -28,6 +28,7 @@ from nestpipe.kernels.attention.reference import Mask, RelativeBias, hstu_attent
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from support.gluon_on_host import attend
+from support.hopper_compiled import compile_for_hopper
 from support.ptx_on_host import Memory, TensorMap, Wrong, run
 
 HEADS, NORM, SCALE = 2, 64.0, 0.3
@@ -88,20 +89,6 @@ BROKEN = {
     "registers": ("forward", "setmaxnreg.dec.sync.aligned.u32 \t24;", ""),
 }  # fmt: skip
 """Part, and what is put in place of what, everywhere in its PTX."""
-
-
-def settle() -> None:
-    """Triton compiles for Hopper, without a driver."""
-    import triton  # pyright: ignore[reportMissingImports]
-    from triton.backends.compiler import GPUTarget  # pyright: ignore[reportMissingImports]
-
-    triton.runtime.driver.set_active(
-        SimpleNamespace(
-            get_current_target=lambda: GPUTarget("cuda", 90, 32),
-            get_current_device=lambda: 0,
-            get_current_stream=lambda device: 0,
-        )
-    )
 
 
 class Machine:
@@ -304,7 +291,7 @@ def tell_broken() -> None:
 
 
 def main() -> None:
-    settle()
+    compile_for_hopper()
     if sys.argv[1:] == ["broken"]:
         return tell_broken()
     for name in sys.argv[1:] or CASES:

@@ -151,8 +151,8 @@ def named(words: list[str]) -> Iterator[tuple[str, int, Any, str]]:
         yield part, int(width), GroupTile(rows, b_stages, c_stages), "".join(sizes[3:])
 
 
-def main() -> None:
-    """A line of JSON for each."""
+def compile_for_hopper() -> None:
+    """Triton compiles for Hopper, without a driver."""
     import triton  # pyright: ignore[reportMissingImports]
     from triton.backends.compiler import GPUTarget  # pyright: ignore[reportMissingImports]
 
@@ -163,6 +163,11 @@ def main() -> None:
             get_current_stream=lambda device: 0,
         )
     )
+
+
+def main() -> None:
+    """A line of JSON for each."""
+    compile_for_hopper()
     for part, width, tile, biases in named(sys.argv[1:]) if sys.argv[1:] else chosen():
         said, code, labels = assembled(compiled(part, width, tile, biases))
         found = {
